@@ -66,19 +66,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def page_of(run: Run, *, samples_mb: float = 5.0, is_live: bool = False) -> str:
     """Return the page of a run as HTML."""
-    script, style, page = (
-        "\n".join((PAGE / name).read_text(encoding="utf-8") for name in names)
-        for names in (SCRIPTS, STYLES, ["page.html"])
-    )
     data = json.dumps(data_of(run, samples_mb=samples_mb) | {"live": is_live}, allow_nan=False, separators=(",", ":"))
-    policy = "default-src 'none'; base-uri 'none'; form-action 'none'; "
-    policy += f"script-src {_hash(script)}; style-src {_hash(style)}"
-    filled = {"TITLE": html.escape(f"slime: {run.folder.name}"), "POLICY": policy, "STYLE": style, "SCRIPT": script}
-    for name, text in filled.items():
-        page = page.replace(f"@@{name}@@", text, 1)
+    page = fill_page("page.html", SCRIPTS, STYLES, TITLE=html.escape(f"slime: {run.folder.name}"))
     # No text of the run can end the element that holds it.
     head, tail = page.split("@@DATA@@")
     return head + data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029") + tail
+
+
+def fill_page(name: str, scripts: Sequence[str], styles: Sequence[str], *, policy: str = "", **texts: str) -> str:
+    """Return a page of ``report_page/`` that runs these scripts and no others; ``policy`` is what else it may do."""
+    page, script, style = (
+        "\n".join((PAGE / one).read_text(encoding="utf-8") for one in names) for names in ([name], scripts, styles)
+    )
+    policy += "default-src 'none'; base-uri 'none'; form-action 'none'; "
+    policy += f"script-src {_hash(script)}; style-src {_hash(style)}"
+    for place, text in {"POLICY": policy, "STYLE": style, "SCRIPT": script, **texts}.items():
+        page = page.replace(f"@@{place}@@", text, 1)
+    return page
 
 
 def _hash(text: str) -> str:
@@ -178,14 +182,16 @@ def _troubles(run: Run) -> list[str]:
     deaths = [text for text in recovery if " died" in text]
     starts = sum(one["event"] == "start" for one in run.events)
     said = [f"It failed: {errors[-1]}"] if errors and run.state == "failed" else []
-    said += [f"{_times('engine', len(evicted))} evicted; the first: {evicted[0].get('why')}"] if evicted else []
+    if evicted:
+        were = "was" if len(evicted) == 1 else "were"
+        said.append(f"{_count('engine', len(evicted))} {were} evicted; the first: {evicted[0].get('why')}")
     if deaths:
-        said.append(f"The trainer died {len(deaths)} times ({deaths[-1].rstrip('.')}). {recovery[-1]}")
-    return said + ([f"It was started {starts} times."] if starts > 1 else [])
+        said.append(f"The trainer died {_count('time', len(deaths))} ({deaths[-1]}) {recovery[-1]}")
+    return said + ([f"It was started {_count('time', starts)}."] if starts > 1 else [])
 
 
-def _times(what: str, count: int) -> str:
-    return f"1 {what} was" if count == 1 else f"{count} {what}s were"
+def _count(what: str, count: int) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _went(what: str, values: Sequence[Any]) -> str:
@@ -193,7 +199,9 @@ def _went(what: str, values: Sequence[Any]) -> str:
     if len(numbers) < 2:
         return f"{what.capitalize()}: {numbers[0]:.3g}." if numbers else ""
     change = numbers[-1] - numbers[0]
-    verb = "rose" if change > 0.01 * abs(numbers[0]) else "fell" if -change > 0.01 * abs(numbers[0]) else "stayed"
+    if abs(change) <= 0.01 * abs(numbers[0]):
+        return f"{what.capitalize()} stayed at {numbers[-1]:.3g} (best {max(numbers):.3g})."
+    verb = "rose" if change > 0 else "fell"
     return f"{what.capitalize()} {verb} from {numbers[0]:.3g} to {numbers[-1]:.3g} (best {max(numbers):.3g})."
 
 

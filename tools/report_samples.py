@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from slime.observability.run_reader import Run, read_samples, trained_files
+from slime.observability.run_reader import Run, read_samples
 from slime.observability.sample_record import rollout_of
 from slime.utils.processing_utils import load_tokenizer
 
@@ -35,6 +36,7 @@ _FACTS = (
     "group", "index", "status", "drop_reason", "reward", "prompt", "response", "response_length",
     "weight_versions", "engines", "start", "end",
 )  # fmt: skip
+_LOG_PROBS = ("engine_log_probs", "loss_mask", "trainer_log_probs")
 _MARKER = re.compile(r"<\|\w{1,40}\|>|<(?:start|end)_of_turn>")
 """What chat templates write around a message."""
 
@@ -62,12 +64,16 @@ def read_rollouts(run: Run) -> list[Rollout]:
     """Return every recorded rollout; files that are being written are left out."""
     found = []
     clip = (float(run.value("eps_clip", 0.2)), float(run.value("eps_clip_high", run.value("eps_clip", 0.2))))
+    trained: dict[int, list[Path]] = {}
+    for path in run.sample_files("train"):
+        trained.setdefault(rollout_of(path), []).append(path)
     for path in run.sample_files():
+        paths = (path, *trained.get(rollout_of(path), ()))
         try:
-            stamps = tuple(one.stat().st_mtime_ns for one in (path, *trained_files(path)))
+            stamps = tuple(one.stat().st_mtime_ns for one in paths)
         except FileNotFoundError:  # the run has just removed its oldest files
             continue
-        if (rollout := _rollout_of(path, stamps, clip)) is not None:
+        if (rollout := _rollout_of(paths, stamps, clip)) is not None:
             found.append(rollout)
     interval = int(run.value("update_weights_interval", 1))
     newest, since = None, 0
@@ -80,12 +86,12 @@ def read_rollouts(run: Run) -> list[Rollout]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rollout_of(path: Path, stamps: tuple[int, ...], clip: tuple[float, float]) -> Rollout | None:
-    """Return what a file tells; ``stamps``, the times of it and the trainer's, make it be read again."""
-    if (table := read_samples(path, _FACTS)) is None:
+def _rollout_of(paths: tuple[Path, ...], stamps: tuple[int, ...], clip: tuple[float, float]) -> Rollout | None:
+    """Return what a rollout's files tell; a change of ``stamps``, their times, makes them be read again."""
+    if (table := read_samples(paths[0], (*_FACTS, *_LOG_PROBS), paths[1:])) is None:
         return None
-    columns = {name: table[name].to_pylist() for name in table.column_names}
-    rollout = Rollout(rollout_of(path))
+    columns = {name: table[name].to_pylist() for name in table.column_names if name in _FACTS}
+    rollout = Rollout(rollout_of(paths[0]))
     reasons, statuses = columns["drop_reason"], columns["status"]
     rollout.dropped = dict(Counter(reason for reason in reasons if reason))
     rollout.facts = {
@@ -101,7 +107,7 @@ def _rollout_of(path: Path, stamps: tuple[int, ...], clip: tuple[float, float]) 
     rollout.rates = _rates(columns)
     rollout.figures |= _slowest(rollout.rates)
     rollout.answers = _answers(columns)
-    if (differences := _differences(path)) is not None and len(differences):
+    if (differences := _differences(table)) is not None and len(differences):
         bins = np.searchsorted(DIFFERENCES, np.abs(differences), side="right") - 1
         rollout.differences = (np.bincount(bins, minlength=len(DIFFERENCES)) / len(bins)).round(4).tolist()
         rollout.figures |= _ratios(differences, clip)
@@ -199,10 +205,9 @@ def _slowest(rates: Mapping[str, float]) -> dict[str, Any]:
     return {"samples/slowest_engine": name, "samples/slowest_share": rate / others}
 
 
-def _differences(path: Path) -> np.ndarray | None:
+def _differences(both: pa.Table) -> np.ndarray | None:
     """Return trainer - engine, in nats, of every token that was trained on; None when either is not recorded."""
-    both = read_samples(path, ("engine_log_probs", "loss_mask", "trainer_log_probs"))
-    if both is None or "trainer_log_probs" not in both.column_names:
+    if "trainer_log_probs" not in both.column_names:
         return None
     sizes = [pc.list_value_length(both[name]) for name in ("engine_log_probs", "trainer_log_probs")]
     both = both.filter(pc.equal(*sizes))  # null, and so left out, where one is not there
@@ -373,4 +378,4 @@ class Pieces:
         table = read_samples(files[0], ["prompt"])
         prompts = table["prompt"].slice(0, 50).to_pylist() if table is not None else []
         found = dict.fromkeys(mark for prompt in prompts for mark in _MARKER.findall(prompt[:MAX_TEXT]))
-        return [mark for mark in found if len(self._tokenizer.encode(mark, add_special_tokens=False)) != 1]
+        return [mark for mark in found if mark not in self._tokenizer.get_vocab()]

@@ -1,15 +1,21 @@
-"""Serve the report of a run while it goes on, on this machine alone; the page loads itself again.
+"""Serve the report of a run while it goes on; the page loads itself again.
 
-    python tools/watch.py RUN [--port 8123]
+    python tools/watch.py RUN [--port 8123] [--host 0.0.0.0]
 
-From elsewhere: ssh -L 8123:127.0.0.1:8123 HOST.
+On this machine alone unless --host says otherwise; then a browser needs the token of the address that is printed.  It
+goes over the network as it is, so from elsewhere this is better: ssh -L 8123:127.0.0.1:8123 HOST.
 """
 
 from __future__ import annotations
 
 import argparse
+import hmac
+import http.cookies
 import http.server
+import secrets
+import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,60 +25,120 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.flags.kinds import port_number
 from slime.observability.run_reader import read_run
 from slime.utils.errors import DataError
+from slime.utils.net import format_host_port, is_ipv6, is_loopback
 from tools.cli import clean_exit
-from tools.report import page_of
+from tools.report import fill_page, page_of
 
 FRESH_S = 10.0
 """A page that is younger is served again."""
+REQUEST_S, PAGE_S = 30.0, 120.0
+"""For a browser to send its request, and for the page that another request has asked for."""
+MAX_TOKEN = 200
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="The folder of a run.")
-    parser.add_argument("--port", type=port_number, default=8123, help="Of the loopback address.")
+    parser.add_argument("--port", type=port_number, default=8123, help="Where it listens.")
+    parser.add_argument("--host", default="127.0.0.1", help="Address to listen on; beyond loopback with a token.")
     options = parser.parse_args(argv)
     with clean_exit():
         read_run(options.run)
-    with server_of(options.run, options.port) as server:
-        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+    token = None if is_loopback(options.host) else secrets.token_urlsafe(24)
+    with server_of(options.run, options.port, options.host, token) as server:
+        name = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
+        end = f"#token={token}" if token else ""
+        print(f"http://{format_host_port(name, server.server_port)}/{end} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             print()
 
 
-def server_of(run: Path, port: int) -> http.server.HTTPServer:
-    """Return a server of the run's page on the loopback address; requests wait for each other."""
-    made: tuple[float, bytes] = (0.0, b"")
+class _Page:
+    """The page of a run, made at most every ``FRESH_S``."""
 
-    class Page(http.server.BaseHTTPRequestHandler):
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._made: tuple[float, bytes] = (0.0, b"")
+        self._guard = threading.Lock()
+
+    def fresh(self) -> bytes:
+        """Return the page.
+
+        Raises:
+            DataError: the run cannot be read, or another request takes too long to read it.
+        """
+        if not self._guard.acquire(timeout=PAGE_S):
+            raise DataError(f"The page is not ready after {PAGE_S:.0f} s.")
+        try:
+            if time.monotonic() - self._made[0] > FRESH_S or not self._made[1]:
+                page = page_of(read_run(self._run), is_live=True).encode()
+                self._made = time.monotonic(), page
+            return self._made[1]
+        finally:
+            self._guard.release()
+
+
+def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None = None) -> http.server.HTTPServer:
+    """Return a server of the run's page; ``token`` is what a browser must know, None on the loopback address."""
+    page = _Page(run)
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        timeout = REQUEST_S
+
         def do_GET(self) -> None:  # noqa: N802  the name is http.server's
-            nonlocal made
-            # Pages of other sites reach this address under a name of theirs.
-            if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
-                self.send_error(403)
-                return
             if self.path != "/":
                 self.send_error(404)
-                return
-            if time.monotonic() - made[0] > FRESH_S or not made[1]:
+            elif token is None and self.headers.get("Host", "").rpartition(":")[0].strip("[]") not in LOOPBACK_NAMES:
+                self.send_error(403)  # pages of other sites reach this address under a name of theirs
+            elif token is not None and not self._is_known(token):
+                self._send(401, fill_page("door.html", ("door.js",), (), policy="connect-src 'self'; ").encode())
+            else:
                 try:
-                    made = time.monotonic(), page_of(read_run(run), is_live=True).encode()
+                    self._send(200, page.fresh())
                 except (DataError, OSError) as error:
                     self.send_error(503, str(error)[:200])
-                    return
-            self.send_response(200)
+
+        def do_POST(self) -> None:  # noqa: N802  the name is http.server's
+            size = self.headers.get("Content-Length", "")
+            if self.path != "/enter" or token is None or not size.isdigit() or int(size) > MAX_TOKEN:
+                self.send_error(404)
+            elif not hmac.compare_digest(self.rfile.read(int(size)), token.encode()):
+                self.send_error(403)
+            else:
+                cookie = f"{self._cookie}={token}; HttpOnly; SameSite=Strict; Path=/"
+                self._send(204, b"", ("Set-Cookie", cookie))
+
+        @property
+        def _cookie(self) -> str:
+            return f"slime_watch_{self.server.server_address[1]}"  # cookies know no ports
+
+        def _is_known(self, token: str) -> bool:
+            given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            cookies = http.cookies.SimpleCookie(self.headers.get("Cookie", ""))
+            given = given or (cookies[self._cookie].value if self._cookie in cookies else "")
+            return hmac.compare_digest(given.encode(), token.encode())
+
+        def _send(self, code: int, content: bytes, *headers: tuple[str, str]) -> None:
+            self.send_response(code)
             self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(made[1])))
+            self.send_header("Content-Length", str(len(content)))
             self.send_header("Cache-Control", "no-store")
+            for name, value in (*headers, ("X-Frame-Options", "DENY"), ("Referrer-Policy", "no-referrer")):
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(made[1])
+            self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
             """Print no line for each request."""
 
-    return http.server.HTTPServer(("127.0.0.1", port), Page)
+    class Server(http.server.ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+
+    return Server((host, port), Answer)
 
 
 if __name__ == "__main__":

@@ -71,33 +71,54 @@ def trained_files(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"train_{path.stem.split('_')[1]}_r*.parquet"))
 
 
-def read_samples(path: Path, columns: Sequence[str] | None = None) -> pa.Table | None:
+def read_samples(
+    path: Path, columns: Sequence[str] | None = None, trained: Sequence[Path] | None = None
+) -> pa.Table | None:
     """Return the samples of a file ``rollout_N.parquet`` with what the trainer added; None where it cannot be read.
 
     Args:
         path: of the file.
         columns: names beside ``position``; all when None, and those that the files do not have are left out.
+        trained: the files of the trainer's ranks; those that lie beside it when None.
     """
     wanted = None if columns is None else ["position", *columns]
     if (table := _table(path, wanted)) is None:
         return None
-    added = [one for one in (_table(name, wanted) for name in trained_files(path)) if one is not None]
+    added = [
+        one
+        for one in (_table(name, wanted) for name in (trained_files(path) if trained is None else trained))
+        if one is not None
+    ]
     if added:
-        trained = pa.concat_tables(added)
+        both = pa.concat_tables(added)
         # A join of Arrow takes no lists.
-        rows = pc.index_in(table["position"], value_set=trained["position"].combine_chunks())
-        for name in trained.column_names:
+        rows = pc.index_in(table["position"], value_set=both["position"].combine_chunks())
+        for name in both.column_names:
             if name != "position":
-                table = table.append_column(name, trained[name].take(rows))
+                table = table.append_column(name, both[name].take(rows))
     return table
 
 
 def _table(path: Path, columns: Sequence[str] | None) -> pa.Table | None:
     try:
         names = pq.read_schema(path).names
-        return pq.read_table(path, columns=None if columns is None else [n for n in names if n in columns])
+        table = pq.read_table(path, columns=None if columns is None else [n for n in names if n in columns])
     except (OSError, pa.ArrowException):
         return None
+    for place, column in enumerate(table.schema):
+        if column.type == pa.string():
+            table = table.set_column(place, column.name, _as_utf8(table[column.name]))
+    return table
+
+
+def _as_utf8(texts: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
+    """Return texts of which every byte that is no UTF-8 became a mark."""
+    try:
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        raw = texts.cast(pa.binary()).to_pylist()
+        return pa.array([None if one is None else one.decode("utf-8", "replace") for one in raw], pa.string())
+    return texts
 
 
 def read_run(folder: Path) -> Run:

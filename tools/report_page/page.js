@@ -113,7 +113,7 @@ function open(name) {
     if (tab.textContent === chosen) main.setAttribute("aria-labelledby", tab.id);
   }
   pending.length = 0;
-  main.replaceChildren(...views[chosen]().filter((part) => part));
+  main.replaceChildren(el("h2", { class: "unseen", text: chosen }), ...views[chosen]().filter((part) => part));
   pending.forEach((draw) => draw());
   history.replaceState(null, "", "#" + encodeURIComponent(chosen));
 }
@@ -127,7 +127,6 @@ tabs.addEventListener("keydown", (event) => {
   open(next.textContent);
   next.focus();
 });
-main.setAttribute("role", "tabpanel");
 open(wanted());
 addEventListener("hashchange", () => open(wanted()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => open(wanted()));

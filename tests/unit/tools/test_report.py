@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-import shutil
-import subprocess
 import threading
 import urllib.error
 import urllib.request
 from argparse import Namespace
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,7 +19,9 @@ from slime.observability import run_record, sample_record
 from slime.observability.metrics_file import append_record
 from slime.observability.run_reader import read_run
 from slime.utils.errors import DataError
+from slime.utils.net import get_free_port
 from slime.utils.types import Sample
+from tests.unit.tools.prepared_runs import FAULT_STEP, FAULTS, write_prepared_run
 from tools import diff, doctor, report, watch
 from tools.report_samples import read_rollouts
 
@@ -28,7 +30,6 @@ HOSTILE = (
     "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> \u202e\x07\ud800"
 )
 NUM_STEPS, STEP_S = 8, 10.0
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def write_run(folder, *, lr=0.1, is_hostile=False, num_samples=4, length=3, has_ended=True):
@@ -154,6 +155,33 @@ def test_a_run_that_was_cut_off_is_shown_as_far_as_it_went(tmp_path):
         read_run(tmp_path)
 
 
+def test_a_run_with_deaths_and_recoveries_says_so(tmp_path):
+    folder = write_run(tmp_path / "recovered")
+    run_record.start_recording(Namespace(save=str(folder), value_origins={}), "driver", primary=True)
+    logger = logging.getLogger("slime.ray.trainer_recovery")
+    logger.error("%s. The trainer is started again from its last checkpoint.", "actor rank 0 died: killed")
+    logger.warning("The trainer is back after %.1f s: it went on from rollout %d.", 4.0, 2)
+    run_record.event("engine", engine="engine 1", state="evicted", why="no answer within 60 s")
+    run_record.event("start", rollout=3)
+    run_record.event("finish")
+    run_record.stop_recording()
+    verdict = " ".join(data_in(report.page_of(read_run(folder)))["verdict"])
+    assert "The trainer died 1 time (actor rank 0 died: killed." in verdict
+    assert "is back after 4.0 s" in verdict and "1 engine was evicted; the first: no answer" in verdict
+    assert "It was started 2 times." in verdict
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_of_a_prepared_run_is_named_with_its_step(tmp_path, fault):
+    alarms = data_in(report.page_of(read_run(write_prepared_run(tmp_path / "run", fault))))["alarms"]
+    assert {one["name"] for one in alarms} == FAULTS[fault]
+    if fault in ("dead expert", "straggling engine"):
+        assert alarms[0]["step"] == FAULT_STEP
+    words = {"dead expert": "layer 3", "straggling engine": "10.0.0.2:15000", "wrong template": "<|im_start|>",
+             "length hack": "earned with length", "off-policy": "off-policy", "healthy": ""}  # fmt: skip
+    assert words[fault] in " ".join(one["text"] for one in alarms)
+
+
 def test_two_runs_of_one_command_differ_in_nothing_and_a_learning_rate_is_found(run, tmp_path, capsys):
     twin, other = write_run(tmp_path / "twin"), write_run(tmp_path / "other", lr=0.2)
     with pytest.raises(SystemExit) as left:
@@ -167,15 +195,49 @@ def test_two_runs_of_one_command_differ_in_nothing_and_a_learning_rate_is_found(
     assert ["train/loss", "6", "0.1", "(1", "of", "1", "values)"] in lines
 
 
-def test_watch_serves_the_page_to_this_machine_under_its_own_name(run):
-    with watch.server_of(run, 0) as server:
+@contextmanager
+def served(run, **options):
+    with watch.server_of(run, 0, **options) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        assert data_in(opener.open(url, timeout=30).read().decode())["live"] is True
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            opener.open(urllib.request.Request(url, headers={"Host": "elsewhere.example:80"}), timeout=30)
+
+        def ask(path="/", body=None, **headers):
+            request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", body, headers)
+            try:
+                with opener.open(request, timeout=60) as answer:
+                    return answer.status, answer.read().decode(), answer.headers
+            except urllib.error.HTTPError as error:
+                return error.code, error.read().decode(), error.headers
+
+        yield ask
         server.shutdown()
+
+
+def test_watch_serves_the_page_to_this_machine_under_its_own_name(run):
+    with served(run) as ask:
+        assert data_in(ask()[1])["live"] is True
+        assert ask(Host="elsewhere.example:80")[0] == 403 and ask("/config.json")[0] == 404
+
+
+def test_beyond_loopback_the_page_needs_the_token_which_is_in_no_address(run):
+    with served(run, token="right") as ask:
+        code, door, _ = ask()
+        assert code == 401 and "steady" not in door and "connect-src 'self'" in door
+        assert ask("/?token=right")[0] == 404
+        assert [ask("/enter", body)[0] for body in (b"wrong", b"r\xff", b"x" * 201)] == [403, 403, 404]
+        code, _, headers = ask("/enter", b"right")
+        cookie = headers["Set-Cookie"]
+        assert code == 204 and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        assert [ask(Cookie=cookie.partition(";")[0])[0], ask(Authorization="Bearer right")[0]] == [200, 200]
+        assert ask(Authorization="Bearer wrong")[0] == 401
+
+
+def test_the_address_that_is_printed_has_a_token_only_beyond_loopback(run, capsys, monkeypatch):
+    monkeypatch.setattr("http.server.HTTPServer.serve_forever", lambda self: None)
+    for host in ("127.0.0.1", "0.0.0.0"):
+        watch.main([str(run), "--port", str(get_free_port(22000)), "--host", host])
+    inside, beyond = capsys.readouterr().out.splitlines()
+    assert "token" not in inside and len(beyond.partition("#token=")[2].split()[0]) >= 32
 
 
 def test_the_doctor_has_ten_lines_each_with_a_verdict(tmp_path, capsys):
@@ -184,15 +246,3 @@ def test_the_doctor_has_ten_lines_each_with_a_verdict(tmp_path, capsys):
     verdicts = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert len(verdicts) == 10 and set(verdicts) <= {"good", "bad", "unknown"}
     assert doctor.space(tmp_path, 1e9, "buy")[0] == "bad"
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.parametrize("view", ["Summary", "Where%20the%20time%20goes", "Samples"])
-def test_a_browser_shows_hostile_texts_as_text_and_runs_nothing_of_them(tmp_path, view):
-    page = tmp_path / "report.html"
-    page.write_text(report.page_of(read_run(write_run(tmp_path / "hostile", is_hostile=True))), encoding="utf-8")
-    words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--dump-dom"]
-    words += [f"--user-data-dir={tmp_path / 'profile'}", f"{page.as_uri()}#{view}"]
-    shown = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "<title>slime: hostile</title>" in shown and 'aria-selected="true"' in shown
-    assert "<img" not in shown and "<script>document" not in shown
