@@ -59,7 +59,7 @@ function plots(list) {
     const last = one.series.map((s) => `${s.label} ${show(s.y.filter((v) => v !== null).at(-1))}`).join(", ");
     const alarms = alarmsOf(one.alarms || []);
     const box = el("div", { class: "plot", role: "group", "aria-label": `${one.title}. At the end: ${last}.` },
-      el("h3", { text: one.title }), one.about ? el("p", { class: "soft", text: one.about }) : null, ...alarms.map(alarmLine));
+      el("h3", { text: one.title }), one.about ? el("p", { class: "soft", text: one.about }) : null, ...alarms.map((alarm) => el("p", { class: "alarm", text: `From step ${alarm.step}: ${alarm.name}` })));
     grid.append(box);
     pending.push(() => curves(box, one, alarms));
   }
