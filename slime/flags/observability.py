@@ -72,6 +72,7 @@ class MetricsConfig:
     """Settings of the metrics of a rollout's or an evaluation's samples."""
 
     advantage_estimator: str
+    loss_type: str
     rollout_num_gpus: int | None
     n_samples_per_prompt: int
     n_samples_per_eval_prompt: int

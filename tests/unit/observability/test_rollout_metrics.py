@@ -52,6 +52,13 @@ def pass_rates_of(samples: list[Sample], answers: int = 2) -> dict[str, float]:
     return {name.removeprefix("passrate/"): value for name, value in record.items() if name.startswith("passrate/")}
 
 
+def test_demonstrations_have_lengths_but_no_reward_and_no_speed() -> None:
+    args = Namespace(**vars(ARGS) | {"loss_type": "sft_loss", "log_passrate": False})
+    record = compute_rollout_record(args, 3, SAMPLES, None, rollout_time=4.0)
+    assert record["rollout/response_len/mean"] == 25.0 and record["perf/time_rollout_s"] == 4.0
+    assert not [name for name in record if "reward" in name or "per_sec" in name or "tok_per_s" in name]
+
+
 def test_pass_rates_are_those_of_prompts_however_their_answers_lie() -> None:
     mixed = [sample(7, 1.0, 1), sample(3, 0.0, 1), sample(7, 1.0, 1), sample(3, 0.0, 1)]
     assert pass_rates_of(mixed) == {"pass@1": 0.5, "pass@2": 0.5}  # prompt 7 both times, prompt 3 never
