@@ -23,8 +23,8 @@ from examples.tiny_tools import agents, task  # noqa: E402
 
 SFT_ROWS = {"search": 5120, "python": 5120, "judge": 2560, "sums": 2560}
 """The data of the warm start; the sums keep up what the model has learned already."""
-AGENT_SFT_ROWS = 5120
-"""Of each of the three kinds of examples/tiny_tools/agents.py."""
+AGENT_SFT_ROWS = 10240
+"""Of each of the three kinds of examples/tiny_tools/agents.py; after half of them no product is copied from a tool."""
 NUM_PROMPTS = 1024
 NUM_EVAL_PROMPTS = 128
 SFT_SUMS = sums.Demonstrations(num_rows=SFT_ROWS["sums"], worked_share=0.4, slip_rate=0.08)
