@@ -36,7 +36,7 @@ eval:
     label_key: label
     apply_chat_template: {template}
     n_samples_per_eval_prompt: {samples}
-    max_response_len: 160
+    max_response_len: 256
   datasets:
     - name: {name}
       path: {path}
