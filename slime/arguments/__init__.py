@@ -171,20 +171,19 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
                 setattr(role_args, name, value)
 
 
-def args_to_resume(args: Namespace, *, weight_version: int, is_saved: bool) -> Namespace:
-    """Return the args of a trainer that takes the place of one of the same run (``--release-train``).
+def args_to_resume(args: Namespace, *, weight_version: int, checkpoint: int | None) -> Namespace:
+    """Return the args of a trainer that takes the place of one of the same run.
 
     Args:
         args: of the run; they stay as they are.
         weight_version: of the last push, above which the new trainer counts on.
-        is_saved: a checkpoint of this run is in ``--save``, from which the new trainer goes on; otherwise it starts as
-            the first one did.
+        checkpoint: of this run, from which the new trainer goes on; None: it starts as the first one did.
     """
     resumed = Namespace(**vars(args))
     resumed.update_weight_start_version = weight_version
-    if is_saved:
+    if checkpoint is not None:
         resumed.load = args.save
-        resumed.ckpt_step = None
+        resumed.ckpt_step = checkpoint
         resumed.finetune = False
         resumed.no_load_optim = args.no_save_optim and not args.use_stateless_adam
         resumed.no_load_rng = False

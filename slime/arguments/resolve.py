@@ -10,7 +10,7 @@ from argparse import Namespace
 
 from slime.flags.algorithm import derive_algorithm, derive_critic
 from slime.flags.checkpoint import derive_starting_point
-from slime.flags.cluster import derive_cluster, derive_distributed_backend, derive_trainer_recovery
+from slime.flags.cluster import derive_cluster, derive_distributed_backend, derive_on_nan, derive_trainer_recovery
 from slime.flags.data import derive_batch_sizes
 from slime.flags.debug import derive_debug_modes
 from slime.flags.observability import derive_observability
@@ -96,6 +96,7 @@ STEPS = (
     derive_batch_sizes,
     derive_algorithm,
     derive_trainer_recovery,
+    derive_on_nan,
     derive_lengths,
     derive_turns,
     _hook_lists,

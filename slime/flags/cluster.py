@@ -7,6 +7,7 @@ Training owns ``A = actor_num_nodes * actor_num_gpus_per_node`` GPUs, the engine
 from __future__ import annotations
 
 import argparse
+import re
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -112,7 +113,35 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-recoveries",
         type=non_negative_int,
         default=3,
-        help="Restarts of the trainer within an hour; one more death ends the run.",
+        help="Restarts of the trainer within an hour, and those of --supervise; one more failure ends the run.",
+    )
+    group.add_argument(
+        "--trainer-hang-timeout-s",
+        type=wait_s,
+        default=30.0,
+        help="A trainer rank hangs when it does not answer for so many seconds, or when a micro-batch or optimizer "
+        "step takes so many beyond twice the longest before; it is then treated like one that died.",
+    )
+    group.add_argument(
+        "--supervise",
+        action="store_true",
+        help="Start the driver again when it fails, from a process of its own; it goes on from the last save.",
+    )
+    group.add_argument(
+        "--preemption-grace-s",
+        type=wait_s_or_zero,
+        default=0.0,
+        help="Seconds from SIGTERM to the driver or a trainer rank in which the trainer's step ends and is saved "
+        "before the job leaves. 0: it leaves at once.",
+    )
+    group.add_argument(
+        "--on-nan",
+        nargs="+",
+        metavar="stop|skip|rollback N",
+        help="What happens when a loss or gradient is not finite: stop ends the run; skip leaves the step out and "
+        "counts it (train/skipped_steps); rollback N leaves the rollout out and goes back N checkpoints, also when "
+        "ranks that must hold the same weights do not, which otherwise ends the run. Default: stop; skip with "
+        "--no-check-for-nan-in-loss-and-grad.",
     )
     group.add_argument(
         "--use-fault-tolerance", action="store_true", help="Check the engines' health and restart failed ones."
@@ -165,8 +194,37 @@ def is_for_cuda(args: Namespace) -> bool:
 def derive_trainer_recovery(args: Namespace) -> None:
     """Restart a trainer that dies where it leaves checkpoints to go on from."""
     if args.trainer_recovery is None:
-        goes_on = args.save is not None and args.save_interval is not None and not args.no_save_optim
+        has_state = not args.no_save_optim or args.use_stateless_adam
+        goes_on = args.save is not None and args.save_interval is not None and has_state
         args.trainer_recovery = "checkpoint" if goes_on and not args.use_critic else "off"
+
+
+def derive_on_nan(args: Namespace) -> None:
+    """Stop at a number that is not finite; megatron-core must not stop where the step is to be skipped."""
+    if args.on_nan is None:
+        args.on_nan = ["stop" if backend_flags(args).check_for_nan_in_loss_and_grad else "skip"]
+    if args.on_nan[0] == "skip":
+        args.check_for_nan_in_loss_and_grad = False
+
+
+def checkpoints_to_go_back(args: Namespace) -> int:
+    """Return N of ``--on-nan rollback N``; 0 where nothing is rolled back."""
+    return int(args.on_nan[1]) if args.on_nan[0] == "rollback" else 0
+
+
+def check_on_nan(args: Namespace) -> Iterator[str]:
+    """Yield one message for each thing that is wrong with --on-nan."""
+    given = " ".join(args.on_nan)
+    if re.fullmatch(r"stop|skip|rollback [1-9][0-9]{0,3}", given) is None:
+        yield f"--on-nan {given} is none of stop, skip and rollback N (such as: rollback 1)."
+        return
+    if given != "skip" and not backend_flags(args).check_for_nan_in_loss_and_grad:
+        yield f"--no-check-for-nan-in-loss-and-grad finds nothing for --on-nan {given}; drop one of them."
+    back = checkpoints_to_go_back(args)
+    if back and args.trainer_recovery != "checkpoint":
+        yield f"--on-nan {given} goes back by --trainer-recovery checkpoint; give that, or use stop or skip."
+    if back and args.keep_last is not None and args.keep_last < back:
+        yield f"--on-nan {given} needs as many checkpoints, and --keep-last is {args.keep_last}; raise it."
 
 
 def check_trainer_recovery(args: Namespace) -> Iterator[str]:

@@ -65,6 +65,7 @@ class BackendFlags:
     prefill_num_servers: int | None = None
     sglang_enable_deepep_moe: bool = False
     sglang_moe_a2a_backend: str | None = None
+    check_for_nan_in_loss_and_grad: bool = True
     context_parallel_size: int = 1
     allgather_cp: bool = False
     lr_warmup_iters: int = 0

@@ -16,6 +16,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import TRACKER, read_tracker
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.gpus import GpuSlice, strategy_for
+from slime.ray.heartbeats import Heartbeats
 from slime.ray.train_actor import remote_class, trainer_environment
 from slime.ray.utils import ray_transport
 from slime.ray.waiting import forget, wait_for, watch
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_RESENDS = 3
 """Failures in a row of new engines to take weights, after which the run ends."""
+HEARTBEAT_EVERY_S = 2.0
+"""How often the driver asks the ranks that it waits for how far they are."""
 RECOVERY_MARGIN_S = 180.0
 """Time of a restart of dead engines beyond two starts."""
 PUSH_MARGIN_S = 120.0
@@ -74,6 +77,7 @@ class RayTrainGroup:
         self.deal_external_data: Callable[[list[Any]], list[Any]] = list
         """From a list of another role's, one entry for each of its ranks, to one for each rank here."""
         self.actors: list[Any] = []
+        self._heartbeats: Heartbeats | None = None
         self.excluded: list[ExcludedEngine] = []
         """The engines that the last push excluded and that were not reported yet."""
         self.start_rollout_id: int = 0
@@ -81,6 +85,7 @@ class RayTrainGroup:
         self._was_created = False
         self._is_connected = False
         self._published: set[int] = set()
+        self._left_out: set[int] = set()
         self._version = 0
         """At least that of the last push."""
 
@@ -93,8 +98,8 @@ class RayTrainGroup:
         first.
         """
         if self._was_created:
-            is_saved = self.last_checkpoint is not None
-            self.args = args_to_resume(self._run_args, weight_version=self._version, is_saved=is_saved)
+            version, checkpoint = self._version, self.last_checkpoint
+            self.args = args_to_resume(self._run_args, weight_version=version, checkpoint=checkpoint)
         self._spawn()
         start_ids = self._on_all(
             "init", self.args, self.role, self.with_ref, self.with_opd_teacher, what="model set-up"
@@ -117,9 +122,18 @@ class RayTrainGroup:
     @property
     def last_checkpoint(self) -> int | None:
         """The rollout of the newest checkpoint of this job; with ``--async-save`` only one that is written."""
+        return max(self._written_checkpoints(), default=None)
+
+    def leave_out_checkpoints(self, number: int) -> None:
+        """Go on from an older one after the next start: so many of the newest no longer count."""
+        self._left_out.update(sorted(self._written_checkpoints(), reverse=True)[:number])
+
+    def _written_checkpoints(self) -> set[int]:
         tracker = Path(self._run_args.save or "") / TRACKER
         newest = read_tracker(tracker, "--save") if tracker.is_file() else None
-        return newest if isinstance(newest, int) and newest in self._published else None
+        if not isinstance(newest, int) or newest not in self._published:
+            return set()
+        return {rollout_id for rollout_id in self._published - self._left_out if rollout_id <= newest}
 
     def _spawn(self) -> None:
         worker_class = self._actor_cls
@@ -151,6 +165,10 @@ class RayTrainGroup:
             ],
             "rendezvous",
         )
+        # From here on every rank has answered once.
+        self._heartbeats = Heartbeats(
+            dict(zip(self.names, self.actors, strict=True)), self.args.trainer_hang_timeout_s
+        )
 
     def layouts(self) -> list[dict[str, int]]:
         """Return every rank's parallel group sizes and its place in them (``TrainWorker.get_parallel_config``)."""
@@ -169,7 +187,7 @@ class RayTrainGroup:
         for actor, name in zip(self.actors, self.names, strict=False):  # a death while they start leaves fewer
             forget(name)
             ray.kill(actor)
-        self.actors = []
+        self.actors, self._heartbeats = [], None
 
     # Work
 
@@ -348,4 +366,12 @@ class RayTrainGroup:
         return self._wait([getattr(actor, verb).remote(*arguments) for actor in self.actors], what, timeout_s)
 
     def _wait(self, refs: list[ray.ObjectRef], what: str, timeout_s: float | None = None) -> list[Any]:
-        return wait_for(refs, what=f"{what} ({self.role})", timeout_s=timeout_s or self.args.train_timeout_s)
+        if self._heartbeats is not None:
+            self._heartbeats.begin()
+        return wait_for(
+            refs,
+            what=f"{what} ({self.role})",
+            timeout_s=timeout_s or self.args.train_timeout_s,
+            meanwhile=self._heartbeats.check if self._heartbeats is not None else None,
+            meanwhile_every_s=HEARTBEAT_EVERY_S,
+        )

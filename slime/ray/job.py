@@ -22,16 +22,14 @@ from slime.observability.run_record import event, stop_recording
 from slime.planning.command import asks_for_plan, asks_to_fit, plan_of_train
 from slime.planning.fit import fitted_here
 from slime.ray.connect import connect
+from slime.ray.preemption import NOTICE, Interrupted
+from slime.ray.supervisor import FLAG, supervise
 from slime.ray.waiting import forget_all
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-
-
-class Interrupted(BaseException):
-    """SIGTERM (``ray job stop``) reached the driver."""
 
 
 def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] | None = None) -> None:
@@ -42,6 +40,8 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
     configure_logger()
     if asks_for_plan(sys.argv[1:]):
         sys.exit(plan_of_train(sys.argv[1:]))
+    if FLAG in sys.argv[1:]:
+        sys.exit(supervise(sys.argv[0], sys.argv[1:]))
     signal.signal(signal.SIGTERM, _raise_interrupted)
     code = EXIT_FAILED
     try:
@@ -49,7 +49,7 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
         if check is not None:
             check(args)
         connect(args)
-        signal.signal(signal.SIGTERM, _raise_interrupted)  # ray.init may have put its own there
+        NOTICE.listen()
         train(args)
         code = 0
     except (ConfigError, DataError, HookError) as error:
@@ -59,6 +59,7 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
         _report("slime job failed", error)
     except (KeyboardInterrupt, Interrupted):
         code = EXIT_INTERRUPTED
+        NOTICE.leave()
         print("\nslime job interrupted: stopping its engines and trainers", file=sys.stderr, flush=True)
     except Exception as error:  # the edge of the process: everything that is not foreseen ends here
         traceback.print_exc()

@@ -17,6 +17,7 @@ import torch
 from slime.arguments.hook_checks import check_hooks
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.train_worker import TrainWorker
+from slime.observability.pulse import Beat, Pulse
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.utils import (
     COMMON_ACTOR_ENV,
@@ -34,12 +35,19 @@ from slime.utils.misc import Box
 FETCH_TIMEOUT_S = 3600
 """Deadline for one rank's train data to arrive through the object store; it may be tens of gigabytes."""
 
+PULSE_GROUP = "pulse"
+"""Concurrency group in which a rank says how far it is, beside its real work."""
+
 PRELOAD_LIBRARY = "torch_memory_saver_hook_mode_preload{}.abi3.so"
 """One for each major version of CUDA (``_cu12``, ``_cu13``); older releases have a single one, without a suffix."""
 
 
 class TrainRayActor(Watched, RayActor):
     """Mixed in before a ``TrainWorker`` subclass by :func:`remote_class`."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.heed_sigterm()
+        super().__init__(*arguments, **keywords)
 
     def set_rendezvous(self, world_size: int, rank: int, master_addr: str, master_port: int, gpu_id: int) -> None:
         """Set the worker's rendezvous, with the GPU's number on the node, of which other GPUs may be hidden."""
@@ -51,6 +59,11 @@ class TrainRayActor(Watched, RayActor):
         """Import and check the user's plug-ins for the trainer, then run the worker's own ``init``."""
         check_hooks(args, side="trainer")
         return super().init(args, *arguments, **keywords)  # type: ignore[misc]
+
+    @ray.method(concurrency_group=PULSE_GROUP)
+    def beat(self) -> Beat:
+        """Return how far the rank's work has come; answers while the work goes on."""
+        return Pulse().beat()
 
     def train_boxed(self, rollout_id: int, boxes: list[Box], external_data: Any = None) -> Any:
         """Fetch this rank's share of the rollout and train on it."""
@@ -68,7 +81,7 @@ class TrainRayActor(Watched, RayActor):
 def remote_class(worker_class: type[TrainWorker]) -> Any:
     """Return the Ray actor class of a trainer: ``worker_class`` with the Ray-side verbs of :class:`TrainRayActor`."""
     combined = type(worker_class.__name__, (TrainRayActor, worker_class), {"__module__": worker_class.__module__})
-    return ray.remote(num_gpus=1, concurrency_groups={WATCH_GROUP: 1})(combined)
+    return ray.remote(num_gpus=1, concurrency_groups={WATCH_GROUP: 1, PULSE_GROUP: 1})(combined)
 
 
 def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:

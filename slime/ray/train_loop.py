@@ -21,12 +21,14 @@ from slime.observability.metrics_file import StepLine, metrics_path
 from slime.observability.run_record import event, span, start_recording, stop_recording
 from slime.ray.background_eval import BackgroundEvaluation
 from slime.ray.gpus import create_placement_groups
+from slime.ray.preemption import NOTICE
+from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.rollout import DEADLINE_MARGIN_S
 from slime.ray.save_lock import lock_folders
 from slime.ray.startup import create_rollout_manager, create_training_models
 from slime.ray.trainer_recovery import TrainerRecovery
-from slime.ray.utils import listen_address
-from slime.ray.waiting import forget_all, wait_for
+from slime.ray.utils import cluster_has_accelerators, listen_address
+from slime.ray.waiting import forget, forget_all, wait_for
 from slime.utils.misc import Box, should_run_periodic_action
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ class TrainJob:
         self._metrics_page = self._serve_metrics() if args.prometheus_port is not None else None
         self.actor, self.critic = create_training_models(args, gpus, self.manager)
         self._recovery = TrainerRecovery(args, self.actor, self._train)
+        self._unsaved: int | None = None
+        """The last rollout that was trained on since the last save."""
+        NOTICE.grace_s, NOTICE.save = args.preemption_grace_s, self._save_and_leave
         self._background: BackgroundEvaluation | None = None
         if args.eval_in_background and not args.debug_train_only:
             self._background = BackgroundEvaluation(args, self.manager, self.actor)
@@ -116,9 +121,10 @@ class TrainJob:
 
         The first ``--num-critic-only-steps`` rollouts train the critic alone.
         """
-        self._recovery.run(lambda: self._train(rollout_id, rollout_data))
-        self._recovery.record_trained(rollout_id, rollout_data)
-        self._ask("record_trained", rollout_id, what="the ledger")
+        with NOTICE.deferred():
+            self._recovery.train(rollout_id, rollout_data)
+            self._ask("record_trained", rollout_id, what="the ledger")
+            self._unsaved = rollout_id
 
     def _train(self, rollout_id: int, rollout_data: list[Box]) -> None:
         values = None
@@ -142,17 +148,35 @@ class TrainJob:
         if args.debug_rollout_only:
             return
         is_due = should_run_periodic_action(rollout_id, args.save_interval, self.rollouts_per_epoch, args.num_rollout)
-        if not (is_due or args.release_train):
+        if not (is_due or args.release_train or self._recovery.must_save):
             return
-        with self._timed("save"):
+        with NOTICE.deferred(), self._timed("save"):
             self._recovery.run(lambda: self._save(rollout_id))
+            self._unsaved = None
             self._recovery.record_saved()
             self._ask("record_published", rollout_id, what="the ledger")
         event("save", rollout=rollout_id)
 
-    def _save(self, rollout_id: int) -> None:
+    def _save_and_leave(self) -> None:
+        """Save what was trained since the last checkpoint; nothing else is done with these processes."""
+        if self._unsaved is None or self.args.save is None:
+            return
+        if self.args.offload_rollout and cluster_has_accelerators():
+            # The engines have the GPUs, and are in the middle of a rollout: they go before the trainer wakes up.
+            position = self.manager.save.remote(self._unsaved)
+            wait_for(position, what="the position in the data to be saved", timeout_s=self.args.preemption_grace_s)
+            forget("the rollout manager")
+            ray.kill(self.manager)
+            time.sleep(RELEASE_GRACE_S)
+            self.actor.write_checkpoint(self._unsaved, force_sync=True)
+            self.actor.publish_checkpoint(self._unsaved)
+        else:
+            self._save(self._unsaved, is_last=True)
+        event("save", rollout=self._unsaved)
+
+    def _save(self, rollout_id: int, *, is_last: bool = False) -> None:
         args = self.args
-        is_last = args.release_train or rollout_id == args.num_rollout - 1  # of these processes
+        is_last = is_last or args.release_train or rollout_id == args.num_rollout - 1  # of these processes
         if self.critic is not None:
             # Not behind training's back (--async-save): the actor's might be on disk, and count, before it.
             self.critic.write_checkpoint(rollout_id, force_sync=True)
@@ -172,7 +196,7 @@ class TrainJob:
             return
         if not args.offload_train:
             self._recovery.run(self.actor.clear_memory)
-        with self._timed("push"):
+        with NOTICE.deferred(), self._timed("push"):
             if not args.release_train:  # else the trainer goes first, and has the engines take the room that it left
                 self._on_shared_gpus("onload_weights")
             self._recovery.run(self.actor.update_weights)

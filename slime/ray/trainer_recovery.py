@@ -1,10 +1,14 @@
 """Trainers that die are started again and brought back to the step that they were taken from.
 
-    a rank dies -> its trainer's other ranks are killed -> all start again, from the last checkpoint
+    a rank dies, or does not go on -> its trainer's other ranks are killed -> all start again, from the last checkpoint
                 -> they train again on the rollouts since that checkpoint -> the interrupted step is taken again
 
 The engines keep their weights and go on generating; no token is drawn twice.  The driver keeps references to the train
 data since the last checkpoint, which stay in Ray's object store (it spills to disk when memory is short).
+
+A step whose numbers cannot be used (``--on-nan rollback N``) goes the same way back, with two differences: N
+checkpoints instead of one, and neither its rollout nor those since that checkpoint are trained on again, because the
+same data would lead to the same numbers.  A save follows, so that later deaths do not lead behind that.
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TypeVar
 
+from slime.flags.cluster import checkpoints_to_go_back
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import find_death
-from slime.utils.errors import EngineDiedError
+from slime.utils.errors import HangError, SlimeError, StepError
 from slime.utils.misc import Box
 
 T = TypeVar("T")
@@ -44,9 +49,12 @@ class TrainerRecovery:
         self.args = args
         self.is_down = False
         """The trainer died and was not started again yet."""
+        self.must_save = False
+        """The trainer went back to an older checkpoint, which the next save is to replace."""
         self._actor, self._train = actor, train
         self._is_on = args.trainer_recovery == "checkpoint"
         self._trained: list[tuple[int, list[Box]]] = []
+        self._num_rollbacks = 0
         self._deaths: list[tuple[float, str]] = []
 
     def run(self, step: Callable[[], T], *, needs_trainer: bool = True) -> T:
@@ -58,30 +66,50 @@ class TrainerRecovery:
 
         Raises:
             EngineDiedError: more deaths than ``--max-recoveries`` within an hour; notes name the earlier ones.
+            StepError: numbers that cannot be used, as often as that or without ``--on-nan rollback``.
         """
         while True:
             try:
                 if self.is_down and (needs_trainer or not self.args.offload_rollout):
                     self._restart()
                 return step()
+            except StepError as error:
+                back = checkpoints_to_go_back(self.args)
+                if not back:
+                    raise
+                self._take_down(error)
+                self._actor.leave_out_checkpoints(back - 1)
+                self._trained.clear()
+                self._num_rollbacks += 1
+                self.must_save = True
+            except HangError as error:
+                if not self._is_on:
+                    raise
+                self._take_down(error)
             except Exception as error:  # a death shows first in whatever the other ranks were doing
                 death = find_death(self._actor.names, timeout_s=NOTICE_S) if self._is_on else None
                 if death is None:
                     raise
                 self._take_down(death, error)
 
-    def record_trained(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Keep the train data of a rollout until a checkpoint holds what it did to the weights."""
-        if self._is_on:
+    def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
+        """Train on one rollout, or leave it out where that leads to a rollback.
+
+        Its train data is kept until a checkpoint holds what it did to the weights.
+        """
+        before = self._num_rollbacks
+        self.run(lambda: self._train(rollout_id, rollout_data) if self._num_rollbacks == before else None)
+        if self._is_on and self._num_rollbacks == before:
             self._trained.append((rollout_id, rollout_data))
 
     def record_saved(self) -> None:
         """Drop the train data that the last checkpoint makes superfluous."""
+        self.must_save = False
         last = self._actor.last_checkpoint
         if last is not None:
             self._trained = [kept for kept in self._trained if kept[0] > last]
 
-    def _take_down(self, death: EngineDiedError, error: Exception) -> None:
+    def _take_down(self, death: SlimeError, error: Exception | None = None) -> None:
         """Kill the ranks that are left, unless there were too many deaths."""
         now = time.monotonic()
         self._deaths = [earlier for earlier in self._deaths if now - earlier[0] < WINDOW_S]
@@ -90,7 +118,7 @@ class TrainerRecovery:
                 death.add_note(f"earlier within the hour (--max-recoveries {self.args.max_recoveries}): {earlier}")
             raise death from error
         self._deaths.append((now, str(death).splitlines()[0]))
-        logger.error("%s. The trainer is started again from its last checkpoint (--trainer-recovery).", death)
+        logger.error("%s. The trainer is started again from a checkpoint (--trainer-recovery).", death)
         self._actor.release()
         self.is_down = True
 

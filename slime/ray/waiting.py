@@ -8,17 +8,23 @@ when any *watched* actor of the job dies, even one that the present wait does no
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from slime.ray.preemption import NOTICE
 from slime.utils.errors import DeadlineError, EngineDiedError
 
 logger = logging.getLogger(__name__)
 
+SIGTERM_POLL_S = 1.0
+"""Until SIGTERM to this process is looked for."""
 WATCH_GROUP = "watch"
 """Concurrency group in which an actor runs :meth:`stay_alive`, beside its real work."""
 
@@ -31,11 +37,24 @@ _names: dict[str, str] = {}
 class Watched:
     """Mixin of an actor whose death must end the job: it gives the driver something to wait on."""
 
+    _is_told_to_leave = False
+
+    def heed_sigterm(self) -> None:
+        """Have SIGTERM to this process tell the driver, instead of ending it; to be called by the constructor."""
+
+        def on_signal(signum: int, frame: FrameType | None) -> None:
+            self._is_told_to_leave = True
+
+        signal.signal(signal.SIGTERM, on_signal)
+
     @ray.method(concurrency_group=WATCH_GROUP)
     def stay_alive(self) -> None:
-        """Block for as long as the actor lives; its object reference fails when the actor dies."""
-        while True:
-            time.sleep(3600)
+        """Block for as long as the actor lives, or until SIGTERM tells it to leave (:meth:`heed_sigterm`).
+
+        The object reference fails when the actor dies.
+        """
+        while not self._is_told_to_leave:
+            time.sleep(SIGTERM_POLL_S)
 
 
 def watch(actor: Any, name: str) -> None:
@@ -62,7 +81,7 @@ def find_death(names: Collection[str], *, timeout_s: float) -> EngineDiedError |
     """Return the death of one of the actors watched under ``names``, of which Ray may learn within ``timeout_s``."""
     sentinels = [ref for ref, name in _sentinels.items() if name in names]
     dead, _ = ray.wait(sentinels, timeout=timeout_s) if sentinels else ([], [])
-    return _death(dead[0]) if dead else None
+    return next((death for ref in dead if (death := _death(ref))), None)
 
 
 def wait_for(
@@ -96,6 +115,7 @@ def wait_for(
     next_report = start + report_every_s
     next_act = start + meanwhile_every_s if meanwhile is not None else float("inf")
     while pending:
+        NOTICE.check()
         now = time.monotonic()
         if now - start >= timeout_s:
             raise DeadlineError(
@@ -103,11 +123,13 @@ def wait_for(
                 "Raise the matching --*-timeout-s flag if the work is truly that long; "
                 "otherwise look at the log of the actor that hangs."
             )
-        slice_s = max(0.01, min(next_report, next_act, start + timeout_s) - now)
+        slice_s = max(0.01, min(next_report, next_act, start + timeout_s, now + SIGTERM_POLL_S) - now)
         ready, _ = ray.wait(pending + list(_sentinels), num_returns=1, timeout=slice_s)
         for ref in ready:
             if ref in _sentinels:
-                raise _death(ref)
+                if death := _death(ref):
+                    raise death
+                continue
             results[ref] = _get(ref, what)
             pending.remove(ref)
         if meanwhile is not None and pending and time.monotonic() >= next_act:
@@ -135,10 +157,14 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
         raise EngineDiedError(f"{dead} during {what}: {error}") from error
 
 
-def _death(ref: ray.ObjectRef) -> EngineDiedError:
+def _death(ref: ray.ObjectRef) -> EngineDiedError | None:
+    """Return how the actor of a sentinel died; None where it lives and was told to leave: so is this process then."""
     name = _sentinels[ref]
     try:
         ray.get(ref, timeout=10)
     except RayError as error:
         return EngineDiedError(f"{name} died: {error}")
-    return EngineDiedError(f"{name} ended by itself")
+    logger.warning("SIGTERM to %s: the job is to leave", name)
+    forget(name)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return None

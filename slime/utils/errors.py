@@ -9,8 +9,10 @@
             EngineError        an engine or router refused, or its answer cannot be used
                 EngineDiedError
             DeadlineError      something did not happen in time                           (TimeoutError)
+                HangError
             GraderError        a grader failed
         WeightSyncError        the weights in an engine are not the trainer's             (RuntimeError)
+        StepError              an optimizer step whose numbers cannot be used             (ArithmeticError)
         CheckError             a number that a check of the user's refuses                (AssertionError)
 
 Catch ``ProcessError`` to go on without a process that failed, whether it died, hung or refused.
@@ -56,12 +58,20 @@ class DeadlineError(ProcessError, TimeoutError):
     """Something did not happen before its deadline; the message names what was waited for and the flag to raise."""
 
 
+class HangError(DeadlineError):
+    """A rank of the trainer is alive and does not go on."""
+
+
 class GraderError(ProcessError):
     """A reward function, reward server or teacher failed, as often as it may."""
 
 
 class WeightSyncError(SlimeError, RuntimeError):
     """The weights in an engine are not those of the trainer."""
+
+
+class StepError(SlimeError, ArithmeticError):
+    """A loss, a gradient or a rank's weights in an optimizer step are not what they can be (``--on-nan``)."""
 
 
 class CheckError(SlimeError, AssertionError):

@@ -8,9 +8,11 @@ import time
 import pytest
 import ray
 
+from slime.observability.pulse import Pulse
 from slime.ray import gpus, waiting
+from slime.ray.heartbeats import Heartbeats
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
-from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError
+from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, HangError
 
 pytestmark = pytest.mark.dist
 
@@ -45,6 +47,20 @@ class _Worker(Watched):
 
 
 Worker = ray.remote(num_cpus=0, concurrency_groups={WATCH_GROUP: 1})(_Worker)
+
+
+class _Rank(_Worker):
+    @ray.method(concurrency_group="pulse")
+    def beat(self):
+        return Pulse().beat()
+
+    def work(self, *seconds):
+        for duration_s in seconds:
+            Pulse().mark("micro-batch")
+            time.sleep(duration_s)
+
+
+Rank = ray.remote(num_cpus=0, concurrency_groups={WATCH_GROUP: 1, "pulse": 1})(_Rank)
 
 
 def test_results_come_in_the_order_of_the_references():
@@ -99,3 +115,35 @@ def test_reserved_gpus_come_sorted_with_their_physical_indices():
     assert reserved.gpu_ids == [0, 1]
     assert sorted(reserved.bundle_indices) == [0, 1]
     ray.util.remove_placement_group(reserved.placement_group)
+
+
+def ranks_that_answered(hang_timeout_s):
+    """Two ranks, their process ids, and what listens to them."""
+    ranks = {f"actor rank {number}": Rank.remote() for number in range(2)}
+    pids = wait_for([rank.pid.remote() for rank in ranks.values()], what="the pids", timeout_s=60)
+    heartbeats = Heartbeats(ranks, hang_timeout_s)
+    while len(heartbeats._beats) < 2:
+        heartbeats.check()
+        time.sleep(0.05)
+    return list(ranks.values()), pids, heartbeats
+
+
+def test_a_rank_whose_process_is_stopped_ends_the_wait_for_both():
+    ranks, pids, heartbeats = ranks_that_answered(1.0)
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        with pytest.raises(HangError, match=r"actor rank 1 has not answered for .* s \(--trainer-hang-timeout-s 1\)"):
+            wait_for(
+                [rank.echo.remote(1, 60) for rank in ranks], what="training", timeout_s=100,
+                meanwhile=heartbeats.check, meanwhile_every_s=0.1,
+            )  # fmt: skip
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
+
+
+def test_ranks_that_do_not_go_on_end_the_wait_and_the_one_behind_is_named():
+    ranks, _, heartbeats = ranks_that_answered(2.0)
+    begun = [ranks[0].work.remote(0.1, 0.1, 0.1, 60), ranks[1].work.remote(0.1, 0.1, 60)]  # the other waits for it
+    message = "has been in a micro-batch for .* The rank that is behind the others is actor rank 1. Slowest first"
+    with pytest.raises(HangError, match=message):
+        wait_for(begun, what="training", timeout_s=50, meanwhile=heartbeats.check, meanwhile_every_s=0.1)

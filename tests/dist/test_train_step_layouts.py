@@ -196,3 +196,35 @@ def test_the_gradient_is_not_zero(one_process: dict[str, Any]) -> None:
     gradients, steps, _ = one_process["packed to 40 tokens"]
     assert all(any(values) for values in gradients.values())
     assert steps[0]["train/grad_norm"] > 0.1
+
+
+def go_astray(rank: int, world_size: int, port: int, folder: str) -> tuple[str, list[int]]:
+    """Two steps: in the first one rank has a loss that is not finite, before the second one its weights change."""
+    import torch
+    from trainer_case import start_worker
+
+    from slime.utils.errors import StepError
+
+    args = make_args(Path(folder), "--actor-num-gpus-per-node", world_size, "--on-nan", "skip")
+    worker = start_worker(args, rank, world_size, port)
+    results: list[Any] = []
+    worker._reports.step = lambda rollout_id, step_id, result, *_, **__: results.append(result) or {}
+    rank_data = cut(args, make_train_data(), worker.get_parallel_config())[rank]
+    rewards = list(rank_data.rewards)
+    rank_data.rewards[:] = [float("nan") if rank == 1 else reward for reward in rewards]
+    worker.train(0, rank_data)
+    rank_data.rewards[:] = rewards
+    assert not results[0].is_applied
+    with torch.no_grad():
+        weight = next(weight for weight in worker.model[0].parameters() if weight.requires_grad)
+        weight.view(-1)[0] += 1e-3 * rank
+    with pytest.raises(StepError) as raised:
+        worker.train(1, rank_data)
+    return str(raised.value), list(results[0].not_finite_ranks)
+
+
+def test_a_rank_with_a_loss_that_is_not_finite_is_named_and_so_are_weights_that_differ(model_folder: Path) -> None:
+    who = "ranks [0, 1] hold weights that differ, of ranks [0, 1]"
+    for message, not_finite in run_workers(go_astray, 2, str(model_folder)):
+        assert not_finite == [1]
+        assert message.startswith(f"rollout 1, optimizer step 0: {who}")

@@ -1,4 +1,4 @@
-"""A hook before each optimizer step that kills its own process, as a crash of the trainer would."""
+"""Hooks before each optimizer step by which a rank of the trainer fails, once for each rollout that is named."""
 
 import os
 import signal
@@ -6,10 +6,46 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+
+def _is_due(args: Namespace, rollout_id: int, step_id: int, rollouts: tuple[int, ...], rank: int = 0) -> bool:
+    """Whether this rank fails now: before the second step, the first time that the rollout is trained on."""
+    mark = Path(args.save) / f"died_in_{rollout_id}"
+    if rollout_id not in rollouts or step_id != 1 or dist.get_rank() != rank or mark.exists():
+        return False
+    mark.touch()
+    return True
+
 
 def die_once_in_rollouts_1_and_3(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
-    """End this process before the second step of rollouts 1 and 3, the first time that each is trained on."""
-    mark = Path(args.save) / f"died_in_{rollout_id}"
-    if rollout_id in (1, 3) and step_id == 1 and not mark.exists():
-        mark.touch()
+    """End this process, as a crash of the trainer would."""
+    if _is_due(args, rollout_id, step_id, (1, 3)):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
+    """End the last rank of two."""
+    if _is_due(args, rollout_id, step_id, (1,), rank=1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
+    """Stop the last rank of two."""
+    if _is_due(args, rollout_id, step_id, (1,), rank=1):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def poison(args: Namespace, rollout_id: int, step_id: int, model: list[torch.nn.Module], *_: Any) -> None:
+    """Give the last rank of two a weight that is not finite."""
+    if _is_due(args, rollout_id, step_id, (1,), rank=1):
+        with torch.no_grad():
+            next(model[0].parameters()).fill_(float("nan"))
+
+
+def change(args: Namespace, rollout_id: int, step_id: int, model: list[torch.nn.Module], *_: Any) -> None:
+    """Give the last rank of two other weights."""
+    if _is_due(args, rollout_id, step_id, (1,), rank=1):
+        with torch.no_grad():
+            next(model[0].parameters()).mul_(1.001)

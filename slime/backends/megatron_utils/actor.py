@@ -292,8 +292,6 @@ class MegatronTrainRayActor(TrainWorker):
         last: dict[str, float] = {}
 
         def on_step(step_id: int, result: StepResult) -> None:
-            if not result.is_applied:
-                logger.warning("Rollout %d, step %d was skipped: its gradient is not finite.", rollout_id, step_id)
             changed = self._routing.take_metrics() if self._routing is not None else {}
             if self._expert_load is not None:
                 changed |= self._expert_load.take_metrics()

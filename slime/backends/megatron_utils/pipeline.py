@@ -30,6 +30,7 @@ from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.data import DataIterator, packed_lengths
 from slime.backends.megatron_utils.reloadable_groups import plain_group
+from slime.observability.pulse import Pulse
 
 ForwardStep = Callable[[DataIterator, torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
 """Takes the next micro-batch from the iterator; gives the chunk's output, and what makes a loss (or a reading) of it.
@@ -69,8 +70,14 @@ def run_microbatches(
         options["pg_collection"] = groups
         communicator = KnownShapes(groups.pp, config, lengths, num_chunks=len(model))
         options["p2p_communicator"] = communicator
+    phase = "micro-batch of a forward pass" if forward_only else "micro-batch of training"
+
+    def marked(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        Pulse().mark(phase)
+        return step(iterator, chunk)
+
     reports = get_forward_backward_func()(
-        forward_step_func=step,
+        forward_step_func=marked,
         data_iterator=list(data_iterator),
         model=list(model),
         num_microbatches=num_microbatches,
@@ -81,6 +88,7 @@ def run_microbatches(
     )
     if communicator is not None:
         communicator.finish()
+    Pulse().mark(None if forward_only else "optimizer step")
     return reports
 
 

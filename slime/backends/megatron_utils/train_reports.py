@@ -33,6 +33,8 @@ from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 
 class TrainReports:
     """The log of one role.  Every method is called on all ranks; the main rank logs, the others get ``{}``.
@@ -45,6 +47,7 @@ class TrainReports:
 
     def __init__(self, args: Namespace, role: str, *, world_size: int) -> None:
         self._args, self._role, self._world_size = args, role, world_size
+        self._num_skipped = 0
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Log what is known of a rollout before it is trained on, and check it."""
@@ -64,11 +67,19 @@ class TrainReports:
             learning_rates: of each group of parameters.
             data: the rollout's, with the sizes of its steps.
         """
+        if not result.is_applied:
+            self._num_skipped += 1
+            culprits = list(result.not_finite_ranks) or "unknown"
+            logger.warning(
+                "Rollout %d, step %d was skipped: its gradient is not finite (ranks whose loss is not: %s).",
+                rollout_id, step_id, culprits,
+            )  # fmt: skip
         if not train_metrics.is_main_rank():
             return {}
+        skipped = {"skipped_steps": float(self._num_skipped)} if self._args.on_nan[0] == "skip" else {}
         metrics = train_metrics.step_metrics(
             self._role,
-            {**result.metrics, **more},
+            {**result.metrics, **more, **skipped},
             grad_norm=result.grad_norm,
             learning_rates=learning_rates,
             step_global_batch_size=data.global_batch_sizes[step_id],
@@ -147,9 +158,6 @@ class TrainReports:
 
 
 # ``--save-debug-train-data``: the rollout's columns from all ranks, as one file.
-
-
-logger = logging.getLogger(__name__)
 
 
 def dump_train_data(args: Namespace, rollout_id: int, rollout_data: DeviceBatch) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
@@ -28,8 +29,10 @@ from slime.backends.megatron_utils.layers.mtp import mtp_inputs, send_embedding_
 from slime.backends.megatron_utils.layers.routed_samples import attach_routed_samples
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.pipeline import run_microbatches
+from slime.backends.megatron_utils.replicas import Marks
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
-from slime.utils.errors import SlimeError
+from slime.observability.pulse import Pulse
+from slime.utils.errors import StepError
 from slime.utils.misc import call_hook
 
 _KEYS = (
@@ -65,12 +68,15 @@ class StepResult:
     """Global norm before clipping."""
     is_applied: bool
     """False when a gradient that is not finite made the optimizer skip the step."""
+    not_finite_ranks: tuple[int, ...] = ()
+    """Of a skipped step: the ranks beside this one, and this one, whose loss was not finite."""
 
 
-def _not_finite(moment: str, what: str, value: float) -> SlimeError:
-    return SlimeError(
-        f"{moment}: the {what} is {value}. Look at the data of that rollout (--save-debug-rollout-data keeps it), the "
-        "learning rate and --clip-grad; --no-check-for-nan-in-loss-and-grad skips such steps instead"
+def _not_finite(moment: str, what: str, value: float) -> StepError:
+    return StepError(
+        f"{moment}: the {what} is {value} on rank {dist.get_rank()}. Look at the data of that rollout "
+        "(--save-debug-rollout-data keeps it), the learning rate and --clip-grad; --on-nan skip skips such steps "
+        "instead, --on-nan rollback goes back to a checkpoint"
     )
 
 
@@ -102,8 +108,8 @@ def train_one_step(
         loss_type: key of ``loss.LOSSES``.
 
     Raises:
-        SlimeError: the loss or the gradient is not finite (unless --no-check-for-nan-in-loss-and-grad); the weights
-            are as before the step.
+        StepError: the loss or the gradient is not finite (unless --on-nan skip), or ranks that must hold the same
+            weights do not; the weights are as before the step.
     """
     moment = f"rollout {rollout_id}, optimizer step {step_id}"
     for chunk in model:
@@ -113,10 +119,12 @@ def train_one_step(
         flag = "--custom-megatron-before-train-step-hook-path"
         call_hook(flag, path, args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
 
+    losses: list[Tensor] = []
     reports = accumulate_gradients(
-        args, moment, data_iterator, model, num_microbatches, step_global_batch_size, loss_type=loss_type
+        args, moment, data_iterator, model, num_microbatches, step_global_batch_size, losses, loss_type=loss_type
     )
-    is_applied, grad_norm = _apply_gradients(args, moment, optimizer)
+    marks = Marks.gather(model, losses)
+    is_applied, grad_norm = _apply_gradients(args, moment, optimizer, marks)
     opt_param_scheduler.step(increment=step_global_batch_size)
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -130,7 +138,8 @@ def train_one_step(
             cp_size=mpu.get_context_parallel_world_size(),
             group=mpu.get_data_parallel_group(with_context_parallel=True),
         )
-    return StepResult(metrics, grad_norm, is_applied)
+    not_finite = () if is_applied else tuple(sorted({rank for mark in marks for rank in mark.not_finite()}))
+    return StepResult(metrics, grad_norm, is_applied, not_finite)
 
 
 def accumulate_gradients(
@@ -140,10 +149,13 @@ def accumulate_gradients(
     model: Sequence[torch.nn.Module],
     num_microbatches: int,
     step_global_batch_size: int,
+    losses: list[Tensor] | None = None,
     *,
     loss_type: str,
 ) -> list[dict[str, Any]]:
-    """Fill the gradient buffers; returns the micro-batches' reports (on the last pipeline stage)."""
+    """Fill the gradient buffers, and ``losses`` with the micro-batches' (on the last pipeline stage, like what it
+    returns: their reports).
+    """
 
     if args.enable_mtp_training:
         send_embedding_to_mtp(model)
@@ -162,6 +174,8 @@ def accumulate_gradients(
         )
         if args.check_for_nan_in_loss_and_grad and not torch.isfinite(loss):
             raise _not_finite(moment, "loss", loss.item())
+        if losses is not None:
+            losses.append(loss.detach())
         return loss, normaliser, report
 
     try:
@@ -172,10 +186,14 @@ def accumulate_gradients(
         raise _not_finite(moment, "gradient", math.nan) from error
 
 
-def _apply_gradients(args: Namespace, moment: str, optimizer: MegatronOptimizer) -> tuple[bool, float]:
+def _apply_gradients(
+    args: Namespace, moment: str, optimizer: MegatronOptimizer, marks: Sequence[Marks]
+) -> tuple[bool, float]:
     """Clip and step, unless the gradient is not finite; returns whether the step was taken, and the norm."""
     found_inf = bool(optimizer.prepare_grads())
-    grad_norm = float(optimizer.get_grad_norm())
+    grad_norm = float(optimizer.get_grad_norm())  # waits for the device, so that the marks are there
+    for mark in marks:
+        mark.check(moment)
     if found_inf or not math.isfinite(grad_norm):
         # fp16 finds its loss scale by overflowing: there a skipped step is no fault.
         if args.check_for_nan_in_loss_and_grad and not args.fp16:
@@ -264,3 +282,4 @@ def train_rollout(
             loss_type=loss_type,
         )
         on_step(step_id, result)
+        Pulse().mark(None)

@@ -9,6 +9,8 @@ import pytest
 from slime.arguments import args_to_resume
 from slime.arguments.resolve import resolve
 from slime.flags.checkpoint import TRACKER
+from slime.flags.cluster import check_on_nan
+from slime.flags.config import backend_flags
 
 
 @pytest.fixture
@@ -152,9 +154,54 @@ def test_a_released_trainer_saves_and_pushes_after_every_rollout(resolved):
 def test_the_trainer_of_a_run_goes_on_from_its_own_checkpoint_once_there_is_one(resolved):
     args = resolved("--release-train", "--save", "/ckpt")
     before = copy.deepcopy(vars(args))
-    first = args_to_resume(args, weight_version=1, is_saved=False)
+    first = args_to_resume(args, weight_version=1, checkpoint=None)
     assert vars(first) == before | {"update_weight_start_version": 1}
-    later = args_to_resume(args, weight_version=2, is_saved=True)
+    later = args_to_resume(args, weight_version=2, checkpoint=7)
     assert (later.load, later.finetune, later.no_load_optim, later.no_load_rng) == ("/ckpt", False, False, False)
-    assert (later.ckpt_step, later.start_rollout_id, later.update_weight_start_version) == (None, None, 2)
+    assert (later.ckpt_step, later.start_rollout_id, later.update_weight_start_version) == (7, None, 2)
     assert vars(args) == before
+
+
+def test_a_trainer_without_optimizer_state_is_restarted_where_its_optimizer_has_none(resolved):
+    saves = ("--save", "/ckpt", "--save-interval", "1", "--no-save-optim")
+    assert resolved(*saves).trainer_recovery == "off"
+    assert resolved(*saves, "--use-stateless-adam").trainer_recovery == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_nan", "checks"),
+    [
+        ((), ["stop"], True),
+        (("--on-nan", "skip"), ["skip"], False),
+        (("--on-nan", "rollback", "2"), ["rollback", "2"], True),
+    ],
+)
+def test_what_a_number_that_is_not_finite_does(resolved, flags, on_nan, checks):
+    args = resolved(*flags)
+    assert (args.on_nan, backend_flags(args).check_for_nan_in_loss_and_grad) == (on_nan, checks)
+
+
+@pytest.mark.parametrize("word", [None, "stop"])
+def test_where_megatron_does_not_check_a_step_is_skipped_and_nothing_else_can_be_asked_for(make_args, word):
+    args = make_args(*([] if word is None else ["--on-nan", word]))
+    args.check_for_nan_in_loss_and_grad = False
+    resolve(args)
+    assert args.on_nan == [word or "skip"]
+    refused = ["--no-check-for-nan-in-loss-and-grad finds nothing for --on-nan stop; drop one of them."]
+    assert list(check_on_nan(args)) == (refused if word else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--on-nan", "rollback"), "--on-nan rollback is none of stop, skip and rollback N"),
+        (("--on-nan", "skip", "2"), "--on-nan skip 2 is none of"),
+        (("--on-nan", "rollback", "1"), "--on-nan rollback 1 goes back by --trainer-recovery checkpoint"),
+        (
+            ("--on-nan", "rollback", "3", "--save", "/c", "--save-interval", "1", "--keep-last", "2"),
+            "--on-nan rollback 3 needs as many checkpoints, and --keep-last is 2",
+        ),
+    ],
+)
+def test_what_cannot_be_done_about_such_a_number_is_named(resolved, flags, message):
+    assert any(line.startswith(message) for line in check_on_nan(resolved(*flags)))

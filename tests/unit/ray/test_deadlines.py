@@ -30,6 +30,7 @@ FLAGS = Namespace(
     use_fault_tolerance=False,
     rollout_global_dataset=True,
     trainer_recovery="off",
+    on_nan=["stop"],
 )
 
 

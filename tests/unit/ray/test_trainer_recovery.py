@@ -9,7 +9,7 @@ import pytest
 
 from slime.ray import trainer_recovery
 from slime.ray.trainer_recovery import TrainerRecovery
-from slime.utils.errors import EngineDiedError
+from slime.utils.errors import EngineDiedError, HangError, StepError
 
 
 class Trainer:
@@ -20,11 +20,15 @@ class Trainer:
     def __init__(self) -> None:
         self.weights: list[int] = []
         self.saved: dict[int, list[int]] = {}
+        self.left_out: set[int] = set()
         self.is_dead, self.num_starts = False, 1
 
     @property
     def last_checkpoint(self) -> int | None:
-        return max(self.saved, default=None)
+        return max(self.saved.keys() - self.left_out, default=None)
+
+    def leave_out_checkpoints(self, number: int) -> None:
+        self.left_out.update(sorted(self.saved.keys() - self.left_out)[len(self.saved) - number :])
 
     def release(self) -> None:
         self.weights = []
@@ -38,6 +42,8 @@ class Trainer:
     def train(self, rollout_id: int, data: Any) -> None:
         if self.is_dead:
             raise RuntimeError("Connection closed by peer")
+        if data == "NaN":
+            raise StepError(f"rollout {rollout_id}, optimizer step 0: the loss is nan on rank 0")
         self.weights.append(data)
 
     def save(self, rollout_id: int) -> None:
@@ -56,7 +62,9 @@ def trainer(monkeypatch) -> Trainer:
 
 
 def recovery(trainer: Trainer, **flags: Any) -> TrainerRecovery:
-    args = Namespace(**{"trainer_recovery": "checkpoint", "max_recoveries": 3, "offload_rollout": False} | flags)
+    args = Namespace(
+        **{"trainer_recovery": "checkpoint", "max_recoveries": 3, "offload_rollout": False, "on_nan": ["stop"]} | flags
+    )
     return TrainerRecovery(args, trainer, trainer.train)  # type: ignore[arg-type]
 
 
@@ -67,8 +75,7 @@ def test_a_step_is_taken_again_after_a_death_and_what_came_before_it(trainer, st
     for rollout_id in range(6):
         if step == "train" and rollout_id in (1, 4):
             trainer.is_dead = True
-        job.run(lambda id=rollout_id: trainer.train(id, 10 * id))
-        job.record_trained(rollout_id, 10 * rollout_id)  # type: ignore[arg-type]
+        job.train(rollout_id, 10 * rollout_id)  # type: ignore[arg-type]
         if (rollout_id + 1) % saves_every == 0:
             trainer.is_dead = step == "save" and rollout_id in (1, 3)
             job.run(lambda id=rollout_id: trainer.save(id))
@@ -112,9 +119,60 @@ def test_deaths_beyond_the_bound_end_the_run_and_tell_of_the_earlier_ones(traine
     ] * 2
 
 
+@pytest.mark.parametrize("mode", ["off", "checkpoint"])
+def test_a_rank_that_hangs_is_treated_like_one_that_died(trainer, mode):
+    job, tries = recovery(trainer, trainer_recovery=mode), []
+
+    def hang_once() -> str:
+        tries.append(1)
+        if len(tries) == 1:
+            raise HangError("actor rank 1 has not answered for 30 s")
+        return "done"
+
+    if mode == "off":
+        with pytest.raises(HangError):
+            job.run(hang_once)
+    else:
+        assert (job.run(hang_once), trainer.num_starts) == ("done", 2)
+
+
 @pytest.mark.parametrize(("mode", "is_dead"), [("off", True), ("checkpoint", False)])
 def test_without_a_death_or_without_recovery_an_error_stays_what_it_is(trainer, mode, is_dead):
     trainer.is_dead = is_dead
     with pytest.raises(ZeroDivisionError):
         recovery(trainer, trainer_recovery=mode).run(lambda: 1 / 0)
     assert trainer.num_starts == 1
+
+
+def save(job: TrainerRecovery, trainer: Trainer, rollout_id: int) -> None:
+    job.run(lambda: trainer.save(rollout_id))
+    job.record_saved()
+
+
+@pytest.mark.parametrize(("back", "kept"), [(1, [0, 1, 2, 3]), (2, [0, 1]), (3, [])])
+def test_a_rollback_leaves_the_rollout_out_and_what_came_after_the_checkpoint(trainer, back, kept):
+    job = recovery(trainer, on_nan=["rollback", str(back)])
+    for rollout_id in range(5):
+        job.train(rollout_id, rollout_id)  # type: ignore[arg-type]
+        if rollout_id in (1, 3):
+            save(job, trainer, rollout_id)
+    assert not job.must_save
+    job.train(5, "NaN")  # type: ignore[arg-type]
+    assert (trainer.weights, job.must_save, job.is_down) == (kept, True, False)
+    trainer.is_dead = True  # before the save that makes it last
+    save(job, trainer, 5)
+    assert (trainer.weights, job.must_save) == (kept, False)
+    trainer.is_dead = True
+    job.train(6, 6)  # type: ignore[arg-type]
+    assert trainer.weights == [*kept, 6]
+
+
+def test_rollbacks_count_as_recoveries_and_without_them_the_number_ends_the_run(trainer):
+    with pytest.raises(StepError, match="the loss is nan on rank 0"):
+        recovery(trainer).train(0, "NaN")  # type: ignore[arg-type]
+    assert trainer.num_starts == 1
+    job = recovery(trainer, on_nan=["rollback", "1"], max_recoveries=1)
+    job.train(0, "NaN")  # type: ignore[arg-type]
+    with pytest.raises(StepError, match="rollout 1") as raised:
+        job.train(1, "NaN")  # type: ignore[arg-type]
+    assert "earlier within the hour (--max-recoveries 1): rollout 0" in raised.value.__notes__[0]

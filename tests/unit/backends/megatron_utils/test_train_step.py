@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.model import build_scheduler, setup_model_and
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
-from slime.utils.errors import ConfigError, DataError, SlimeError
+from slime.utils.errors import ConfigError, DataError, StepError
 from tests.unit.train_data.rank_batch import one_rank
 
 
@@ -91,18 +91,18 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(folder: Path)
     with torch.no_grad():
         next(p for name, p in model[0].named_parameters() if "final_layernorm" in name).fill_(float("nan"))
     before = parameters(model)
-    with pytest.raises(SlimeError, match="rollout 3, optimizer step 0: the loss is nan"):
+    with pytest.raises(StepError, match="rollout 3, optimizer step 0: the loss is nan on rank 0"):
         train(args, model, optimizer, scheduler, rollout_id=3)
     assert all(torch.equal(value, before[name]) or value.isnan().any() for name, value in parameters(model).items())
 
 
 def test_without_the_check_such_a_step_is_skipped(folder: Path) -> None:
-    args, model, optimizer, scheduler = build(folder, "--no-check-for-nan-in-loss-and-grad")
+    args, model, optimizer, scheduler = build(folder, "--on-nan", "skip")
     with torch.no_grad():
         next(p for name, p in model[0].named_parameters() if "final_layernorm" in name).fill_(float("nan"))
     before = parameters(model)
     (result,) = train(args, model, optimizer, scheduler)
-    assert not result.is_applied
+    assert not result.is_applied and result.not_finite_ranks == (0,)
     assert all(torch.equal(value, before[name]) or value.isnan().any() for name, value in parameters(model).items())
 
 

@@ -1,0 +1,90 @@
+"""A process that starts the driver again when it fails (``--supervise``): the same command goes on from the last save.
+
+It imports nothing that could fail with the driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import IO
+
+FINAL_CODES = (0, 2, 130)
+"""Exit codes of a driver that ended well, got bad input or was told to leave: it is not started again."""
+FLAG = "--supervise"
+WINDOW_S = 3600.0
+"""Time over which ``--max-recoveries`` counts."""
+PAUSE_S = 5.0
+"""Until the processes of a driver that died have noticed."""
+CAUSE = re.compile(r"^slime (?:job failed|cannot go on with this run): (.*)")
+
+
+def supervise(program: str, words: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> int:
+    """Run ``program`` with ``words`` until it ends for good; return its exit code.
+
+    Args:
+        program: of the driver, such as train.py.
+        words: its command line, of which ``--max-recoveries`` is read.
+        clock: seconds.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--max-recoveries", type=int, default=3)
+    allowed = parser.parse_known_args(list(words))[0].max_recoveries
+    command = [sys.executable, program, *(word for word in words if word != FLAG)]
+    failures: list[tuple[float, str]] = []
+    while True:
+        code, cause = _run(command)
+        if code in FINAL_CODES:
+            return code
+        now = clock()
+        failures = [failure for failure in failures if now - failure[0] < WINDOW_S] + [(now, cause)]
+        if len(failures) > allowed:
+            _say(f"the driver failed {len(failures)} times within an hour (--max-recoveries {allowed}). First cause:")
+            for number, (_, text) in enumerate(failures, start=1):
+                _say(f"  {number}. {text}")
+            return code if code > 0 else 1
+        _say(f"the driver failed ({cause}); it is started again, {len(failures)} of {allowed} times within an hour")
+        time.sleep(PAUSE_S)
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Run one driver; return its exit code and, as it said itself, why it failed."""
+    causes: list[str] = []
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
+    assert child.stderr is not None
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        child.send_signal(signum)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    reader = threading.Thread(target=_copy, args=(child.stderr, causes), daemon=True)
+    reader.start()
+    try:
+        code = child.wait()
+        reader.join(timeout=PAUSE_S)  # what a driver that was killed leaves behind may hold the pipe a little longer
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return code, causes[0] if causes else died
+
+
+def _copy(lines: IO[str], causes: list[str]) -> None:
+    """Copy the driver's errors to ours, and keep what it says of its end."""
+    with lines:
+        for line in lines:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            if match := CAUSE.match(line):
+                causes.append(match[1])
+
+
+def _say(text: str) -> None:
+    print(f"slime supervisor: {text}", file=sys.stderr, flush=True)

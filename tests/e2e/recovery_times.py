@@ -1,0 +1,107 @@
+"""How long a job with two trainer ranks and an engine takes from a failure to its next trained step.
+
+    python -m tests.e2e.recovery_times --work-dir runs/recovery kill stop poison change sigterm_driver
+
+One job for each case on two CPU cores, with the tiny task; prints the seconds and what the driver said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.e2e.job import REPO, Job, grpo_flags, records
+
+FAILURES = ("kill", "stop", "poison", "change")
+"""Hooks of ``dying_trainer``."""
+PREEMPTIONS = ("sigterm_driver", "sigterm_rank")
+ON_NAN = {"poison": "rollback 1", "change": "rollback 1"}
+
+
+def make_task(folder: Path) -> None:
+    """The tiny task, its random model, and the converted checkpoint."""
+    if not (folder / "torch_dist/latest_checkpointed_iteration.txt").exists():
+        for command in (
+            ["examples/tiny_arithmetic/make_task.py", "--output", str(folder / "task")],
+            [
+                "tools/convert_hf_to_torch_dist.py",
+                *("--hf-checkpoint", str(folder / "task/hf"), "--save", str(folder / "torch_dist")),
+            ],
+        ):
+            subprocess.run(
+                [sys.executable, *command], cwd=REPO, check=True, env=dict(os.environ) | {"PYTHONPATH": str(REPO)}
+            )
+
+
+def measure(work_dir: Path, case: str) -> None:
+    """Run one case to its end and print what it took."""
+    save = work_dir / case
+    save.mkdir(parents=True)
+    flags = grpo_flags(
+        work_dir, save, *"--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --num-rollout 3".split(),
+        *f"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.{case}".split(),
+        *f"--on-nan {ON_NAN.get(case, 'stop')}".split(),
+    )  # fmt: skip
+    job = Job("train.py", flags, save / "log.txt")
+    mark = save / "died_in_1"
+    try:
+        job.wait_until(mark.exists, "the failure", 500)
+        struck, before = mark.stat().st_mtime, len(records(save, "train/step"))
+        job.wait_until(lambda: len(records(save, "train/step")) > before, "the next trained step", 500)
+        took_s = time.time() - struck
+        code = job.finish(500)
+    finally:
+        job.kill_everything()
+    said = re.findall(r"^.*(?:is started again from|The trainer is back after).*$", job.text(), flags=re.MULTILINE)
+    steps = [row["train/step"] for row in records(save, "train/step")]
+    print(f"{case}: {took_s:.1f} s to the next trained step, exit code {code}, steps {steps}", *said, sep="\n  ")
+
+
+def preempt(work_dir: Path, case: str) -> None:
+    """SIGTERM to the driver or a rank in the third rollout, with the only checkpoint to come; then start again."""
+    save = work_dir / case
+    save.mkdir(parents=True)
+    flags = grpo_flags(
+        work_dir, save, *"--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --num-rollout 4".split(),
+        *"--save-interval 100 --preemption-grace-s 60".split(),
+    )  # fmt: skip
+    job = Job("train.py", flags, save / "log.txt")
+    try:
+        job.wait_until(lambda: "step 2/4" in job.text(), "the second step", 500)
+        began = time.time()
+        victim = job.process.pid if case == "sigterm_driver" else job.pids("ray::MegatronTrain")[1]
+        os.kill(victim, signal.SIGTERM)
+        code = job.finish(100)
+        left_s = time.time() - began
+        gone_s = job.seconds_until_gone(60)
+    finally:
+        job.kill_everything()
+    saved = (save / "latest_checkpointed_iteration.txt").read_text()
+    job = Job("train.py", flags, save / "log2.txt")
+    try:
+        again = job.finish(500)
+    finally:
+        job.kill_everything()
+    steps = [row["train/step"] for row in records(save, "train/step")]
+    print(f"{case}: left after {left_s:.1f} s (+{gone_s:.1f} s) with {code}, saved {saved}; then {again}, {steps}")
+
+
+def main() -> None:
+    """Measure the cases that were named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work-dir", type=Path, required=True)
+    parser.add_argument("cases", nargs="+", choices=[*FAILURES, *PREEMPTIONS])
+    options = parser.parse_args()
+    make_task(options.work_dir)
+    for case in options.cases:
+        (measure if case in FAILURES else preempt)(options.work_dir.resolve(), case)
+
+
+if __name__ == "__main__":
+    main()
