@@ -11,33 +11,35 @@ from dataclasses import dataclass
 
 IDLE = "idle or other"
 CAUSES = (
-    IDLE, "start", "data", "generation", "longest answer", "reward", "evaluation", "log-probs", "training step",
-    "wake and sleep", "push", "save",
+    IDLE, "generation", "longest answer", "reward", "evaluation", "forward", "backward", "communication", "optimizer",
+    "push and sleep", "save", "start and recovery",
 )  # fmt: skip
-"""From the outermost to the innermost."""
+"""From the outermost to the innermost.  A recovery is one throughout, whatever the trainer does again in it."""
 ENGINE_SPANS = {
-    "start": "start",
-    "rollout": "data",
+    "start": "start and recovery",
     "generation": "generation",
     "longest answer": "longest answer",
     "reward": "reward",
     "evaluation": "evaluation",
-    "push": "push",
+    "push": "push and sleep",
 }
 """Name of a span -> its cause, for the GPUs of the engines."""
 TRAINER_SPANS = {
-    "start": "start",
-    "init": "start",
-    "train": "data",
-    "ref_log_probs": "log-probs",
-    "teacher_log_probs": "log-probs",
-    "log_probs": "log-probs",
-    "values": "log-probs",
-    "actor_train": "training step",
-    "wake_up": "wake and sleep",
-    "sleep": "wake and sleep",
-    "push": "push",
-    "update_weights": "push",
+    "start": "start and recovery",
+    "init": "start and recovery",
+    "recovery": "start and recovery",
+    "ref_log_probs": "forward",
+    "teacher_log_probs": "forward",
+    "log_probs": "forward",
+    "values": "forward",
+    "forward": "forward",
+    "backward": "backward",
+    "communication": "communication",
+    "optimizer": "optimizer",
+    "wake_up": "push and sleep",
+    "sleep": "push and sleep",
+    "push": "push and sleep",
+    "update_weights": "push and sleep",
     "save": "save",
     "save_model": "save",
 }

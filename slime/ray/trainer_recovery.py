@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from slime.flags.cluster import checkpoints_to_go_back
+from slime.observability.run_record import span
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.utils import cluster_has_accelerators
@@ -124,7 +125,7 @@ class TrainerRecovery:
 
     def _restart(self) -> None:
         """Start the trainer from the last checkpoint and train again on what came after it."""
-        begin = time.monotonic()
+        begin, began = time.monotonic(), time.time()
         self._actor.release()  # ranks of a restart that failed half-way
         if cluster_has_accelerators():
             time.sleep(RELEASE_GRACE_S)
@@ -133,6 +134,7 @@ class TrainerRecovery:
         for rollout_id, rollout_data in again:
             self._train(rollout_id, rollout_data)
         self.is_down = False
+        span("recovery", began, time.time(), rollout=start)
         logger.warning(
             "The trainer is back after %.1f s: it went on from rollout %d and trained again on %d rollouts.",
             time.monotonic() - begin, start, len(again),

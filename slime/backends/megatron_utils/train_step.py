@@ -30,6 +30,7 @@ from slime.backends.megatron_utils.layers.routed_samples import attach_routed_sa
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.backends.megatron_utils.replicas import Marks
+from slime.backends.megatron_utils.step_times import optimizer_time, recorded_step
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.observability.pulse import Pulse
 from slime.utils.errors import StepError
@@ -124,7 +125,8 @@ def train_one_step(
         args, moment, data_iterator, model, num_microbatches, step_global_batch_size, losses, loss_type=loss_type
     )
     marks = Marks.gather(model, losses)
-    is_applied, grad_norm = _apply_gradients(args, moment, optimizer, marks)
+    with optimizer_time(model):
+        is_applied, grad_norm = _apply_gradients(args, moment, optimizer, marks)
     opt_param_scheduler.step(increment=step_global_batch_size)
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -269,17 +271,18 @@ def train_rollout(
     if args.reset_optimizer_states:
         reset_optimizer_states(optimizer)
     for step_id, (count, batch_size) in enumerate(zip(num_microbatches, global_batch_sizes, strict=True)):
-        result = train_one_step(
-            args,
-            rollout_id,
-            step_id,
-            data_iterator,
-            model,
-            optimizer,
-            opt_param_scheduler,
-            count,
-            batch_size,
-            loss_type=loss_type,
-        )
+        with recorded_step(model, optimizer):
+            result = train_one_step(
+                args,
+                rollout_id,
+                step_id,
+                data_iterator,
+                model,
+                optimizer,
+                opt_param_scheduler,
+                count,
+                batch_size,
+                loss_type=loss_type,
+            )
         on_step(step_id, result)
         Pulse().mark(None)
