@@ -1,24 +1,35 @@
-"""Look at this machine before a job does: ten lines, each good, bad or unknown, with the remedy.
+"""Look at this machine before a job does: a line for each check, good, bad or unknown, with the remedy.
 
-    python tools/doctor.py [--save DIR] [--port 8265]
+    python tools/doctor.py [--save DIR] [--port 8265] [--hf-checkpoint DIR]
 
-Exits with 1 when a line is bad.  Nothing is started; nothing but one file in --save is written, and removed.
+Exits with 1 when a line is bad.  One file in --save is written, and removed.  With --hf-checkpoint a job without a
+step is run: a trainer and an engine of that model on one GPU, and one push between them.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.observability.run_reader import Run, read_run
+from slime.utils import env
+from slime.utils.errors import DataError
 
 REPO = Path(__file__).resolve().parents[1]
 GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
@@ -26,6 +37,11 @@ Verdict = tuple[str, str]
 PINNED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "pyarrow", "numpy")
 MIN_FILES, MIN_SHM_GIB, MIN_TMP_GIB, MIN_DISK_MBS = 16384, 8, 20, 200
 PROBE_BYTES = 64 << 20
+NVLINK_GBS = {"A100": 300, "A800": 200, "H100": 450, "H800": 200, "H200": 450, "H20": 450, "B200": 900}
+"""GB/s of a card in one direction: what an all-reduce can come near to."""
+GOOD_SHARE = 0.4
+"""Of that; below it something is not as it should be."""
+ALL_REDUCE_TIMEOUT_S, JOB_TIMEOUT_S = 120, 420
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,18 +49,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", type=Path, default=Path("."), help="The folder that checkpoints will go to.")
     parser.add_argument("--port", type=int, default=8265, help="Of Ray's dashboard.")
+    parser.add_argument("--hf-checkpoint", type=Path, help="Start an engine of this model, and push to it once.")
     options = parser.parse_args(argv)
-    found = [(name, *_safely(check)) for name, check in checks(options.save, options.port).items()]
-    for name, verdict, text in found:
-        print(f"{verdict:8} {name:16} {text}")
-    raise SystemExit(1 if any(verdict == BAD for _, verdict, _ in found) else 0)
+    verdicts = []
+    for name, check in checks(options.save, options.port).items():
+        verdicts.append(_show(name, *_safely(check)))
+    for name, found in job_without_steps(options.hf_checkpoint).items():
+        verdicts.append(_show(name, *found))
+    raise SystemExit(1 if BAD in verdicts else 0)
+
+
+def _show(name: str, verdict: str, text: str) -> str:
+    print(f"{verdict:8} {name:16} {text}", flush=True)
+    return verdict
 
 
 def checks(save: Path, port: int) -> dict[str, Callable[[], Verdict]]:
-    """Return the ten checks by name."""
+    """Return the checks by name."""
     return {
         "GPUs": gpus,
         "links of GPUs": links,
+        "all-reduce": all_reduce,
         "versions": versions,
         "shared memory": lambda: space(Path("/dev/shm"), MIN_SHM_GIB, "give the container --shm-size, or --ipc=host"),
         "open files": open_files,
@@ -179,6 +204,90 @@ def free_port(port: int) -> Verdict:
         except OSError:
             return UNKNOWN, f"{port} is taken: a Ray cluster runs, or ray start --dashboard-port OTHER"
     return GOOD, f"{port} is free"
+
+
+def all_reduce() -> Verdict:
+    """Measure all-reduce over the GPUs against what their links give."""
+    program = [sys.executable, str(REPO / "tools" / "all_reduce.py")]
+    try:
+        ended = subprocess.run(program, capture_output=True, text=True, timeout=ALL_REDUCE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return BAD, f"no end within {ALL_REDUCE_TIMEOUT_S} s: NCCL_DEBUG=INFO python tools/all_reduce.py says where"
+    if ended.returncode:
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        return BAD, f"{last[:200]}: NCCL_DEBUG=INFO python tools/all_reduce.py says more"
+    return judged_all_reduce(json.loads(ended.stdout.splitlines()[-1]), _ask("nvidia-smi", "-L") or "", links()[1])
+
+
+def judged_all_reduce(measured: dict[str, Any], cards: str, linked: str) -> Verdict:
+    """Return what a measured bandwidth means.
+
+    Args:
+        measured: what ``tools/all_reduce.py`` prints.
+        cards: the list of the machine's cards.
+        linked: how they reach each other.
+    """
+    text = f"{measured['gb_per_s']} GB/s over {measured['ranks']} ranks with {measured['backend']}"
+    if measured["backend"] == "gloo":
+        return UNKNOWN, f"{text}, between processes of this host: there are no two GPUs to measure"
+    link = next((speed for name, speed in NVLINK_GBS.items() if re.search(rf"\b{name}\b", cards)), None)
+    if link is None or not linked.startswith("NVLink"):
+        return UNKNOWN, f"{text}; without NVLink keep parallel groups small"
+    text += f", the links give {link}"
+    if measured["gb_per_s"] >= GOOD_SHARE * link:
+        return GOOD, text
+    return BAD, f"{text}: look at nvidia-smi nvlink --status, NCCL_P2P_DISABLE, and NCCL_DEBUG=INFO"
+
+
+def job_without_steps(model: Path | None) -> dict[str, Verdict]:
+    """Start a trainer and an engine of a model through the real job, push once, and say how long each took."""
+    if model is None:
+        return dict.fromkeys(("engine's start", "push"), (UNKNOWN, "not tried: give --hf-checkpoint DIR"))
+    with tempfile.TemporaryDirectory(prefix="slime-doctor-") as folder:
+        words = f"""--hf-checkpoint {model} --ref-load {model} --save {folder} --num-rollout 0 --actor-num-nodes 1
+            --actor-num-gpus-per-node 1 --colocate --rollout-num-gpus-per-engine 1 --rollout-batch-size 1
+            --n-samples-per-prompt 2 --global-batch-size 2 --disable-rollout-global-dataset --rm-type random
+            --check-weight-update-equal"""
+        with open(Path(folder, "log.txt"), "w+", encoding="utf-8") as log:
+            job = subprocess.Popen(
+                [sys.executable, "train.py", *words.split()],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=REPO,
+                env={**env.copy(), "PYTHONPATH": str(REPO), "RAY_ADDRESS": "local"},
+                start_new_session=True,
+            )
+            try:
+                code: int | None = job.wait(timeout=JOB_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                if job.poll() is None:
+                    os.killpg(job.pid, signal.SIGTERM)
+                    job.wait(timeout=60)
+            log.seek(0)
+            return judged_job(Path(folder), code, log.read())
+
+
+def judged_job(folder: Path, code: int | None, log: str) -> dict[str, Verdict]:
+    """Return what the record of a job without steps says of an engine's start and of a push."""
+    try:
+        run = read_run(folder)
+    except DataError:
+        run = Run(folder)
+    began = run.config.get("time", 0.0)
+    serving = [one["time"] for one in run.events if one["event"] == "engine" and one["state"] == "serving"]
+    pushed = [one["seconds"] for one in run.events if one["event"] == "push"]
+    errors = [one["text"] for one in run.events if one["event"] == "error"]
+    ended = f"no end within {JOB_TIMEOUT_S} s" if code is None else f"exit code {code}"
+    lines = [line for line in log.splitlines() if line.strip("- ")]
+    why = (errors or [line for line in lines if "Error: " in line] or lines or [ended])[-1][:300]
+    failed = BAD, f"{why}: run train.py with --num-rollout 0 and read its log"
+    found = {
+        "engine's start": (GOOD, f"serves after {serving[0] - began:.0f} s") if serving else failed,
+        "push": (GOOD, f"the first took {pushed[0]:.1f} s, all digests equal") if pushed and code == 0 else failed,
+    }
+    return found
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from slime.utils.errors import DataError
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
 from tests.unit.tools.prepared_runs import FAULT_STEP, FAULTS, write_prepared_run
-from tools import diff, doctor, report, watch
+from tools import diff, report, watch
 from tools.report_samples import read_rollouts
 
 ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
@@ -238,11 +238,3 @@ def test_the_address_that_is_printed_has_a_token_only_beyond_loopback(run, capsy
         watch.main([str(run), "--port", str(get_free_port(22000)), "--host", host])
     inside, beyond = capsys.readouterr().out.splitlines()
     assert "token" not in inside and len(beyond.partition("#token=")[2].split()[0]) >= 32
-
-
-def test_the_doctor_has_ten_lines_each_with_a_verdict(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        doctor.main(["--save", str(tmp_path / "not" / "there")])
-    verdicts = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert len(verdicts) == 10 and set(verdicts) <= {"good", "bad", "unknown"}
-    assert doctor.space(tmp_path, 1e9, "buy")[0] == "bad"
