@@ -21,6 +21,7 @@ VERBS = {
     "report": ("tools/report.py", "one page of a run: what happened, where the time went, the samples"),
     "watch": ("tools/watch.py", "the same page of a run that goes on"),
     "diff": ("tools/diff.py", "in what two runs differ, and since when"),
+    "replay": ("tools/replay.py", "a past step again, from its samples and the nearest checkpoint"),
     "doctor": ("tools/doctor.py", "what is wrong with this machine"),
     "ledger": ("tools/ledger.py", "what the rollout ledger of a run holds"),
 }

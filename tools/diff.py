@@ -1,6 +1,6 @@
 """Say in what two runs differ: settings, versions, and the first step at which samples or numbers do.
 
-    python tools/diff.py RUN_A RUN_B
+    python tools/diff.py RUN_A RUN_B [--html FILE]
 
 Exits with 0 when nothing that was recorded differs, with 1 when something does.
 """
@@ -17,33 +17,50 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.observability.run_reader import Run, read_run
+from slime.observability.sample_record import rollout_of
 from tools.cli import clean_exit
+from tools.diff_page import page_of
 from tools.report import time_of
 
 OWN = {"save", "load", "save_hf", "run_folder", "wandb_run_id", "wandb_dir", "job_secret", "tensorboard_dir"}
 """Settings that every run has to itself."""
 COLUMNS = (
     ("data order", "prompt"), ("sampled tokens", "tokens"), ("reward", "reward"), ("loss mask", "loss_mask"),
-    ("engine's log-probs", "engine_log_probs"), ("trainer's log-probs", "trainer_log_probs"),
+    ("packing", "packing"), ("engine's log-probs", "engine_log_probs"), ("trainer's log-probs", "trainer_log_probs"),
     ("advantages", "advantages"),
 )  # fmt: skip
 """What is compared of the samples of a rollout, in the order in which one follows from the other."""
-METRICS = ("train/loss", "train/grad_norm", "train/kl_loss", "train/entropy_loss", "train/lr-pg_0")
-CURVES = ("rollout/raw_reward", "rollout/response_len/mean", "perf/time_step_s")
+OF_TRAINER = ("packing", "trainer_log_probs", "advantages")
+METRICS = ("train/lr-pg_0", "train/loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm")
+WEIGHTS = "weights"
+CURVES = (
+    "rollout/raw_reward", "rollout/response_len/mean", "train/loss", "train/grad_norm", "train/kl_loss",
+    "train/entropy_loss", "train/train_rollout_logprob_abs_diff", "perf/time_step_s",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="The folder of a run.")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="Also write a page, with the curves drawn.")
     options = parser.parse_args(argv)
     with clean_exit():
         first, second = (read_run(folder) for folder in options.runs)
     settings, steps = list(setting_differences(first, second)), list(first_differences(first, second))
-    _print("settings and versions", ("name", "A", "B"), settings)
-    _print("first differences", ("what", "step", "largest difference"), steps)
-    _print("seconds of a GPU by cause", ("cause", "A", "B"), _times(first, second))
-    _print("curves: first -> last", ("metric", "A", "B"), _curves(first, second))
+    curves = _curves(first, second)
+    ends = [(name, *(_first_to_last(curve) for curve in pair)) for name, pair in curves.items()]
+    tables = [
+        ("settings and versions", ("name", "A", "B"), settings),
+        ("first differences", ("what", "step", "largest difference"), steps),
+        ("seconds of a GPU by cause", ("cause", "A", "B"), _times(first, second)),
+        ("curves: first -> last", ("metric", "A", "B"), ends),
+    ]
+    for table in tables:
+        _print(*table)
+    if options.html is not None:
+        options.html.write_text(page_of([str(folder) for folder in options.runs], tables, curves), encoding="utf-8")
+        print(f"page: {options.html}")
     if not settings and not steps:
         print("The runs differ in nothing that was recorded.")
     raise SystemExit(1 if settings or steps else 0)
@@ -75,27 +92,46 @@ def setting_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str
 def first_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]:
     """Yield, of everything that is compared, the first step (from 1) at which it differs, and by how much."""
     left = dict(COLUMNS)
-    common = {int(path.stem.split("_")[1]) for path in first.sample_files()}
+    common = {rollout_of(path) for path in first.sample_files()}
     found: list[tuple[int, int, str, str]] = []
-    for rollout_id in sorted(common & {int(path.stem.split("_")[1]) for path in second.sample_files()}):
+    for rollout_id in sorted(common & {rollout_of(path) for path in second.sample_files()}):
         ours, theirs = (_by_position(run, rollout_id) for run in (first, second))
         for what, column in list(left.items()):
-            difference = _difference([row.get(column) for row in ours], [row.get(column) for row in theirs])
+            pair = [[row.get(column) for row in rows] for rows in (ours, theirs)]
+            if column in OF_TRAINER and not all(any(value is not None for value in one) for one in pair):
+                continue  # one run has no such record of it
+            difference = _difference(*pair)
             if difference is not None:
                 found.append((rollout_id, list(dict(COLUMNS)).index(what), what, difference))
                 del left[what]
-    for place, name in enumerate(METRICS, start=len(COLUMNS)):
-        for step in sorted(first.steps.keys() & second.steps.keys()):
-            difference = _difference(first.steps[step].get(name), second.steps[step].get(name))
+    ours, theirs = _by_rollout(first), _by_rollout(second)
+    for place, name in enumerate((*METRICS, WEIGHTS), start=len(COLUMNS)):
+        for rollout_id in sorted(ours.keys() & theirs.keys()):
+            pair = [[step[name] for step in one[rollout_id] if name in step] for one in (ours, theirs)]
+            difference = _difference(*pair)
             if difference is not None:
-                found.append((step, place, name, difference))
+                found.append((rollout_id, place, name, difference))
                 break
     for step, _, what, difference in sorted(found):
         yield what, str(step + 1), difference
 
 
+def _by_rollout(run: Run) -> dict[int, list[dict[str, Any]]]:
+    """Return rollout -> the metrics of its optimizer steps, and last of all the digest of the weights after them."""
+    each = max(1, round(len(run.steps) / max(1, len(run.rollouts))))
+    found: dict[int, list[dict[str, Any]]] = {}
+    for step in sorted(run.steps):
+        found.setdefault(step // each, []).append(run.steps[step])
+    for rollout_id, digest in run.digests.items():
+        found.setdefault(rollout_id, []).append({WEIGHTS: digest})
+    return found
+
+
 def _by_position(run: Run, rollout_id: int) -> list[dict[str, Any]]:
-    kept = (row for row in run.samples(rollout_id) if row["position"] is not None)
+    kept = [row for row in run.samples(rollout_id) if row["position"] is not None]
+    for row in kept:
+        if (micro_batch := row.get("micro_batch")) is not None:
+            row["packing"] = [row["dp_rank"], micro_batch]
     return sorted(kept, key=lambda row: row["position"])
 
 
@@ -127,18 +163,24 @@ def _times(first: Run, second: Run) -> list[tuple[str, str, str]]:
     return [(name, *(f"{total.get(name, 0.0):.1f}" for total in totals)) for name in names]
 
 
-def _curves(first: Run, second: Run) -> list[tuple[str, str, str]]:
+def _curves(first: Run, second: Run) -> dict[str, tuple[dict[int, float], dict[int, float]]]:
+    """Return metric -> of each run step -> value."""
     evaluations = sorted({name for m in first.evaluations.values() for name in m if name.count("/") == 1})
-    rows = []
+    curves = {}
     for name in (*CURVES, *(name for name in evaluations if name != "eval/step")):
-        shown = []
+        pair = []
         for run in (first, second):
-            steps = run.evaluations if name.startswith("eval/") else run.rollouts
-            values = [m[name] for m in steps.values() if isinstance(m.get(name), int | float)]
-            shown.append(f"{values[0]:.4g} -> {values[-1]:.4g}" if values else "")
-        if any(shown):
-            rows.append((name, *shown))
-    return rows
+            kinds = {"eval": run.evaluations, "train": run.steps}
+            steps = kinds.get(name.partition("/")[0], run.rollouts)
+            pair.append({n + 1: m[name] for n, m in sorted(steps.items()) if isinstance(m.get(name), int | float)})
+        if any(pair):
+            curves[name] = (pair[0], pair[1])
+    return curves
+
+
+def _first_to_last(curve: dict[int, float]) -> str:
+    values = list(curve.values())
+    return f"{values[0]:.4g} -> {values[-1]:.4g}" if values else ""
 
 
 if __name__ == "__main__":

@@ -51,6 +51,11 @@ class Run:
         kinds = [one["event"] for one in self.events if one["event"] in ("start", "finish", "failed")]
         return {"finish": "finished", "failed": "failed"}.get(kinds[-1] if kinds else "", "running or cut off")
 
+    @property
+    def digests(self) -> dict[int, str]:
+        """Rollout -> digest of the trained weights of all ranks after it."""
+        return {one["rollout"]: one["digest"] for one in self.events if one["event"] == "weights"}
+
     def sample_files(self, kind: str = "rollout") -> list[Path]:
         """Return the files of samples, by rollout."""
         folder = self.folder / run_record.SAMPLES_FOLDER

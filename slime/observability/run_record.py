@@ -79,6 +79,12 @@ class _RecordWriter:
         with self._guard:
             self._spans.append(identity | times | {"args": plain(dict(attrs))})
 
+    def flush(self) -> None:
+        """Wait until what was submitted is written, ``FLUSH_TIMEOUT_S`` at most."""
+        done = threading.Event()
+        self.submit(done.set)
+        done.wait(FLUSH_TIMEOUT_S)
+
     def close(self) -> None:
         """Write what waits and end the thread; what takes longer than ``FLUSH_TIMEOUT_S`` is lost."""
         try:
@@ -175,6 +181,12 @@ def stop_recording() -> None:
         _Recorder.writer = None
 
 
+def flush_recording() -> None:
+    """Write what waits: this process may be killed from here on."""
+    if _Recorder.writer is not None:
+        _Recorder.writer.flush()
+
+
 def is_recording() -> bool:
     """Return whether this process takes part in a record."""
     return _Recorder.writer is not None
@@ -235,6 +247,7 @@ def _write_config(args: Namespace, folder: Path) -> None:
         "run_id": shown.get("wandb_run_id"),
         "time": round(time.time(), 3),
         "command": redacted_words(sys.argv),
+        "folder": str(Path.cwd()),
         "values": values,
         "environment": {name: without_credentials(v) for name, v in redacted(Namespace(**variables)).items()},
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},

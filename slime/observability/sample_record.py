@@ -2,7 +2,8 @@
 ``samples/train_000012_r0.parquet`` of each data-parallel rank, by the sample's ``position`` in the rollout.
 
 Per-token columns cover the response, ``tokens`` the prompt too.  Dropped samples have a ``drop_reason`` and no
-``position``.  Log-probs are nats in fp32, advantages fp32; all columns are compressed with zstd.
+``position``.  Log-probs are nats in fp32, advantages fp32; all columns are compressed with zstd.  What training reads
+of a sample is there to the bit, and :func:`sample_of` gives it back for a replay; ``lacks`` names what is too large.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pyarrow.parquet as pq
 from slime.flags.observability import RecordConfig
 from slime.observability import run_record
 from slime.observability.rollout_metrics import REQUEST_SPANS
+from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
 _INTS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
@@ -29,12 +32,23 @@ ROLLOUT_SCHEMA = pa.schema(
         ("train_reward", pa.float64()), ("prompt", pa.string()), ("response", pa.string()), ("label", pa.string()),
         ("tokens", _INTS), ("response_length", pa.int32()), ("loss_mask", pa.list_(pa.int8())),
         ("engine_log_probs", _FLOATS), ("weight_versions", pa.list_(pa.string())), ("call_tokens", _INTS),
-        ("engines", pa.list_(pa.string())), ("start", pa.float64()), ("end", pa.float64()),
+        ("engines", pa.list_(pa.string())), ("start", pa.float64()), ("end", pa.float64()), ("execution", pa.int64()),
+        ("is_removed", pa.bool_()), ("teacher_log_probs", _FLOATS), ("metadata", pa.string()),
+        ("lacks", pa.list_(pa.string())),
     ]
 )  # fmt: skip
 """``call_tokens[i]`` response tokens were drawn in the engine call with ``weight_versions[i]``, by ``engines[i]``
 (host:port; empty where an engine does not say)."""
-TRAIN_SCHEMA = pa.schema([("position", pa.int32()), ("trainer_log_probs", _FLOATS), ("advantages", _FLOATS)])
+TRAIN_SCHEMA = pa.schema(
+    [
+        ("position", pa.int32()), ("dp_rank", pa.int32()), ("micro_batch", pa.int32()),
+        ("trainer_log_probs", _FLOATS), ("advantages", _FLOATS),
+    ]
+)  # fmt: skip
+TOO_LARGE = (
+    "rollout_top_p_token_ids", "rollout_routed_experts", "multimodal_train_inputs",
+)  # fmt: skip
+"""Fields of a sample that training reads and that take more than a record may."""
 STRAGGLER_SHARE = 0.03
 """The last requests of a rollout: the time in which only they run is spent waiting for the longest answers."""
 
@@ -84,6 +98,7 @@ def record_trained(
     rank: int,
     positions: Sequence[int],
     columns: Mapping[str, Sequence[Any]],
+    micro_batches: Sequence[int] = (),
 ) -> None:
     """Write what the trainer added to the samples of one data-parallel rank, in the thread of the record.
 
@@ -93,13 +108,15 @@ def record_trained(
         rank: data-parallel.
         positions: of the samples in the rollout.
         columns: name -> one host tensor for each sample.
+        micro_batches: number of each sample's, of all steps on this rank.
     """
     limit = config.record_samples
 
     def work(folder: Path) -> None:
         began_s = time.thread_time()
         rows = [
-            {"position": position} | {name: column[i].numpy() for name, column in columns.items()}
+            {"position": position, "dp_rank": rank, "micro_batch": micro_batches[i] if micro_batches else None}
+            | {name: column[i].numpy() for name, column in columns.items()}
             for i, position in enumerate(positions)
             if limit is None or position < limit
         ]
@@ -162,6 +179,7 @@ def _row(
     reward = sample.reward
     calls = list(_requests([sample]))
     prompt = sample.prompt if isinstance(sample.prompt, str) else json.dumps(sample.prompt, ensure_ascii=False)
+    metadata, lacks = _metadata(sample)
     return {
         "rollout": rollout_id,
         "position": position,
@@ -169,8 +187,8 @@ def _row(
         "index": sample.index,
         "status": sample.status.value,
         "drop_reason": drop_reason,
-        "reward": float(reward) if isinstance(reward, int | float) else None,
-        "reward_json": None if reward is None or isinstance(reward, int | float) else json.dumps(reward, default=str),
+        "reward": float(reward) if isinstance(reward, Real) else None,
+        "reward_json": None if reward is None or isinstance(reward, Real) else json.dumps(reward, default=_number),
         "train_reward": train_reward,
         "prompt": _text(prompt),
         "response": _text(sample.response),
@@ -184,7 +202,63 @@ def _row(
         "engines": [str(attrs.get("engine") or "") for _, _, attrs in calls],
         "start": min((start for start, _, _ in calls), default=None),
         "end": max((end for _, end, _ in calls), default=None),
+        "execution": sample.rollout_id,
+        "is_removed": sample.remove_sample,
+        "teacher_log_probs": sample.teacher_log_probs,
+        "metadata": metadata,
+        "lacks": [*lacks, *(name for name in TOO_LARGE if getattr(sample, name) is not None)],
     }
+
+
+def _number(value: Any) -> Any:
+    """Return a number of numpy or torch as JSON has it, and anything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _metadata(sample: Sample) -> tuple[str | None, list[str]]:
+    """Return the metadata as JSON, and the names of what cannot be told in it."""
+    metadata = {name: value for name, value in (sample.metadata or {}).items() if name != "teacher_top"}
+    lacks = ["metadata['teacher_top']"] if len(metadata) < len(sample.metadata or {}) else []
+    if not metadata and sample.train_metadata is None:
+        return None, lacks
+    try:
+        return _text(json.dumps([metadata, sample.train_metadata], ensure_ascii=False)), lacks
+    except (TypeError, ValueError):
+        return None, [*lacks, "metadata"]
+
+
+def sample_of(row: Mapping[str, Any]) -> Sample:
+    """Return the sample of a row, as far as training reads it.
+
+    Raises:
+        DataError: the record leaves out something that it reads.
+    """
+    if "lacks" not in row or row["lacks"]:
+        missing = ", ".join(row.get("lacks") or ("what a replay needs",))
+        raise DataError(
+            f"the record of sample {row['index']} lacks {missing}; record the run with --save-debug-rollout-data, or "
+            "with a version that records them."
+        )
+    metadata, train_metadata = json.loads(row["metadata"] or "[{}, null]")
+    return Sample(
+        group_index=row["group"],
+        index=row["index"],
+        rollout_id=row["execution"],
+        prompt=row["prompt"],
+        tokens=row["tokens"],
+        response=row["response"],
+        response_length=row["response_length"],
+        label=row["label"],
+        reward=row["reward"] if row["reward_json"] is None else json.loads(row["reward_json"]),
+        loss_mask=row["loss_mask"],
+        weight_versions=row["weight_versions"],
+        rollout_log_probs=row["engine_log_probs"],
+        remove_sample=row["is_removed"],
+        teacher_log_probs=row["teacher_log_probs"],
+        status=row["status"],
+        metadata=metadata,
+        train_metadata=train_metadata,
+    )
 
 
 def _text(text: str) -> str:

@@ -87,17 +87,26 @@ def create_training_models(
     return actor, critic
 
 
+def policies_of(args: Namespace) -> dict[str, bool]:
+    """Return what an actor keeps beside the policy in training, as ``TrainWorker.init`` takes it."""
+    return {
+        "with_ref": bool(args.kl_coef != 0 or args.use_kl_loss),
+        "with_opd_teacher": bool(args.use_opd and args.opd_type == "megatron"),
+    }
+
+
 def _create_trainers(
     args: Namespace, pgs: Mapping[str, GpuSlice | None], actor_gpus: GpuSlice, rollout_manager: Any
 ) -> tuple[RayTrainGroup, RayTrainGroup | None]:
+    kept = policies_of(args)
     actor = (ReleasedTrainGroup if args.release_train else RayTrainGroup)(
         args,
         args.actor_num_nodes,
         args.actor_num_gpus_per_node,
         actor_gpus,
         role="actor",
-        with_ref=args.kl_coef != 0 or args.use_kl_loss,
-        with_opd_teacher=args.use_opd and args.opd_type == "megatron",
+        with_ref=kept["with_ref"],
+        with_opd_teacher=kept["with_opd_teacher"],
     )
     start_rollout_id = actor.create()
     critic = None

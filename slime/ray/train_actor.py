@@ -95,11 +95,7 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
         **COMMON_ACTOR_ENV,
         **NOSET_VISIBLE_DEVICES,
         **({} if args.rollout_external else one_node_environment()),  # weights are pushed to those hosts, too
-        # SGLang runs NCCL without cuMem; both ends of a weight broadcast must agree.
-        "NCCL_CUMEM_ENABLE": env.get_str("NCCL_CUMEM_ENABLE", "0") or "0",
-        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": env.get_str("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1") or "1",
-        # One order of kernels per device queue: Megatron's overlap of communication relies on it.
-        "CUDA_DEVICE_MAX_CONNECTIONS": env.get_str("CUDA_DEVICE_MAX_CONNECTIONS", "1") or "1",
+        **kernel_environment(),
     }
     if not cluster_has_accelerators():
         # Ray gives a worker one thread; ranks on CPUs share the cores of the machine evenly.
@@ -114,6 +110,17 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
             "TMS_INIT_ENABLE_CPU_BACKUP": "1",
         }
     return variables | {name: str(value) for name, value in args.train_env_vars.items()}
+
+
+def kernel_environment() -> dict[str, str]:
+    """Return the variables on which a trainer's numbers and its order of kernels depend."""
+    return {
+        # SGLang runs NCCL without cuMem; both ends of a weight broadcast must agree.
+        "NCCL_CUMEM_ENABLE": env.get_str("NCCL_CUMEM_ENABLE", "0") or "0",
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": env.get_str("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1") or "1",
+        # One order of kernels per device queue: Megatron's overlap of communication relies on it.
+        "CUDA_DEVICE_MAX_CONNECTIONS": env.get_str("CUDA_DEVICE_MAX_CONNECTIONS", "1") or "1",
+    }
 
 
 def _preload_library() -> Path:

@@ -66,7 +66,7 @@ class TrainJob:
         if args.eval_in_background and not args.debug_train_only:
             self._background = BackgroundEvaluation(args, self.manager, self.actor)
         self.push_weights()
-        event("start", rollout=args.start_rollout_id)
+        event("start", rollout=args.start_rollout_id, num_rollout=args.num_rollout)
         span("start", self._step_began, time.time())
         self._step_began = time.time()
 

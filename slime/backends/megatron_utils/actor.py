@@ -38,7 +38,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.flags.distillation import trainer_teachers
 from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler
-from slime.observability.run_record import start_recording
+from slime.observability.run_record import flush_recording, start_recording
 from slime.observability.timer import Timer, timer
 from slime.train_data.columns import RankBatch
 from slime.train_data.device_batch import DeviceBatch
@@ -197,6 +197,7 @@ class MegatronTrainRayActor(TrainWorker):
         if args.overlap_param_gather:
             for chunk in self.model:  # a rank holds only its own shard's update until the next forward pass
                 chunk.start_param_sync(force_sync=True)
+        self._reports.record_weights(rollout_id, self.model)
         self._policies.record_trained(rollout_id)
         return metrics
 
@@ -343,6 +344,7 @@ class MegatronTrainRayActor(TrainWorker):
 
     def publish_checkpoint(self, rollout_id: int) -> None:
         """Make the checkpoint count, with ``--async-save`` once it is on disk; rank 0 writes."""
+        flush_recording()  # the trainer may be released
         if self._background_save is not None:
             self._background_save.publish(self.args.save, rollout_id)
             return

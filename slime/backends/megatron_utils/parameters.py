@@ -6,12 +6,14 @@ on every rank and in every layout.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
@@ -19,6 +21,10 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
+
+from slime.utils.distributed_utils import get_gloo_group
+from slime.weights.digest import MASK_64, as_signed, combine_wrapped, mix
+from slime.weights.kernels.tables import DigestTable
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _LOCAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
@@ -127,3 +133,30 @@ def iter_global_parameters(
 def tensor_parallel_group(shard: Shard) -> torch.distributed.ProcessGroup:
     """Return the ranks over which a shard's parameter is cut: experts have a group of their own."""
     return mpu.get_expert_tensor_parallel_group() if shard.is_expert else mpu.get_tensor_model_parallel_group()
+
+
+@torch.no_grad()
+def weights_digest(model: Sequence[torch.nn.Module]) -> str:
+    """Return a digest of the trained parameters of all ranks, 16 hexadecimal digits.  Collective.
+
+    Equal weights in another layout have another digest.
+    """
+    digests = []
+    for chunk in model:
+        for parameter in chunk.parameters():
+            if parameter.requires_grad and parameter.numel():
+                flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
+                flat = flat if flat.data_ptr() % _DIGEST_ALIGNMENT == 0 else flat.clone()
+                digests.append(_digest_table(flat.numel(), flat.device).run(flat))
+    own = mix(combine_wrapped(torch.cat(digests)) if digests else 0, dist.get_rank())
+    total = torch.tensor([as_signed(own)], dtype=torch.int64)
+    dist.all_reduce(total, group=get_gloo_group())  # the sum of int64 wraps
+    return f"{int(total) & MASK_64:016x}"
+
+
+_DIGEST_ALIGNMENT = 16
+
+
+@functools.cache
+def _digest_table(num_bytes: int, device: torch.device) -> DigestTable:
+    return DigestTable([0], [num_bytes], device)

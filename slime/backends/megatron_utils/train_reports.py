@@ -20,6 +20,7 @@ from slime.backends.megatron_utils import memory, train_metrics
 from slime.backends.megatron_utils.ci_checks import check_rollout, check_step
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.data import DataIterator, sample_columns
+from slime.backends.megatron_utils.parameters import weights_digest
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS
 from slime.backends.megatron_utils.train_step import StepResult
 from slime.flags.observability import record_config
@@ -27,6 +28,7 @@ from slime.observability.dumps import LAYOUT, save_train_dump
 from slime.observability.logging_utils import log
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.metrics_file import run_folder
+from slime.observability.run_record import event
 from slime.observability.sample_record import record_trained
 from slime.observability.timer import Timer
 from slime.train_data.device_batch import DeviceBatch
@@ -142,7 +144,18 @@ class TrainReports:
                 kept[name] = torch.cat(whole).float().cpu().split([len(value) for value in whole])
         if kept and mpu.get_context_parallel_rank() == 0:
             positions = list(data.partition or range(len(lengths)))
-            record_trained(record_config(self._args), rollout_id, mpu.get_data_parallel_rank(), positions, kept)
+            number = {index: i for i, indices in enumerate(micro_batches) for index in indices}
+            numbers = [number.get(index, -1) for index in range(len(lengths))]
+            rank = mpu.get_data_parallel_rank()
+            record_trained(record_config(self._args), rollout_id, rank, positions, kept, numbers)
+
+    def record_weights(self, rollout_id: int, model: Sequence[torch.nn.Module]) -> None:
+        """Record what the weights are after a rollout's steps.  Collective over all ranks."""
+        if not self._is_recorded:
+            return
+        digest = weights_digest(model)
+        if dist.get_rank() == 0:
+            event("weights", rollout=rollout_id, digest=digest, threads=torch.get_num_threads())
 
     def _log_perf(self, rollout_id: int, metrics: Mapping[str, float]) -> dict[str, float]:
         if not train_metrics.is_main_rank():

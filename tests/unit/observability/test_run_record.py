@@ -14,6 +14,7 @@ import torch
 from slime.flags.observability import RecordConfig
 from slime.observability import run_record, sample_record
 from slime.observability.timer import timer
+from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
 ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
@@ -97,6 +98,28 @@ def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(ar
     trained = pq.read_table(tmp_path / "samples/train_000005_r0.parquet").to_pylist()
     assert [(row["position"], len(row["trainer_log_probs"])) for row in trained] == [(1, 2), (0, 4)]
     assert [one["samples"] for one in events(tmp_path)] == [3, 2]
+
+
+def test_a_recorded_sample_comes_back_as_training_reads_it(args, tmp_path):
+    given = [
+        sample(0, rollout_id=7, remove_sample=True, loss_mask=[1, 0, 1, 1], metadata={"raw_reward": 1 / 3, "n": [1]}),
+        sample(1, teacher_log_probs=[-0.25] * 4, train_metadata={"a": 1}, status=Sample.Status.TRUNCATED),
+    ]
+    given[0].rollout_log_probs = [-1 / 3, -0.5, 0.0, -1e-9]
+    given[1].reward = {"score": 0.1, "from numpy": torch.tensor(0.5).numpy()[()]}
+    run_record.start_recording(args, "rollout manager", primary=True)
+    lacking = sample(2, multimodal_train_inputs={"pixels": torch.ones(2)}, metadata={"teacher_top": torch.ones(1)})
+    sample_record.record_rollout(ALL, 0, [*given, lacking], None)
+    run_record.stop_recording()
+    *rows, last = pq.read_table(tmp_path / "samples/rollout_000000.parquet").to_pylist()
+    for old, row in zip(given, rows, strict=True):
+        new = sample_record.sample_of(row)
+        assert torch.equal(torch.tensor(new.rollout_log_probs), torch.tensor(old.rollout_log_probs))
+        for name in ("tokens", "loss_mask", "rollout_id", "remove_sample", "teacher_log_probs", "metadata", "status",
+                     "train_metadata", "reward", "index", "group_index", "response_length"):  # fmt: skip
+            assert getattr(new, name) == getattr(old, name), name
+    with pytest.raises(DataError, match=r"sample 2 lacks metadata\['teacher_top'\], multimodal_train_inputs; record"):
+        sample_record.sample_of(last)
 
 
 def test_fewer_samples_and_the_limit_of_size_are_kept(args, tmp_path):

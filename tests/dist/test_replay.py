@@ -1,0 +1,197 @@
+"""``slime replay``: a recorded step is taken again to the bit; with a flag changed it is another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.observability.run_reader import read_run
+from slime.utils.errors import DataError
+from slime.utils.types import Sample
+from tests.dist.trainer_case import LENGTHS, make_train_data, run_workers, write_model
+from tools import replay, replay_plan
+
+pytestmark = pytest.mark.dist
+
+NUM_STEPS = 3
+PARTS = ("forward", "backward", "communication", "optimizer")
+FLAGS = (
+    "--lr 1e-3 --fp32 --num-rollout 7 --rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size 4 "
+    "--lr-decay-style cosine --weight-decay 0.1 --use-dynamic-batch-size --max-tokens-per-gpu 40 --use-kl-loss "
+    "--kl-loss-coef 0.1 --data-pad-size-multiplier 4 --attention-dropout 0 --hidden-dropout 0.1 --save-interval 1 "
+    "--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --prompt-data gone.jsonl --wandb-key hidden"
+).split()
+
+
+def samples_of(rollout_id: int) -> list[Sample]:
+    """Eight samples of four prompts."""
+    data = make_train_data(seed=rollout_id)
+    samples = []
+    for index, (_, response) in enumerate(LENGTHS[:8]):
+        samples.append(
+            Sample(
+                index=index, group_index=index // 2, tokens=data["tokens"][index], response_length=response,
+                loss_mask=data["loss_masks"][index] if index % 3 else None, reward=data["rewards"][index],
+                rollout_log_probs=data["rollout_log_probs"][index], status=Sample.Status.COMPLETED,
+                prompt=[{"role": "user", "content": "hi"}], remove_sample=index == 4, metadata={"raw_reward": 0.25},
+            )
+        )  # fmt: skip
+    return samples
+
+
+def train_and_replay(rank: int, world_size: int, port: int, folder: str) -> dict[str, object]:
+    """A run of three steps by the replay's own trainer, then replays of it, all in this process."""
+    import torch.distributed as dist
+    from megatron.core import mpu
+    from megatron_case import hf_flags
+
+    from slime.backends.train_worker import TrainWorker
+    from slime.observability.timer import Timer
+
+    join = TrainWorker.join_process_group
+    TrainWorker.join_process_group = lambda *given: None if dist.is_initialized() else join(*given)
+    root = Path(folder)
+    run = root / "run"
+    os.chdir(root)
+
+    def clear() -> None:
+        if mpu.is_initialized():
+            mpu.destroy_model_parallel()
+        if Timer().is_running("train_wait"):
+            Timer().end("train_wait")
+
+    def replayed(step: int, *words: str) -> int | str | None:
+        clear()
+        sys.argv = ["replay"]
+        try:
+            replay.main([str(run), "--step", str(step), "--out", str(root / f"out{len(results)}"), *words])
+        except SystemExit as left:
+            return left.code
+        return None
+
+    results: dict[str, object] = {}
+    record_a_run(run, hf_flags(root / "hf"))
+    for path in run.glob("iter_*"):
+        assert (path / "metadata.json").is_file()
+    results["same"] = replayed(3)
+    results["one sample"] = replayed(2, "--sample", "7")
+    shutil.rmtree(run / "iter_0000001")
+    results["from an earlier checkpoint"] = replayed(3)
+    shutil.rmtree(run / "iter_0000000")
+    results["from the start"] = replayed(2)
+    results["with a flag changed"] = replayed(1, "--set", "eps_clip=0.01", "--set", "lr=2e-3")
+    results["one micro-batch"] = replayed(1, "--micro-batch", "1")
+    return results
+
+
+def record_a_run(run: Path, model_flags: list[str]) -> None:
+    """Three steps with a checkpoint after each, as a job records them."""
+    from slime.arguments import parse_args
+    from slime.flags.observability import record_config
+    from slime.observability.logging_utils import init_tracking
+    from slime.observability.run_record import event, start_recording, stop_recording
+    from slime.observability.sample_record import record_rollout
+    from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
+    from tests.dist.trainer_case import start_worker
+
+    hf = run.parent / "hf"
+    words = [*map(str, model_flags), *FLAGS, "--ref-load", str(hf), "--load", str(run), "--save", str(run)]
+    drop = frozenset({"--prompt-data", "--wandb-key"})
+    args = parse_args(
+        argv=[*replay_plan.without(words, drop), "--debug-train-only", "--disable-rollout-global-dataset"]
+    )
+    sys.argv = ["train.py", *words]
+    init_tracking(args)
+    start_recording(args, "driver", primary=True)
+    event("start", rollout=0, num_rollout=args.num_rollout)
+    worker = start_worker(args, 0, 1, 0, with_ref=True)
+    for rollout_id in range(NUM_STEPS):
+        samples = samples_of(rollout_id)
+        data = train_data_from_samples(args, samples)
+        record_rollout(record_config(args), rollout_id, samples, data.rewards)
+        worker.train(rollout_id, split_for_ranks(args, data, worker.get_parallel_config())[0][0])
+        worker.save_model(rollout_id, force_sync=True)
+        worker.publish_checkpoint(rollout_id)
+    stop_recording()
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replay")
+    write_model(folder / "hf")
+    (codes,) = run_workers(train_and_replay, 1, str(folder), timeout_s=300)
+    return folder, codes
+
+
+def test_a_step_is_the_same_to_the_bit_from_its_checkpoint_an_earlier_one_and_the_start(replayed):
+    folder, codes = replayed
+    run = read_run(folder / "run")
+    assert list(run.digests) == [0, 1, 2] and len(set(run.digests.values())) == 3
+    for number, (name, rollouts) in enumerate(
+        {"same": [2], "one sample": [], "from an earlier checkpoint": [1, 2], "from the start": [0, 1]}.items()
+    ):
+        if not rollouts:
+            continue
+        again = read_run(folder / f"out{number}")
+        assert codes[name] == 0
+        assert again.digests == {rollout: run.digests[rollout] for rollout in rollouts}
+        steps = [2 * rollout + step for rollout in rollouts for step in (0, 1)]
+        assert sorted(again.steps) == steps
+        for step in steps:
+            for metric in ("train/loss", "train/grad_norm", "train/kl_loss", "train/lr-pg_0"):
+                assert again.steps[step][metric] == run.steps[step][metric], (name, step, metric)
+        for rollout in rollouts:
+            ours, theirs = (sorted(one.samples(rollout), key=lambda row: row["position"]) for one in (run, again))
+            assert ours == theirs and len(ours) == 8 and ours[0]["trainer_log_probs"]
+
+
+def test_the_parts_of_a_step_are_recorded_and_lie_within_it(replayed):
+    spans = [one for one in read_run(replayed[0] / "run").spans if one.process == "actor 0"]
+    whole = [one for one in spans if one.name == "actor_train"]
+    assert len(whole) == NUM_STEPS
+    for rollout in whole:
+        within = [one for one in spans if rollout.start - 1e-3 <= one.start and one.end <= rollout.end + 1e-3]
+        seconds = {name: sum(s.end - s.start for s in within if s.name == name) for name in PARTS}
+        assert 0.5 * (rollout.end - rollout.start) < sum(seconds.values()) <= rollout.end - rollout.start + 1e-3
+        assert min(seconds["forward"], seconds["backward"], seconds["optimizer"]) > 0
+
+
+def test_a_changed_flag_gives_another_step_and_a_micro_batch_another_gradient(replayed):
+    folder, codes = replayed
+    run, other, part = (read_run(folder / name) for name in ("run", "out4", "out5"))
+    assert codes["with a flag changed"] == codes["one micro-batch"] == 0
+    assert other.digests[0] != run.digests[0] != part.digests[0]
+    assert other.steps[0]["train/lr-pg_0"] == pytest.approx(2 * run.steps[0]["train/lr-pg_0"])
+    assert other.steps[0]["train/grad_norm"] != run.steps[0]["train/grad_norm"]
+    assert part.steps[0]["train/grad_norm"] != run.steps[0]["train/grad_norm"]
+
+
+def test_a_sample_has_its_log_probs_under_every_kept_checkpoint(replayed):
+    folder, _ = replayed
+    found = json.loads((folder / "out1/sample_7.json").read_text())
+    (row,) = (row for row in read_run(folder / "run").samples(1) if row["position"] == 7)
+    columns = found["log_probs"]
+    assert list(columns) == ["engine", "trainer", "start", "step 1", "step 2", "step 3"]
+    assert found["tokens"] == row["tokens"][-row["response_length"] :]
+    # The trainer's were computed by the weights after step 1, in a micro-batch with others.
+    assert columns["step 1"] == pytest.approx(row["trainer_log_probs"], abs=1e-5)
+    assert columns["step 1"] != columns["step 2"] != columns["step 3"]
+    assert columns["start"] != pytest.approx(columns["step 1"], abs=1e-5)
+
+
+def test_what_is_gone_is_told_with_the_nearest_step_that_is_not(replayed):
+    folder, _ = replayed
+    run = read_run(folder / "run")
+    run.events = [one | {"rollout": 3} if one["event"] == "start" else one for one in run.events]
+    assert [int(path.name[5:]) for path in run.folder.glob("iter_*")] == [2]
+    with pytest.raises(DataError, match=r"step 2 cannot .*checkpoints after: step 3.* Nothing of this run can"):
+        replay_plan.plan(run, 2)
+    run.events[0]["rollout"] = 1
+    with pytest.raises(DataError, match=r"checkpoints after: step 1, step 3.* The nearest step is 3\."):
+        replay_plan.plan(run, 9)
+    assert json.loads((run.folder / "config.json").read_text())["command"][-1].endswith("run")

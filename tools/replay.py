@@ -1,0 +1,272 @@
+"""Take any past step of a run again, from its recorded samples and the nearest checkpoint before it.
+
+    python tools/replay.py RUN --step 12                    the same samples, micro-batches, loss, gradient and weights
+    python tools/replay.py RUN --step 12 --set eps_clip=0.1 what that step would have been
+    python tools/replay.py RUN --step 12 --pdb              in a debugger, from the first line of the step
+    python tools/replay.py RUN --step 12 --micro-batch 3    the gradient of this micro-batch alone
+    python tools/replay.py RUN --step 12 --sample 5         the log-probs of sample 5 under every kept checkpoint
+
+Steps are counted from 1, as in the step line.  A trainer of one rank runs in this process; one of several ranks is
+started through Ray, as ``train.py`` does.  The replay is a run of its own in ``RUN/replays``, whose record is compared
+with the run's: exits with 0 when the step is the same to the bit (or flags were changed), with 1 when it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pdb
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.flags.kinds import non_negative_int, positive_int
+from slime.observability.dumps import load_rollout_dump, save_rollout_dump
+from slime.observability.run_reader import read_run
+from slime.utils.errors import ConfigError, DataError
+from tools.cli import clean_exit
+from tools.diff import first_differences, setting_differences
+from tools.replay_plan import FROM_START, LAYOUT, LEFT_OUT, Replay, flags_of, places_to_begin, plan, recorded_samples
+
+FOLLOWS = {"changed", "debug_train_only", "rollout_global_dataset", "rollout_num_gpus", "trainer_recovery"}
+"""Settings that another value has in every replay."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="The folder of a run.")
+    parser.add_argument("--step", type=positive_int, required=True, metavar="K", help="Counted from 1.")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="Change a flag; repeatable.")
+    parser.add_argument("--pdb", action="store_true", help="Stop in a debugger where the step begins; one process.")
+    parser.add_argument(
+        "--micro-batch", type=non_negative_int, metavar="M", help="Only this one, from 0; one process."
+    )
+    parser.add_argument("--sample", type=non_negative_int, metavar="I", help="Its position in the rollout, from 0.")
+    parser.add_argument("--out", type=Path, help="Folder of the replay. Default: a new one in RUN/replays.")
+    parser.add_argument("--load", type=Path, help="Folder of the checkpoint before the step, if it is not in RUN.")
+    parser.add_argument("--save-checkpoint", action="store_true", help="Keep the checkpoint after the step in --out.")
+    options = parser.parse_args(argv)
+    with clean_exit():
+        run = read_run(options.run.absolute())
+        replay = plan(run, options.step, options.out, options.load)
+        replay.changes = options.set
+        needs_one = options.pdb or options.micro_batch is not None or options.sample is not None
+        replay.in_one_process = needs_one or replay.num_ranks == 1 and not run.value("use_critic", False)
+        if needs_one and run.value("use_critic", False):
+            raise ConfigError("This run has a critic, which one process cannot train; drop --pdb or --micro-batch.")
+        if options.sample is not None:
+            replay.begin = places_to_begin(run)[0]
+            _print_sample(replay, options.sample)
+            return
+        if options.set and replay.begin != replay.rollout_id - 1:
+            _take_steps_before(replay)
+        _take_steps(replay, options)
+        raise SystemExit(_compare(replay, is_whole=options.micro_batch is None))
+
+
+# The steps
+
+
+def _take_steps_before(replay: Replay) -> None:
+    """Take the steps before the one whose flags are changed, as they were, and go on from there."""
+    folder = replay.folder / "before"
+    print(f"Steps {replay.begin + 2} to {replay.rollout_id} come first, without --set.", flush=True)
+    words = [str(replay.run.folder), "--step", str(replay.rollout_id), "--out", str(folder), "--save-checkpoint"]
+    if subprocess.run([sys.executable, __file__, *words], check=False).returncode:
+        raise DataError(f"the steps before are not the same as they were; see {folder}. --set changes step 1 of many.")
+    replay.load, replay.begin = folder, replay.rollout_id - 1
+
+
+def _take_steps(replay: Replay, options: Namespace) -> None:
+    """Train again on the recorded samples, in this process or through Ray."""
+    template = str(replay.folder / "rollouts" / "{rollout_id}.pt")
+    for rollout_id in replay.rollouts:
+        save_rollout_dump(template, rollout_id, recorded_samples(replay.run, rollout_id))
+    sys.argv = ["train.py", *flags_of(replay)]
+    if (folder := replay.run.config.get("folder")) and Path(folder).is_dir():
+        os.chdir(folder)
+    came_from = "the start" if replay.begin == FROM_START else f"the checkpoint after step {replay.begin + 1}"
+    print(f"Step {replay.rollout_id + 1} from {came_from}, {len(replay.rollouts)} steps; {replay.folder}", flush=True)
+    if replay.in_one_process:
+        _take_steps_here(replay, options)
+    else:
+        _take_steps_on_ray(replay, options)
+
+
+def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
+    """Run a job of the steps alone; ends the process when it fails."""
+    from slime.ray.job import run
+    from slime.ray.train_loop import TrainJob
+
+    def train(args: Namespace) -> None:
+        job = TrainJob(args)
+        for rollout_id in replay.rollouts:
+            data = job.generate(rollout_id)
+            assert data is not None
+            job.train(rollout_id, data)
+            job.report(rollout_id)
+        if options.save_checkpoint:
+            job.actor.save_model(replay.rollout_id, force_sync=True)
+        job.finish()
+
+    try:
+        run(train)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+
+
+def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
+    """Return the run's trainer as the only rank, in this process."""
+    from slime.arguments import parse_args
+    from slime.arguments.hook_checks import check_hooks
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.backends.megatron_utils.data import get_data_iterator
+    from slime.observability.logging_utils import configure_logger, init_tracking
+    from slime.observability.run_record import event, start_recording
+    from slime.ray.startup import policies_of
+    from slime.ray.train_actor import kernel_environment
+    from slime.utils import env
+    from slime.utils.net import find_available_port
+
+    class Worker(MegatronTrainRayActor):
+        """Takes the steps of one micro-batch alone where that was asked for."""
+
+        def _take_steps(self, rollout_id: int, data: Any, iterators: Any, loss_type: str) -> dict[str, float]:
+            if micro_batch is not None and rollout_id == replay.rollout_id:
+                there = data.micro_batch_indices
+                if micro_batch >= len(there):
+                    raise ConfigError(f"--micro-batch {micro_batch}: the step has {len(there)}, counted from 0.")
+                step = next(i for i in range(len(there)) if sum(data.num_microbatches[: i + 1]) > micro_batch)
+                data.micro_batch_indices, data.num_microbatches = [there[micro_batch]], [1]
+                data.global_batch_sizes = [data.global_batch_sizes[step]]
+                iterators = get_data_iterator(data, len(self.model))
+            return super()._take_steps(rollout_id, data, iterators, loss_type)
+
+    configure_logger("replay")
+    args = parse_args()
+    env.export(kernel_environment() | {name: str(value) for name, value in args.train_env_vars.items()})
+    threads = [one["threads"] for one in replay.run.events if one["event"] == "weights" and "threads" in one]
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads[-1])  # sums on a CPU depend on it
+    init_tracking(args)
+    start_recording(args, "replay", primary=True)
+    event("start", rollout=replay.begin + 1, num_rollout=args.num_rollout)
+    check_hooks(args, side="trainer")
+    worker = Worker()
+    worker.set_rendezvous(1, 0, "127.0.0.1", find_available_port(21000))
+    worker.init(args, "actor", **policies_of(args))
+    return worker
+
+
+def _take_steps_here(replay: Replay, options: Namespace) -> None:
+    from slime.flags.observability import record_config
+    from slime.observability.run_record import stop_recording
+    from slime.observability.sample_record import record_rollout
+    from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
+
+    worker = _start_worker(replay, options.micro_batch)
+    args = worker.args
+    for rollout_id in replay.rollouts:
+        samples = load_rollout_dump(args.load_debug_rollout_data, rollout_id)
+        data = train_data_from_samples(args, samples)
+        rewards = data.rewards if len(data.rewards) == len(samples) else None
+        record_rollout(record_config(args), rollout_id, samples, rewards)
+        (batch,), _ = split_for_ranks(args, data, worker.get_parallel_config())
+        if options.pdb and rollout_id == replay.rollout_id:
+            pdb.runcall(worker.train, rollout_id, batch)
+        else:
+            worker.train(rollout_id, batch)
+        if (rollout_id + 1) % args.update_weights_interval == 0:
+            worker._policies.record_pushed()
+    if options.save_checkpoint:
+        worker.save_model(replay.rollout_id, force_sync=True)
+        worker.publish_checkpoint(replay.rollout_id)
+    stop_recording()
+
+
+# What came out
+
+
+def _compare(replay: Replay, *, is_whole: bool) -> int:
+    """Print the step's numbers as recorded and as replayed; return the exit code."""
+    first, second = replay.run, read_run(replay.folder)
+    own = {name.removeprefix("--").replace("-", "_") for name in LEFT_OUT | LAYOUT} | FOLLOWS
+    last = max(second.steps, default=0)
+    if not is_whole:
+        print("\n".join(f"{name:24}{value!r}" for name, value in second.steps[last].items() if "train/" in name))
+        return 0
+    print(f"\n{'':28}{'recorded':>24}{'replayed':>24}")
+    for name in ("train/loss", "train/grad_norm"):
+        pair = [run.steps.get(last, {}).get(name) for run in (first, second)]
+        print(f"{name:28}{pair[0]!r:>24}{pair[1]!r:>24}")
+    pair = [run.digests.get(replay.rollout_id) for run in (first, second)]
+    print(f"{'digest of the weights':28}{pair[0]!s:>24}{pair[1]!s:>24}")
+    differences = list(first_differences(first, second))
+    for what, step, size in differences:
+        print(f"differs: {what} at step {step}, by {size}")
+    if not differences:
+        print(f"Step {replay.rollout_id + 1} is the same to the bit: samples, packing, log-probs, gradient, weights.")
+        return 0
+    for name, a, b in setting_differences(first, second):
+        if name not in own and b != "None":
+            print(f"setting: {name} was {a}, is {b}")
+    return 0 if replay.changes else 1
+
+
+def _print_sample(replay: Replay, position: int) -> None:
+    """Print the log-probs of one sample under every checkpoint at hand, and as they were recorded."""
+    from slime.backends.megatron_utils import checkpoint
+    from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
+    from slime.backends.megatron_utils.forward import forward_only
+    from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
+    from slime.ray.rollout_data import schedule_config_of
+    from slime.train_data.convert import samples_to_train_data
+    from slime.train_data.schedule import build_dp_schedule
+    from slime.train_data.split import split_by_rank
+
+    samples = recorded_samples(replay.run, replay.rollout_id)
+    if position >= len(samples):
+        raise ConfigError(f"--sample {position}: the rollout has {len(samples)}, counted from 0.")
+    rows = {row["position"]: row for row in replay.run.samples(replay.rollout_id)}
+    columns = {name: rows[position].get(f"{name}_log_probs") for name in ("engine", "trainer")}
+    save_rollout_dump(str(replay.folder / "rollouts" / "{rollout_id}.pt"), replay.rollout_id, samples)
+    sys.argv = ["train.py", *flags_of(replay)]
+    worker = _start_worker(replay)
+    args = worker.args
+    batch = samples_to_train_data([samples[position]], [0.0], [0.0], rollout_top_p=args.rollout_top_p)
+    config = schedule_config_of(args, worker.get_parallel_config())
+    schedule = build_dp_schedule(config, [len(batch.tokens[0])], global_batch_size=1, rollout_indices=[0])
+    data = prepare_rollout_data(split_by_rank(batch, schedule)[0], args.padded_vocab_size)
+    iterators = get_data_iterator(data, len(worker.model))
+    for begin in places_to_begin(replay.run):
+        if (replay.run.folder / f"iter_{begin:07d}").is_dir():
+            weights = {"load": str(replay.run.folder), "ckpt_step": begin, "finetune": True}
+            checkpoint.load_checkpoint(Namespace(**vars(args) | weights), worker.model)
+        elif begin != replay.begin:
+            continue  # the start; the worker did not begin there
+        read = forward_only(get_log_probs_and_entropy, args, worker.model, iterators, data.num_microbatches)
+        columns["start" if begin == FROM_START else f"step {begin + 1}"] = read["log_probs"][0].tolist()
+    columns = {name: values for name, values in columns.items() if values}
+    path = replay.folder / f"sample_{position}.json"
+    tokens = samples[position].tokens[-samples[position].response_length :]
+    path.write_text(json.dumps({"tokens": tokens, "log_probs": columns}), encoding="utf-8")
+    print(f"\n{'token':>9}" + "".join(f"{name:>12}" for name in columns))
+    for token, *values in zip(tokens, *columns.values(), strict=True):
+        print(f"{token:>9}" + "".join(f"{value:>12.5f}" for value in values))
+    print(f"{'sum':>9}" + "".join(f"{sum(values):>12.4f}" for values in columns.values()) + f"\n{path}")
+
+
+if __name__ == "__main__":
+    main()

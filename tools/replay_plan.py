@@ -1,0 +1,199 @@
+"""What ``tools/replay.py`` needs of a run: where to begin, the samples, and the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime.observability.dumps import load_rollout_dump
+from slime.observability.run_reader import Run
+from slime.observability.sample_record import rollout_of, sample_of
+from slime.utils.errors import ConfigError, DataError
+from slime.utils.types import Sample
+from tools.cli import parse_bool
+
+FROM_START = -1
+"""The place of a checkpoint: what the run began with."""
+LEFT_OUT = frozenset(
+    "--load --save --save-interval --save-hf --async-save --keep-last --no-save-optim --lora-save --ckpt-step "
+    "--finetune --no-load-optim --no-load-rng --start-rollout-id --num-rollout --num-epoch --prompt-data "
+    "--eval-interval --eval-prompt-data --eval-config --eval-in-background --colocate --offload --offload-train "
+    "--offload-rollout --release-train --use-fault-tolerance --use-wandb --wandb-key --wandb-key-file "
+    "--use-tensorboard --prometheus-port --save-debug-rollout-data --save-debug-train-data --dump-details "
+    "--load-debug-rollout-data --load-debug-rollout-data-subsample --record-samples --trust-debug-data --fit "
+    "--ci-test --ci-save-grad-norm --ci-load-grad-norm --ci-disable-kl-checker --check-weight-update-equal".split()
+)
+"""Flags of the run that say where it began, what it left behind, and how it shared GPUs with engines."""
+LAYOUT = frozenset(
+    "--actor-num-nodes --actor-num-gpus-per-node --tensor-model-parallel-size --pipeline-model-parallel-size "
+    "--context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size --sequence-parallel "
+    "--num-layers-per-virtual-pipeline-stage --virtual-pipeline-model-parallel-size "
+    "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --allgather-cp".split()
+)
+"""Flags that one process goes without."""
+
+
+@dataclass
+class Replay:
+    """What is done again."""
+
+    run: Run
+    rollout_id: int
+    """Of the step."""
+    begin: int
+    """The checkpoint after this rollout, or ``FROM_START``."""
+    folder: Path
+    """Of the replay's own files."""
+    load: Path | None = None
+    """Folder of the checkpoint; None for the run's own."""
+    changes: list[str] = field(default_factory=list)
+    """``NAME=VALUE``."""
+    in_one_process: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the run's trainer."""
+        return int(self.run.value("actor_num_nodes", 1)) * int(self.run.value("actor_num_gpus_per_node", 1))
+
+    @property
+    def rollouts(self) -> range:
+        """The rollouts that are trained on, those before the step included."""
+        return range(self.begin + 1, self.rollout_id + 1)
+
+
+# What there is to replay
+
+
+def plan(run: Run, step: int, folder: Path | None = None, load: Path | None = None) -> Replay:
+    """Return what replays a step, counted from 1.
+
+    Raises:
+        DataError: the checkpoints or samples for it are gone; the message names the nearest step that has them.
+    """
+    rollout_id = step - 1
+    begins = [rollout_id - 1] if load is not None else places_to_begin(run)
+    begin = _begin_of(run, begins, rollout_id)
+    if begin is None:
+        known = {rollout_of(path) for path in run.sample_files()}
+        others = [other for other in known if _begin_of(run, begins, other) is not None]
+        nearest = min(others, key=lambda other: (abs(other - rollout_id), other), default=None)
+        has = ", ".join("the start" if one == FROM_START else f"step {one + 1}" for one in begins) or "none"
+        raise DataError(
+            f"step {step} cannot be replayed: it needs a checkpoint before it and the samples since (checkpoints "
+            f"after: {has}; recorded samples of {len(known)} steps). "
+            + ("Nothing of this run can." if nearest is None else f"The nearest step is {nearest + 1}.")
+        )
+    if folder is None:
+        count = len(list(run.folder.glob(f"replays/step_{step}*")))
+        folder = run.folder / "replays" / (f"step_{step}" if count == 0 else f"step_{step}_{count + 1}")
+    return Replay(run, rollout_id, begin, folder.absolute(), load.absolute() if load is not None else None)
+
+
+def places_to_begin(run: Run) -> list[int]:
+    """Return the rollouts after which the run has a checkpoint, and the start."""
+    saved = [int(path.parent.name[5:]) for path in run.folder.glob("iter_???????/metadata.json")]
+    starts = [one["rollout"] for one in run.events if one["event"] == "start" and one.get("rollout") is not None]
+    return sorted({*saved, *([starts[0] - 1] if starts else [])})
+
+
+def _begin_of(run: Run, begins: Sequence[int], rollout_id: int) -> int | None:
+    """Return the last place before a rollout from which all samples are there."""
+    known = {rollout_of(path) for path in run.sample_files()}
+    before = max((one for one in begins if one < rollout_id), default=None)
+    if before is None or not known.issuperset(range(before + 1, rollout_id + 1)):
+        return None
+    return before
+
+
+def recorded_samples(run: Run, rollout_id: int) -> list[Sample]:
+    """Return the samples that a rollout was trained on, in their order.
+
+    Raises:
+        DataError: the record has not all of them, or not all of each.
+    """
+    rows = sorted(
+        (row for row in run.samples(rollout_id) if row["position"] is not None), key=lambda row: row["position"]
+    )
+    limit = run.value("record_samples")
+    if not rows or (limit is not None and len(rows) >= limit):
+        raise DataError(
+            f"the record of {run.folder} has {len(rows)} samples of rollout {rollout_id}, not all (--record-samples "
+            f"{limit}); a replay needs every sample of the steps since the checkpoint."
+        )
+    dumps = run.value("save_debug_rollout_data")
+    if any(row.get("lacks") for row in rows) and dumps and Path(dumps.format(rollout_id=rollout_id)).is_file():
+        return load_rollout_dump(dumps, rollout_id, flag="--save-debug-rollout-data")
+    return [sample_of(row) for row in rows]
+
+
+# The command line of the replay
+
+
+def flags_of(replay: Replay) -> list[str]:
+    """Return the run's flags, changed to train on the recorded samples from the checkpoint on."""
+    run = replay.run
+    script, *given = run.config.get("command") or [""]
+    if not script:
+        raise DataError(f"{run.folder} has no config.json with the command of the run, which a replay needs.")
+    words = without(given, LEFT_OUT | (LAYOUT if replay.in_one_process else frozenset()))
+    lengths = [one["num_rollout"] for one in run.events if one["event"] == "start" and one.get("num_rollout")]
+    words += ["--num-rollout", str((lengths or [run.value("num_rollout")])[-1])]
+    words += ["--save", str(replay.folder), "--disable-rollout-global-dataset", "--trainer-recovery", "off"]
+    words += ["--load-debug-rollout-data", str(replay.folder / "rollouts" / "{rollout_id}.pt")]
+    if replay.in_one_process:
+        words += ["--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1"]
+    if replay.load is not None or (run.folder / f"iter_{replay.begin:07d}").is_dir():
+        words += ["--load", str(replay.load or run.folder), "--ckpt-step", str(replay.begin)]
+    elif (first := _value_of(given, "--load")) not in (None, _value_of(given, "--save"), str(run.folder)):
+        words += ["--load", str(first)]  # another run's; its own was empty at the start
+    return changed(words, replay.changes)
+
+
+def _groups(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each flag with its values."""
+    group: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            if group:
+                yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def without(words: Sequence[str], flags: frozenset[str]) -> list[str]:
+    """Return a command line without some flags and their values."""
+    return [word for group in _groups(words) if group[0].partition("=")[0] not in flags for word in group]
+
+
+def _value_of(words: Sequence[str], flag: str) -> str | None:
+    return next((group[1] for group in reversed(list(_groups(words))) if group[0] == flag and len(group) > 1), None)
+
+
+def changed(words: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Return a command line with flags set to other values.
+
+    Raises:
+        ConfigError: a change is not ``NAME=VALUE``, or there is no such flag.
+    """
+    if not changes:
+        return list(words)
+    from slime.arguments.parser import build_parser
+
+    parser = build_parser(with_engine_flags=False)
+    for change in changes:
+        name, sign, value = change.partition("=")
+        dest = name.removeprefix("--").replace("-", "_")
+        action = parser.flag_with(dest)
+        if action is None or not sign:
+            raise ConfigError(f"--set {change} must be NAME=VALUE with the name of a flag, as in eps_clip=0.1.")
+        names = {flag for one in parser._actions if one.dest == dest for flag in one.option_strings}
+        words = without(words, frozenset(names))
+        if action.nargs != 0:
+            words += [action.option_strings[0], *value.split()]
+            continue
+        for one in (one for one in parser._actions if one.dest == dest and one.const is parse_bool(value)):
+            words += [one.option_strings[0]]
+    return list(words)
