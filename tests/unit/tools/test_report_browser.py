@@ -179,6 +179,18 @@ def test_hostile_texts_are_shown_as_text_and_run_nothing(open_page, tmp_path):
     assert page.title().startswith("slime: hostile")
 
 
+def test_a_run_that_is_under_way_or_was_cut_off_in_a_line_is_shown_as_far_as_it_went(open_page, tmp_path):
+    folder = write_run(tmp_path / "cut", has_ended=False)
+    for name in ("metrics.jsonl", "events.jsonl", "spans.json", "samples/rollout_000007.parquet"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) - 20])
+    page = open_page(write_page(folder))
+    assert page.get_by_role("heading", level=1).inner_text() == "cut: running or cut off"
+    for view in VIEWS:
+        page.get_by_role("tab", name=view).click()
+        assert page.locator("main").inner_text()
+
+
 def test_the_policy_lets_no_other_script_run(open_page, faulty):
     page = open_page(faulty)
     page.evaluate("""() => {
