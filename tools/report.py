@@ -161,14 +161,9 @@ def facts_of(run: Run) -> list[list[str]]:
 def verdict_of(run: Run, where: dict[str, Any], steps: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """Return the sentences that say how the run goes; alarms stand beside them."""
     in_order = [metrics for _, metrics in sorted(steps.items())]
-    is_supervised = any("train/loss" in one for one in in_order) and not any(
-        "train/pg_loss" in one for one in in_order
-    )
-    what, name = (
-        ("loss", "train/loss")
-        if is_supervised and any("train/loss" in one for one in in_order)
-        else ("reward", "rollout/raw_reward")
-    )
+    has_rewards = any(one.get("rollout/raw_reward") or "train/pg_loss" in one for one in in_order)
+    has_loss = any("train/loss" in one for one in in_order)
+    what, name = ("loss", "train/loss") if has_loss and not has_rewards else ("reward", "rollout/raw_reward")
     said = [_went(what, [one.get(name) for one in in_order])]
     names = {name for metrics in run.evaluations.values() for name in evaluation_names(metrics)}
     said += [_went(f"evaluation {n}", [m.get(f"eval/{n}") for m in run.evaluations.values()]) for n in sorted(names)]

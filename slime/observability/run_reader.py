@@ -47,7 +47,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """``finished``, ``stopped`` (by Ctrl-C or a signal), ``failed`` or ``running or cut off``: the last start's."""
+        """How the last start ended: ``finished``, ``stopped`` (Ctrl-C), ``failed`` or ``running or cut off``."""
         last = [one for one in self.events if one["event"] in ("start", "finish", "failed")][-1:]
         if last and last[0]["event"] == "failed":
             return "stopped" if last[0].get("code", 0) > 128 else "failed"
