@@ -311,7 +311,7 @@ def _timelines(steps: Sequence[Span], spans: Sequence[Span], rollouts: Sequence[
         number = step.rollout or 0
         nearby = spans[bisect.bisect_left(starts, step.start - longest) : bisect.bisect_left(starts, step.end)]
         within = [one for one in nearby if one.end > step.start]
-        within.sort(key=lambda one: (bool(_RANK.search(one.process)), one.start - one.end))
+        within.sort(key=lambda o: (bool(_RANK.search(o.process)), o.name not in ENGINE_SPANS, o.start - o.end))
         found.append({
             "step": number + 1,
             "seconds": round(step.end - step.start, 3),

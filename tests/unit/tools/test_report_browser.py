@@ -149,7 +149,7 @@ def test_a_step_shows_its_processes_its_push_and_its_stragglers(open_page, tmp_p
     page.get_by_label("Step:").select_option(index=12)
     page.get_by_text("As a table").click()
     spans = page.get_by_role("region", name="Spans").inner_text()
-    assert all(word in spans for word in ("push", "actor_train", "rollout manager", "longest answer"))
+    assert all(word in spans for word in ("push", "backward", "rollout manager", "longest answer"))
     assert page.get_by_role("region", name="Answers").inner_text().count("10.0.0.2:15000") > 5
 
 
