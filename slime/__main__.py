@@ -27,6 +27,14 @@ VERBS = {
 }
 """Verb -> (program, what it does)."""
 EXIT_BAD_INPUT = 2
+COMPLETION = """\
+if [ -n "$ZSH_VERSION" ]; then autoload -U +X bashcompinit && bashcompinit; fi
+_slime() {{
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then COMPREPLY=($(compgen -W "{verbs}" -- "${{COMP_WORDS[1]}}")); fi
+}}
+complete -o default -F _slime slime"""
+"""The verb, and after it files."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -35,10 +43,10 @@ def main(words: Sequence[str] | None = None) -> None:
     if verb in ("-h", "--help"):
         print("usage: slime VERB WORDS...\n")
         print("\n".join(f"  {name:8} {what}" for name, (_, what) in VERBS.items()))
-        print('\nCompletion in bash: eval "$(slime --completion)"')
+        print('\nCompletion in bash and zsh: eval "$(slime --completion)"')
         return
     if verb == "--completion":
-        print(f"complete -o default -W '{' '.join(VERBS)}' slime")
+        print(COMPLETION.format(verbs=" ".join(VERBS)))
         return
     if verb not in VERBS:
         _refuse(f"{verb!r} is no verb; it must be one of {', '.join(VERBS)}.")

@@ -34,7 +34,7 @@ from tools.cli import clean_exit
 from tools.diff import first_differences, setting_differences
 from tools.replay_plan import FROM_START, LAYOUT, LEFT_OUT, Replay, flags_of, places_to_begin, plan, recorded_samples
 
-FOLLOWS = {"changed", "debug_train_only", "rollout_global_dataset", "rollout_num_gpus", "trainer_recovery"}
+FOLLOWS = {"changed", "on_nan", "debug_train_only", "rollout_global_dataset", "rollout_num_gpus", "trainer_recovery"}
 """Settings that another value has in every replay."""
 
 

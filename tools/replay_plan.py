@@ -22,7 +22,8 @@ LEFT_OUT = frozenset(
     "--offload-rollout --release-train --use-fault-tolerance --use-wandb --wandb-key --wandb-key-file "
     "--use-tensorboard --prometheus-port --save-debug-rollout-data --save-debug-train-data --dump-details "
     "--load-debug-rollout-data --load-debug-rollout-data-subsample --record-samples --trust-debug-data --fit "
-    "--ci-test --ci-save-grad-norm --ci-load-grad-norm --ci-disable-kl-checker --check-weight-update-equal".split()
+    "--ci-test --ci-save-grad-norm --ci-load-grad-norm --ci-disable-kl-checker --check-weight-update-equal "
+    "--trainer-recovery --supervise --preemption-grace-s".split()
 )
 """Flags of the run that say where it began, what it left behind, and how it shared GPUs with engines."""
 LAYOUT = frozenset(
@@ -137,9 +138,11 @@ def flags_of(replay: Replay) -> list[str]:
     if not script:
         raise DataError(f"{run.folder} has no config.json with the command of the run, which a replay needs.")
     words = without(given, LEFT_OUT | (LAYOUT if replay.in_one_process else frozenset()))
+    if _value_of(words, "--on-nan") == "rollback":
+        words = without(words, frozenset({"--on-nan"}))
     lengths = [one["num_rollout"] for one in run.events if one["event"] == "start" and one.get("num_rollout")]
     words += ["--num-rollout", str((lengths or [run.value("num_rollout")])[-1])]
-    words += ["--save", str(replay.folder), "--disable-rollout-global-dataset", "--trainer-recovery", "off"]
+    words += ["--save", str(replay.folder), "--disable-rollout-global-dataset"]
     words += ["--load-debug-rollout-data", str(replay.folder / "rollouts" / "{rollout_id}.pt")]
     if replay.in_one_process:
         words += ["--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1"]

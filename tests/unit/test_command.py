@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tomllib
 
 import pytest
@@ -14,6 +15,17 @@ def test_every_verb_has_its_program_and_a_line_of_help(capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in VERBS)
     assert [name for name, (program, _) in VERBS.items() if not (ROOT / program).exists()] == []
+
+
+def test_a_shell_completes_the_verb_and_after_it_files(capsys):
+    main(["--completion"])
+    script = capsys.readouterr().out
+    for words, wanted in ((("slime", "re"), "report replay"), (("slime", "diff", "r"), "")):
+        ask = f'COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _slime; echo "${{COMPREPLY[*]}}"'
+        ended = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=30, check=True
+        )
+        assert ended.stdout.strip() == wanted and ended.stderr == ""
 
 
 def test_the_console_script_of_the_distribution_is_this_command():

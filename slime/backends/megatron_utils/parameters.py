@@ -6,7 +6,6 @@ on every rank and in every layout.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from slime.utils.distributed_utils import get_gloo_group
-from slime.weights.digest import MASK_64, as_signed, combine_wrapped, mix
-from slime.weights.kernels.tables import DigestTable
+from slime.weights.digest import MASK_64, WORD_BYTES, as_signed, digest_tensor, mix
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _LOCAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
@@ -139,24 +137,32 @@ def tensor_parallel_group(shard: Shard) -> torch.distributed.ProcessGroup:
 def weights_digest(model: Sequence[torch.nn.Module]) -> str:
     """Return a digest of the trained parameters of all ranks, 16 hexadecimal digits.  Collective.
 
-    Equal weights in another layout have another digest.
+    It can be read in every step: of each parameter's 64-bit words sums are taken over 256 and over 251 columns, on its
+    device and at the speed of its memory, and the sums are digested.  Equal weights in another layout differ in it.
     """
-    digests = []
-    for chunk in model:
-        for parameter in chunk.parameters():
-            if parameter.requires_grad and parameter.numel():
-                flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
-                flat = flat if flat.data_ptr() % _DIGEST_ALIGNMENT == 0 else flat.clone()
-                digests.append(_digest_table(flat.numel(), flat.device).run(flat))
-    own = mix(combine_wrapped(torch.cat(digests)) if digests else 0, dist.get_rank())
-    total = torch.tensor([as_signed(own)], dtype=torch.int64)
+    weights = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad and weight.numel()]
+    own = digest_tensor(torch.stack([_column_sums(weight) for weight in weights]).cpu()) if weights else 0
+    total = torch.tensor([as_signed(mix(own, dist.get_rank()))], dtype=torch.int64)
     dist.all_reduce(total, group=get_gloo_group())  # the sum of int64 wraps
     return f"{int(total) & MASK_64:016x}"
 
 
-_DIGEST_ALIGNMENT = 16
+_COLUMNS = (256, 251)
+"""Without a common divisor: words that change places within a column of one do not in the other."""
 
 
-@functools.cache
-def _digest_table(num_bytes: int, device: torch.device) -> DigestTable:
-    return DigestTable([0], [num_bytes], device)
+def _column_sums(weight: Tensor) -> Tensor:
+    """Return [256 + 251] int64: the sums of the weight's words by column, which wrap."""
+    flat = weight.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % WORD_BYTES:
+        flat = flat.clone()
+    words = flat[: flat.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
+    sums = []
+    for columns in _COLUMNS:
+        num_whole = len(words) // columns * columns
+        by_column = words[:num_whole].view(-1, columns).sum(0)
+        by_column[: len(words) - num_whole] += words[num_whole:]
+        sums.append(by_column)
+    rest = flat[len(words) * WORD_BYTES :]
+    sums[0][: len(rest)] += rest.long() * 257
+    return torch.cat(sums)

@@ -22,7 +22,7 @@ FOLDER = REPO / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
 PARTS = {"demo_step", "model_shapes", "phase_table", "published_configs", "results_page"}
 """Modules that programs import."""
-OF_TRAINING = {"plan_memory", "step_phases", "train_mfu", "weight_push_engine", "weight_push_ways"}
+OF_TRAINING = {"plan_memory", "record_overhead", "step_phases", "train_mfu", "weight_push_engine", "weight_push_ways"}
 """Programs with flags of train.py: each has a test below."""
 
 
@@ -76,6 +76,12 @@ def test_the_flags_of_the_trainers_benchmarks_are_accepted(model, num_gpus, extr
     options = Namespace(model=model, tokens=1024, layers=4)
     args = load("train_mfu").trainer_args(options, extra.split(), num_gpus, str(tmp_path))
     assert (args.actor_num_gpus_per_node, args.num_layers) == (num_gpus, 4)
+
+
+def test_the_flags_of_the_steps_with_and_without_the_record_are_accepted(tmp_path):
+    module, options = load("record_overhead"), Namespace(model="small", layers=2, samples=4, tokens=8)
+    module.write_model(tmp_path, options)
+    assert module.trainer_args(options, str(tmp_path)).num_layers == 2
 
 
 @pytest.mark.parametrize(
