@@ -5,7 +5,7 @@
 export PYTHONDONTWRITEBYTECODE :=
 
 # `make docs` builds the site of docs/ into site/.
-.PHONY: docs test-dist demo demo-real real-checks test faults matrix families algorithms push-matrix install check
+.PHONY: docs test-dist demo demo-real real-checks test faults simulate matrix families algorithms push-matrix install check
 
 demo: install
 	@scripts/demo.sh
@@ -31,6 +31,13 @@ test-dist: install
 # Engines and routers of real jobs, killed in the middle of a rollout: minutes each, on a machine with nothing else to do.
 faults: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "faults and not gpu" tests/e2e
+
+# The whole control plane in virtual time under schedules of faults: 100 000 take about two hours on two quiet cores.
+# `python -m tests.simulator --bugs` puts bugs of the past back and looks for them.
+SCHEDULES ?= 100000
+SEED ?= 0
+simulate: install
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.simulator --schedules $(SCHEDULES) --seed $(SEED)
 
 # The pretrained model of `make demo-real` in trainer, engine, converters and LoRA, with the numbers.
 real-checks: install

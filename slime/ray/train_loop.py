@@ -20,6 +20,7 @@ from slime.observability.logging_utils import configure_logger, finish_tracking,
 from slime.observability.metrics_file import StepLine, metrics_path
 from slime.observability.run_record import event, span, start_recording, stop_recording
 from slime.ray.background_eval import BackgroundEvaluation
+from slime.ray.engines.fleet import memory_timeout_s
 from slime.ray.gpus import create_placement_groups
 from slime.ray.preemption import NOTICE
 from slime.ray.released_trainer import RELEASE_GRACE_S
@@ -99,7 +100,7 @@ class TrainJob:
         On a CPU machine the same calls are made; no memory moves.
         """
         if self.args.offload_rollout and not self.args.debug_train_only:
-            self._ask(method, what=f"the engines' memory ({method})", timeout_s=self.args.weight_update_timeout_s)
+            self._ask(method, what=f"the engines' memory ({method})", timeout_s=memory_timeout_s(self.args))
 
     # Steps
 

@@ -111,7 +111,8 @@ async def list_workers(list_url: str) -> list[dict[str, Any]]:
 async def abort_engines(config: RolloutConfig) -> None:
     """Ask every engine to end all its requests; one that does not answer is logged and left to its monitor.
 
-    The engines are asked directly, because routers do not pass ``/abort_request`` on; the router only names them.
+    The engines are asked directly, because routers do not pass ``/abort_request`` on; the router only names them.  One
+    that does not is being started again: callers repeat the abort until they have what they want.
     """
 
     async def abort_one(url: str) -> None:
@@ -120,7 +121,12 @@ async def abort_engines(config: RolloutConfig) -> None:
         except ProcessError as error:
             logger.warning("Engine %s did not take the abort: %s", url, error)
 
-    await asyncio.gather(*(abort_one(url) for url in await worker_urls(config)))
+    try:
+        urls = await worker_urls(config)
+    except ProcessError as error:
+        logger.warning("The router does not name the engines to abort: %s", error)
+        return
+    await asyncio.gather(*map(abort_one, urls))
 
 
 async def engine_loads(config: RolloutConfig) -> dict[str, int | None]:

@@ -34,6 +34,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.state import RequestState
 from slime.rollout.waiting import DeadlineExceeded, LongWait, deadline_error
 from slime.utils.async_utils import run
+from slime.utils.errors import ProcessError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -273,10 +274,18 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
 async def _wait_until_idle(config: RolloutConfig, *, repeat_s: float) -> None:
     """Repeat the abort until the engines are idle: requests of custom functions may have outlived their callers."""
     deadline_s = time.monotonic() + IDLE_WAIT_S
-    while busy := {url: load for url, load in (await engine_loads(config)).items() if load}:
+    while busy := await _find_busy(config):
         if time.monotonic() > deadline_s:
             logger.warning("Engines still busy %.0f s after the abort (requests by engine): %s", IDLE_WAIT_S, busy)
             return
         await asyncio.sleep(repeat_s)
         repeat_s = min(2 * repeat_s, MAX_REPEAT_S)
         await abort_engines(config)
+
+
+async def _find_busy(config: RolloutConfig) -> dict[str, int | None]:
+    """Return the engines that hold requests; the router in their place while it does not name them."""
+    try:
+        return {url: load for url, load in (await engine_loads(config)).items() if load}
+    except ProcessError:  # it is being started again, or its end will end the run
+        return {config.router_url: None}

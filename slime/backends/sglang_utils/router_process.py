@@ -17,6 +17,7 @@ from slime.utils.net import format_host, format_host_port, is_loopback, loopback
 MODULE = "slime.backends.sglang_utils.router_main"
 START_TIMEOUT_S = 60.0
 REGISTER_TIMEOUT_S = 60.0
+UNREGISTER_TIMEOUT_S = 10.0
 POLL_S = 0.1
 
 
@@ -190,19 +191,37 @@ def register_worker(
         time.sleep(POLL_S)
 
 
-def unregister_worker(router: ServerControl, worker_url: str) -> None:
-    """Tell the router that an engine is gone; nothing happens when it does not know it."""
+def unregister_worker(router: ServerControl, worker_url: str, *, timeout_s: float = UNREGISTER_TIMEOUT_S) -> None:
+    """Take an engine off the router's list, and wait until it is: the router removes it after its answer.
+
+    Nothing happens when the router does not know it.
+
+    Raises:
+        DeadlineError: it is still listed after ``timeout_s`` seconds.
+    """
     worker = find_worker(router, worker_url)
     if worker is None:
         return
     try:
         router.delete(f"/workers/{worker['id']}")
     except Refused as refused:
-        if refused.status != HTTPStatus.NOT_FOUND:  # an earlier removal is carried out after its answer
+        if refused.status != HTTPStatus.NOT_FOUND:  # an earlier removal is under way
             raise
+    deadline = time.monotonic() + timeout_s
+    while find_worker(router, worker_url) is not None:
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"{router.name} still lists the engine {worker_url} after {timeout_s:g} s")
+        time.sleep(POLL_S)
 
 
 def find_worker(router: ServerControl, worker_url: str) -> dict[str, Any] | None:
-    """Return the router's entry of an engine."""
-    workers = router.get("/workers")["workers"]
+    """Return the router's entry of an engine.
+
+    Raises:
+        EngineError: it does not answer, or not with a list of engines.
+    """
+    answer = router.get("/workers")
+    workers = answer.get("workers") if isinstance(answer, dict) else None
+    if not isinstance(workers, list):
+        raise EngineError(f"{router.name} answered GET /workers with {str(answer)[:200]!r}; expected its engines")
     return next((worker for worker in workers if worker["url"] == worker_url), None)

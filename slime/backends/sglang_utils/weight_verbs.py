@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.utils.errors import ConfigError, ProcessError, WeightSyncError
+from slime.utils.errors import ConfigError, EngineError, ProcessError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, call_plugin
 from slime.weights.local_copy import LocalCopy
@@ -164,7 +164,12 @@ class WeightVerbs(EngineVerbs):
         answer = self._request(
             "POST", "/get_weights_by_name", {"name": PUSH_REPORT}, timeout_s=self.args.weight_update_timeout_s
         )
-        return json.loads(flatten_reports(answer)[0])
+        try:
+            return json.loads(flatten_reports(answer)[0])
+        except (ValueError, TypeError, IndexError) as error:
+            raise EngineError(
+                f"engine {self.rank} answered {verb} with {str(answer)[:200]!r}, which is no report of its loader"
+            ) from error
 
     def _require_push(self, push_id: str) -> None:
         if push_id != self._push_id:
@@ -230,6 +235,8 @@ class WeightVerbs(EngineVerbs):
 
     def get_weight_version(self) -> str | None:
         info = self._request("GET", "/model_info")
+        if info is not None and not (isinstance(info, dict) and "weight_version" in info):
+            raise EngineError(f"engine {self.rank} tells no weight_version in /model_info: {str(info)[:200]!r}")
         return None if info is None else info["weight_version"]
 
     def check_weights(self, action: str) -> None:

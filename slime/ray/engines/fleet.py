@@ -45,6 +45,11 @@ END_ADVICE = {
 }
 
 
+def memory_timeout_s(args: Namespace) -> float:
+    """Return the deadline for whoever has the manager offload or onload: restarts that it waits for, then the answers."""
+    return 2 * args.engine_start_timeout_s + args.weight_update_timeout_s + DEADLINE_MARGIN_S
+
+
 def start_fleet(args: Namespace, gpus: GpuSlice) -> EngineFleet:
     """Begin to start routers and engines; :meth:`EngineFleet.wait_ready` sees to the end of it."""
     if args.debug_train_only:

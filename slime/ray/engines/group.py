@@ -267,6 +267,9 @@ class EngineGroup:
         """Free the engine's GPUs, for another engine (in the background) or for good."""
         self._num_restarts[index] += 1
         self.num_evictions += 1
+        if event is EngineEvent.PUSH_REFUSED:
+            # Now: one that could not even be paused would answer the next rollout with the weights before.
+            self._delist(index)
         if event is EngineEvent.PUSH_REFUSED and self.args.weight_push_failure == "drop":
             self._kill(index)
             self.report(index, EngineEvent.DROPPED, "the run goes on without it")
@@ -313,12 +316,7 @@ class EngineGroup:
 
     def _kill(self, index: int) -> None:
         """Take the engine from the router's list and kill what is left of it."""
-        url, self.is_listed[index] = self.urls[index], False
-        if self.router is not None and url is not None:
-            try:
-                unregister_worker(self.router.control, url)
-            except ProcessError as error:
-                logger.warning("%s stays in the router's list: %s", self.name_of(index), error)
+        self._delist(index)
         first = index * self.nodes_per_engine
         actors = [actor for actor in self.actors_of(index) if actor is not None]
         # A server that is stopped or stuck would not notice the end of its actor.
@@ -329,6 +327,16 @@ class EngineGroup:
             ray.kill(actor)
         self.all_engines[first : first + self.nodes_per_engine] = [None] * self.nodes_per_engine
         self.urls[index] = None
+
+    def _delist(self, index: int) -> None:
+        """Take the engine from the router's list."""
+        url, self.is_listed[index] = self.urls[index], False
+        if self.router is None or url is None:
+            return
+        try:
+            unregister_worker(self.router.control, url)
+        except ProcessError as error:
+            logger.warning("%s stays in the router's list: %s", self.name_of(index), error)
 
     def _shut_down(self, index: int) -> None:
         self.shutting_down += [actor.shutdown.remote() for actor in self.actors_of(index) if actor is not None]

@@ -48,6 +48,7 @@ class HealthMonitor:
         self._stopped = threading.Event()
         self._next_check_s = 0.0
         self._num_pauses = 0
+        self._sending = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="health-monitor", daemon=True)
         self._thread.start()
 
@@ -58,9 +59,13 @@ class HealthMonitor:
         self._running.set()
 
     def pause(self) -> None:
-        """Check no more until :meth:`resume`; the verdict of a check that is under way does not count."""
-        self._num_pauses += 1
-        self._running.clear()
+        """Check no more until :meth:`resume`; the verdict of a check that is under way does not count.
+
+        What is asked of an engine from now on reaches it behind every probe.
+        """
+        with self._sending:
+            self._num_pauses += 1
+            self._running.clear()
 
     def stop(self) -> None:
         """End the thread."""
@@ -82,23 +87,24 @@ class HealthMonitor:
             self._report(index, EngineEvent.DIED, sentence, pauses)
         if time.monotonic() >= self._next_check_s:
             self._next_check_s = time.monotonic() + self._interval_s
-            self._probe_all()
+            self._probe_all(pauses)
 
     def _find_exited(self) -> dict[int, str]:
         return self._group.find_exited(timeout_s=EXIT_POLL_S)
 
-    def _probe_all(self) -> None:
+    def _probe_all(self, pauses: int) -> None:
         """Probe every serving engine at once, so that a slow one does not delay the verdict on the others.
 
         A new engine that waits for its weights, or takes them, answers nothing, rightly: the push has deadlines of its
-        own, and its death is noticed without asking.
+        own, and its death is noticed without asking.  A probe that reached one behind the order to give its memory away
+        would kill it.
         """
-        pauses = self._num_pauses
-        asked = {
-            index: self._probe(self._group.engines[index])
-            for index in self._group.indices(EngineState.SERVING, EngineState.SUSPECT)
-            if self._group.engines[index] is not None
-        }
+        with self._sending:
+            asked = {
+                index: self._probe(self._group.engines[index])
+                for index in self._group.indices(EngineState.SERVING, EngineState.SUSPECT)
+                if self._group.engines[index] is not None and self._is_valid(pauses)
+            }
         deadline_s = time.monotonic() + self._timeout_s + ACTOR_MARGIN_S
         for index, ref in asked.items():
             try:

@@ -7,10 +7,10 @@ of it in this push.  It was paused at the beginning and stays so; it never serve
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Any
 
 from slime.utils.errors import SlimeError
@@ -47,12 +47,12 @@ class PushClock:
 
     timeout_s: float
     """``--weight-update-timeout-s``."""
-    started_s: float = field(default_factory=monotonic)
+    started_s: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the push began."""
-        return monotonic() - self.started_s
+        return time.monotonic() - self.started_s
 
     @property
     def step_s(self) -> float:
@@ -116,10 +116,10 @@ class Participants:
         asked = self.good if engines is None else list(engines)
         requests = start_all(asked, call)
         answers: dict[int, Any] = {}
-        deadline_s = monotonic() + self.clock.step_s
+        deadline_s = time.monotonic() + self.clock.step_s
         for engine in asked:
             try:
-                answers[engine.index] = requests[engine.index].wait(max(deadline_s - monotonic(), MIN_WAIT_S))
+                answers[engine.index] = requests[engine.index].wait(max(deadline_s - time.monotonic(), MIN_WAIT_S))
             except PUSH_FAILURES as error:
                 self.exclude(engine.index, f"{reason_of(error)} (while {what})")
         return answers

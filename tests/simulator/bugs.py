@@ -1,0 +1,131 @@
+"""Bugs that this repository has had, to be put back one at a time: the schedules must find each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from typing import Any
+
+from tests.mutations.mutation import Mutation
+
+TEST = ("tests/simulator/test_simulator.py::test_a_bug_that_is_put_back_is_found_and_shrunk",)
+LIMIT = 2000
+"""Schedules within which a bug must be found."""
+
+
+def _bug(target: str, old: str, new: str) -> tuple[Mutation, ...]:
+    return (Mutation(bug=target, target=target, old=old, new=new, tests=TEST),)
+
+
+BUGS: dict[str, tuple[Mutation, ...]] = {
+    "a new engine gets requests before it has the weights": _bug(
+        "slime.ray.engines.group:EngineGroup._restart", "register = not self.takes_updates", "register = True"
+    ),
+    "the position is saved as of now, while the next rollout is under way": _bug(
+        "slime.rollout.ledger.ledger:CheckpointPosition.save",
+        "self._before.get(rollout_id + 1, (None, None))",
+        "(None, None)",
+    ),
+    "a trainer that dies while the position is saved does not write again": _bug(
+        "slime.ray.train_loop:TrainJob._save",
+        'wait_for(position, what="the position in the data to be saved", timeout_s=args.train_timeout_s)',
+        'self._recovery.run(lambda: wait_for(position, what="", timeout_s=args.train_timeout_s), needs_trainer=False)',
+    ),
+    "a trainer that was started again is not connected to the engines": _bug(
+        "slime.ray.actor_group:RayTrainGroup.push_once", "engines.num_new or not self._is_connected", "engines.num_new"
+    ),
+    "a trainer that was started again does not repeat the steps since its checkpoint": _bug(
+        "slime.ray.trainer_recovery:TrainerRecovery._restart", "self._train(rollout_id, rollout_data)", "pass"
+    ),
+    "the ledger is compacted before an asynchronous checkpoint counts": _bug(
+        "slime.rollout.ledger.ledger:Ledger.record_published",
+        "(k for k in self._saved if k <= _tracked_rollout(self._args.save))",
+        "self._saved",
+    ),
+    "an asynchronous checkpoint counts before it is on disk": _bug(
+        "slime.backends.megatron_utils.checkpoints.checkpoint_writer:BackgroundSave._publish_if_due",
+        "if not self._is_written or self._wanted is None:",
+        "if self._wanted is None:",
+    ),
+    "files are written in place": _bug(
+        "slime.utils.atomic_file:write_atomically", 'path.with_name(path.name + ".tmp")', "path"
+    ),
+    "a router that hangs is not found": _bug(
+        "slime.backends.sglang_utils.router_process:RouterHandle.problem",
+        "if timeout_s is not None and",
+        "if False and",
+    ),
+    "a new engine that dies over its weights ends the run": _bug(
+        "slime.ray.actor_group:RayTrainGroup.serve_new_engines",
+        "if self._failed_resends >= MAX_FAILED_RESENDS:",
+        "if True:",
+    ),
+    "monitors go on during a push": _bug(
+        "slime.ray.actor_group:RayTrainGroup.update_weights", 'self._ask_manager("health_monitoring_pause")', "pass"
+    ),
+    "a push that no engine took is not repeated": _bug(
+        "slime.ray.actor_group:RayTrainGroup.update_weights",
+        "if not self.restarts_engines:\n                raise",
+        "raise",
+    ),
+    "a probe reaches an engine behind the order to give its memory away": _bug(
+        "slime.ray.engines.monitor:HealthMonitor._probe_all", " and self._is_valid(pauses)", ""
+    ),
+    "an engine that could not be paused serves the next rollout": _bug(
+        "slime.ray.engines.group:EngineGroup._evict", "if event is EngineEvent.PUSH_REFUSED:", "if False:"
+    ),
+    "nonsense in the place of a version ends the run": _bug(
+        "slime.backends.sglang_utils.weight_verbs:WeightVerbs.get_weight_version",
+        'if info is not None and not (isinstance(info, dict) and "weight_version" in info):',
+        "if False:",
+    ),
+    "the driver's deadline for the engines' memory is that of one engine": _bug(
+        "slime.ray.engines.fleet:memory_timeout_s",
+        "2 * args.engine_start_timeout_s + args.weight_update_timeout_s + DEADLINE_MARGIN_S",
+        "args.weight_update_timeout_s",
+    ),
+}
+
+
+def find(task: tuple[str, int, int]) -> dict[str, Any]:
+    """Put a bug back and look for it, seed after seed; shrink the first that fails."""
+    from tests.simulator.runner import installed, run_schedule, schedule_of, shrink
+
+    bug, first, count = task
+    with installed():
+        for seed in range(first, first + count):
+            setup, faults = schedule_of(seed)
+            with BUGS[bug][0].applied():
+                outcome = run_schedule(seed, setup, faults)
+                if outcome.violations:
+                    _, faults, outcome = shrink(seed)
+            if outcome.violations:
+                return {
+                    "bug": bug, "schedules": seed - first + 1, "seed": seed, "faults": [str(f) for f in faults],
+                    "violation": outcome.violations[0][:300],
+                }  # fmt: skip
+    return {"bug": bug, "schedules": None}
+
+
+def find_all(options: argparse.Namespace) -> int:
+    """Look for every bug; return 1 when one was not found."""
+    chosen = [bug for bug in BUGS if options.bug in bug]
+    tasks = [(bug, options.seed, min(options.schedules, LIMIT)) for bug in chosen]
+    began_s, results = time.time(), []
+    with multiprocessing.get_context("fork").Pool(options.workers) as pool:
+        for result in pool.imap_unordered(find, tasks):
+            results.append(result)
+            what = (
+                f"found by seed {result['seed']}, schedule {result['schedules']}"
+                if result["schedules"]
+                else "NOT FOUND"
+            )
+            print(f"{result['bug']}: {what}", flush=True)
+            if result["schedules"]:
+                print(f"    {'; '.join(result['faults'])}\n    {result['violation']}", flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"seconds": round(time.time() - began_s), "bugs": results}, file, indent=1)
+    return int(any(not result["schedules"] for result in results))

@@ -1,0 +1,300 @@
+"""Ray at its seam: actors as simulated processes, calls as messages that take time, are lost with their process, and
+reach an actor in the order in which one caller sent them.
+"""
+
+from __future__ import annotations
+
+import collections
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from greenlet import GreenletExit, getcurrent
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from tests.simulator.kernel import _KERNEL, Kernel, Process
+
+PLAIN = (str, int, float, bool, type(None))
+_THINGS: list[Any] = []
+"""References and handles of the present schedule; pickled by their number."""
+
+
+def _thing(number: int) -> Any:
+    return _THINGS[number]
+
+
+class _Named:
+    """Something that is passed by reference."""
+
+    def __init__(self) -> None:
+        self._number = len(_THINGS)
+        _THINGS.append(self)
+
+    def __reduce__(self) -> Any:
+        return _thing, (self._number,)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def travel(value: Any) -> Any:
+    """Return what arrives of a value in another process: a copy."""
+    return value if isinstance(value, PLAIN) else pickle.loads(pickle.dumps(value, 5))
+
+
+class Ref(_Named):
+    """ray.ObjectRef."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.is_done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.waiting: list[Any] = []
+
+    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        if self.is_done:
+            return
+        self.is_done, self.value, self.error = True, value, error
+        kernel = _KERNEL[0]
+        assert kernel is not None
+        for strand in self.waiting:
+            kernel.wake(strand)
+        self.waiting.clear()
+
+    def __repr__(self) -> str:
+        return self.what
+
+
+class _Id:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def hex(self) -> str:
+        return self._text
+
+
+class Handle(_Named):
+    """An actor's handle; the actor itself is :attr:`instance` once its process has started."""
+
+    def __init__(self, cluster: Cluster, process: Process, cls: type, groups: dict[str, int]) -> None:
+        super().__init__()
+        self._cluster, self._process, self._cls = cluster, process, cls
+        self._limits = {"": 1, **groups}
+        self._queues: dict[str, collections.deque[Any]] = {name: collections.deque() for name in self._limits}
+        self._running = dict.fromkeys(self._limits, 0)
+        self._instance: Any = None
+        self._open: dict[Ref, None] = {}
+        self._arrival_s: dict[Any, float] = {}
+        self._cause = "killed"
+        self._failed: BaseException | None = None
+        self._actor_id = _Id(f"{self._number:08x}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Method(self, name)
+
+    def _died(self) -> None:
+        """Calls under way and later ones fail as soon as Ray has noticed."""
+        cluster = self._cluster
+        kernel = cluster.kernel
+
+        def notice() -> None:
+            text = f"The actor {self._process.name} died: {self._cause}"
+            self._failed = self._failed or RayActorError(self._actor_id.hex(), text)
+            for ref in list(self._open):
+                ref.finish(error=self._failed)
+            self._open.clear()
+
+        kernel.call_later(kernel.draw(f"notice {self._process.name}", 0.01, 3.0), notice)
+
+    def _pump(self, group: str) -> None:
+        queue = self._queues[group]
+        while (
+            queue
+            and self._running[group] < self._limits[group]
+            and (self._instance is not None or queue[0][0] is None)
+        ):
+            self._running[group] += 1
+            name, arguments, keywords, ref = queue.popleft()
+            work = lambda n=name, a=arguments, k=keywords, r=ref: self._serve(group, n, a, k, r)  # noqa: E731
+            self._cluster.kernel.spawn(self._process, work, name or "__init__")
+
+    def _serve(self, group: str, name: str | None, arguments: Any, keywords: Any, ref: Ref) -> None:
+        cluster = self._cluster
+        try:
+            if name is None:
+                self._instance = self._cls(*arguments, **keywords)
+                value = None
+            else:
+                cluster.at(f"call {cluster.role_of(self._process)}.{name}", self._process)
+                value = travel(getattr(self._instance, name)(*arguments, **keywords))
+            error = None
+        except GreenletExit:
+            raise
+        except Exception as raised:  # noqa: BLE001 - the caller gets it
+            value, error = None, raised
+        if error is not None and name is None:
+            self._cause = f"its __init__ raised {type(error).__name__}: {error}"
+            cluster.note(f"{self._process} failed to start: {error}")
+            self._process.kill()
+        finished = RayTaskError(name or "__init__", str(error), error).as_instanceof_cause() if error else None
+        if name is not None:
+            cluster.at(f"answer {cluster.role_of(self._process)}.{name}", self._process)
+        self._open.pop(ref, None)
+        delay_s = cluster.latency(self._process)
+        cluster.kernel.call_later(delay_s, lambda: ref.finish(value, finished))
+        self._running[group] -= 1
+        for each in self._queues if name is None else (group,):
+            self._pump(each)
+
+
+class _Method:
+    """``handle.method``."""
+
+    def __init__(self, handle: Handle, name: str) -> None:
+        self.handle, self.name = handle, name
+
+    def options(self, **_: Any) -> _Method:
+        return self
+
+    def remote(self, *arguments: Any, **keywords: Any) -> Ref:
+        handle, cluster = self.handle, self.handle._cluster
+        kernel, name = cluster.kernel, self.name
+        ref = Ref(f"{handle._process.name}.{name}()")
+        if handle._failed is not None:
+            kernel.call_later(0.001, lambda: ref.finish(error=handle._failed))
+            return ref
+        method = getattr(handle._cls, name, None)
+        group = getattr(method, "__ray_concurrency_group__", None) or ""
+        call = (name, travel(arguments), travel(keywords), ref)
+        handle._open[ref] = None
+        caller = kernel.current_process
+        arrival_s = max(kernel.now_s + cluster.latency(handle._process), handle._arrival_s.get(caller, 0.0) + 1e-6)
+        handle._arrival_s[caller] = arrival_s
+
+        def arrive() -> None:
+            if handle._process.is_alive:
+                handle._queues[group].append(call)
+                handle._pump(group)
+
+        kernel.call_later(arrival_s - kernel.now_s, arrive)
+        return ref
+
+
+class RemoteClass:
+    """``ray.remote(Class)``."""
+
+    def __init__(self, cluster: Callable[[], Cluster], cls: type, groups: dict[str, int] | None = None) -> None:
+        self._cluster, self._cls, self._groups = cluster, cls, groups or {}
+
+    def options(self, **_: Any) -> RemoteClass:
+        return self
+
+    def remote(self, *arguments: Any, **keywords: Any) -> Handle:
+        cluster = self._cluster()
+        return cluster.start_actor(self._cls, self._groups, arguments, keywords)
+
+
+class Cluster:
+    """Ray's part of a schedule."""
+
+    def __init__(self, kernel: Kernel, at: Callable[[str, Process], None], note: Callable[[str], None]) -> None:
+        _THINGS.clear()
+        self.kernel, self.at, self.note = kernel, at, note
+        self.name_of_class: dict[str, Callable[[Any, Any], str]] = {}
+        self.roles: dict[Process, str] = {}
+        self.cut_until_s: dict[str, float] = {}
+        """Role -> until when no message reaches it."""
+
+    def role_of(self, process: Process) -> str:
+        """Return what a process is, whichever of its incarnations."""
+        return self.roles.get(process, process.name)
+
+    def latency(self, process: Process) -> float:
+        """Return how long a message to or from a process takes."""
+        role = self.role_of(process)
+        cut_s = self.cut_until_s.get(role, 0.0) - self.kernel.now_s
+        return max(cut_s, 0.0) + self.kernel.draw(f"message {role}", 0.0005, 0.02)
+
+    def start_actor(self, cls: type, groups: dict[str, int], arguments: Any, keywords: Any) -> Handle:
+        kernel = self.kernel
+        namer = self.name_of_class.get(cls.__name__)
+        role = namer(arguments, keywords) if namer else cls.__name__
+        count = sum(r == role for r in self.roles.values())
+        process = Process(kernel, role if not count else f"{role}#{count + 1}", owner=kernel.current_process)
+        self.roles[process] = role
+        handle = Handle(self, process, cls, groups)
+        process.on_death.append(handle._died)
+        call = (None, travel(arguments), travel(keywords), Ref(f"{process.name}.__init__()"))
+
+        def start() -> None:
+            if process.is_alive:
+                handle._queues[""].appendleft(call)
+                handle._pump("")
+
+        kernel.call_later(kernel.draw(f"start {role}", 0.5, 5.0), start)
+        return handle
+
+    # The functions of the module
+
+    def wait(self, refs: Sequence[Ref], *, num_returns: int = 1, timeout: float | None = None, **_: Any) -> Any:
+        refs, kernel = list(refs), self.kernel
+        end_s = None if timeout is None else kernel.now_s + timeout
+        me = getcurrent()
+        while True:
+            done = [ref for ref in refs if ref.is_done]
+            left_s = None if end_s is None else end_s - kernel.now_s
+            if len(done) >= num_returns or (left_s is not None and left_s <= 0):
+                done = done[:num_returns]
+                return done, [ref for ref in refs if ref not in done]
+            open_refs = [ref for ref in refs if not ref.is_done]
+            for ref in open_refs:
+                ref.waiting.append(me)
+            try:
+                kernel.park(left_s, ", ".join(map(repr, open_refs)))
+            finally:
+                for ref in open_refs:
+                    if me in ref.waiting:
+                        ref.waiting.remove(me)
+
+    def get(self, refs: Any, *, timeout: float | None = None) -> Any:
+        if not isinstance(refs, Ref):
+            return [self.get(ref, timeout=timeout) for ref in refs]
+        if not self.wait([refs], timeout=timeout)[0]:
+            raise GetTimeoutError(f"{refs!r} is not there after {timeout} s")
+        if refs.error is not None:
+            raise refs.error
+        return refs.value
+
+    def put(self, value: Any, **_: Any) -> Ref:
+        ref = Ref("an object")
+        ref.value, ref.is_done = value, True
+        return ref
+
+    def kill(self, handle: Handle, **_: Any) -> None:
+        handle._cause = "ray.kill"
+        handle._process.kill()
+
+
+def patch_ray(patches: Any, cluster: Callable[[], Cluster]) -> None:
+    """Lead the functions of the module ray to the present cluster."""
+    for name in ("wait", "get", "put", "kill"):
+        patches.set(ray, name, lambda *a, _n=name, **k: getattr(cluster(), _n)(*a, **k))
+    patches.set(ray, "ObjectRef", Ref)
+    patches.set(ray, "is_initialized", lambda: False)
+    patches.set(ray, "nodes", lambda: [])
+    patches.set(ray, "cluster_resources", lambda: {"GPU": 64, "CPU": 64})
+
+    def remote(*given: Any, **options: Any) -> Any:
+        if given:
+            return RemoteClass(cluster, given[0])
+        return lambda cls: RemoteClass(cluster, cls, options.get("concurrency_groups"))
+
+    patches.set(ray, "remote", remote)

@@ -1,0 +1,156 @@
+"""Schedules: what job runs, and what goes wrong in it; a seed gives both."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+DEFAULT = "slime.rollout.sglang_rollout.generate_rollout"
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A job."""
+
+    is_async: bool = False
+    rollout_function: str = DEFAULT
+    num_rollout: int = 4
+    batch: int = 2
+    samples_per_prompt: int = 2
+    over_sampling: int = 0
+    partial: bool = False
+    is_filtered: bool = False
+    engines: int = 2
+    trainer_ranks: int = 1
+    fault_tolerance: bool = True
+    recovery: str = "checkpoint"
+    save_interval: int = 1
+    async_save: bool = False
+    keep_last: int | None = None
+    update_interval: int = 1
+    colocate: bool = False
+    seconds_per_token: float = 0.2
+
+    @property
+    def is_strict(self) -> bool:
+        """Every token is drawn with just the weights that train on it."""
+        return not self.is_async and not self.partial and self.rollout_function == DEFAULT
+
+    @property
+    def is_exact(self) -> bool:
+        """Which groups are trained does not depend on time."""
+        return not self.over_sampling and not self.is_filtered and self.rollout_function == DEFAULT
+
+    @property
+    def discards(self) -> bool:
+        """Surplus groups are thrown away."""
+        return bool(self.over_sampling or self.is_filtered) and not self.partial
+
+
+def setup_of(seed: int) -> Setup:
+    """Return the job of a seed; few enough that their undisturbed runs can be kept."""
+    rng = random.Random(seed % 97)
+    is_async = rng.random() < 0.4
+    fully = is_async and rng.random() < 0.3
+    partial = rng.random() < 0.4
+    return Setup(
+        is_async=is_async,
+        rollout_function=FULLY_ASYNC if fully else DEFAULT,
+        num_rollout=rng.choice((3, 4)),
+        over_sampling=rng.choice((0, 0, 1, 2)),
+        partial=partial or fully,
+        is_filtered=rng.random() < 0.25,
+        engines=rng.choice((1, 2, 2, 3)),
+        trainer_ranks=rng.choice((1, 1, 2)),
+        fault_tolerance=rng.random() < 0.8,
+        recovery="checkpoint" if rng.random() < 0.75 else "off",
+        save_interval=rng.choice((1, 1, 2, 3)),
+        async_save=rng.random() < 0.25,
+        keep_last=rng.choice((None, None, 1, 2)),
+        update_interval=rng.choice((1, 1, 2)) if is_async and not fully else 1,
+        colocate=not is_async and rng.random() < 0.3,
+        seconds_per_token=rng.choice((0.05, 0.2, 1.0)),
+    )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong, at the ``nth`` time that a site is passed (over all lives), or at a time."""
+
+    kind: str
+    site: str = ""
+    nth: int = 0
+    at_s: float = 0.0
+    target: str = "self"
+    """A role, or whoever passes the site."""
+    amount: float = 0.0
+    """Seconds that it lasts, the factor of slowness, or the jump of the clock."""
+
+    def __str__(self) -> str:
+        where = f"at {self.site!r}, time {self.nth}" if self.site else f"after {self.at_s:.2f} s"
+        amount = f" ({self.amount:g})" if self.amount else ""
+        return f"{self.kind} {self.target}{amount} {where}"
+
+
+def roles(setup: Setup) -> list[str]:
+    """Return the processes that a fault may hit."""
+    engines = [f"{kind}{k}" for k in range(setup.engines) for kind in ("engine", "server")]
+    return ["driver", "manager", "router", *engines, *(f"trainer{k}" for k in range(setup.trainer_ranks))]
+
+
+LASTS_S = (0.5, 3.0, 8.0, 20.0, 90.0, 400.0)
+
+
+def draw_fault(rng: random.Random, setup: Setup, sites: Counter[str], end_s: float) -> Fault:
+    """Draw a fault; each site is as likely as any other, however often it is passed."""
+    if rng.random() < 0.15 or not sites:
+        kind = rng.choice(("kill", "kill", "hang", "slow", "cut", "clock"))
+        return Fault(
+            kind, at_s=round(rng.uniform(0, end_s), 3), target=rng.choice(roles(setup)), amount=_amount(rng, kind)
+        )
+    site = rng.choice(sorted(sites))
+    nth = rng.randint(1, sites[site])
+    if site.startswith("http"):
+        kind = rng.choice(("refuse", "lose", "status", "garbage", "double", "kill", "kill", "hang", "cut", "slow"))
+    elif site.startswith("file"):
+        kind = rng.choice(("kill", "half", "half", "after", "after", "ioerror", "full"))
+    else:
+        kind = rng.choice(("kill", "kill", "kill", "hang", "cut", "clock"))
+    target = "self" if rng.random() < 0.6 or site.startswith("file") else rng.choice(roles(setup))
+    return Fault(kind, site, nth, target=target, amount=_amount(rng, kind))
+
+
+def _amount(rng: random.Random, kind: str) -> float:
+    if kind in ("hang", "cut", "full"):
+        return rng.choice(LASTS_S)
+    if kind == "slow":
+        return rng.choice((5.0, 50.0))
+    return rng.choice((-86400.0, -5.0, 5.0, 86400.0)) if kind == "clock" else 0.0
+
+
+def draw_faults(seed: int, setup: Setup, sites: Counter[str], end_s: float) -> list[Fault]:
+    """Return the faults of a seed."""
+    rng = random.Random(seed * 31 + 7)
+    count = rng.choice((1, 1, 1, 2, 2, 3, 5))
+    return [draw_fault(rng, setup, sites, end_s) for _ in range(count)]
+
+
+def EXCUSES(fault: Fault, setup: Setup) -> bool:  # noqa: N802
+    """Return whether a fault may end a run, which then goes on with the same command."""
+    if fault.kind == "clock" or (fault.kind == "slow"):
+        return False
+    if fault.kind in ("full", "ioerror", "half", "after"):
+        return True
+    role = fault.target
+    if role == "self":
+        role = fault.site.split()[1].partition(".")[0] if fault.site else ""
+        if fault.site.startswith("train "):
+            role = "trainer"
+    if role.startswith("trainer"):
+        return setup.recovery == "off" or fault.kind == "cut"
+    if role.startswith(("engine", "server", "router")):
+        # A node that nobody reaches for longer than engines may take to start has no engine.
+        return not setup.fault_tolerance or (fault.kind == "cut" and fault.amount >= 90)
+    return True

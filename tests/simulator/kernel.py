@@ -1,0 +1,296 @@
+"""Virtual time: strands (greenlets) in the place of threads, simulated processes, and the queue of what happens.
+
+Only one strand runs at a time; when it waits, the clock jumps to the next event.  The order of events at one moment is
+drawn from the seed.  A process that is killed never runs again: none of its ``finally`` blocks do either, as with
+SIGKILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+EPOCH_S = 1_700_000_000.0
+TICK_S = 1e-6
+"""Every look at the clock takes so long: a loop that only looks at it comes to its deadline too."""
+
+
+_KERNEL: list[Kernel | None] = [None]
+"""The one that waits go to, while a schedule runs."""
+_MISSING = object()
+
+
+class StuckError(AssertionError):
+    """Nothing can happen any more, or the time that a job may take is over."""
+
+
+class Process:
+    """A simulated process: strands that share module globals and a fate."""
+
+    def __init__(self, kernel: Kernel, name: str, *, owner: Process | None = None) -> None:
+        self.kernel, self.name, self.owner = kernel, name, owner
+        self.is_alive = True
+        self.frozen_until_s = 0.0
+        """It is stopped (SIGSTOP, a hanging GPU) until then."""
+        self.globals: dict[Any, Any] = {}
+        self.owned: list[Process] = []
+        self.on_death: list[Callable[[], None]] = []
+        self.end_s: float | None = None
+        kernel.processes.append(self)
+        if owner is not None:
+            owner.owned.append(self)
+
+    def kill(self, *, heirs_after_s: tuple[float, float] = (0.0, 2.0)) -> None:
+        """End it at once; what it owns ends a little later."""
+        if not self.is_alive:
+            return
+        self.is_alive, self.end_s = False, self.kernel.now_s
+        for callback in self.on_death:
+            callback()
+        for heir in self.owned:
+            if heir.is_alive:
+                self.kernel.call_later(self.kernel.draw(f"heir {heir.name}", *heirs_after_s), heir.kill)
+        if self.kernel.current_process is self:
+            self.kernel.park_for_ever()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Strand(greenlet):
+    """A thread of a simulated process."""
+
+    def __init__(self, kernel: Kernel, process: Process, work: Callable[[], Any], name: str) -> None:
+        super().__init__(self._guarded, kernel.hub)
+        self.kernel, self.process, self.name, self._work = kernel, process, name, work
+        self.token = 0
+        self.waits_for = ""
+
+    def _guarded(self) -> None:
+        try:
+            self._work()
+        except GreenletExit:
+            return
+        except BaseException as error:  # noqa: BLE001 - the edge of a simulated thread
+            if not self.kernel.is_over:
+                self.kernel.escaped.append((self.name, error))
+
+
+class Kernel:
+    """The clock, the queue of events, and the one source of chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.now_s = 0.0
+        self.wall_shift_s = 0.0
+        """Jumps of the wall clock, which no deadline may depend on."""
+        self.hub = getcurrent()
+        self.processes: list[Process] = []
+        self.escaped: list[tuple[str, BaseException]] = []
+        self.is_over = False
+        self.num_events = 0
+        self.horizon_s = float("inf")
+        self.strands: set[Strand] = set()
+        self.globals_of_process: list[tuple[Any, str, Callable[[], Any]]] = []
+        """(holder, attribute, maker): each process has a value of its own."""
+        self._heap: list[tuple[float, float, int, Any, int]] = []
+        self._number = 0
+        self._rngs: dict[str, random.Random] = {}
+        self._order = random.Random(seed * 7919 + 1)
+        self._loaded: Process | None = None
+
+    # Chance
+
+    def rng(self, site: str) -> random.Random:
+        """Return the generator of one place: taking a fault away changes little elsewhere."""
+        found = self._rngs.get(site)
+        if found is None:
+            found = self._rngs[site] = random.Random(self.seed * 1_000_003 ^ zlib.crc32(site.encode()))
+        return found
+
+    def draw(self, site: str, low: float, high: float) -> float:
+        """Return a number between two, often near the lower."""
+        return low + (high - low) * self.rng(site).random() ** 3
+
+    # Events
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        """Call back after a time; not within any process."""
+        self._number += 1
+        heapq.heappush(self._heap, (self.now_s + delay_s, self._order.random(), self._number, callback, -1))
+
+    def spawn(self, process: Process, work: Callable[[], Any], name: str, delay_s: float = 0.0) -> Strand:
+        """Start a strand of a process."""
+        strand = Strand(self, process, work, f"{process.name}/{name}")
+        self.strands.add(strand)
+        self._push(strand, delay_s)
+        return strand
+
+    def _push(self, strand: Strand, delay_s: float) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (self.now_s + delay_s, self._order.random(), self._number, strand, strand.token))
+
+    def wake(self, strand: Strand) -> None:
+        """Let a parked strand go on."""
+        self._push(strand, 0.0)
+
+    def park(self, timeout_s: float | None, waits_for: str) -> bool:
+        """Wait until somebody wakes this strand; False after ``timeout_s``."""
+        strand = getcurrent()
+        if self.is_over:
+            raise GreenletExit
+        assert isinstance(strand, Strand), f"{waits_for}: a wait outside the simulation"
+        strand.waits_for = waits_for
+        deadline_s = None if timeout_s is None else self.now_s + max(timeout_s, 0.0)
+        if timeout_s is not None:
+            self._push(strand, max(timeout_s, 0.0))
+        self._yield(strand)
+        return deadline_s is None or self.now_s < deadline_s
+
+    def _yield(self, strand: Strand) -> None:
+        loop = asyncio._get_running_loop()
+        if loop is not None:
+            asyncio._set_running_loop(None)
+        self.hub.switch()
+        strand.token += 1
+        if self.is_over:
+            raise GreenletExit
+        if loop is not None:
+            asyncio._set_running_loop(loop)
+
+    def park_for_ever(self) -> None:
+        """The process of this strand is dead."""
+        strand = getcurrent()
+        if isinstance(strand, Strand):
+            strand.token += 1
+            if asyncio._get_running_loop() is not None:
+                asyncio._set_running_loop(None)
+            self.hub.switch()
+        raise GreenletExit
+
+    @property
+    def current_process(self) -> Process | None:
+        """The process whose strand runs."""
+        strand = getcurrent()
+        return strand.process if isinstance(strand, Strand) else None
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Let events happen until ``until()``.
+
+        Raises:
+            StuckError: there are none left, or the horizon is passed.
+        """
+        heap = self._heap
+        while not until():
+            if not heap:
+                raise StuckError(f"nothing can happen any more\n{self.describe_waits()}")
+            when_s, _, _, target, token = heapq.heappop(heap)
+            if token == -1:
+                self.now_s = max(self.now_s, when_s)
+                target()
+                continue
+            if target.token != token or target.dead:
+                continue
+            process = target.process
+            if not process.is_alive:
+                continue
+            if process.frozen_until_s > max(when_s, self.now_s):
+                self._number += 1
+                heapq.heappush(heap, (process.frozen_until_s, self._order.random(), self._number, target, token))
+                continue
+            self.now_s = max(self.now_s, when_s)
+            if self.now_s > self.horizon_s:
+                raise StuckError(f"not over after {self.horizon_s:.0f} s\n{self.describe_waits()}")
+            self.num_events += 1
+            if process is not self._loaded:
+                self._load(process)
+            target.switch()
+            if target.dead:
+                self.strands.discard(target)
+            if self.escaped:
+                name, error = self.escaped[0]
+                raise AssertionError(f"an error left a thread of {name}: {type(error).__name__}: {error}") from error
+
+    def _load(self, process: Process | None) -> None:
+        """Put the module globals of a process into the modules."""
+        before = self._loaded
+        for key in self.globals_of_process:
+            holder, name, make = key
+            if before is not None:
+                before.globals[key] = getattr(holder, name)
+            if process is not None:
+                if key not in process.globals:
+                    process.globals[key] = make()
+                setattr(holder, name, process.globals[key])
+        self._loaded = process
+
+    def describe_waits(self) -> str:
+        """Return what every live strand waits for."""
+        alive = sorted((s for s in self.strands if not s.dead and s.process.is_alive), key=lambda s: s.name)
+        return "\n".join(f"  {strand.name} waits for {strand.waits_for}" for strand in alive)
+
+    def close(self) -> None:
+        """End every strand."""
+        self.is_over = True
+        for strand in list(self.strands):
+            while strand and not strand.dead:
+                strand.throw(GreenletExit)
+        self.strands.clear()
+
+    # The standard library's waits
+
+    def monotonic(self) -> float:
+        """Return the time of deadlines."""
+        self.now_s += TICK_S
+        return self.now_s
+
+    def wall_time(self) -> float:
+        """Return the time of the wall clock, which may jump."""
+        return EPOCH_S + self.now_s + self.wall_shift_s
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self.park(max(seconds, 0.0), f"{seconds:g} s to pass")
+
+
+class Patches:
+    """Attributes replaced for as long as simulations run in this process."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def set(self, holder: Any, name: str, value: Any) -> None:
+        """Replace one attribute."""
+        before = vars(holder).get(name, _MISSING) if isinstance(holder, type) else getattr(holder, name, _MISSING)
+        self._before.append((holder, name, before))
+        setattr(holder, name, value)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for holder, name, value in reversed(self._before):
+            if value is _MISSING:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, value)
+        self._before.clear()
+
+
+@contextmanager
+def running(kernel: Kernel) -> Iterator[Kernel]:
+    """Make ``kernel`` the one that waits go to."""
+    _KERNEL[0] = kernel
+    try:
+        yield kernel
+    finally:
+        try:
+            kernel.close()
+        finally:
+            kernel._load(None)
+            _KERNEL[0] = None

@@ -1,0 +1,337 @@
+"""Run schedules in one process, and shrink those that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import logging
+import random
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from slime.rollout import fully_async_rollout, sglang_rollout  # noqa: F401 - before clocks are replaced
+from slime.utils.misc import SingletonMeta
+from tests.simulator.fake_ray import RemoteClass, patch_ray
+from tests.simulator.faults import Fault, Setup, draw_faults, setup_of
+from tests.simulator.files import patch_files
+from tests.simulator.kernel import Kernel, Patches, Process, running
+from tests.simulator.network import AsyncSession, SyncSession
+from tests.simulator.servers import EngineServer, RouterServer
+from tests.simulator.threads import Executor, Lock, patch_standard_library
+from tests.simulator.trainer import WORLD, SimulatedTrainer, patch_trainer
+from tests.simulator.world import Outcome, World
+from tests.unit.rollout.fake_cluster import FakeTokenizer
+
+MEMORY = Path("/dev/shm")
+
+
+def world() -> World:
+    """Return the schedule that runs."""
+    assert WORLD[0] is not None
+    return WORLD[0]
+
+
+class Child:
+    """slime.backends.sglang_utils.child_process.ChildProcess: a server of the simulated network."""
+
+    def __init__(self, module: str, settings: Any, *, name: str, **_: Any) -> None:
+        now = world()
+        kernel, self.name = now.kernel, name
+        is_router = module.endswith("router_main")
+        role = "router" if is_router else f"server{settings['base_gpu_id_of_run']}"
+        count = sum(r == role for r in now.cluster.roles.values())
+        label = role if not count else f"{role}#{count + 1}"
+        self.process = Process(kernel, label, owner=kernel.current_process)
+        now.cluster.roles[self.process] = role
+        now.at(f"start {role}", self.process)
+        now.next_pid += 1
+        self.pid = now.next_pid
+        ready_s = kernel.draw(f"boot {role}", 1.0, 12.0)
+        if is_router:
+            RouterServer(now, self.process, settings["port"], ready_s=ready_s / 4)
+        else:
+            EngineServer(now, self.process, settings["port"], settings["base_gpu_id_of_run"], ready_s=ready_s)
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive
+
+    def describe_end(self) -> str | None:
+        return None if self.process.is_alive else f"{self.name} was killed by signal 9"
+
+    def log_tail(self) -> str:
+        return "(no log)"
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        self.process.kill()
+        world().kernel.sleep(0.05)
+
+
+class _Ended:
+    """A future that has ended well."""
+
+    def result(self, timeout: float | None = None) -> None:
+        return None
+
+
+def install() -> Patches:
+    """Put the simulator at every seam."""
+    from slime.backends.sglang_utils import router_process, sglang_engine, weight_verbs
+    from slime.observability import pulse
+    from slime.ray import actor_group, job, rollout, startup, train_actor, train_loop, waiting
+    from slime.ray import utils as ray_utils
+    from slime.ray.actor_group import RayTrainGroup
+    from slime.ray.engines import actor as engine_actor
+    from slime.ray.engines import fleet, models
+    from slime.ray.gpus import GpuSlice
+    from slime.rollout import (
+        data_source,
+        state,
+    )
+    from slime.rollout import (
+        waiting as rollout_waiting,
+    )
+    from slime.utils import async_utils, http_utils
+    from slime.weights.push import participants
+
+    patches = Patches()
+    patch_standard_library(patches)
+    patch_ray(patches, lambda: world().cluster)
+    patch_files(patches, lambda: world().files)
+    patch_trainer(patches)
+    nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
+    ray_class = functools.partial(RemoteClass, lambda: world().cluster)
+    watch = waiting.WATCH_GROUP
+    for holder, name, value in (
+        (requests, "Session", SyncSession),
+        (http_utils.LoopSessions, "current", lambda self: AsyncSession()),
+        (fleet, "ThreadPoolExecutor", Executor),
+        (participants, "ThreadPoolExecutor", Executor),
+        (rollout, "RemoteRolloutManager", ray_class(rollout.RolloutManager, {watch: 1, rollout.CONTROL_GROUP: 4})),
+        (engine_actor, "RemoteEngine", ray_class(engine_actor.EngineActor, {watch: 1})),
+        (ray_utils, "Lock", ray_class(ray_utils._Lock)),
+        (fleet, "Lock", ray_class(ray_utils._Lock)),
+        (startup, "RayTrainGroup", functools.partial(RayTrainGroup, actor_cls=SimulatedTrainer)),
+        (actor_group, "trainer_environment", lambda *_: {}),
+        (actor_group, "strategy_for", nothing),
+        (engine_actor, "strategy_for", nothing),
+        (engine_actor, "one_node_environment", lambda: {}),
+        (train_actor, "check_hooks", nothing),
+        (train_actor, "visible_index", lambda index: index),
+        (train_loop, "create_placement_groups", lambda args: make_gpus(args, GpuSlice)),
+        (train_loop, "log", nothing),
+        (train_loop, "init_tracking", lambda args: {}),
+        (train_loop, "print", nothing),
+        (rollout, "log_rollout", nothing),
+        (job, "parse_args", lambda argv=None: world().make_args()),
+        (job, "connect", nothing),
+        (job, "asks_for_plan", lambda words: False),
+        (job, "asks_to_fit", lambda words: False),
+        (job, "configure_logger", nothing),
+        (train_loop, "configure_logger", nothing),
+        (rollout, "configure_logger", nothing),
+        (job.signal, "signal", nothing),
+        (job, "_report", lambda title, error: world().ended_with(error)),
+        (job.traceback, "print_exc", nothing),
+        (sglang_engine, "ChildProcess", Child),
+        (router_process, "ChildProcess", Child),
+        (sglang_engine, "check_in_background", lambda folder: _Ended()),
+        (sglang_engine, "build_server_args", server_args),
+        (router_process, "build_router_args", lambda args, **settings: settings),
+        (weight_verbs, "encode", lambda message: message),
+        (ray_utils, "get_free_port", free_port),
+        (ray_utils, "listen_address", lambda: "127.0.0.1"),
+        (models, "listen_address", lambda: "127.0.0.1"),
+        (models, "find_available_port", lambda base: free_port()),
+        (state, "load_tokenizer", lambda *_, **__: FakeTokenizer()),
+        (state, "load_processor", nothing),
+        (state, "_tune_garbage_collection", nothing),
+        (data_source, "load_tokenizer", lambda *_, **__: FakeTokenizer()),
+        (data_source, "load_processor", nothing),
+        (async_utils, "_arm", nothing),
+        (async_utils.faulthandler, "cancel_dump_traceback_later", nothing),
+        (uuid, "uuid4", lambda: uuid.UUID(int=world().kernel.rng("uuid").getrandbits(128))),
+    ):
+        patches.set(holder, name, value)
+    patches.set(pulse.Pulse.__init__, "__defaults__", (lambda: time.monotonic(),))
+    patches.set(
+        rollout_waiting.LongWait.__init__,
+        "__kwdefaults__",
+        dict(
+            rollout_waiting.LongWait.__init__.__kwdefaults__,
+            clock=lambda: time.monotonic(),
+            stream=_Silent(),
+        ),
+    )
+    return patches
+
+
+class _Silent:
+    """A stream that nobody reads."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def make_gpus(args: Namespace, gpu_slice: Any) -> dict[str, Any]:
+    """The placement of the job: GPUs by number."""
+    from slime.planning.layout import plan_gpus
+
+    plan = plan_gpus(args)
+    everything = gpu_slice(None, list(range(plan.num_gpus)), list(range(plan.num_gpus)))
+    return {"actor": everything, "critic": None, "rollout": everything.from_offset(plan.rollout_offset)}
+
+
+def server_args(args: Namespace, place: Any, **_: Any) -> dict[str, Any]:
+    """What the simulated server wants to know."""
+    return {"tp_size": 1, "port": place.port, "base_gpu_id_of_run": place.rank, "load_format": "auto"}
+
+
+def free_port(start_port: int = 0, consecutive: int = 1) -> int:
+    """Ports are never used twice."""
+    now = world()
+    now.next_port += consecutive
+    return now.next_port - consecutive
+
+
+def process_globals() -> list[tuple[Any, str, Callable[[], Any]]]:
+    """The module globals of which each simulated process has its own."""
+    from slime.ray import waiting
+    from slime.rollout import context
+    from slime.utils import async_utils, http_utils
+
+    return [
+        (waiting, "_sentinels", dict),
+        (waiting, "_names", dict),
+        (context, "_RUNS", lambda: [context.RunState()]),
+        (context, "_ROLLOUTS", list),
+        (async_utils, "_LOOPS", list),
+        (async_utils, "_LOOPS_LOCK", Lock),
+        (http_utils, "_CLIENT", http_utils._Client),
+        (fully_async_rollout, "_WORKERS", list),
+        (SingletonMeta, "_instances", dict),
+    ]
+
+
+_INSTALLED: list[Patches] = []
+_UNDISTURBED: dict[Setup, Outcome] = {}
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Simulate within the block; outside of it this process is an ordinary one."""
+    if _INSTALLED:
+        yield
+        return
+    level, was_collecting = logging.root.manager.disable, gc.isenabled()
+    patches = install()
+    patches.set(sys, "unraisablehook", lambda unraisable: None)  # coroutines of killed processes end at some time
+    for holder, name, _ in process_globals():
+        patches.set(holder, name, getattr(holder, name))
+    _INSTALLED.append(patches)
+    logging.disable(logging.CRITICAL)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        _INSTALLED.clear()
+        gc.collect()
+        patches.undo()
+        logging.disable(level)
+        gc.unfreeze()
+        if was_collecting:
+            gc.enable()
+
+
+def run_schedule(seed: int, setup: Setup, faults: Sequence[Fault]) -> Outcome:
+    """Run one schedule."""
+    folder = Path(tempfile.mkdtemp(prefix="slime-sim-", dir=MEMORY if MEMORY.is_dir() else None))
+    random_state = random.getstate()
+    random.seed(seed)
+    kernel = Kernel(seed)
+    kernel.globals_of_process = process_globals()
+    now = WORLD[0] = World(setup, list(faults), folder, kernel)
+    SyncSession.world = AsyncSession.world = now
+    now.cluster.name_of_class = {
+        "RolloutManager": lambda a, k: "manager", "EngineActor": lambda a, k: f"engine{k['rank']}",
+        "SimulatedTrainer": lambda a, k: "trainer", "_Lock": lambda a, k: "lock",
+    }  # fmt: skip
+    try:
+        with running(kernel):
+            return now.run()
+    finally:
+        now.files.close()
+        random.setstate(random_state)
+        shutil.rmtree(folder, ignore_errors=True)
+        WORLD[0] = None
+
+
+def undisturbed(setup: Setup) -> Outcome:
+    """Return the run of a job in which nothing goes wrong."""
+    found = _UNDISTURBED.get(setup)
+    if found is None:
+        found = _UNDISTURBED[setup] = run_schedule(0, setup, [])
+    return found
+
+
+def schedule_of(seed: int) -> tuple[Setup, list[Fault]]:
+    """Return job and faults of a seed."""
+    setup = setup_of(seed)
+    plain = undisturbed(setup)
+    return setup, draw_faults(seed, setup, plain.sites, plain.virtual_s - 30.0)
+
+
+def run_seed(seed: int) -> Outcome:
+    """Run the schedule of a seed."""
+    setup, faults = schedule_of(seed)
+    outcome = run_schedule(seed, setup, faults)
+    if seed % 40 == 0:
+        gc.collect()
+    return outcome
+
+
+def shrink(seed: int) -> tuple[Setup, list[Fault], Outcome]:
+    """Return the smallest job and the fewest faults by which the seed's schedule still fails."""
+    setup, faults = schedule_of(seed)
+    best = run_schedule(seed, setup, faults)
+    assert best.violations, f"seed {seed} does not fail"
+
+    def fails(new_setup: Setup, new_faults: list[Fault]) -> bool:
+        nonlocal setup, faults, best
+        outcome = run_schedule(seed, new_setup, new_faults)
+        if not outcome.violations:
+            return False
+        setup, faults, best = new_setup, new_faults, outcome
+        return True
+
+    index = 0
+    while index < len(faults):
+        if not fails(setup, faults[:index] + faults[index + 1 :]):
+            index += 1
+    plain = Setup()
+    for spec in dataclasses.fields(Setup):
+        value = getattr(plain, spec.name)
+        if getattr(setup, spec.name) != value:
+            fails(dataclasses.replace(setup, **{spec.name: value}), faults)
+    for fewer in range(1, setup.num_rollout):
+        if fails(dataclasses.replace(setup, num_rollout=fewer), faults):
+            break
+    return setup, faults, best

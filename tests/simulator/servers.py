@@ -1,0 +1,288 @@
+"""The servers of the simulated network: SGLang's engines and router, as far as the control plane sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.weights.push.wire import PUSH_REPORT
+from tests.scripted_engine.script import Request, Script, split_prompt, text_of
+from tests.simulator.kernel import Process
+from tests.simulator.network import Cut, Reply, Server, send
+
+LOG_PROB_UNIT = 1e-3
+"""The log-prob of a token names the weights that drew it: minus (their number + 1) units."""
+
+
+@dataclass
+class _Running:
+    """A request that an engine draws tokens for."""
+
+    request: Request
+    reply: Reply
+    begin_s: float
+    seconds: float
+    num_new: int
+    kind: str
+    is_over: bool = False
+
+
+@dataclass
+class _Held:
+    """The weights that an engine holds, bucket by bucket: numbers of states, None for a hole."""
+
+    buckets: list[int | None]
+    push_id: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> int | None:
+        return self.buckets[0] if len(set(self.buckets)) == 1 else None
+
+
+class EngineServer(Server):
+    """An SGLang server with slime's weight loader in it."""
+
+    kind = "engine"
+
+    def __init__(self, world: Any, process: Process, port: int, gpu: int, *, ready_s: float) -> None:
+        super().__init__(world, process, port, ready_s=ready_s)
+        self.script: Script = world.script
+        self.gpu = gpu
+        self.held = _Held([world.disk_state] * world.num_buckets)
+        self.version = "default"
+        self.is_paused = False
+        self.is_pushed_to = False
+        """A push was begun and not committed."""
+        self.released: set[str] = set()
+        self.running: list[_Running] = []
+        self.queue: list[Callable[[], None]] = []
+        world.engine_started(self)
+
+    def handle(self, method: str, path: str, payload: Any, reply: Reply) -> None:
+        path = path.partition("?")[0]
+        handler = getattr(self, "do_" + path.strip("/").replace("/", "_"), None)
+        if handler is None:
+            reply(404, b"not found")
+        else:
+            handler(payload, reply)
+
+    def _ok(self, reply: Reply, value: Any = None) -> None:
+        reply(200, b"" if value is None else json.dumps(value).encode())
+
+    def do_health_generate(self, payload: Any, reply: Reply) -> None:
+        if self.is_paused:  # it waits for a token
+            self.later(20.0, lambda: reply(503, b""))
+        else:
+            self.later(0.01, lambda: self._ok(reply))
+
+    def do_model_info(self, payload: Any, reply: Reply) -> None:
+        self._ok(reply, {"weight_version": self.version})
+
+    def do_v1_loads(self, payload: Any, reply: Reply) -> None:
+        entry = {"num_running_reqs": len(self.running), "num_waiting_reqs": len(self.queue)}
+        self._ok(reply, {"loads": [entry]})
+
+    def do_generate(self, payload: Any, reply: Reply) -> None:
+        if self.is_paused:
+            self.queue.append(lambda: self.do_generate(payload, reply))
+            return
+        if self.is_pushed_to:
+            self.world.violate(f"{self.process} serves a request in the middle of a push")
+        if self.released:
+            self.world.violate(f"{self.process} serves a request while its memory is given away")
+        prompt, earlier = split_prompt(payload["input_ids"])
+        params = payload["sampling_params"]
+        request = Request(0, payload, prompt, earlier, params.get("sampling_seed", 0), params["max_new_tokens"], "")
+        total = self.script.length_of(request)
+        num_new = max(1, min(total - earlier, request.limit))
+        kind = "stop" if earlier + num_new == total else "length"
+        seconds = num_new * self.world.seconds_per_token
+        running = _Running(request, reply, self.kernel.now_s, seconds, num_new, kind)
+        self.running.append(running)
+        self.later(seconds, lambda: self._end(running))
+
+    def _end(self, running: _Running, *, is_aborted: bool = False) -> None:
+        if running.is_over:
+            return
+        running.is_over = True
+        self.running.remove(running)
+        request, num_new, kind = running.request, running.num_new, running.kind
+        if is_aborted:
+            passed = (self.kernel.now_s - running.begin_s) / running.seconds
+            if passed < 1:
+                num_new, kind = int(passed * num_new), "abort"
+        tokens = self.script.tokens_of(request, request.earlier, request.earlier + num_new)
+        state = self.held.state
+        if state is None:
+            self.world.violate(f"{self.process} draws tokens with weights of two versions")
+        if num_new and len(request.prompt) > 1:
+            self.world.tokens_drawn(self, state, self.version, request, num_new)
+        log_prob = -LOG_PROB_UNIT * ((state or 0) + 1)
+        self._ok(
+            running.reply,
+            {
+                "text": text_of(tokens),
+                "meta_info": {
+                    "finish_reason": {"type": kind},
+                    "output_token_logprobs": [[log_prob, token, None] for token in tokens],
+                    "weight_version": self.version,
+                    "prompt_tokens": len(request.payload["input_ids"]),
+                    "completion_tokens": num_new,
+                    "cached_tokens": 0,
+                },
+            },
+        )
+
+    def _abort(self) -> None:
+        for running in list(self.running):
+            self._end(running, is_aborted=True)
+
+    def do_abort_request(self, payload: Any, reply: Reply) -> None:
+        self._abort()
+        waiting, self.queue = self.queue, []
+        for begin in waiting:
+            was_paused, self.is_paused = self.is_paused, False
+            begin()
+            self.is_paused = was_paused
+        self._abort()
+        self._ok(reply)
+
+    def do_pause_generation(self, payload: Any, reply: Reply) -> None:
+        self.is_paused = True
+        self._abort()
+        self._ok(reply)
+
+    def do_continue_generation(self, payload: Any, reply: Reply) -> None:
+        self.is_paused = False
+        waiting, self.queue = self.queue, []
+        for begin in waiting:
+            begin()
+        self._ok(reply)
+
+    def do_flush_cache(self, payload: Any, reply: Reply) -> None:
+        if self.running:
+            reply(400, b"requests are running")
+        else:
+            self._ok(reply)
+
+    def do_release_memory_occupation(self, payload: Any, reply: Reply) -> None:
+        if self.running:
+            self.world.note(f"{self.process} was told to release its memory while it generates, and ends itself")
+            self.process.kill()
+            return
+        self.released.update(payload["tags"])
+        self._ok(reply)
+
+    def do_resume_memory_occupation(self, payload: Any, reply: Reply) -> None:
+        self.released.difference_update(payload["tags"])
+        self._ok(reply)
+
+    # Weights
+
+    def do_update_weights_from_tensor(self, payload: Any, reply: Reply) -> None:
+        message = payload["serialized_named_tensors"][0]
+        seconds = self.world.bucket_seconds if message["verb"].startswith("receive") else 0.001
+        self.later(seconds, lambda: self._load(message, reply))
+
+    def _load(self, message: Mapping[str, Any], reply: Reply) -> None:
+        verb, held = message["verb"], self.held
+        if verb == "begin_weight_update":
+            self.held = _Held([None] * self.world.num_buckets, message["push_id"])
+            self.is_pushed_to = True
+        elif verb == "receive_weight_bucket":
+            if self.running:
+                self.world.violate(f"{self.process} loads weights while it generates")
+            if not self.is_paused:
+                self.world.violate(f"{self.process} loads weights and was not paused")
+            index = message["bucket_index"]
+            sent = self.world.wire.get((message["push_id"], index))
+            if message["push_id"] != held.push_id:
+                held.problems.append(f"a bucket of {message['push_id']}")
+            elif sent is not None:
+                held.buckets[index] = sent
+        self._ok(reply, {"success": True})
+
+    def do_get_weights_by_name(self, payload: Any, reply: Reply) -> None:
+        assert payload["name"] == PUSH_REPORT, payload
+        held = self.held
+        digests = [
+            "" if state is None else f"{self.world.digest(state, k):016x}" for k, state in enumerate(held.buckets)
+        ]
+        report = {
+            "push_id": held.push_id, "needs_manifest": False, "buckets": digests, "problems": held.problems,
+            "seconds": {},
+        }  # fmt: skip
+        self._ok(reply, [json.dumps(report)])
+
+    def do_update_weight_version(self, payload: Any, reply: Reply) -> None:
+        self.version = payload["new_version"]
+        self.is_pushed_to = False
+        self.world.version_committed(self, self.version, self.held.state)
+        self._ok(reply)
+
+
+class RouterServer(Server):
+    """sglang_router: a list of engines, and requests passed on to one of them."""
+
+    kind = "router"
+    retries = 2
+
+    def __init__(self, world: Any, process: Process, port: int, *, ready_s: float) -> None:
+        super().__init__(world, process, port, ready_s=ready_s)
+        self.workers: dict[str, str] = {}
+        """Id -> URL."""
+        self._turn = 0
+
+    def handle(self, method: str, path: str, payload: Any, reply: Reply) -> None:
+        if path == "/health":
+            reply(200, b"ok")
+        elif path == "/workers" and method == "GET":
+            listed = [{"id": name, "url": url, "worker_type": "regular"} for name, url in self.workers.items()]
+            reply(200, json.dumps({"workers": listed}).encode())
+        elif path == "/workers":
+            self._turn += 1
+            name, url = f"w{self._turn}", payload["url"]
+            delay_s = self.kernel.draw("router lists", 0.001, 1.0)
+
+            def listed() -> None:
+                if url not in self.workers.values():
+                    self.workers[name] = url
+
+            self.later(delay_s, listed)
+            reply(202, b"{}")
+        elif path.startswith("/workers/"):
+            name = path.rpartition("/")[2]
+            if name not in self.workers:
+                reply(404, b"no such worker")
+                return
+            self.later(self.kernel.draw("router removes", 0.001, 1.0), lambda: self.workers.pop(name, None))
+            reply(202, b"{}")
+        elif path == "/generate":
+            self._pass_on(payload, reply, self.retries)
+        else:
+            reply(404, b"not found")
+
+    def _pass_on(self, payload: Any, reply: Reply, retries: int) -> None:
+        urls = list(self.workers.values())
+        if not urls:
+            self.later(0.5, lambda: reply(503, b"no workers are there"))
+            return
+        self._turn += 1
+        url = urls[self._turn % len(urls)]
+        hang_up: list[Callable[[], None]] = []
+
+        def done(outcome: Any) -> None:
+            if not self.process.is_alive:
+                return
+            if isinstance(outcome, Cut):
+                if retries:
+                    self.later(0.1, lambda: self._pass_on(payload, reply, retries - 1))
+                else:
+                    reply(502, str(outcome).encode())
+            else:
+                reply(*outcome)
+
+        hang_up.append(send(self.world, "POST", f"{url}/generate", payload, done))

@@ -1,0 +1,417 @@
+"""One schedule: a job with its faults, from the first command to the end of the last, and what must hold of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import traceback
+import zlib
+from argparse import Namespace
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import train
+import train_async
+from slime.flags.checkpoint import TRACKER, derive_starting_point, has_finished_save, inspect_checkpoint
+from slime.ray import job
+from slime.rollout.base_types import first_index
+from slime.rollout.data_source import groups_from_state
+from slime.rollout.ledger.ledger import position_path
+from slime.rollout.state_file import read_state
+from tests.scripted_engine.script import Script, split_prompt
+from tests.simulator.fake_ray import Cluster
+from tests.simulator.faults import EXCUSES, Fault, Setup
+from tests.simulator.files import Files
+from tests.simulator.job import base_args, is_dull
+from tests.simulator.kernel import Kernel, Process, StuckError
+from tests.simulator.network import Server
+from tests.simulator.servers import LOG_PROB_UNIT, EngineServer
+from tests.simulator.trainer import NUM_BUCKETS
+
+DEBUG = False
+LIFE_HORIZON_S = 6 * 3600.0
+"""Virtual time after which a job that has not ended hangs."""
+ORPHANS_AFTER_S = 30.0
+NUM_PROMPTS = 64
+MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class State:
+    """What was trained: the last rollout, on top of another state."""
+
+    parent: int
+    rollout_id: int
+    samples: tuple[Any, ...]
+    """(group, index, tokens) of each."""
+
+
+@dataclass
+class Outcome:
+    """What became of a schedule."""
+
+    violations: list[str]
+    story: list[str]
+    sites: Counter[str]
+    num_lives: int = 0
+    virtual_s: float = 0.0
+    num_events: int = 0
+    num_fired: int = 0
+
+    @property
+    def digest(self) -> int:
+        """A number that is equal for equal stories."""
+        return zlib.crc32("\n".join(self.story).encode())
+
+
+class World:
+    """A schedule under way."""
+
+    num_buckets = NUM_BUCKETS
+    bucket_seconds = 0.05
+
+    def __init__(self, setup: Setup, faults: list[Fault], folder: Path, kernel: Kernel) -> None:
+        self.setup, self.faults, self.folder, self.kernel = setup, faults, folder, kernel
+        self.story: list[str] = []
+        self.violations: list[str] = []
+        self.sites: Counter[str] = Counter()
+        self.cluster = Cluster(kernel, self.at, self.note)
+        self.files = Files(self, folder)
+        self.servers: dict[int, Server] = {}
+        self.wire: dict[Any, int] = {}
+        self.meetings: dict[Any, Any] = {}
+        self.states: list[State | None] = [None]
+        self._numbers: dict[State, int] = {}
+        self.disk_state = 0
+        self.committed: dict[str, int] = {}
+        """Version -> state, in this life: a command that is given again may count the same versions anew."""
+        self.served: set[int] = set()
+        """States that engines were given, in any life."""
+        self.script = Script(length=(2, 10))
+        self.seconds_per_token = setup.seconds_per_token
+        self.filtered: set[int] = set()
+        self.next_port = 20000
+        self.next_pid = 1000
+        self.engines: list[EngineServer] = []
+        self.last_error: BaseException | None = None
+        self.num_lives = 0
+        self.fired: list[tuple[Fault, float]] = []
+        """Faults, and until when they last."""
+        self.had_early_fault = False
+        """One struck before the engines had weights: a job that cannot start ends."""
+        self.fired_in_life: list[Fault] = []
+        self.is_started = False
+        """The engines got weights in this life."""
+        self._by_site: dict[str, list[Fault]] = {}
+        for fault in faults:
+            if fault.site:
+                self._by_site.setdefault(fault.site, []).append(fault)
+
+    # The story
+
+    def note(self, text: str) -> None:
+        """Tell an event."""
+        self.story.append(f"{self.kernel.now_s:9.3f} s  {text}")
+
+    def violate(self, text: str) -> None:
+        """Tell what must not be."""
+        self.note(f"VIOLATION: {text}")
+        self.violations.append(text)
+
+    # Faults
+
+    def at(self, site: str, process: Process | None) -> str | None:
+        """Pass a point; return what a fault there has its caller do."""
+        count = self.sites[site] = self.sites[site] + 1
+        found = self._by_site.get(site)
+        if found is None:
+            return None
+        outcome = None
+        for fault in found:
+            if fault.nth == count:
+                outcome = self.strike(fault, process) or outcome
+        return outcome
+
+    def strike(self, fault: Fault, process: Process | None) -> str | None:
+        """Let a fault happen; return what the place where it happens must do itself."""
+        lasts_s = fault.amount if fault.kind in ("hang", "cut", "full") else 0.0
+        self.fired.append((fault, self.kernel.now_s + lasts_s))
+        self.fired_in_life.append(fault)
+        self.had_early_fault |= not self.is_started
+        self.note(f"fault: {fault}")
+        kernel = self.kernel
+        if fault.kind in ("refuse", "status", "garbage", "lose", "double", "half", "after", "ioerror"):
+            return fault.kind
+        if fault.kind == "clock":
+            kernel.wall_shift_s += fault.amount
+        elif fault.kind == "full":
+            self.files.full_until_s = kernel.now_s + fault.amount
+        elif fault.kind == "cut":
+            self.cluster.cut_until_s[self._role(fault, process)] = kernel.now_s + fault.amount
+        else:
+            for target in self._targets(fault, process):
+                if fault.kind == "kill":
+                    target.kill()
+                elif fault.kind == "hang":
+                    target.frozen_until_s = kernel.now_s + fault.amount
+                elif fault.kind == "slow":
+                    for server in self.servers.values():
+                        if server.process is target:
+                            server.slowness = fault.amount
+        return None
+
+    def _role(self, fault: Fault, process: Process | None) -> str:
+        return self.cluster.role_of(process) if fault.target == "self" and process else fault.target
+
+    def _targets(self, fault: Fault, process: Process | None) -> list[Process]:
+        if fault.target == "self":
+            return [process] if process is not None and process.is_alive else []
+        role_of = self.cluster.role_of
+        found = [p for p in self.kernel.processes if p.is_alive and role_of(p) == fault.target]
+        own = self.kernel.current_process
+        return sorted(found, key=lambda p: p is own)  # whoever strikes itself last
+
+    def ended_with(self, error: BaseException) -> None:
+        """The driver reports the error that ends it."""
+        self.last_error = error
+        if DEBUG:
+            self.note("".join(traceback.format_exception(error)))
+
+    # What servers and trainers tell
+
+    def engine_started(self, server: EngineServer) -> None:
+        """An engine starts, and takes its GPU once it has imported what it needs."""
+
+        earlier = [other for other in self.engines if other.gpu == server.gpu and other.process.is_alive]
+
+        def take() -> None:
+            for other in earlier:
+                if server.process.is_alive and other.process.is_alive:
+                    self.violate(f"{server.process} takes GPU {server.gpu}, which {other.process} still has")
+
+        self.engines.append(server)
+        self.kernel.call_later(3.0, take)
+
+    def tokens_drawn(self, server: EngineServer, state: int | None, version: str, request: Any, count: int) -> None:
+        """An engine answered a request of the rollout."""
+        if version not in self.committed:
+            self.violate(f"{server.process} answers with version {version!r}, which was never committed")
+        elif self.committed[version] != state:
+            self.violate(
+                f"{server.process} answers as version {version} with weights {state}; version {version} is "
+                f"{self.committed[version]}"
+            )
+
+    def version_committed(self, server: EngineServer, version: str, state: int | None) -> None:
+        """An engine calls its weights by a version."""
+        if state is None:
+            self.violate(f"{server.process} commits version {version} without all buckets")
+            return
+        self.is_started = True
+        self.served.add(state)
+        if self.committed.setdefault(version, state) != state:
+            self.violate(f"version {version} is of weights {self.committed[version]} and of weights {state}")
+
+    def digest(self, state: int, index: int) -> int:
+        """Return the digest of a bucket."""
+        return ((state + 1) * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03) & MASK
+
+    def samples_of(self, batch: Any) -> list[Any]:
+        """Return what a rank trains on."""
+        logs = batch.rollout_log_probs if hasattr(batch, "rollout_log_probs") else batch["rollout_log_probs"]
+        get = (lambda name: getattr(batch, name)) if hasattr(batch, "tokens") else batch.__getitem__
+        rows = zip(get("sample_indices"), get("tokens"), logs, strict=True)
+        return [
+            (int(i), tuple(map(int, t)), tuple(round(-float(p) / LOG_PROB_UNIT) - 1 for p in row))
+            for i, t, row in rows
+        ]
+
+    def trained(self, parent: int, rollout_id: int, samples: list[Any], *, is_main: bool) -> int:
+        """Return the state after training on these samples."""
+        key = tuple(sorted((index, tokens) for index, tokens, _ in samples))
+        state = State(parent, rollout_id, key)
+        number = self._numbers.get(state)
+        if number is None:
+            number = self._numbers[state] = len(self.states)
+            self.states.append(state)
+        if is_main:
+            self.note(f"trained on rollout {rollout_id}: weights {parent} become {number}")
+            before = self.states[parent]
+            if (before.rollout_id if before else -1) != rollout_id - 1:
+                self.violate(f"rollout {rollout_id} is trained on weights of rollout {before and before.rollout_id}")
+            known = self.served
+            for index, tokens, drawn_by in samples:
+                if not set(drawn_by) <= known:
+                    self.violate(f"sample {index} has tokens of weights {set(drawn_by) - known}, never committed")
+                if self.setup.is_strict and set(drawn_by) != {parent}:
+                    self.violate(
+                        f"rollout {rollout_id}: sample {index} was drawn with weights {sorted(set(drawn_by))}, and "
+                        f"is trained on {parent}"
+                    )
+                prompt, length = split_prompt(tokens)
+                if length != len(drawn_by):
+                    self.violate(f"sample {index} has {length} response tokens and {len(drawn_by)} log-probs")
+                base = self.script.tokens_of(_Asked(prompt, self.seed_of(index)), 0, length)  # type: ignore[arg-type]
+                if list(tokens[len(prompt) :]) != base:
+                    self.violate(f"sample {index} has tokens that no engine drew for it")
+        return number
+
+    def seed_of(self, index: int) -> int:
+        """Return the sampling seed of a sample."""
+        return 42 + index % self.setup.samples_per_prompt
+
+    # Lives
+
+    def run(self) -> Outcome:
+        """Run the command again and again until it ends well."""
+        is_done = False
+        for fault in self.faults:
+            if not fault.site:
+                self.kernel.call_later(fault.at_s, functools.partial(self.strike, fault, None))
+        while not is_done and not self.violations:
+            self.num_lives += 1
+            if self.num_lives > 2 * len(self.faults) + 12:
+                self.violate(f"the command failed {self.num_lives - 1} times with {len(self.faults)} faults")
+                break
+            is_done = self._live()
+        if is_done and not self.violations:
+            self._check_end()
+        return Outcome(
+            self.violations, self.story, self.sites, self.num_lives, self.kernel.now_s, self.kernel.num_events,
+            len(self.fired),
+        )  # fmt: skip
+
+    def _live(self) -> bool:
+        kernel = self.kernel
+        began_s = kernel.now_s
+        lasting = [fault for fault, until_s in self.fired if until_s > began_s and fault.kind != "slow"]
+        self.committed = {}
+        self.last_error, self.fired_in_life, self.is_started = None, lasting, False
+        self.had_early_fault = any(fault.kind != "clock" for fault in lasting)
+        kernel.horizon_s = began_s + LIFE_HORIZON_S
+        driver = Process(kernel, "driver" if self.num_lives == 1 else f"driver#{self.num_lives}")
+        self.cluster.roles[driver] = "driver"
+        codes: list[Any] = []
+        self.note(f"the command is given (time {self.num_lives})")
+
+        def drive() -> None:
+            try:
+                job.run((train_async if self.setup.is_async else train).train)
+            except SystemExit as end:
+                codes.append(end.code)
+            driver.kill()
+
+        kernel.spawn(driver, drive, "main")
+        try:
+            kernel.run(until=lambda: not driver.is_alive)
+        except StuckError as error:
+            self.violate(f"a wait does not end: {error}")
+            return False
+        except AssertionError as error:
+            self.violate("".join(traceback.format_exception(error)) if DEBUG else f"{type(error).__name__}: {error}")
+            return False
+        code = codes[0] if codes else -9
+        error = self.last_error
+        self.note(f"the command ended with {code}" + (f": {type(error).__name__}: {error}" if error else ""))
+        is_excused = self.had_early_fault or any(EXCUSES(fault, self.setup) for fault in self.fired_in_life)
+        if code not in (0, -9) and not is_excused:
+            self.violate(f"the run ended ({type(error).__name__}: {error}) though only {self.fired_in_life} happened")
+        self._check_checkpoint()
+        self._pass_time(ORPHANS_AFTER_S)
+        for process in kernel.processes:
+            if process.is_alive:
+                self.violate(f"{process} is still there {ORPHANS_AFTER_S:.0f} s after the end of its job")
+        kernel.processes.clear()
+        if code:  # somebody gives the command again once what lasts is over
+            rest_s = max((until_s for _, until_s in self.fired), default=0.0) - kernel.now_s
+            if rest_s > 0 and kernel.rng("patience").random() < 0.7:
+                self._pass_time(rest_s)
+        return code == 0
+
+    def _pass_time(self, seconds: float) -> None:
+        kernel, ends_s = self.kernel, self.kernel.now_s + seconds
+        kernel.call_later(seconds, lambda: None)
+        kernel.run(until=lambda: kernel.now_s >= ends_s)
+
+    def make_args(self) -> Namespace:
+        """Return the flags of the command, as of now."""
+        args = copy.copy(base_args(self.setup))
+        save = str(self.folder / "save")
+        prompts = self.folder / "prompts.jsonl"
+        if not prompts.exists():
+            rows = [json.dumps({"prompt": f"p{k:03}", "label": "x"}) for k in range(NUM_PROMPTS)]
+            prompts.write_text("\n".join(rows) + "\n")
+        args.save = args.load = save
+        args.prompt_data = str(prompts)
+        derive_starting_point(args)
+        if has_finished_save(args.load):
+            inspect_checkpoint(args.load, "--load")
+        return args
+
+    # What must hold
+
+    def _check_checkpoint(self) -> None:
+        """The checkpoint that counts is whole, at every end of a life."""
+        root = self.folder / "save"
+        if not (root / TRACKER).exists():
+            return
+        iteration = int((root / TRACKER).read_text())
+        folder = root / f"iter_{iteration:07d}"
+        try:
+            for rank in range(self.setup.trainer_ranks):
+                json.loads((folder / f"__{rank}_0.distcp").read_bytes())
+            if not (folder / "metadata.json").exists():
+                raise FileNotFoundError("metadata.json")
+            read_state(root / "rollout" / f"global_dataset_state_dict_{iteration}.pt", what="position")
+            read_state(position_path(str(root), iteration), what="ledger position")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint is of no use
+            self.violate(f"the checkpoint of rollout {iteration} cannot be loaded: {type(error).__name__}: {error}")
+
+    def _check_end(self) -> None:
+        """Every rollout was trained once, in order, no sample twice, and no prompt is lost."""
+        setup, root = self.setup, self.folder / "save"
+        last = setup.num_rollout - 1
+        if int((root / TRACKER).read_text()) != last:
+            self.violate(f"the last checkpoint is of rollout {(root / TRACKER).read_text()}, not of {last}")
+            return
+        number = json.loads((root / f"iter_{last:07d}" / "__0_0.distcp").read_bytes())["state"]
+        chain: list[State] = []
+        while (state := self.states[number]) is not None:
+            chain.append(state)
+            number = state.parent
+        chain.reverse()
+        if [state.rollout_id for state in chain] != list(range(setup.num_rollout)):
+            self.violate(f"trained were the rollouts {[state.rollout_id for state in chain]}")
+        indices = Counter(index for state in chain for index, _ in state.samples)
+        if twice := [index for index, count in indices.items() if count > 1]:
+            self.violate(f"samples {twice[:8]} were trained twice")
+        groups = {index // setup.samples_per_prompt for index in indices}
+        if len(indices) != len(groups) * setup.samples_per_prompt or len(groups) != setup.num_rollout * setup.batch:
+            self.violate(f"{len(indices)} samples of {len(groups)} groups were trained")
+        if setup.is_exact and groups != set(range(setup.num_rollout * setup.batch)):
+            self.violate(f"trained were the groups {sorted(groups)}")
+        position = read_state(root / "rollout" / f"global_dataset_state_dict_{last}.pt", what="position")
+        ledger = read_state(position_path(str(root), last), what="ledger position")
+        held = {first_index(g) for g in groups_from_state(position.get("buffer") or []) if g}
+        held |= {first_index(g) for g in groups_from_state(ledger["open"]) if g}
+        held_groups = {index // setup.samples_per_prompt for index in held}
+        if both := held_groups & groups:
+            self.violate(f"groups {sorted(both)[:8]} were trained and are to be drawn again")
+        if not setup.discards:
+            issued = set(range(position["sample_group_index"]))
+            lost = {g for g in issued - groups - held_groups if not is_dull(g)}
+            if setup.is_filtered:
+                pass
+            else:
+                lost = issued - groups - held_groups
+            if lost:
+                self.violate(f"the prompts of groups {sorted(lost)[:8]} are lost")
+
+
+@dataclass
+class _Asked:
+    prompt: tuple[int, ...]
+    seed: int
