@@ -46,7 +46,7 @@ END_ADVICE = {
 
 
 def memory_timeout_s(args: Namespace) -> float:
-    """Return the deadline for whoever has the manager offload or onload: restarts that it waits for, then the answers."""
+    """Return the deadline of whoever has the manager offload or onload: restarts that it waits for, then answers."""
     return 2 * args.engine_start_timeout_s + args.weight_update_timeout_s + DEADLINE_MARGIN_S
 
 

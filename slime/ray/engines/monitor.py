@@ -96,8 +96,8 @@ class HealthMonitor:
         """Probe every serving engine at once, so that a slow one does not delay the verdict on the others.
 
         A new engine that waits for its weights, or takes them, answers nothing, rightly: the push has deadlines of its
-        own, and its death is noticed without asking.  A probe that reached one behind the order to give its memory away
-        would kill it.
+        own, and its death is noticed without asking.  A probe that reached one behind the order to give its memory
+        away would kill it.
         """
         with self._sending:
             asked = {
