@@ -25,7 +25,7 @@ from slime.rollout.tools import toolbox
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, call_plugin
-from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.processing_utils import load_processor, load_tokenizer, media_of
 from slime.utils.types import Sample
 
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first", "state_path"]
@@ -127,7 +127,8 @@ class RolloutDataSource(DataSource):
     def _new_group(self, row: Sample) -> list[Sample]:
         group = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(row)
+            # Siblings share the pictures themselves, which nobody changes.
+            sample = copy.deepcopy(row, {id(item): item for item in media_of(row)})
             sample.group_index = self.sample_group_index
             sample.index = self.sample_index
             self.sample_index += 1

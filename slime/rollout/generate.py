@@ -20,7 +20,12 @@ from slime.rollout.direct_workers import post_to_worker, router_would_drop
 from slime.utils.answer_checks import problem_with_answer
 from slime.utils.errors import DataError, EngineError, ProcessError
 from slime.utils.http_utils import post
-from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
+from slime.utils.processing_utils import (
+    build_processor_kwargs,
+    compact_pixels,
+    encode_image_for_rollout_engine,
+    media_of,
+)
 from slime.utils.sglang_meta import decode_generate_answer, read_output_tokens
 from slime.utils.types import Sample
 
@@ -28,6 +33,12 @@ logger = logging.getLogger(__name__)
 
 BAD_ANSWER_WAIT_S = 2.0
 """Between an answer that cannot be used and the next try."""
+
+
+MAX_PROCESSED = 64
+"""Prompts whose images stay processed, for siblings that are asked next."""
+_PROCESSED: dict[tuple[Any, ...], tuple[list[Any], list[int], dict[str, Any]]] = {}
+"""(prompt, identities of its pictures) -> (the pictures, which keeps the identities theirs; ids; train inputs)."""
 
 
 def _prepare_prompt_ids(
@@ -47,14 +58,25 @@ def _prepare_prompt_ids(
             "Pass --apply-chat-template, or render the messages in --custom-generate-function-path."
         )
     if processor is not None and sample.multimodal_inputs:
-        outputs = processor(text=sample.prompt, **build_processor_kwargs(sample.multimodal_inputs))
-        prompt_ids = _first_row(outputs["input_ids"])
-        train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
-        sample.multimodal_train_inputs = train_inputs or None
+        prompt_ids, sample.multimodal_train_inputs = _processed(sample, processor)
     else:
         prompt_ids = encode(sample.prompt) if encode else tokenizer.encode(sample.prompt, add_special_tokens=False)
     response_ids = sample.tokens[len(sample.tokens) - sample.response_length :]
     return list(prompt_ids) + list(response_ids)
+
+
+def _processed(sample: Sample, processor: Any) -> tuple[list[int], dict[str, Any] | None]:
+    """Return a multimodal prompt's ids, and what the trainer gets: tensors that siblings share, computed once."""
+    media = media_of(sample)
+    key = (str(sample.prompt), *map(id, media))
+    if key not in _PROCESSED:
+        outputs = processor(text=sample.prompt, **build_processor_kwargs(sample.multimodal_inputs))
+        train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
+        _PROCESSED[key] = (media, _first_row(outputs["input_ids"]), compact_pixels(train_inputs, processor))
+        if len(_PROCESSED) > MAX_PROCESSED:
+            del _PROCESSED[next(iter(_PROCESSED))]
+    _, prompt_ids, train_inputs = _PROCESSED[key]
+    return prompt_ids, dict(train_inputs) or None
 
 
 def _first_row(input_ids: Any) -> list[int]:
@@ -63,13 +85,25 @@ def _first_row(input_ids: Any) -> list[int]:
     return list(rows[0]) if rows and isinstance(rows[0], list) else rows
 
 
-def _payload(config: RolloutConfig, sample: Sample, input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+def _payload(
+    config: RolloutConfig, sample: Sample, input_ids: list[int], params: dict[str, Any], image_token: int | None = None
+) -> dict[str, Any]:
+    """Return the request's body.  Where ``image_token`` is known, ids keep the tokens as drawn; one stands for each
+    image, which the engine's processor puts in its place.
+    """
     payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
     if config.use_rollout_routing_replay:
         payload["return_routed_experts"] = True
     images = (sample.multimodal_inputs or {}).get("images")
     if images:
-        payload["text"] = f"{sample.prompt}{sample.response}"
+        if image_token is None:
+            payload["text"] = f"{sample.prompt}{sample.response}"
+        else:
+            payload["input_ids"] = [
+                token
+                for token, before in zip(input_ids, [None, *input_ids[:-1]], strict=True)
+                if not token == before == image_token
+            ]
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     else:
         payload["input_ids"] = input_ids
@@ -100,7 +134,7 @@ def request_payload(
         if params["max_new_tokens"] <= 0:
             sample.status = Sample.Status.TRUNCATED
             return None
-    return _payload(config, sample, input_ids, params)
+    return _payload(config, sample, input_ids, params, getattr(state.processor, "image_token_id", None))
 
 
 async def answer_sample(context: RolloutContext, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -120,8 +154,20 @@ async def answer_sample(context: RolloutContext, sample: Sample, sampling_params
         logger.warning("Sample %s lost its engine during the abort; it keeps its earlier tokens.", sample.index)
         sample.status = Sample.Status.ABORTED
         return sample
+    _check_images(sample, payload, output["meta_info"])
     append_checked(context.args, sample, output)
     return sample
+
+
+def _check_images(sample: Sample, payload: dict[str, Any], meta_info: dict[str, Any]) -> None:
+    """Raise DataError where the engine made another number of tokens of the images than the trainer will read."""
+    counted, was_aborted = meta_info.get("prompt_tokens"), meta_info["finish_reason"].get("type") == "abort"
+    if payload.get("image_data") and counted and counted != len(sample.tokens) and not was_aborted:
+        raise DataError(
+            f"Sample {sample.index} with {len(payload['image_data'])} images has {len(sample.tokens)} tokens, and "
+            f"{counted} in the engine: its processor makes images of another size. Both read the processor's files in "
+            "--hf-checkpoint; look at SGLANG_IMAGE_MAX_PIXELS, and at the size of the images."
+        )
 
 
 async def _ask(

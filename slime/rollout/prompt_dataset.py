@@ -19,7 +19,7 @@ from slime.rollout.prompt_checks import check_grader, check_label, check_prompt,
 from slime.rollout.prompt_files import checked_file, parquet_columns, read_rows
 from slime.rollout.prompt_template import TemplateCheck, as_messages, insert_multimodal, map_with_deadline, render
 from slime.utils.errors import DataError
-from slime.utils.processing_utils import build_processor_kwargs, process_vision_info
+from slime.utils.processing_utils import build_processor_kwargs, image_sources, open_image, process_vision_info
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def check_prompt_file(
     if file.suffix == ".parquet":
         first, unseen = parquet_columns(file), {}
         _check_keys(first, {**required, **(some_keys or {})}, f"{file} (its columns)")
-        columns |= set((multimodal_keys or {}).values()) if template is not None else set()
+        columns |= set((multimodal_keys or {}).values())
     num_rows = 0
     for where, row in read_rows(path, flag, columns=columns):
         _check_keys(row, required, where)
@@ -78,6 +78,8 @@ def check_prompt_file(
             check_grader(metadata, where, rm_types)
         if label_key:
             check_label(row[label_key], where, f"{label_key} ({label_flag})", metadata.get("rm_type") or grader)
+        if multimodal_keys and multimodal_keys.values() & row.keys():
+            _check_images(_normalised_prompt(row, input_key, multimodal_keys, True, where), where)
         if template is not None and template.needs(row[input_key]):
             template.add(_normalised_prompt(row, input_key, multimodal_keys, True, where), tools, where)
         unseen = {key: name for key, name in unseen.items() if key not in row}
@@ -153,7 +155,7 @@ class Dataset:
             check_label(label, where, f"{label_key} (--label-key)")
             sample = Sample(
                 prompt=rendered,
-                multimodal_inputs=_multimodal_inputs(prompt, processor),
+                multimodal_inputs=_multimodal_inputs(prompt, processor, where),
                 apply_chat_template_kwargs=dict(template_kwargs),
                 label=label,
                 metadata=metadata,
@@ -216,11 +218,29 @@ def _digest(prompt: Any, label: Any) -> int:
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
-def _multimodal_inputs(prompt: Any, processor: Any) -> dict[str, Any] | None:
+def _check_images(prompt: list[dict[str, Any]], where: str) -> None:
+    """Decode the images of a row that are at hand; those behind URLs are fetched when the job reads its data.
+
+    Raises:
+        DataError: one of them cannot be used; it names the row.
+    """
+    for source in image_sources(prompt):
+        if str(source)[:8].lower().startswith(("http://", "https://")):
+            continue
+        try:
+            open_image(source)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+
+def _multimodal_inputs(prompt: Any, processor: Any, where: str) -> dict[str, Any] | None:
     """Return images and videos of a prompt; None for a text model or a prompt of text only."""
     if processor is None or not isinstance(prompt, list):
         return None
-    found = process_vision_info(prompt, processor)
+    try:
+        found = process_vision_info(prompt, processor)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
     return found if any(found.values()) else None
 
 

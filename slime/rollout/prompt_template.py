@@ -162,7 +162,7 @@ def insert_multimodal(
 
     Returns:
         New messages.  ``"a <image> b"`` becomes ``[{"type": "text", "text": "a "}, {"type": "image", "image": item},
-        {"type": "text", "text": " b"}]``; items that are dicts are taken as they are.
+        {"type": "text", "text": " b"}]``; items that are dicts with a type are taken as they are.
     """
     kinds = {}
     waiting: dict[str, list[Any]] = {}
@@ -185,7 +185,7 @@ def insert_multimodal(
         if not waiting[kind]:
             raise DataError(f"{where}: the prompt has more {piece} than the row has items of kind {kind}.")
         item = waiting[kind].pop(0)
-        return item if isinstance(item, dict) else {"type": kind, kind: item}
+        return item if isinstance(item, dict) and "type" in item else {"type": kind, kind: item}
 
     filled = []
     for message in messages:

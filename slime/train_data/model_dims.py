@@ -38,6 +38,9 @@ class ModelDims:
     """Parameters of each layer that only its family has, and no other field describes; whole on every rank."""
     own_activations: int = 0
     """Elements of each token that each layer keeps for them until the backward pass, whole on every rank."""
+    tower_parameters: int = 0
+    """Of a vision tower beside the layers, which the first pipeline stage has, whole on every rank."""
+    trains_tower: bool = False
     learned_positions: int = 0
     """Rows of a learned position embedding."""
 

@@ -99,7 +99,9 @@ def _problem_with_counts(
             f"meta_info['completion_tokens'] is {_shown(completion)}, and output_token_logprobs has {num_tokens} "
             "entries; there must be one for each token."
         )
-    input_ids, prompt = payload.get("input_ids"), meta.get("prompt_tokens")
+    # One of the ids stands for all tokens of an image.
+    input_ids = None if payload.get("image_data") else payload.get("input_ids")
+    prompt = meta.get("prompt_tokens")
     if is_counted and input_ids is not None and prompt is not None and prompt != len(input_ids):
         return f"meta_info['prompt_tokens'] is {_shown(prompt)}; the request has {len(input_ids)} input_ids."
     ids = output.get("output_ids")

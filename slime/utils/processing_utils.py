@@ -7,19 +7,36 @@ from __future__ import annotations
 
 import base64
 import functools
+import http.client
 import importlib.util
 import io
+import ipaddress
 import logging
+import socket
+import struct
 import sys
-from collections.abc import Sequence
+import time
+import urllib.parse
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PATCH_SIZE = 14
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Others of PIL's run programs, or are rare and old."""
+MAX_IMAGE_PIXELS = 1 << 26
+MAX_IMAGE_BYTES = 1 << 26
+IMAGE_TIMEOUT_S = 20.0
+MAX_PATH = 4096
+"""Characters of a path; a longer text is base64."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -123,52 +140,204 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str
     return kwargs
 
 
+def compact_pixels(inputs: dict[str, Any], processor: Any) -> dict[str, Any]:
+    """Return a processor's outputs with ``pixel_values`` as bytes, a quarter of the memory, where that loses nothing.
+
+    Beside them is ``pixel_range``, what :func:`full_pixels` needs.  Pixels that are no bytes shifted and scaled, all
+    channels alike, stay as they are.
+    """
+    import torch
+
+    pixels, images = inputs.get("pixel_values"), getattr(processor, "image_processor", None)
+    mean, std = (set(getattr(images, name, None) or ()) for name in ("image_mean", "image_std"))
+    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point() or len(mean) != 1 or len(std) != 1:
+        return inputs
+    unit = 1.0 / (getattr(images, "rescale_factor", None) or 1 / 255)
+    limits = torch.tensor([mean.pop() * unit, std.pop() * unit])
+    whole = (pixels * limits[1] + limits[0]).round().clamp(0, 255).to(torch.uint8)
+    small = {**inputs, "pixel_values": whole, "pixel_range": limits}
+    return small if torch.equal(full_pixels(small), pixels) else inputs
+
+
+def full_pixels(inputs: Mapping[str, Any], device: Any = None) -> Any:
+    """Return ``pixel_values`` as the processor gave them, on ``device``."""
+    pixels = inputs["pixel_values"].to(device)
+    if "pixel_range" not in inputs:
+        return pixels
+    shift, scale = inputs["pixel_range"].tolist()
+    return pixels.float().sub_(shift).div_(scale)
+
+
 def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dict[str, Any]:
     """Return ``{"images": [...] | None, "videos": [...] | None}`` found in chat messages, in order.
 
-    Uses qwen_vl_utils where it is installed (it also resizes images to multiples of the patch size); without it
-    images are opened as they are and videos are refused.
+    qwen_vl_utils, where it is installed, resizes images to multiples of the patch size, and reads videos, which are
+    refused without it.
+
+    Raises:
+        DataError: an image cannot be used, see :func:`open_image`.
     """
+    opened = [_with_open_images(message) for message in prompt]
+    parts = [part for message in opened for part in _parts_of(message)]
+    has_video = any(part.get("type") == "video" for part in parts)
     try:
         from qwen_vl_utils import process_vision_info as qwen_process_vision_info
     except ImportError:
-        return _open_images(prompt)
+        if has_video:
+            raise DataError("A prompt holds a video; reading videos needs the package qwen_vl_utils.") from None
+        return {"images": [part["image"] for part in parts if part.get("type") == "image"] or None, "videos": None}
     image_processor = getattr(processor, "image_processor", None)
     patch_size = getattr(image_processor, "patch_size", None) or DEFAULT_PATCH_SIZE
-    images, videos = qwen_process_vision_info(prompt, image_patch_size=patch_size)
+    images, videos = qwen_process_vision_info(opened, image_patch_size=patch_size)
     return {"images": images, "videos": videos}
 
 
-def _open_images(prompt: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    images = []
-    for message in prompt:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            if part.get("type") == "video":
-                raise DataError("A prompt holds a video; reading videos needs the package qwen_vl_utils.")
-            if part.get("type") in ("image", "image_url"):
-                images.append(_open_image(part.get("image", part.get("image_url"))))
-    return {"images": images or None, "videos": None}
+def _parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
-def _open_image(source: Any) -> Any:
-    """Return a PIL image in RGB from a path, a ``data:`` or ``file:`` URL, bytes, ``{"bytes": ...}`` or an image."""
+def media_of(sample: Sample) -> list[Any]:
+    """Return the pictures and videos of a sample, in order."""
+    lists = (sample.multimodal_inputs or {}).values()
+    return [item for items in lists if isinstance(items, (list, tuple)) for item in items]
+
+
+def image_sources(prompt: Sequence[dict[str, Any]]) -> list[Any]:
+    """Return what chat messages name as images, in order: paths, URLs, bytes."""
+    return [_source(part) for message in prompt for part in _parts_of(message) if _is_image(part)]
+
+
+def _is_image(part: dict[str, Any]) -> bool:
+    return part.get("type") in ("image", "image_url")
+
+
+def _source(part: dict[str, Any]) -> Any:
+    return part.get("image", part.get("image_url"))
+
+
+def _with_open_images(message: dict[str, Any]) -> dict[str, Any]:
+    if not any(map(_is_image, _parts_of(message))):
+        return message
+    parts = [
+        {**part, "type": "image", "image": open_image(_source(part))}
+        if isinstance(part, dict) and _is_image(part)
+        else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def open_image(source: Any) -> Any:
+    """Return a PIL image in RGB, decoded.
+
+    Args:
+        source: a path, a ``file:``, ``data:``, ``http:`` or ``https:`` URL, bytes, base64, an image, or a dict with
+            one of these under ``bytes``, ``path`` or ``url``.
+
+    Raises:
+        DataError: it cannot be read, is damaged or cut off, of an unknown format, animated, in CMYK, or too large.
+    """
     from PIL import Image
 
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path") or source.get("url")
     if isinstance(source, Image.Image):
         return source.convert("RGB")
-    if isinstance(source, str) and source.startswith("data:"):
-        source = base64.b64decode(source.partition(",")[2])
+    name, data = _image_data(source)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+            if image.width * image.height > MAX_IMAGE_PIXELS:
+                raise DataError(
+                    f"The image {name} of a prompt has {image.width} x {image.height} pixels; {MAX_IMAGE_PIXELS} are "
+                    "allowed. Make it smaller."
+                )
+            frames = getattr(image, "n_frames", 1)
+            if frames != 1 or image.mode == "CMYK":
+                what = f"has {frames} frames" if frames != 1 else "is in CMYK"
+                raise DataError(f"The image {name} of a prompt {what}; save it as one picture in RGB.")
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error, OverflowError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"The image {name} of a prompt cannot be decoded: {error}. Is it whole?") from error
+    except Image.DecompressionBombError as error:
+        raise DataError(f"The image {name} of a prompt is too large: {error}") from error
+
+
+def _image_data(source: Any) -> tuple[str, bytes]:
+    """Return a name for messages, and the bytes of the file."""
     if isinstance(source, (bytes, bytearray)):
-        return Image.open(io.BytesIO(source)).convert("RGB")
-    if isinstance(source, str) and not source.startswith(("http://", "https://")):
+        return f"({len(source)} bytes)", bytes(source)
+    if not isinstance(source, str):
+        raise DataError(f"An image of a prompt is {str(source)[:80]!r}; it must be a path, a URL, bytes or base64.")
+    name = repr(source[:80])
+    if source.startswith(("http://", "https://")):
+        return name, _fetched(source)
+    is_url = source.startswith("data:")
+    if is_url or (len(source) > MAX_PATH and not source.startswith("file://")):
         try:
-            return Image.open(source.removeprefix("file://")).convert("RGB")
-        except OSError as error:
-            raise DataError(f"The image {source!r} of a prompt cannot be opened: {error}.") from error
-    raise DataError(f"An image of a prompt is {str(source)[:80]!r}; it must be a local path, bytes or a data: URL.")
+            return name, base64.b64decode(source.partition(",")[2] if is_url else source, validate=True)
+        except ValueError as error:
+            raise DataError(f"The image {name} of a prompt is no base64: {error}.") from error
+    path = Path(source.removeprefix("file://"))
+    try:
+        if path.stat().st_size > MAX_IMAGE_BYTES:
+            raise DataError(
+                f"The image {name} of a prompt has {path.stat().st_size} bytes; {MAX_IMAGE_BYTES} are allowed."
+            )
+        return name, path.read_bytes()
+    except OSError as error:
+        raise DataError(f"The image {name} of a prompt cannot be opened: {error}.") from error
+
+
+def _fetched(url: str) -> bytes:
+    """Return what a web server sends for ``url``; redirections are not followed.
+
+    Raises:
+        DataError: the host is, or resolves to, an address that is not public; or it sends an error, too much, or
+            nothing in time.
+    """
+    parts = urllib.parse.urlsplit(url)
+    connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    deadline_s = time.monotonic() + IMAGE_TIMEOUT_S
+    try:
+        connection = connection_class(parts.hostname or "", parts.port, timeout=IMAGE_TIMEOUT_S)
+        # Connected to the address that was looked at: a second look-up may give another one.
+        setattr(connection, "_create_connection", _public_connection)  # noqa: B010
+        with closing(connection):
+            connection.request("GET", parts._replace(scheme="", netloc="", fragment="").geturl() or "/")
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                raise DataError(f"The image {url[:200]!r} of a prompt: the server answers {answer.status}.")
+            data = bytearray()
+            while chunk := answer.read1(1 << 16):
+                data += chunk
+                if len(data) > MAX_IMAGE_BYTES or time.monotonic() > deadline_s:
+                    raise DataError(
+                        f"The image {url[:200]!r} of a prompt: {len(data)} bytes so far; {MAX_IMAGE_BYTES} in "
+                        f"{IMAGE_TIMEOUT_S:.0f} s are allowed."
+                    )
+            return bytes(data)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"The image {url[:200]!r} of a prompt cannot be fetched: {error!r}.") from error
+
+
+def _public_connection(address: tuple[str, int], *others: Any) -> socket.socket:
+    """Connect as ``socket.create_connection`` does, to public addresses alone."""
+    host, port = address
+    found = [entry[4] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    for place in found:
+        if not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_global:
+            raise DataError(
+                f"The image URL of a prompt leads to {place[0]} ({host}), which is not a public address. Give images "
+                "of this network as files or bytes."
+            )
+    return socket.create_connection((str(found[0][0]), port), timeout=IMAGE_TIMEOUT_S)
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:

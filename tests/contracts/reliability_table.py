@@ -801,6 +801,17 @@ EDGES: tuple[Edge, ...] = (
     # Data on disk
     Edge(
         area=DATA,
+        waits="Rollout manager for an image behind a URL",
+        code=("slime.utils.processing_utils._fetched",),
+        bounds=("slime.utils.processing_utils.IMAGE_TIMEOUT_S",),
+        deadline="for the connection, for each part, and for all of them",
+        raises="DataError",
+        log="rollout manager, with the row and the URL",
+        outcome="the run does not start",
+        tests=("tests/unit/utils/test_processing_utils.py::test_what_a_server_sends_is_bounded_and_checked",),
+    ),
+    Edge(
+        area=DATA,
         waits="Ledger for its disk (full, read-only, slow)",
         code=("slime.rollout.ledger.segments.JournalWriter", "slime.rollout.ledger.ledger.Ledger"),
         bounds=("--rollout-ledger-timeout-s",),

@@ -43,6 +43,7 @@ SERVED = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen3_vl",
     "gemma3",
     "gpt_oss",
 )

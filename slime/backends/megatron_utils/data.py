@@ -27,6 +27,7 @@ from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.train_data.split import sample_name
 from slime.utils.errors import DataError
+from slime.utils.processing_utils import full_pixels
 
 PER_TOKEN_COLUMNS = frozenset(
     name
@@ -225,7 +226,9 @@ def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
     inputs = batch.get("multimodal_train_inputs")
     multimodal: dict[str, Any] = {}
     if inputs and args.custom_model_provider_path:
-        for name in dict.fromkeys(name for sample in inputs for name in sample or ()):
+        for name in dict.fromkeys(name for sample in inputs for name in sample or () if name != "pixel_range"):
+            if name == "pixel_values":
+                inputs = [sample and {**sample, name: full_pixels(sample)} for sample in inputs]
             joined = torch.cat([sample[name] for sample in inputs if sample and name in sample])
             multimodal[name] = joined.to(batch["tokens"].device)
     elif inputs:

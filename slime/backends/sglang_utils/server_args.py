@@ -132,6 +132,8 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
         "skip_server_warmup": True,
         "enable_draft_weights_cpu_backup": True,
         "enable_metrics": True,
+        # Of a vision tower's positions, as transformers and the trainer have it.
+        "enable_precise_embedding_interpolation": True,
     }
     if place.worker_type == "prefill":
         decided |= {

@@ -10,7 +10,7 @@ import pytest
 
 from slime.rollout import direct_workers, sglang_rollout
 from slime.rollout.config import rollout_config
-from slime.rollout.generate import _payload, _prepare_prompt_ids, append_output
+from slime.rollout.generate import _check_images, _payload, _prepare_prompt_ids, append_output
 from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, EngineError, HookError
@@ -112,6 +112,46 @@ def test_a_multimodal_prompt_goes_through_the_processor_and_keeps_its_pixels():
     assert sample.multimodal_train_inputs == {"pixel_values": "pixels"}
     sample.tokens, sample.response_length, sample.multimodal_train_inputs = [7, 7, 97, 1000], 1, None
     assert _prepare_prompt_ids(sample, FakeTokenizer(), FakeProcessor()) == [7, 7, 97, 1000]
+
+
+def test_ids_go_with_one_token_for_each_image_where_it_is_known(monkeypatch):
+    monkeypatch.setattr("slime.rollout.generate.encode_image_for_rollout_engine", lambda image: image)
+    sample = Sample(prompt="a", multimodal_inputs={"images": ["x", "y"]})
+    payload = _payload(
+        rollout_config(Namespace(use_rollout_routing_replay=False)),
+        sample,
+        [7, 9, 9, 9, 8, 7, 9, 8, 8, 5],
+        {},
+        image_token=9,
+    )
+    assert payload["input_ids"] == [7, 9, 8, 7, 9, 8, 8, 5]
+    assert payload["image_data"] == ["x", "y"] and "text" not in payload
+
+
+def test_an_engine_that_counts_other_tokens_for_images_is_refused():
+    sample = Sample(tokens=[1, 9, 9, 2], multimodal_inputs={"images": ["x"]})
+    stop, abort = {"type": "stop"}, {"type": "abort"}
+    _check_images(sample, {"image_data": ["x"]}, {"prompt_tokens": 4, "finish_reason": stop})
+    _check_images(sample, {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": abort})
+    _check_images(sample, {"input_ids": [1]}, {"prompt_tokens": 3, "finish_reason": stop})
+    with pytest.raises(DataError, match="with 1 images has 4 tokens, and 3 in the engine.*SGLANG_IMAGE_MAX_PIXELS"):
+        _check_images(sample, {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": stop})
+
+
+def test_siblings_share_the_pixels_of_one_run_of_the_processor():
+    calls = []
+
+    class Counting(FakeProcessor):
+        def __call__(self, text: str, **kwargs: Any) -> dict[str, Any]:
+            calls.append(text)
+            return super().__call__(text, **kwargs)
+
+    images = ["img"]
+    samples = [Sample(prompt=prompt, multimodal_inputs={"images": list(images)}) for prompt in ("one", "one", "other")]
+    ids = [_prepare_prompt_ids(sample, FakeTokenizer(), Counting()) for sample in samples]
+    assert calls == ["one", "other"] and ids[0] == ids[1] != ids[2]
+    first, second, _ = (sample.multimodal_train_inputs for sample in samples)
+    assert first["pixel_values"] is second["pixel_values"] and first is not second
 
 
 def test_messages_that_were_never_rendered_are_refused():

@@ -1,11 +1,13 @@
 """Prompt files: what is read, and what is said of bad ones."""
 
+import base64
 import json
 import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file
 from slime.rollout.prompt_files import read_file, split_path
@@ -243,3 +245,26 @@ def test_nested_columns_of_parquet_are_lists_and_dicts(tmp_path):
     [sample] = read(path).samples
     assert sample.prompt == messages
     assert sample.metadata == {"a": 1}
+
+
+def test_an_image_that_cannot_be_used_is_found_before_the_run_with_its_row(write, tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "x.png")
+    good, cut = (tmp_path / "x.png").read_bytes(), (tmp_path / "x.png").read_bytes()[:40]
+    keys = {"image": "images"}
+    text = base64.b64encode(good).decode()
+    sources = [str(tmp_path / "x.png"), f"data:image/png;base64,{text}", "http://127.0.0.1/never-asked.png"]
+    rows = [{"input": "<image>", "images": [source]} for source in sources]
+    assert check_prompt_file(write(*rows, {"input": "no image"}), "input", multimodal_keys=keys) == 4
+    with pytest.raises(DataError, match=r"line 2: The image 'no.png' of a prompt cannot be opened"):
+        check_prompt_file(write(rows[0], {"input": "<image>", "images": ["no.png"]}), "input", multimodal_keys=keys)
+
+    path = tmp_path / "data.parquet"
+    images = [[{"bytes": good, "path": None}], [{"bytes": cut, "path": None}]]
+    pq.write_table(pa.table({"input": ["a <image>"] * 2, "images": images}), path)
+    assert check_prompt_file(f"{path}@[0:1]", "input", multimodal_keys=keys) == 1
+    with pytest.raises(DataError, match=r"data.parquet.* 2: The image \(40 bytes\) of a prompt cannot be decoded"):
+        check_prompt_file(str(path), "input", multimodal_keys=keys)
+    [sample] = Dataset(f"{path}@[0:1]", None, object(), None, prompt_key="input", multimodal_keys=keys).samples
+    assert sample.multimodal_inputs["images"][0].size == (4, 4)
+    with pytest.raises(DataError, match=r"data.parquet.* 2: The image \(40 bytes\)"):
+        Dataset(str(path), None, object(), None, prompt_key="input", multimodal_keys=keys)

@@ -3,19 +3,26 @@
 import base64
 import io
 import json
+import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
-from slime.utils import env
+from slime.utils import env, processing_utils
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import (
     build_processor_kwargs,
+    compact_pixels,
     encode_image_for_rollout_engine,
+    full_pixels,
     load_processor,
     load_tokenizer,
+    open_image,
     process_vision_info,
 )
 from tests.contracts.source_tree import REPO
@@ -111,3 +118,103 @@ def test_code_of_a_folder_that_is_trusted_runs(folder_with_code, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder_with_code / "cache"))
     assert type(load_tokenizer(str(folder_with_code), trust_remote_code=True)).__name__ == "Own"
     assert (folder_with_code / "mark").exists()
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+def test_pixels_travel_as_bytes_where_nothing_is_lost():
+    mean, std, unit = [0.5] * 3, [0.5] * 3, 1 / 255
+    processor = SimpleNamespace(image_processor=SimpleNamespace(image_mean=mean, image_std=std, rescale_factor=unit))
+    whole = torch.arange(256).reshape(4, 64)
+    pixels = (whole - 127.5) / 127.5
+    small = compact_pixels({"pixel_values": pixels, "image_grid_thw": 1}, processor)
+    assert small["pixel_values"].dtype == torch.uint8 and torch.equal(small["pixel_values"], whole.byte())
+    assert torch.equal(full_pixels(small), pixels)
+    for other in (pixels + 1e-3, pixels * 1.5, whole, "pixels"):
+        assert compact_pixels({"pixel_values": other}, processor)["pixel_values"] is other
+    processor.image_processor.image_std = [0.5, 0.4, 0.5]
+    assert compact_pixels({"pixel_values": pixels}, processor)["pixel_values"] is pixels
+
+
+NOISE = Image.effect_noise((64, 48), 90)
+FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (b"", "cannot be decoded"),
+        (b"not an image", "cannot be decoded"),
+        (encoded(NOISE)[:-900], "cannot be decoded: .*Is it whole"),
+        (encoded(NOISE, "JPEG")[:-900], "cannot be decoded: .*Is it whole"),
+        (encoded(Image.new("1", (9_000, 9_000))), "has 9000 x 9000 pixels; 67108864 are allowed"),
+        (encoded(Image.new("1", (20_000, 20_000))), "is too large"),
+        (encoded(Image.new("CMYK", (4, 4)), "JPEG"), "is in CMYK; save it as one picture in RGB"),
+        (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "has 2 frames"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be decoded"),
+        ("data:image/png;base64,@@@", "is no base64"),
+        ("no/such.png", "'no/such.png' of a prompt cannot be opened"),
+        (7, "An image of a prompt is '7'; it must be"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_refused(source, message):
+    with pytest.raises(DataError, match=message):
+        open_image(source)
+
+
+def test_an_image_may_be_a_path_bytes_base64_or_a_dict(tmp_path):
+    data = encoded(NOISE)
+    (tmp_path / "x.png").write_bytes(data)
+    text = base64.b64encode(data).decode()
+    assert len(text) > 4096
+    for source in (
+        str(tmp_path / "x.png"),
+        data,
+        text,
+        f"data:image/png;base64,{text}",
+        {"bytes": data, "path": None},
+    ):
+        image = open_image(source)
+        assert image.mode == "RGB" and image.size == (64, 48)
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "[::1]", "10.1.2.3", "192.168.0.1", "169.254.169.254", "0.0.0.0", "2130706433"]
+)
+def test_no_request_goes_to_an_address_that_is_not_public(host):
+    with pytest.raises(DataError, match="is not a public address|cannot be fetched"):
+        open_image(f"http://{host}:1/x.png")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n", "answers 404"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1/\r\nContent-Length: 0\r\n\r\n", "answers 302"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + bytes(300), "bytes so far; 100 in"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\nhalf", "cannot be decoded|cannot be fetched"),
+        (b"junk", "cannot be fetched"),
+    ],
+)
+def test_what_a_server_sends_is_bounded_and_checked(answer, message, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def serve() -> None:
+            with server.accept()[0] as client:
+                client.recv(4096)
+                client.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        monkeypatch.setattr(
+            processing_utils, "_public_connection", lambda address, *_: socket.create_connection(address, 5)
+        )
+        monkeypatch.setattr(processing_utils, "MAX_IMAGE_BYTES", 100)
+        with pytest.raises(DataError, match=message):
+            open_image(f"http://127.0.0.1:{port}/x.png?a=1")
+        thread.join(5)

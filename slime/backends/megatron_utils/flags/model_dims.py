@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slime.backends.megatron_utils.models import family_of_spec
+from slime.backends.megatron_utils.models import family_of, family_of_spec
 from slime.train_data.model_dims import AttentionKind, ModelDims
 
 
@@ -17,7 +17,8 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
     Args:
         args: flags of this run, or those stored in a checkpoint, perhaps by another program: what a family lacks may
             be absent, and then has the size that published models have.
-        hf_config: config.json, which alone tells the layers of sparse attention that choose keys.
+        hf_config: config.json, which alone tells the layers of sparse attention that choose keys, and the size of a
+            vision tower.
     """
     get = vars(args).get
     num_layers, heads = args.num_layers, args.num_attention_heads
@@ -57,7 +58,12 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
         num_mtp_layers=get("mtp_num_layers") or 0,
         trains_mtp=bool(get("enable_mtp_training")),
     )
-    return dims if family is None else replace(dims, **family.dims(args, hf_config))
+    dims = dims if family is None else replace(dims, **family.dims(args, hf_config))
+    seeing = family_of(hf_config) if hf_config and hf_config.get("vision_config") else None
+    if hf_config and seeing is not None and seeing.tower_parameters is not None:
+        tower = seeing.tower_parameters(hf_config["vision_config"])
+        dims = replace(dims, tower_parameters=tower, trains_tower=bool(get("train_vision_tower")))
+    return dims
 
 
 def _expert_sizes(args: Namespace) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.layers.rotary import RotaryTables
 from slime.train_data.microbatch import pack_thd
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.processing_utils import full_pixels, import_torchvision
 
 DEFAULT_SECTION = (24, 20, 20)
 """Frequencies that turn by time, height and width, where config.json does not say."""
@@ -46,8 +47,8 @@ class ImageBatch:
     sequences: Sequence[Tensor]
     """[L] token ids of each sample, whole."""
     inputs: Sequence[Mapping[str, Any] | None]
-    """Of each sample: ``pixel_values`` [patches, values] and ``image_grid_thw`` [I, 3], the patches of each image in
-    time, height and width; None for a sample without images."""
+    """Of each sample: ``pixel_values`` [patches, values], floats or bytes (``compact_pixels``), and
+    ``image_grid_thw`` [I, 3], the patches of each image in time, height and width; None for one without images."""
 
     def grids(self) -> list[Tensor]:
         """Return ``image_grid_thw`` of each sample, [0, 3] for none."""
@@ -111,8 +112,8 @@ class PlacedImages:
     positions_3T: Tensor
     grids: Tensor
     """[I, 3] of all images."""
-    pixels: Sequence[Tensor]
-    """[patches, values] of each image."""
+    pixels: Sequence[Mapping[str, Any]]
+    """``pixel_values`` [patches, values] of each image, and ``pixel_range`` where they are bytes."""
 
     @classmethod
     def of(cls, images: ImageBatch, num_tokens: int, *, image_token: int, merge: int) -> PlacedImages | None:
@@ -139,7 +140,7 @@ class PlacedImages:
             ).tokens[0]
 
         pixels = [
-            part
+            {**inputs, "pixel_values": part}
             for grid, inputs in zip(grids, images.inputs, strict=True)
             if inputs
             for part in inputs["pixel_values"].split(grid.prod(1).tolist())
@@ -293,10 +294,10 @@ class VisionModel(GPTModel):
         grid = torch.tensor([[1, self.merge, self.merge]])
         config: Any = self.vision_model.config
         width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        output = self._run_tower(grid, [torch.zeros(self.merge**2, width)])
+        output = self._run_tower(grid, [{"pixel_values": torch.zeros(self.merge**2, width)}])
         return 0.0 * torch.stack([features.sum() for features in output]).sum().to(embeddings.dtype)
 
-    def _run_tower(self, grids: Tensor, pixels: Sequence[Tensor]) -> list[Tensor]:
+    def _run_tower(self, grids: Tensor, pixels: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Return [n, h] of these images: the rows of the embeddings, then those of each layer that takes some."""
         from transformers import vision_utils
 
@@ -306,7 +307,7 @@ class VisionModel(GPTModel):
             grids, num_grid_per_side=tower.num_grid_per_side, spatial_merge_size=self.merge
         )
         output = tower(
-            torch.cat([part.to(device) for part in pixels]),
+            torch.cat([full_pixels(part, device) for part in pixels]),
             grid_thw=grids,
             bilinear_indices=indices.to(device),
             bilinear_weights=weights.to(device),
@@ -329,6 +330,7 @@ def check_first_stage(num_layers: int, depth: int) -> None:
 
 def _build_tower(folder: str) -> torch.nn.Module:
     """Return transformers' tower for the config.json in ``folder``, in fp32, with random weights."""
+    import_torchvision()  # transformers looks for it
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(folder).vision_config

@@ -67,6 +67,8 @@ class ModelFamily:
     """The model flags describe the layers, and ``spec`` is there for commands that name it."""
     dims: Callable[[Namespace, Mapping[str, Any] | None], Mapping[str, Any]] = no_dims
     """Gives the fields of ``ModelDims`` that follow from ``spec``; called with args and, where known, config.json."""
+    tower_parameters: Callable[[Mapping[str, Any]], int] | None = None
+    """``vision_config`` of config.json -> parameters of the vision tower that the trainer has."""
     sparse_architecture: str = ""
     """Entry of ``architectures`` in config.json, of a family whose attention chooses keys with an indexer."""
     has_linear_attention: bool = False

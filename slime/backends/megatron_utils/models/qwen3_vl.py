@@ -26,11 +26,27 @@ def interleaved_only(config: Config) -> Iterator[str]:
         yield "mrope_interleaved is False; the axes of positions are interleaved here"
 
 
+def tower_parameters(vision: Config) -> int:
+    """Return the parameters of the vision tower: patches, positions, blocks, and the mergers behind some of them."""
+    hidden, inner, merged = (
+        vision["hidden_size"],
+        vision["intermediate_size"],
+        vision["hidden_size"] * vision["spatial_merge_size"] ** 2,
+    )
+    patch = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    block = 4 * hidden * hidden + 2 * hidden * inner + 9 * hidden + inner
+    merger = merged * merged + merged + (merged + 1) * vision["out_hidden_size"]
+    deep = len(vision.get("deepstack_visual_indexes") or ())
+    ends = hidden * (patch + 1) + vision["num_position_embeddings"] * hidden + 2 * hidden + 2 * merged * deep
+    return int(vision["depth"] * block + merger * (1 + deep) + ends)
+
+
 FAMILIES = (
     ModelFamily(
         # The name with _text is that of text_config.
         model_types=("qwen3_vl", "qwen3_vl_text"),
         weight_map=QWEN3_VL,
+        tower_parameters=tower_parameters,
         always={"qk_layernorm": True},
         class_defaults={"head_dim": 128, "rope_theta": 500000.0},
         fixed=NO_BIASES,

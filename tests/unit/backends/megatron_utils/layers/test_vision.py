@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from slime.backends.megatron_utils import initialize
+from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.layers.vision import check_first_stage, place_images
+from slime.planning.parameters import model_size
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
+from tests.matrix.case import read_tensors
 from tests.matrix.families.qwen3_vl import CASE, END, IMAGE, START
 from tests.matrix.parity import one_process_world
 
@@ -75,6 +81,39 @@ def test_a_frozen_tower_gets_no_gradient_and_text_gets_the_same(tmp_path: Path):
             assert not gradient.any() and gradients[0][name].any()
         else:
             assert torch.equal(gradient, gradients[0][name])
+
+
+def test_a_plan_counts_the_tower_exactly(tmp_path: Path):
+    CASE.write_checkpoint(tmp_path)
+    tensors = read_tensors(tmp_path)
+    args = trainer.make_args(CASE, tmp_path)
+    dims = model_dims(args, read_hf_config(str(tmp_path)))
+    names = [name for name in tensors if name.startswith("model.visual.")]
+    assert dims.tower_parameters == sum(tensors[name].numel() for name in names)
+    assert dims.trains_tower
+    whole = replace(dims, padded_vocab_size=dims.vocab_size)
+    assert model_size(whole) == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_pixels_in_bytes_are_those_in_floats(tmp_path: Path):
+    CASE.write_checkpoint(tmp_path)
+    data = make_train_data(CASE.vocab_size, add_images=CASE.add_images)
+    limits = torch.tensor([127.5, 127.5])
+    log_probs = []
+    with one_process_world():
+        args = trainer.make_args(CASE, tmp_path)
+        initialize.init(args)
+        model = trainer.load_model(args)
+        for in_bytes in (True, False):
+            for images in filter(None, data["multimodal_train_inputs"]):
+                if in_bytes:
+                    images["pixel_values"] = (images["pixel_values"] * 60 + 128).clamp(0, 255).byte()
+                    images["pixel_range"] = limits
+                else:
+                    images["pixel_values"] = full_pixels(images)
+                    del images["pixel_range"]
+            log_probs.append(torch.cat(trainer.response_log_probs(args, model, trainer.prepare(args, data))))
+    assert torch.equal(*log_probs)
 
 
 def test_a_model_in_bf16_keeps_the_frequencies_of_its_tower(tmp_path: Path):
