@@ -105,6 +105,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--first-gpu", type=int, default=0, help="of those that the run takes")
     parser.add_argument("--disaggregated", action="store_true", help="the engine has GPUs of its own")
     parser.add_argument("--pushes", type=int, default=5, help="measured pushes, behind one that warms up")
+    parser.add_argument("--check", action="store_true", help="one more push at the end, all weights compared in it")
     parser.add_argument("--out", default=None, metavar="FILE", help="the numbers as JSON")
     parser.add_argument("--work-dir", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--url", default=None, help=argparse.SUPPRESS)
@@ -250,6 +251,11 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     if rank == 0:
         print_result(options, extra, engine, seconds, reports)
         print_timeline(reports[seconds.index(sorted(seconds)[len(seconds) // 2])], rate, options.num_gpus)
+    if options.check:
+        args.check_weight_update_equal = True
+        updater.push()
+        if rank == 0:
+            print("one more push, with every weight compared: equal", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # threads that hold connections must not delay the end

@@ -114,6 +114,20 @@ def test_the_flags_of_the_push_into_engines_are_accepted(command, extra, monkeyp
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == args.num_layers
 
 
+def test_the_flags_of_the_benchmark_of_asynchrony_are_accepted(tmp_path):
+    module = load("asynchrony")
+    module.write_model(tmp_path / "task", "tiny")
+    options = Namespace(out=tmp_path, prompts=4, rollouts=3, cap=64, tokens=512)
+    for mode in module.MODES:
+        words = module.command(mode, options, ["--fp32"])
+        args = parse_args(argv=words[2:])
+        assert args.colocate == (mode == "colocated")
+        assert args.max_staleness == (int(mode[-1]) if mode.startswith("staleness") else None)
+    trace = {"median": 800, "sigma": 1.0, "cap": 16384}
+    lengths = sorted(module.response_length(index, trace) for index in range(4001))
+    assert lengths[2000] == pytest.approx(800, rel=0.1) and lengths[-1] == 16384
+
+
 @pytest.mark.parametrize("command", ["--model tiny", "--model qwen3-4B", "--model qwen3-30B-A3B --layers 2"])
 def test_the_flags_of_the_ways_of_a_push_are_accepted(command, monkeypatch, tmp_path):
     module = load("weight_push_ways")
