@@ -76,8 +76,7 @@ class ReceivingRank:
         self._flat: Tensor | None = None
         """The bucket of the last message; None when it was loaded before."""
         self._mapped: dict[str, Tensor] = {}
-        """Buffers of the trainer that this process has mapped, by their handles; those that a push did not use are
-        dropped when it ends."""
+        """Buffers of the trainer that this process has mapped, by their handles."""
         self._used: set[str] = set()
         """Handles of the push under way."""
         self._folder: tuple[str, str] | None = None
@@ -124,7 +123,9 @@ class ReceivingRank:
     def acknowledge_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
         """Finish the load of ``model`` and release mapped buffers."""
         self._require_push(message["push_id"])
-        self._mapped, self._flat = {handle: self._mapped[handle] for handle in self._used}, None
+        # Shared memory is kept: torch ends the process that drops it when the trainer that made it is dead.
+        self._mapped = {k: flat for k, flat in self._mapped.items() if k in self._used or flat.device.type == "cpu"}
+        self._flat = None
         if not self._channels:
             self._buffer = None  # the KV cache may want the room
         self._load_of(model).finish()

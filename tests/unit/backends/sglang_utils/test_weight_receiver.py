@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
+import multiprocessing
 import pickle
 import threading
 from argparse import Namespace
 
+import psutil
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.utils.net import get_free_port
 from slime.weights.channel import WeightChannel
+from slime.weights.push import wire
 from slime.weights.push.verbs import RECEIVER
 from slime.weights.push.wire import PUSH_REPORT, encode, flatten_reports
 from tests.loaded_model.buckets import cut_buckets, digests, fill, whole_buckets
@@ -65,6 +69,8 @@ class InProcess(WeightVerbs):
 
 
 BUFFERS: dict[str, torch.Tensor] = {}
+FORK = multiprocessing.get_context("fork")
+map_shared_memory = ReceivingRank._map
 
 
 def handle_of(flat):
@@ -106,6 +112,35 @@ def test_pushes_are_acknowledged_with_the_digests_of_what_came(layout, at_once):
         engine.commit_weight_update(f"p{number}", str(number))
         assert engine.version == str(number)
         assert_holds(engine.models[0], tensors)
+
+
+def share_until_killed(pipe, flats):
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    pipe.send([wire.handle_of(flat) for flat in flats])
+    pipe.poll(60)
+
+
+def take_pushes_of_two_trainers(manifest, flats):
+    engine = InProcess(Fused())
+    for push_id in ("p0", "p1"):
+        ours, theirs = FORK.Pipe()
+        trainer = FORK.Process(target=share_until_killed, args=(theirs, flats))
+        trainer.start()
+        engine.begin_weight_update(manifest.id, push_id, manifest.to_json())
+        engine.receive_weight_buckets(push_id, {index: [handle] for index, handle in enumerate(ours.recv())})
+        assert engine.acknowledge_weight_update(push_id)["problems"] == []
+        for process in [*psutil.Process(trainer.pid).children(recursive=True), trainer]:
+            process.kill()  # also torch's manager of shared memory, as Ray does
+
+
+def test_an_engine_outlives_the_trainers_whose_memory_it_maps(monkeypatch):
+    importlib.import_module("sglang.srt.utils")  # once, and not in the fork
+    monkeypatch.setattr(ReceivingRank, "_map", map_shared_memory)
+    _, manifest, flats = made()
+    engine = FORK.Process(target=take_pushes_of_two_trainers, args=(manifest, flats))
+    engine.start()
+    engine.join(200)
+    assert engine.exitcode == 0
 
 
 def test_a_manifest_travels_once():
