@@ -243,7 +243,7 @@ def _with_dense_gradient(layer: Any, inputs: tuple[Any, ...], output: tuple[Tens
 
 def has_adapters(model: Sequence[torch.nn.Module]) -> bool:
     """Return True when adapters are trained in place of all weights, on whatever rank they are."""
-    return bool(vars(unwrap_model(model[0])).get("trains_adapters"))
+    return any(vars(unwrap_model(chunk)).get("trains_adapters", False) for chunk in model)
 
 
 def with_adapter(shard: Shard, value: Tensor, host_weights: Mapping[str, Tensor] | None = None) -> Tensor:
