@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 import multiprocessing
 import pickle
+import sys
 import threading
+import time
 from argparse import Namespace
 
 import psutil
@@ -122,24 +123,29 @@ def share_until_killed(pipe, flats):
 
 def take_pushes_of_two_trainers(manifest, flats):
     engine = InProcess(Fused())
-    for push_id in ("p0", "p1"):
+    trainers = []
+    for _ in range(2):
         ours, theirs = FORK.Pipe()
-        trainer = FORK.Process(target=share_until_killed, args=(theirs, flats))
-        trainer.start()
-        engine.begin_weight_update(manifest.id, push_id, manifest.to_json())
-        engine.receive_weight_buckets(push_id, {index: [handle] for index, handle in enumerate(ours.recv())})
-        assert engine.acknowledge_weight_update(push_id)["problems"] == []
+        trainers.append((FORK.Process(target=share_until_killed, args=(theirs, flats)), ours))
+        trainers[-1][0].start()
+    for push_id, (trainer, pipe) in enumerate(trainers):
+        engine.begin_weight_update(manifest.id, f"p{push_id}", manifest.to_json())
+        engine.receive_weight_buckets(f"p{push_id}", {index: [handle] for index, handle in enumerate(pipe.recv())})
+        assert engine.acknowledge_weight_update(f"p{push_id}")["problems"] == []
         for process in [*psutil.Process(trainer.pid).children(recursive=True), trainer]:
             process.kill()  # also torch's manager of shared memory, as Ray does
+        time.sleep(0.5)  # until they have gone
 
 
 def test_an_engine_outlives_the_trainers_whose_memory_it_maps(monkeypatch):
-    importlib.import_module("sglang.srt.utils")  # once, and not in the fork
+    serializer = Namespace(deserialize=lambda text: pickle.loads(base64.b64decode(text)))
+    for name in ("sglang", "sglang.srt", "sglang.srt.utils"):  # the real one takes seconds to import
+        monkeypatch.setitem(sys.modules, name, Namespace(MultiprocessingSerializer=serializer))
     monkeypatch.setattr(ReceivingRank, "_map", map_shared_memory)
     _, manifest, flats = made()
     engine = FORK.Process(target=take_pushes_of_two_trainers, args=(manifest, flats))
     engine.start()
-    engine.join(200)
+    engine.join(60)
     assert engine.exitcode == 0
 
 
