@@ -105,7 +105,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--first-gpu", type=int, default=0, help="of those that the run takes")
     parser.add_argument("--disaggregated", action="store_true", help="the engine has GPUs of its own")
     parser.add_argument("--pushes", type=int, default=5, help="measured pushes, behind one that warms up")
-    parser.add_argument("--check", action="store_true", help="one more push at the end, all weights compared in it")
+    parser.add_argument("--check", action="store_true", help="compare all weights in one more push (by value: slow)")
     parser.add_argument("--out", default=None, metavar="FILE", help="the numbers as JSON")
     parser.add_argument("--work-dir", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--url", default=None, help=argparse.SUPPRESS)
