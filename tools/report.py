@@ -43,7 +43,7 @@ from tools.report_samples import Pieces, Rollout, read_rollouts, samples_of
 
 PAGE = Path(__file__).with_name("report_page")
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "parts.js", "samples.js", "page.js"), ("uPlot.min.css", "page.css")
-MAX_TIMELINES, MAX_EVENTS = 1000, 500
+MAX_TIMELINES, MAX_SPANS, MAX_EVENTS = 1000, 25_000, 500
 SAME_MOMENT_S = 1e-3
 """Times of two spans that differ by less are one bound between steps."""
 _RANK = re.compile(r" [1-9]\d*$")
@@ -140,8 +140,9 @@ def facts_of(run: Run) -> list[list[str]]:
     gpus = hardware.get("gpus") or ["no GPU"]
     git = config.get("git", {})
     commit = (git.get("commit") or "unknown")[:12] + (" with changes" if git.get("changed") else "")
-    begin = min((span.start for span in run.spans), default=None)
-    end = max((span.end for span in run.spans), default=None)
+    spans = _own_spans(run)
+    begin = min((span.start for span in spans), default=None)
+    end = max((span.end for span in spans), default=None)
     found = {
         "state": run.state,
         "model": str(run.value("hf_checkpoint", "unknown")),
@@ -159,7 +160,11 @@ def facts_of(run: Run) -> list[list[str]]:
 
 def verdict_of(run: Run, where: dict[str, Any], steps: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """Return the sentences that say how the run goes; alarms stand beside them."""
-    said = [_went("reward", [m.get("rollout/raw_reward") for _, m in sorted(steps.items())])]
+    in_order = [metrics for _, metrics in sorted(steps.items())]
+    has_rewards = any(one.get("rollout/raw_reward") or "train/pg_loss" in one for one in in_order)
+    has_loss = any("train/loss" in one for one in in_order)
+    what, name = ("loss", "train/loss") if has_loss and not has_rewards else ("reward", "rollout/raw_reward")
+    said = [_went(what, [one.get(name) for one in in_order])]
     names = {name for metrics in run.evaluations.values() for name in evaluation_names(metrics)}
     said += [_went(f"evaluation {n}", [m.get(f"eval/{n}") for m in run.evaluations.values()]) for n in sorted(names)]
     total = sum(where["total"].values())
@@ -199,10 +204,11 @@ def _went(what: str, values: Sequence[Any]) -> str:
     if len(numbers) < 2:
         return f"{what.capitalize()}: {numbers[0]:.3g}." if numbers else ""
     change = numbers[-1] - numbers[0]
+    best = "" if what == "loss" else f" (best {max(numbers):.3g})"
     if abs(change) <= 0.01 * abs(numbers[0]):
-        return f"{what.capitalize()} stayed at {numbers[-1]:.3g} (best {max(numbers):.3g})."
+        return f"{what.capitalize()} stayed at {numbers[-1]:.3g}{best}."
     verb = "rose" if change > 0 else "fell"
-    return f"{what.capitalize()} {verb} from {numbers[0]:.3g} to {numbers[-1]:.3g} (best {max(numbers):.3g})."
+    return f"{what.capitalize()} {verb} from {numbers[0]:.3g} to {numbers[-1]:.3g}{best}."
 
 
 def _events_of(run: Run) -> list[list[str]]:
@@ -223,18 +229,27 @@ def _events_of(run: Run) -> list[list[str]]:
 
 def time_of(run: Run, rollouts: Sequence[Rollout] = ()) -> dict[str, Any]:
     """Return GPU-seconds by cause, in all and by step, the timelines of steps, and the engines' speed."""
-    first_ranks = [span for span in run.spans if not _RANK.search(span.process)]
+    first_ranks = [span for span in _own_spans(run) if not _RANK.search(span.process)]
     steps = sorted((span for span in first_ranks if span.name == "step"), key=lambda span: span.start)
     if not first_ranks:
         return {"total": {}, "steps": [], "timelines": [], "causes": list(CAUSES), "plots": []}
     begin, end = min(span.start for span in first_ranks), max(span.end for span in first_ranks)
     bounds = [begin]
-    for moment in sorted([*(span.start for span in steps), *(span.end for span in steps), end]):
+    pauses = _pauses(run, first_ranks)
+    moments = [
+        *(span.start for span in steps),
+        *(span.end for span in steps),
+        *(one for p in pauses for one in p),
+        end,
+    ]
+    for moment in sorted(moments):
         if moment > bounds[-1] + SAME_MOMENT_S:
             bounds.append(moment)
     intervals = gpu_seconds(first_ranks, run.gpu_classes, bounds)
     total: dict[str, float] = {}
-    for interval in intervals:
+    for start, interval in zip(bounds, intervals):
+        if any(stop - SAME_MOMENT_S <= start < again - SAME_MOMENT_S for stop, again in pauses):
+            continue
         for cause, value in interval.items():
             total[cause] = total.get(cause, 0.0) + value
     rows = [
@@ -255,17 +270,39 @@ def time_of(run: Run, rollouts: Sequence[Rollout] = ()) -> dict[str, Any]:
     return {
         "total": {cause: round(total[cause], 3) for cause in CAUSES if cause in total},
         "steps": rows[:: max(1, math.ceil(len(rows) / MAX_POINTS))],
-        "timelines": _timelines(steps, first_ranks, rollouts),
+        "timelines": _timelines(steps, _own_spans(run), rollouts),
         "plots": plots_of(rates, [speed]) if engines else [],
         "causes": list(CAUSES),
         "cause_of": ENGINE_SPANS | TRAINER_SPANS,
         "gpus": sum(one.num_gpus for one in run.gpu_classes),
-        "wall": round(end - begin, 3),
+        "wall": round(end - begin - sum(again - stop for stop, again in pauses), 3),
     }
 
 
+def _own_spans(run: Run) -> list[Span]:
+    """Return the spans of the run itself: a recorded rollout that it took brings those of the run that made it."""
+    begin = min((span.start for span in run.spans if span.process == "driver"), default=0.0)
+    return [span for span in run.spans if span.start >= begin - SAME_MOMENT_S]
+
+
+def _pauses(run: Run, spans: Sequence[Span]) -> list[tuple[float, float]]:
+    """Return the times between the end of a job of this run and the start of the next one, which no GPU counts."""
+    ends = [one["time"] for one in run.events if one["event"] in ("finish", "failed") and "time" in one]
+    found = []
+    for stop in ends:
+        under_way = max((span.end for span in spans if span.start < stop), default=stop)
+        again = min((span.start for span in spans if span.start >= stop), default=stop)
+        if again > max(stop, under_way):
+            found.append((max(stop, under_way), again))
+    return found
+
+
 def _timelines(steps: Sequence[Span], spans: Sequence[Span], rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """Return the spans within each step, and the answers that engines gave in it: the slowest ones and others."""
+    """Return the spans within each step, and the answers that engines gave in it: the slowest ones and others.
+
+    All of the first ranks, and the longest of the others as far as the page has room.
+    """
+    room = max(40, MAX_SPANS // max(1, len(steps)))
     spans = sorted((one for one in spans if one.name not in ("step", "train_wait")), key=lambda one: one.start)
     starts, longest = [one.start for one in spans], max((one.end - one.start for one in spans), default=0.0)
     answers = {one.number: one.answers for one in rollouts}
@@ -273,13 +310,14 @@ def _timelines(steps: Sequence[Span], spans: Sequence[Span], rollouts: Sequence[
     for step in steps:
         number = step.rollout or 0
         nearby = spans[bisect.bisect_left(starts, step.start - longest) : bisect.bisect_left(starts, step.end)]
+        within = [one for one in nearby if one.end > step.start]
+        within.sort(key=lambda o: (bool(_RANK.search(o.process)), o.name not in ENGINE_SPANS, o.start - o.end))
         found.append({
             "step": number + 1,
             "seconds": round(step.end - step.start, 3),
             "spans": [
                 [one.process, one.name, round(one.start - step.start, 3), round(one.end - one.start, 3)]
-                for one in nearby
-                if one.end > step.start
+                for one in sorted(within[:room], key=lambda one: (one.process, one.start))
             ],
             "answers": [
                 [round(start - step.start, 3), round(end - start, 3), tokens, engine]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import re
 from collections import Counter
@@ -289,24 +288,22 @@ def _short(value: float) -> float | int | None:
 def _texts_of(
     run: Run, rollout: Rollout, pieces: Pieces, prompts: dict[int, str], budget: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return rows of whole groups, spread over the rollout, and the bytes that they take."""
+    """Return rows of whole groups, spread over the rollout, and the bytes that they take, about."""
     groups, spent, found = rollout.facts["group"], 0, []
-    order = np.unique(groups)
-    order = order[np.argsort((np.arange(len(order)) * 0.6180339887) % 1, kind="stable")]
     table = read_samples(run.sample_file(rollout.number))
     if table is None or table.num_rows != len(groups):
         return [], 0
-    for group in order:
+    members = np.split(np.argsort(groups, kind="stable"), np.flatnonzero(np.diff(np.sort(groups))) + 1)
+    for place in np.argsort((np.arange(len(members)) * 0.6180339887) % 1, kind="stable"):
         if spent >= budget:
             break
-        for k in np.flatnonzero(groups == group).tolist():
-            shown = _text(table.slice(k, 1).to_pylist()[0], pieces) | {"k": k}
-            digest = rollout.facts["prompt"][k]
+        for k, row in zip(members[place].tolist(), table.take(members[place]).to_pylist()):
+            shown = _text(row, pieces) | {"k": k}
+            digest, prompt = rollout.facts["prompt"][k], row["prompt"][:MAX_TEXT]
             if not prompts[digest]:
-                prompts[digest] = shown["prompt"]
-                spent += len(shown["prompt"])
-            del shown["prompt"]
-            spent += len(json.dumps(shown, separators=(",", ":")))
+                prompts[digest] = prompt
+                spent += len(prompt)
+            spent += sum(7 * len(one) if isinstance(one, list) else 10 + len(str(one)) for one in shown.values())
             found.append(shown)
     return sorted(found, key=lambda one: one["k"]), spent
 
@@ -317,7 +314,6 @@ def _text(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
     engine, trainer = row.get("engine_log_probs"), row.get("trainer_log_probs")
     is_both = engine and trainer and len(engine) == len(trainer)
     shown = {
-        "prompt": row["prompt"][:MAX_TEXT],
         "t": pieces.of(ids),
         "x": None if pieces.has_tokenizer else (row["response"] or "")[:MAX_TEXT],
         "l": row["label"],
@@ -338,8 +334,10 @@ def _rounded(values: Sequence[float] | None, digits: int = 3) -> list[float | No
     """Return numbers of few digits; one for all when they are equal."""
     if not values:
         return None
-    short = [round(value, digits) if math.isfinite(value) else None for value in values[:MAX_TEXT]]
-    return short[0] if len(set(short)) == 1 else short
+    short = np.asarray(values[:MAX_TEXT], np.float64).round(digits) + 0.0  # no -0.0
+    if not np.isfinite(short).all():
+        return [value if math.isfinite(value) else None for value in short.tolist()]
+    return float(short[0]) if (short == short[0]).all() else short.tolist()
 
 
 class Pieces:

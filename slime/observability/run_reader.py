@@ -47,9 +47,11 @@ class Run:
 
     @property
     def state(self) -> str:
-        """``finished``, ``failed`` or ``running or cut off``, of the last start."""
-        kinds = [one["event"] for one in self.events if one["event"] in ("start", "finish", "failed")]
-        return {"finish": "finished", "failed": "failed"}.get(kinds[-1] if kinds else "", "running or cut off")
+        """How the last start ended: ``finished``, ``stopped`` (Ctrl-C), ``failed`` or ``running or cut off``."""
+        last = [one for one in self.events if one["event"] in ("start", "finish", "failed")][-1:]
+        if last and last[0]["event"] == "failed":
+            return "stopped" if last[0].get("code", 0) > 128 else "failed"
+        return "finished" if last and last[0]["event"] == "finish" else "running or cut off"
 
     @property
     def digests(self) -> dict[int, str]:
@@ -106,8 +108,9 @@ def read_samples(
 
 def _table(path: Path, columns: Sequence[str] | None) -> pa.Table | None:
     try:
-        names = pq.read_schema(path).names
-        table = pq.read_table(path, columns=None if columns is None else [n for n in names if n in columns])
+        file = pq.ParquetFile(path)
+        wanted = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
+        table = file.read(wanted, use_threads=False)
     except (OSError, pa.ArrowException):
         return None
     for place, column in enumerate(table.schema):

@@ -171,6 +171,30 @@ def test_a_run_with_deaths_and_recoveries_says_so(tmp_path):
     assert "It was started 2 times." in verdict
 
 
+def test_the_time_between_two_jobs_of_a_run_and_what_an_older_run_did_are_no_time_of_it(tmp_path):
+    folder = tmp_path / "run"
+    flags = {"colocate": True, "rollout_num_gpus": 2, "actor_num_gpus_per_node": 2}
+    args = Namespace(save=str(folder), value_origins={}, **flags)
+    run_record.start_recording(args, "driver", primary=True)
+    for step in range(2):
+        append_record(folder / "metrics.jsonl", {"train/loss": 2.0 - step, "train/step": step})
+        append_record(folder / "metrics.jsonl", {"rollout/raw_reward": 0.0, "rollout/step": step})
+    run_record.span("generation", 100.0, 110.0)  # a replayed rollout
+    for begin in (1000.0, 2000.0):
+        run_record.span("step", begin, begin + 10, rollout=0)
+    run_record.stop_recording()
+    spans = (folder / "spans.json").read_text().replace('"name": "generation", "ph": "X", "pid": "driver"', '"name": "generation", "ph": "X", "pid": "rollout manager"')  # fmt: skip  # noqa: E501
+    (folder / "spans.json").write_text(spans)
+    for one in ({"event": "failed", "time": 1011.0, "code": 130}, {"event": "start", "time": 1999.0}):
+        append_record(folder / "events.jsonl", one)
+    time = report.time_of(read_run(folder))
+    assert time["wall"] == pytest.approx(21) and sum(time["total"].values()) == pytest.approx(42)
+    assert "Loss fell from 2 to 1." in data_in(report.page_of(read_run(folder)))["verdict"]
+    assert read_run(folder).state == "running or cut off"
+    append_record(folder / "events.jsonl", {"event": "failed", "code": 130})
+    assert read_run(folder).state == "stopped"
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_of_a_prepared_run_is_named_with_its_step(tmp_path, fault):
     alarms = data_in(report.page_of(read_run(write_prepared_run(tmp_path / "run", fault))))["alarms"]

@@ -149,7 +149,7 @@ def test_a_step_shows_its_processes_its_push_and_its_stragglers(open_page, tmp_p
     page.get_by_label("Step:").select_option(index=12)
     page.get_by_text("As a table").click()
     spans = page.get_by_role("region", name="Spans").inner_text()
-    assert all(word in spans for word in ("push", "actor_train", "rollout manager", "longest answer"))
+    assert all(word in spans for word in ("push", "backward", "rollout manager", "longest answer"))
     assert page.get_by_role("region", name="Answers").inner_text().count("10.0.0.2:15000") > 5
 
 
@@ -177,6 +177,18 @@ def test_hostile_texts_are_shown_as_text_and_run_nothing(open_page, tmp_path):
     page.locator("details.sample > summary").first.click()
     assert len(page.get_by_role("group", name="Text of the response").inner_text()) < 30_000
     assert page.title().startswith("slime: hostile")
+
+
+def test_a_run_that_is_under_way_or_was_cut_off_in_a_line_is_shown_as_far_as_it_went(open_page, tmp_path):
+    folder = write_run(tmp_path / "cut", has_ended=False)
+    for name in ("metrics.jsonl", "events.jsonl", "spans.json", "samples/rollout_000007.parquet"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) - 20])
+    page = open_page(write_page(folder))
+    assert page.get_by_role("heading", level=1).inner_text() == "cut: running or cut off"
+    for view in VIEWS:
+        page.get_by_role("tab", name=view).click()
+        assert page.locator("main").inner_text()
 
 
 def test_the_policy_lets_no_other_script_run(open_page, faulty):
