@@ -313,9 +313,12 @@ def _text(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
     ids = row["tokens"][len(row["tokens"]) - length :][:MAX_TEXT] if length else []
     engine, trainer = row.get("engine_log_probs"), row.get("trainer_log_probs")
     is_both = engine and trainer and len(engine) == len(trainer)
+    tokens = pieces.of(ids)
+    # A letter of several tokens is in none of them.
+    is_whole = pieces.has_tokenizer and not any("\ufffd" in pieces.texts[one] for one in set(tokens))
     shown = {
-        "t": pieces.of(ids),
-        "x": None if pieces.has_tokenizer else (row["response"] or "")[:MAX_TEXT],
+        "t": tokens,
+        "x": None if is_whole else (row["response"] or "")[:MAX_TEXT],
         "l": row["label"],
         "q": row["position"],
         "tr": None if row["train_reward"] is None else _short(row["train_reward"]),
@@ -365,8 +368,15 @@ class Pieces:
         for one in ids:
             if one not in self._known:
                 self._known[one] = len(self.texts)
-                self.texts.append(self._tokenizer.decode([one]) if self._tokenizer is not None else f"{one} ")
+                self.texts.append(self._text(one))
         return [self._known[one] for one in ids]
+
+    def _text(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"{token} "
+        # Alone, a token loses the space before it.
+        alone, twice = self._tokenizer.decode([token]), self._tokenizer.decode([token, token])
+        return twice[len(alone) :] if twice.startswith(alone) else alone
 
     def foreign_markers(self, run: Run) -> list[str]:
         """Return the marks of a chat template in the first prompts that are no token of the model."""

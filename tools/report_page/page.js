@@ -110,7 +110,7 @@ function open(name) {
   for (const tab of tabs.children) {
     tab.setAttribute("aria-selected", tab.textContent === chosen);
     tab.tabIndex = tab.textContent === chosen ? 0 : -1;
-    if (tab.textContent === chosen) main.setAttribute("aria-labelledby", tab.id);
+    if (tab.textContent === chosen) { main.setAttribute("aria-labelledby", tab.id); tab.scrollIntoView({ block: "nearest", inline: "nearest" }); }
   }
   pending.length = 0;
   main.replaceChildren(el("h2", { class: "unseen", text: chosen }), ...views[chosen]().filter((part) => part));

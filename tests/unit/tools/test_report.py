@@ -21,9 +21,9 @@ from slime.observability.run_reader import read_run
 from slime.utils.errors import DataError
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
-from tests.unit.tools.prepared_runs import FAULT_STEP, FAULTS, write_prepared_run
+from tests.unit.tools.prepared_runs import ENGINES, FAULT_STEP, FAULTS, WORDS, write_prepared_run
 from tools import diff, report, watch
-from tools.report_samples import read_rollouts
+from tools.report_samples import Pieces, read_rollouts, samples_of
 
 ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
 HOSTILE = (
@@ -204,6 +204,19 @@ def test_the_fault_of_a_prepared_run_is_named_with_its_step(tmp_path, fault):
     words = {"dead expert": "layer 3", "straggling engine": "10.0.0.2:15000", "wrong template": "<|im_start|>",
              "length hack": "earned with length", "off-policy": "off-policy", "healthy": ""}  # fmt: skip
     assert words[fault] in " ".join(one["text"] for one in alarms)
+
+
+def test_tokens_keep_their_spaces_and_a_letter_of_several_tokens_comes_with_the_whole_text(tmp_path, monkeypatch):
+    run = read_run(write_prepared_run(tmp_path / "run", "healthy"))
+    pieces = Pieces(run)
+    assert "".join(pieces.texts[one] for one in pieces.of([3, 4, 3])) == " good bad good"
+    (row,) = samples_of(run, read_rollouts(run)[:1], pieces, budget=1)["texts"][:1]
+    assert "x" not in row and row["e"] in ENGINES
+    monkeypatch.setattr(pieces._tokenizer, "decode", lambda ids: "\ufffd" * len(ids))
+    pieces.texts.clear()
+    pieces._known.clear()
+    (row,) = samples_of(run, read_rollouts(run)[:1], pieces, budget=1)["texts"][:1]
+    assert set(row["x"].split()) <= set(WORDS)
 
 
 def test_two_runs_of_one_command_differ_in_nothing_and_a_learning_rate_is_found(run, tmp_path, capsys):

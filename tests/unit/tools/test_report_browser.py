@@ -122,7 +122,7 @@ def test_samples_are_found_by_facts_and_text_and_shown_beside_their_group(open_p
     found = int(status.inner_text().split()[0])
     assert 0 < found < 32 and page.locator("details.sample").count() == found
     page.get_by_label("reward from").fill("")
-    page.get_by_label("regular expression").fill("^maybe")
+    page.get_by_label("regular expression").fill("^ maybe")
     assert int(status.inner_text().split()[0]) < 32
     page.get_by_label("regular expression").fill("(")
     assert status.inner_text().startswith("No regular expression")
