@@ -75,7 +75,7 @@ def write_prepared_run(folder: Path, fault: str) -> Path:
         run_record.span("push", end - PUSH_S, end)
         append_record(folder / "metrics.jsonl", {"perf/time_step_s": end - begin, "rollout/step": step})
     run_record.start_recording(args, "actor 0")
-    for step, end in enumerate(begins[1:]):
+    for end in begins[1:]:
         for place, part in enumerate(("forward", "backward", "optimizer")):
             begin = end - PUSH_S - TRAIN_S * (3 - place) / 3
             run_record.span(part, begin, begin + TRAIN_S / 3)
