@@ -4,6 +4,7 @@
     python tools/replay.py RUN --step 12 --set eps_clip=0.1 what that step would have been
     python tools/replay.py RUN --step 12 --pdb              in a debugger, from the first line of the step
     python tools/replay.py RUN --step 12 --micro-batch 3    the gradient of this micro-batch alone
+    python tools/replay.py RUN --step 12 --rollout          the answers again, where the engine is deterministic
     python tools/replay.py RUN --step 12 --sample 5         the log-probs of sample 5 under every kept checkpoint
 
 Steps are counted from 1, as in the step line.  A trainer of one rank runs in this process; one of several ranks is
@@ -33,6 +34,7 @@ from slime.utils.errors import ConfigError, DataError
 from tools.cli import clean_exit
 from tools.diff import first_differences, setting_differences
 from tools.replay_plan import FROM_START, LAYOUT, LEFT_OUT, Replay, flags_of, places_to_begin, plan, recorded_samples
+from tools.replay_rollout import replay_rollout
 
 FOLLOWS = {"changed", "on_nan", "debug_train_only", "rollout_global_dataset", "rollout_num_gpus", "trainer_recovery"}
 """Settings that another value has in every replay."""
@@ -51,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--micro-batch", type=non_negative_int, metavar="M", help="Only this one, from 0; one process."
     )
     parser.add_argument("--sample", type=non_negative_int, metavar="I", help="Its position in the rollout, from 0.")
+    parser.add_argument("--rollout", action="store_true", help="Generate its answers again, with real engines.")
     parser.add_argument("--out", type=Path, help="Folder of the replay. Default: a new one in RUN/replays.")
     parser.add_argument("--load", type=Path, help="Folder of the checkpoint before the step, if it is not in RUN.")
     parser.add_argument("--save-checkpoint", action="store_true", help="Keep the checkpoint after the step in --out.")
@@ -67,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             replay.begin = places_to_begin(run)[0]
             _print_sample(replay, options.sample)
             return
+        if options.rollout:
+            raise SystemExit(replay_rollout(replay))
         if options.set and replay.begin != replay.rollout_id - 1:
             _take_steps_before(replay)
         _take_steps(replay, options)

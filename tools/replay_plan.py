@@ -26,6 +26,15 @@ LEFT_OUT = frozenset(
     "--trainer-recovery --supervise --preemption-grace-s".split()
 )
 """Flags of the run that say where it began, what it left behind, and how it shared GPUs with engines."""
+OF_ENGINES = frozenset(
+    "--colocate --offload --offload-train --offload-rollout --use-fault-tolerance --check-weight-update-equal".split()
+)
+"""Flags of these that a rollout has again."""
+NOT_IN_A_ROLLOUT = frozenset(
+    "--over-sampling-batch-size --dynamic-sampling-filter-path --partial-rollout --data-source-path "
+    "--buffer-filter-path --rollout-sample-filter-path --rollout-sample-hook-path --rollout-ledger-dir".split()
+)
+"""Flags by which a rollout chooses among groups: here each is one that it has kept."""
 LAYOUT = frozenset(
     "--actor-num-nodes --actor-num-gpus-per-node --tensor-model-parallel-size --pipeline-model-parallel-size "
     "--context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size --sequence-parallel "
@@ -133,24 +142,35 @@ def recorded_samples(run: Run, rollout_id: int) -> list[Sample]:
 
 def flags_of(replay: Replay) -> list[str]:
     """Return the run's flags, changed to train on the recorded samples from the checkpoint on."""
+    words = _flags(replay, LEFT_OUT | (LAYOUT if replay.in_one_process else frozenset()))
+    words += ["--load-debug-rollout-data", str(replay.folder / "rollouts" / "{rollout_id}.pt")]
+    if replay.in_one_process:
+        words += ["--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1"]
+    return changed(words, replay.changes)
+
+
+def rollout_flags_of(replay: Replay) -> list[str]:
+    """Return the run's flags, changed to generate from the recorded prompts with the checkpoint's weights."""
+    words = _flags(replay, (LEFT_OUT - OF_ENGINES) | NOT_IN_A_ROLLOUT)
+    return changed([*words, "--data-source-path", "tools.replay_rollout.RecordedGroups"], replay.changes)
+
+
+def _flags(replay: Replay, left_out: frozenset[str]) -> list[str]:
     run = replay.run
     script, *given = run.config.get("command") or [""]
     if not script:
         raise DataError(f"{run.folder} has no config.json with the command of the run, which a replay needs.")
-    words = without(given, LEFT_OUT | (LAYOUT if replay.in_one_process else frozenset()))
+    words = without(given, left_out)
     if _value_of(words, "--on-nan") == "rollback":
         words = without(words, frozenset({"--on-nan"}))
     lengths = [one["num_rollout"] for one in run.events if one["event"] == "start" and one.get("num_rollout")]
     words += ["--num-rollout", str((lengths or [run.value("num_rollout")])[-1])]
     words += ["--save", str(replay.folder), "--disable-rollout-global-dataset"]
-    words += ["--load-debug-rollout-data", str(replay.folder / "rollouts" / "{rollout_id}.pt")]
-    if replay.in_one_process:
-        words += ["--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1"]
     if replay.load is not None or (run.folder / f"iter_{replay.begin:07d}").is_dir():
         words += ["--load", str(replay.load or run.folder), "--ckpt-step", str(replay.begin)]
     elif (first := _value_of(given, "--load")) not in (None, _value_of(given, "--save"), str(run.folder)):
         words += ["--load", str(first)]  # another run's; its own was empty at the start
-    return changed(words, replay.changes)
+    return words
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:

@@ -64,7 +64,12 @@ def record_dropped(samples: Iterable[Sample], reason: str | None) -> None:
 
 
 def record_rollout(
-    config: RecordConfig, rollout_id: int, samples: Sequence[Sample], rewards: Sequence[float] | None
+    config: RecordConfig,
+    rollout_id: int,
+    samples: Sequence[Sample],
+    rewards: Sequence[float] | None,
+    *,
+    is_loaded: bool = False,
 ) -> None:
     """Write the samples of one rollout, in the thread of the record.
 
@@ -73,6 +78,7 @@ def record_rollout(
         rollout_id: the rollout.
         samples: by position.
         rewards: of each sample as the estimator takes them, when they are known.
+        is_loaded: the samples are of another run, and so are the times of their requests.
     """
     if not run_record.is_recording():
         return
@@ -83,7 +89,8 @@ def record_rollout(
 
     def work(folder: Path) -> None:
         began_s = time.thread_time()
-        record_phases(samples)
+        if not is_loaded:
+            record_phases(samples)
         rows = [_row(rollout_id, i, sample, None, trained[i]) for i, sample in enumerate(samples[:limit])]
         rows += [_row(rollout_id, None, sample, reason, None) for sample, reason in dropped[:limit]]
         num_tokens = sum(len(row["tokens"]) for row in rows)
@@ -287,10 +294,16 @@ def record_phases(samples: Sequence[Sample]) -> None:
     requests = sorted(_requests(samples), key=lambda one: one[1])
     if not requests:
         return
-    begin, last = min(start for start, _, _ in requests), requests[-1][1]
-    most = requests[max(0, int(len(requests) * (1 - STRAGGLER_SHARE)) - 1)][1]
-    run_record.span("generation", begin, most, requests=len(requests))
-    run_record.span("longest answer", most, last)
+    last, most = requests[-1][1], requests[max(0, int(len(requests) * (1 - STRAGGLER_SHARE)) - 1)][1]
+    busy: list[tuple[float, float]] = []  # an answer that a push or the end of a rollout cut has requests far apart
+    for start, end, _ in sorted(requests, key=lambda one: one[0]):
+        if busy and start <= busy[-1][1]:
+            busy[-1] = busy[-1][0], max(end, busy[-1][1])
+        else:
+            busy.append((start, end))
+    for start, end in busy:
+        run_record.span("generation", start, min(end, max(start, most)), requests=len(requests))
+    run_record.span("longest answer", max(most, busy[-1][0]), last)
     graded = max((end for _, end, _ in _spans(samples, ("reward_model", "group_reward_model"))), default=last)
     if graded > last:
         run_record.span("reward", last, graded)

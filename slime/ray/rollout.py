@@ -114,7 +114,9 @@ class RolloutManager(Watched):
             raise ProcessError("generate() was called before the trainer said how it is laid out")
         train_data = train_data_from_samples(self.args, samples)
         rewards = train_data.rewards if len(train_data.rewards) == len(samples) else None
-        record_rollout(record_config(self.args), rollout_id, samples, rewards)
+        record_rollout(
+            record_config(self.args), rollout_id, samples, rewards, is_loaded=bool(self.args.load_debug_rollout_data)
+        )
         per_rank, schedule = split_for_ranks(self.args, train_data, self._parallel)
         log_rollout(self.args, rollout_id, samples, metrics, seconds)
         transport = ray_transport(self.args)

@@ -49,7 +49,15 @@ OF_OTHER_PROGRAMS = {
     *("--corpus", "--port"),  # examples/search-r1/local_search_server.py
     *("--host", "--secret-file"),  # slime_plugins.rollout_buffer.buffer
     *("--from", "--gpus", "--out", "--parallel", "--stop-after-s", "--warm-start"),  # tests.e2e.algorithms
-    *("--step", "--set", "--pdb", "--micro-batch", "--sample", "--html"),  # tools/replay.py, tools/diff.py
+    *(
+        "--step",
+        "--set",
+        "--pdb",
+        "--micro-batch",
+        "--sample",
+        "--rollout",
+        "--html",
+    ),  # tools/replay.py, tools/diff.py
     *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/e2e/kill_resume.py
 }
 

@@ -122,6 +122,27 @@ def test_a_recorded_sample_comes_back_as_training_reads_it(args, tmp_path):
         sample_record.sample_of(last)
 
 
+def test_generation_is_when_requests_run_and_not_between_those_of_a_cut_answer(args, tmp_path):
+    def events_of(requests):
+        return {
+            "events": [
+                {"name": "sglang_generate", "type": kind, "span_id": str(i), "ts": when, "attrs": {}}
+                for i, times in enumerate(requests)
+                for kind, when in zip(("span_start", "span_end"), times, strict=True)
+            ]
+        }
+
+    samples = [sample(0), sample(1)]
+    samples[0].trace, samples[1].trace = events_of([(1.0, 2.0), (10.0, 12.0)]), events_of([(10.5, 16.0)])
+    run_record.start_recording(args, "rollout manager", primary=True)
+    sample_record.record_rollout(ALL, 0, samples, None)
+    sample_record.record_rollout(ALL, 1, samples, None, is_loaded=True)
+    run_record.stop_recording()
+    text = (tmp_path / "spans.json").read_text()
+    spans = [(one["name"], one["ts"] / 1e6, one["dur"] / 1e6) for one in json.loads(text.rstrip().rstrip(",") + "]")]
+    assert spans == [("generation", 1, 1), ("generation", 10, 2), ("longest answer", 12, 4)]
+
+
 def test_fewer_samples_and_the_limit_of_size_are_kept(args, tmp_path):
     run_record.start_recording(args, "rollout manager", primary=True)
     few = RecordConfig(record=True, record_samples=1, record_max_gib=1e-9)
