@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = read_run(options.run.absolute())
         replay = plan(run, options.step, options.out, options.load)
         replay.changes = options.set
+        if (folder := run.config.get("folder")) and Path(folder).is_dir():
+            os.chdir(folder)  # paths of its flags may be relative
         needs_one = options.pdb or options.micro_batch is not None or options.sample is not None
         replay.in_one_process = needs_one or replay.num_ranks == 1 and not run.value("use_critic", False)
         if needs_one and run.value("use_critic", False):
@@ -97,8 +99,6 @@ def _take_steps(replay: Replay, options: Namespace) -> None:
     for rollout_id in replay.rollouts:
         save_rollout_dump(template, rollout_id, recorded_samples(replay.run, rollout_id))
     sys.argv = ["train.py", *flags_of(replay)]
-    if (folder := replay.run.config.get("folder")) and Path(folder).is_dir():
-        os.chdir(folder)
     came_from = "the start" if replay.begin == FROM_START else f"the checkpoint after step {replay.begin + 1}"
     print(f"Step {replay.rollout_id + 1} from {came_from}, {len(replay.rollouts)} steps; {replay.folder}", flush=True)
     if replay.in_one_process:
