@@ -1,23 +1,33 @@
-"""The cost of digests in a save and a load: the same checkpoint with them and without.
+"""What the digests of a save and a load cost, and the job's secret in a request: with them and without, in turns.
 
     python benchmarks/checkpoint_digests.py [--mib 512] [--rounds 5] [--folder DIR] [--json FILE]
 
-One process writes a ``torch_dist`` checkpoint of bf16 matrices and reads it back, in turns with digests and without;
-"without" takes the place of the digest's arithmetic alone.  Printed: medians, their ratio, the median ratio of runs
-that follow each other (what else the machine does is in both), the same of the process's CPU seconds, and the speed of
-the digest by itself.  The page cache
-holds what was written, so that a load is as fast, and digests as dear, as they get.
+One process writes and reads bf16 matrices as a ``torch_dist`` checkpoint and as a Hugging Face folder, and asks two
+servers on loopback for an answer of 64 tokens: an engine's guard stands before one of them and gets the secret.
+"Without" takes the place of the digest's arithmetic alone.  For each:
+
+* the median of the ratios of runs that follow each other, of the clock and of the process's CPU seconds, with the
+  quartiles of those ratios: what else the machine does is in both,
+* for digests the seconds in which a thread that writes or reads waits for one, hands one out or computes it itself,
+  beside the seconds of the whole.  The rest of a digest goes by while the same thread copies or waits for the disk.
+
+The page cache holds what was written, so that a load is as fast, and digests as dear, as they get.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +39,25 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import uvicorn
 
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
-from slime.backends.megatron_utils.checkpoints.checkpoint_writer import _FileWriter
-from slime.weights import file_digests
+from slime.backends.megatron_utils.checkpoints.checkpoint_writer import WRITER_THREADS, _FileWriter
+from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
+from slime.backends.sglang_utils.server_guard import ServerGuard
+from slime.utils import http_utils
+from slime.utils.net import get_free_port
+from slime.weights import file_digests, hf_digests
+from slime.weights.hf_files import HfFolderWriter
 
 ROWS = 4096
 """Of a matrix; with as many columns it has 32 MiB."""
+REQUESTS = 300
+"""In a run of one server."""
+SECRET = "0123456789abcdef" * 4
+
+Times = tuple[float, float]
+"""Seconds of the clock, and of the CPU in all threads."""
 
 
 class NoHash:
@@ -52,47 +74,169 @@ class NoHash:
         return "0" * 16
 
 
-Times = tuple[float, float]
-"""Seconds of the clock, and of the CPU in all threads."""
+class Exposed:
+    """Seconds for which threads stood still because of digests, by thread.
+
+    While it is installed, threads of pools named "digest" compute behind their backs; what is counted is the time to
+    hand work to them, to wait for it, and to digest small pieces at once.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: Counter[int] = Counter()
+        submit, exposed = ThreadPoolExecutor.submit, self
+
+        def timed_submit(pool: Any, act: Any, *args: Any, **keywords: Any) -> Future[Any]:
+            if pool._thread_name_prefix != "digest":
+                return submit(pool, act, *args, **keywords)
+            future = exposed.timed(lambda: submit(pool, act, *args, **keywords))
+            result = future.result
+            future.result = lambda timeout=None: exposed.timed(lambda: result(timeout))  # type: ignore[method-assign]
+            return future
+
+        class TimedHash:
+            def __init__(self) -> None:
+                self._hash = real()
+                self.reset, self.hexdigest = self._hash.reset, self._hash.hexdigest
+
+            def update(self, data: Any) -> None:
+                exposed.timed(lambda: self._hash.update(data))
+
+        real = file_digests.xxhash.xxh3_64
+        ThreadPoolExecutor.submit = timed_submit  # type: ignore[method-assign, assignment]
+        file_digests.xxhash.xxh3_64 = TimedHash
+
+    def timed(self, act: Callable[[], Any]) -> Any:
+        """Carry something out; its time counts for this thread, unless it computes for others."""
+        start = time.perf_counter()
+        try:
+            return act()
+        finally:
+            if not threading.current_thread().name.startswith("digest"):
+                self.seconds[threading.get_ident()] += time.perf_counter() - start
+
+    def take(self) -> float:
+        """Return the seconds of the thread that stood still longest, and begin anew."""
+        seconds = max(self.seconds.values(), default=0.0)
+        self.seconds.clear()
+        return seconds
 
 
-def now() -> Times:
-    """Return both clocks."""
-    return time.perf_counter(), time.process_time()
-
-
-def since(start: Times) -> Times:
-    """Return what has passed."""
-    wall, cpu = now()
-    return wall - start[0], cpu - start[1]
+def timed(act: Callable[[], Any]) -> Times:
+    """Return the seconds that something takes."""
+    start, cpu = time.perf_counter(), time.process_time()
+    act()
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
 def save(tensors: dict[str, torch.Tensor], folder: Path, *, digests: bool) -> Times:
-    """Write the checkpoint; return the seconds."""
+    """Write a ``torch_dist`` checkpoint."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    original = file_digests.xxhash.xxh3_64
-    if not digests:
-        file_digests.xxhash.xxh3_64 = NoHash
-    start = now()
-    dcp.save(tensors, storage_writer=_FileWriter(folder, b"common", 2))
-    elapsed = since(start)
-    file_digests.xxhash.xxh3_64 = original
-    return elapsed
+    kept = file_digests.xxhash.xxh3_64
+    file_digests.xxhash.xxh3_64 = kept if digests else NoHash
+    size, file_digests.OVERLAP_BYTES = file_digests.OVERLAP_BYTES, 1 << 20 if digests else 1 << 60
+    try:
+        return timed(lambda: dcp.save(tensors, storage_writer=_FileWriter(folder, b"common", WRITER_THREADS)))
+    finally:
+        file_digests.xxhash.xxh3_64, file_digests.OVERLAP_BYTES = kept, size
 
 
 def load(tensors: dict[str, torch.Tensor], folder: Path, *, digests: bool) -> Times:
-    """Read the checkpoint into ``tensors``; return the seconds."""
-    start = now()
-    dcp.load(tensors, storage_reader=CheckpointReader(folder, verify=digests))
-    return since(start)
+    """Read it into ``tensors``."""
+    return timed(lambda: dcp.load(tensors, storage_reader=CheckpointReader(folder, verify=digests)))
+
+
+def save_hf(tensors: dict[str, torch.Tensor], folder: Path, *, digests: bool) -> Times:
+    """Write a Hugging Face folder, in shards of 256 MiB."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+    def write() -> None:
+        with HfFolderWriter(folder, assets_from=None, shard_bytes=1 << 28) as writer:
+            writer.add_all(tensors.items())
+
+    kept = hf_digests.digest_of
+    hf_digests.digest_of = kept if digests else lambda data: "0" * 16
+    try:
+        return timed(write)
+    finally:
+        hf_digests.digest_of = kept
+
+
+def load_hf(tensors: dict[str, torch.Tensor], folder: Path, *, digests: bool) -> Times:
+    """Read it into ``tensors``."""
+
+    def read() -> None:
+        with HfTensors(folder, verify=digests) as stored:
+            for name, tensor in tensors.items():
+                tensor.copy_(stored.get(name))
+
+    return timed(read)
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    """Answer as an engine does, with 64 tokens and their log-probs."""
+    if scope["type"] != "http":
+        return
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": ANSWER})
+
+
+ANSWER = json.dumps({"meta_info": {"output_token_logprobs": [[-0.123456789, 12345, None]] * 64}}).encode()
+PAYLOAD = {"input_ids": list(range(512)), "sampling_params": {"max_new_tokens": 64}}
+
+
+def start_server(app: Any) -> str:
+    """Serve in a thread; return the URL."""
+    port = get_free_port(30500)
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off", access_log=False))
+    threading.Thread(target=server.run, daemon=True).start()
+    while not server.started:
+        time.sleep(0.01)
+    return f"http://127.0.0.1:{port}/generate"
+
+
+def request_runs() -> Callable[..., Times]:
+    """Return what asks the guarded server, or the other, :data:`REQUESTS` times; client and server count."""
+    urls = {True: start_server(ServerGuard(answer, secret=SECRET, is_local=False)), False: start_server(answer)}
+    http_utils.add_job_servers(urls[True])
+    http_utils._CLIENT.secret = SECRET
+    loop = asyncio.new_event_loop()
+
+    async def ask(url: str) -> None:
+        for _ in range(REQUESTS):
+            await http_utils.post(url, PAYLOAD)
+
+    return lambda *, digests: timed(lambda: loop.run_until_complete(ask(urls[digests])))
+
+
+def compare(run: Callable[..., Times], rounds: int, exposed: Exposed | None) -> dict[str, Any]:
+    """Run in turns with and without; return the ratios and the exposed share."""
+    pairs, shares = [], []
+    run(digests=True), run(digests=False)
+    for index in range(rounds):
+        times: dict[bool, Times] = {}
+        for digests in (index % 2 == 0, index % 2 == 1):
+            if exposed is not None:
+                exposed.take()
+            times[digests] = run(digests=digests)
+            if digests and exposed is not None:
+                shares.append(exposed.take() / times[True][0])
+        pairs.append((times[True], times[False]))
+    found: dict[str, Any] = {"seconds": statistics.median(with_[0] for with_, _ in pairs)}
+    for clock, which in (("wall", 0), ("cpu", 1)):
+        found[clock] = statistics.quantiles([with_[which] / without[which] for with_, without in pairs], n=4)
+    if shares:
+        found["exposed_share"] = statistics.median(shares)
+    return found
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=512, help="size of the checkpoint")
-    parser.add_argument("--rounds", type=int, default=5, help="times that each way is measured")
+    parser.add_argument("--rounds", type=int, default=15, help="pairs that are measured of each")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args()
@@ -103,30 +247,28 @@ def main() -> None:
         f"layers.{index}.weight": torch.randn(ROWS, ROWS).bfloat16()
         for index in range(max(1, options.mib * 2**20 // size))
     }
-    total = size * len(tensors)
-    data = bytes(total)
-    start = now()
-    file_digests.digest_of(data)
-    results: dict[str, Any] = {"mib": total / 2**20, "digest_gb_per_cpu_s": total / 1e9 / since(start)[1]}
-    print(f"digest alone: {results['digest_gb_per_cpu_s']:.1f} GB per CPU second")
-    for name, run in {"save": save, "load": load}.items():
-        times: dict[bool, list[Times]] = {True: [], False: []}
-        save(tensors, root / "checkpoint", digests=True)
-        for index in range(2 * options.rounds):
-            digests = index % 2 == 0
-            times[digests].append(run(tensors, root / "checkpoint", digests=digests))
-        for clock, which in (("wall", 0), ("cpu", 1)):
-            with_, without = ([each[which] for each in times[digests]] for digests in (True, False))
-            paired = statistics.median(a / b for a, b in zip(with_, without, strict=True))
-            results[f"{name}_{clock}"] = {"with_s": with_, "without_s": without, "ratio_of_neighbours": paired}
-            fastest = min(with_) / min(without)
-            results[f"{name}_{clock}"]["ratio_of_fastest"] = fastest
-            print(
-                f"{name} of {total / 2**20:.0f} MiB, {clock}: {statistics.median(with_):.3f} s with digests, "
-                f"{statistics.median(without):.3f} s without; ratio of neighbours {paired:.3f}, "
-                f"of the fastest {fastest:.3f} (with: {min(with_):.3f}-{max(with_):.3f}, "
-                f"without: {min(without):.3f}-{max(without):.3f})"
-            )
+    data = b"x" * (size * len(tensors))
+    results: dict[str, Any] = {"mib": len(data) >> 20}
+    results["digest_gb_per_s"] = len(data) / 1e9 / timed(lambda: file_digests.digest_of(data))[0]
+    print(f"digest alone: {results['digest_gb_per_s']:.1f} GB/s")
+    results["request"] = compare(request_runs(), options.rounds, None)
+    exposed = Exposed()
+    for name, run, folder in (
+        ("save", save, root / "a"),
+        ("load", load, root / "a"),
+        ("save_hf", save_hf, root / "b"),
+        ("load_hf", load_hf, root / "b"),
+    ):
+        if name in ("load", "load_hf"):
+            (save if name == "load" else save_hf)(tensors, folder, digests=True)
+        results[name] = compare(
+            lambda *, digests, run=run, folder=folder: run(tensors, folder, digests=digests), options.rounds, exposed
+        )
+    for name, found in results.items():
+        if isinstance(found, dict):
+            wall, cpu = ("{1:.3f} ({0:.3f}-{2:.3f})".format(*found[clock]) for clock in ("wall", "cpu"))
+            share = f", exposed {found['exposed_share']:.2%}" if "exposed_share" in found else ""
+            print(f"{name}: {found['seconds']:.3f} s; ratio of the clock {wall}, of the CPU {cpu}{share}")
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()

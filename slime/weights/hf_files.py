@@ -132,8 +132,10 @@ class HfFolderWriter:
 
     def _save(self, shard: int, tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
-        sync_to_disk(path)
-        self._pieces[shard] = pieces_of(path, tensors)
+        with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:
+            pieces = pool.submit(pieces_of, path, tensors)
+            sync_to_disk(path)
+            self._pieces[shard] = pieces.result()
 
     def close(self) -> Path:
         """Write the last shard, the digests and the index; gives the folder."""

@@ -163,11 +163,13 @@ class _OpenShard:
             self._left -= 1
             if self._left:
                 return
-        if digests is not None:
-            check_file(digests, source.folder / self.plan.source)
-        os.fsync(self.descriptor)
+        with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:
+            noted = pool.submit(self._target.add_digests, self.plan.name, self._partial)
+            if digests is not None:
+                check_file(digests, source.folder / self.plan.source)
+            os.fsync(self.descriptor)
+            noted.result()
         self.close()
-        self._target.add_digests(self.plan.name, self._partial)
         os.replace(self._partial, self._target.folder / self.plan.name)
 
     def close(self) -> None:

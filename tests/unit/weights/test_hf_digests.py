@@ -71,8 +71,16 @@ def test_an_expert_that_is_read_alone_is_compared_alone(folder):
     flip(stored.file, stored.begin + 2 * stored.row_bytes)
     with HfTensors(folder) as tensors:
         tensors.get("layers.0.mlp.experts.1.down_proj.weight")
-        with pytest.raises(DataError, match=r"experts\.down_proj\[2\]"):
-            tensors.get("layers.0.mlp.experts.2.down_proj.weight")
+    with pytest.raises(DataError, match=r"experts\.down_proj\[2\]"), HfTensors(folder) as tensors:
+        tensors.get("layers.0.mlp.experts.2.down_proj.weight")
+
+
+def test_damage_is_told_rather_than_what_came_of_it(folder):
+    stored = read_layout(folder)["a.weight"]
+    flip(stored.file, stored.begin)
+    with pytest.raises(DataError, match="is damaged: .* a.weight, have the digest"), HfTensors(folder) as tensors:
+        tensors.get_stored("a.weight")
+        raise ZeroDivisionError
 
 
 def test_a_header_that_changed_is_named(folder):

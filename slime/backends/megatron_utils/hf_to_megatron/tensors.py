@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -68,7 +69,8 @@ class HfTensors:
 
     Experts that are stacked in one tensor are seen one by one (``slime.weights.stacked_experts``).
 
-    Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.
+    Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.  Digests are compared behind
+    the back of the reader: a damaged tensor is an error when the next one is read, at the latest when the folder is closed.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
@@ -85,6 +87,8 @@ class HfTensors:
         self.folder = Path(folder)
         self.read: set[str] = set()
         """Names asked for so far."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self._verdict: Future[None] | None = None
         self._open: dict[str, tuple[Any, ExitStack]] = {}
         if not (self.folder / INDEX_FILE).is_file() and not any(self.folder.glob("*.safetensors")):
             raise DataError(f"{folder} has no *.safetensors; convert the checkpoint to safetensors.")
@@ -101,9 +105,13 @@ class HfTensors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for _, stack in self._open.values():
-            stack.close()
-        self._open.clear()
+        try:
+            self._await_verdict()  # damage says more than what came of it
+        finally:
+            self._pool.shutdown()
+            for _, stack in self._open.values():
+                stack.close()
+            self._open.clear()
 
     def stored_names(self) -> frozenset[str]:
         """Return the names in the files."""
@@ -161,7 +169,13 @@ class HfTensors:
         if row is not None and len(self._layout[name].shape) < 3:  # a stack of biases has one digest
             self.get_stored(name)
         else:
-            check_tensor(self._digests, self._layout[name], tensor, row=row)
+            self._await_verdict()
+            self._verdict = self._pool.submit(check_tensor, self._digests, self._layout[name], tensor, row=row)
+
+    def _await_verdict(self) -> None:
+        verdict, self._verdict = self._verdict, None
+        if verdict is not None:
+            verdict.result()
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
