@@ -227,6 +227,7 @@ def compare(run: Callable[..., Times], rounds: int, exposed: Exposed | None) -> 
     found: dict[str, Any] = {"seconds": statistics.median(with_[0] for with_, _ in pairs)}
     for clock, which in (("wall", 0), ("cpu", 1)):
         found[clock] = statistics.quantiles([with_[which] / without[which] for with_, without in pairs], n=4)
+    found["extra_cpu_us"] = statistics.median(with_[1] - without[1] for with_, without in pairs) * 1e6
     if shares:
         found["exposed_share"] = statistics.median(shares)
     return found
@@ -268,6 +269,7 @@ def main() -> None:
         if isinstance(found, dict):
             wall, cpu = ("{1:.3f} ({0:.3f}-{2:.3f})".format(*found[clock]) for clock in ("wall", "cpu"))
             share = f", exposed {found['exposed_share']:.2%}" if "exposed_share" in found else ""
+            share = share or f", {found['extra_cpu_us'] / REQUESTS:.1f} us of the CPU a request"
             print(f"{name}: {found['seconds']:.3f} s; ratio of the clock {wall}, of the CPU {cpu}{share}")
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

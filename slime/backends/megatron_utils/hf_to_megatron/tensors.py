@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,8 @@ from slime.weights.stored_tensors import STORED_DTYPES, read_layout
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_OPEN_FILES = 2
+DIGEST_THREADS = 4
+"""One compares as fast as another copies; a few are never waited for."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -69,8 +72,8 @@ class HfTensors:
 
     Experts that are stacked in one tensor are seen one by one (``slime.weights.stacked_experts``).
 
-    Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.  Digests are compared behind
-    the back of the reader: a damaged tensor is an error when the next one is read, at the latest when the folder is closed.
+    Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.  Digests are compared in
+    other threads: a damaged tensor is an error a few tensors later, at the latest when the folder is closed.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
@@ -87,8 +90,8 @@ class HfTensors:
         self.folder = Path(folder)
         self.read: set[str] = set()
         """Names asked for so far."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest")
-        self._verdict: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="digest")
+        self._verdicts: deque[Future[None]] = deque()
         self._open: dict[str, tuple[Any, ExitStack]] = {}
         if not (self.folder / INDEX_FILE).is_file() and not any(self.folder.glob("*.safetensors")):
             raise DataError(f"{folder} has no *.safetensors; convert the checkpoint to safetensors.")
@@ -106,7 +109,7 @@ class HfTensors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._await_verdict()  # damage says more than what came of it
+            self._await_verdicts(0)  # damage says more than what came of it
         finally:
             self._pool.shutdown()
             for _, stack in self._open.values():
@@ -169,13 +172,13 @@ class HfTensors:
         if row is not None and len(self._layout[name].shape) < 3:  # a stack of biases has one digest
             self.get_stored(name)
         else:
-            self._await_verdict()
-            self._verdict = self._pool.submit(check_tensor, self._digests, self._layout[name], tensor, row=row)
+            self._await_verdicts(DIGEST_THREADS)
+            verdict = self._pool.submit(check_tensor, self._digests, self._layout[name], tensor, row=row)
+            self._verdicts.append(verdict)
 
-    def _await_verdict(self) -> None:
-        verdict, self._verdict = self._verdict, None
-        if verdict is not None:
-            verdict.result()
+    def _await_verdicts(self, left: int) -> None:
+        while len(self._verdicts) > left:
+            self._verdicts.popleft().result()
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
