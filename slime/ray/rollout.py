@@ -23,11 +23,11 @@ from slime.ray.background_eval import evaluation_args
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S, EngineFleet, start_fleet
 from slime.ray.gpus import GpuSlice
-from slime.ray.rollout_data import check_fan_out, split_for_ranks, train_data_from_samples
+from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for_ranks, train_data_from_samples
 from slime.ray.rollout_logging import log_eval, log_rollout
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
 from slime.ray.waiting import WATCH_GROUP, Watched
-from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, eval_samples, leaf_samples
+from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, check_samples, eval_samples, leaf_samples
 from slime.rollout.context import GroupJournal, RunState, use_run
 from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
 from slime.utils.async_utils import StallTimeout
@@ -102,6 +102,7 @@ class RolloutManager(Watched):
         self._position.begin(rollout_id)
         self.engines.begin_rollout()
         groups, metrics = self._make_samples(rollout_id)
+        check_samples(groups, f"The rollout function, {plug_ins_of_samples(self.args) or 'or a dump'}, gave")
         check_fan_out(groups)
         samples = list(leaf_samples(groups))
         seconds = time.monotonic() - start

@@ -152,12 +152,12 @@ def split_for_ranks(
     try:
         return split_by_rank(batch, schedule), schedule
     except DataError as error:
-        if plug_ins := _plug_ins_of_samples(args):
+        if plug_ins := plug_ins_of_samples(args):
             raise DataError(f"{error}. A plug-in may have set it: {plug_ins}") from error
         raise
 
 
-def _plug_ins_of_samples(args: Namespace) -> str:
+def plug_ins_of_samples(args: Namespace) -> str:
     """Return the plug-ins of the run that make or change samples and columns, with their flags."""
     paths = {
         "--rollout-function-path": args.rollout_function_path,

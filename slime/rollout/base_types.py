@@ -6,8 +6,9 @@ Samples when a custom generate function fanned that execution out (sub-agents, c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 from slime.utils.errors import HookError
@@ -45,6 +46,53 @@ def has_response(group: Entry | Iterable[Any]) -> bool:
     return any(sample.response_length > 0 for sample in leaf_samples(group))
 
 
+_NOTHING = type(None)
+_FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("index", "group_index"), ("a whole number or None", (Integral, _NOTHING))),
+    "rollout_id": ("a whole number, a text or None", (Integral, str, _NOTHING)),
+    **dict.fromkeys(("response_length", "num_untrained_calls"), ("a whole number from 0 on", (Integral,))),
+    **dict.fromkeys(("tokens", "weight_versions"), ("a list", (Sized,))),
+    **dict.fromkeys(("loss_mask", "rollout_log_probs", "teacher_log_probs"), ("a list or None", (Sized, _NOTHING))),
+    **dict.fromkeys(("metadata", "multimodal_train_inputs"), ("a dict or None", (Mapping, _NOTHING))),
+    **dict.fromkeys(("generate_function_path", "custom_rm_path", "session_id"), ("a text or None", (str, _NOTHING))),
+    "response": ("a text", (str,)),
+    "remove_sample": ("True or False", (bool, Integral)),
+    "non_generation_time": ("a number of seconds", (Real,)),
+    "spec_info": ("a Sample.SpecInfo", (Sample.SpecInfo,)),
+    "prefix_cache_info": ("a Sample.PrefixCacheInfo", (Sample.PrefixCacheInfo,)),
+}
+"""What a field of a sample may be, in words and as types; those that are not named here may be anything."""
+_NO_LISTS = (str, bytes, Mapping, set, frozenset)
+
+
+def check_samples(value: Any, says: Any, *, error: type[Exception] = HookError) -> None:
+    """Check the samples that a plug-in made or changed, however deep they are nested in lists.
+
+    Args:
+        value: what it returned.
+        says: beginning of the error, such as the call of the plug-in.
+        error: raised.
+
+    Raises:
+        HookError: there is something else among them, or a field of one holds what nobody can go on with.
+    """
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_samples(item, says, error=error)
+        return
+    if not isinstance(value, Sample):
+        raise error(f"{says} {_shown(value)} in the place of a Sample; only Samples, and lists of them, belong there.")
+    for name, (words, kinds) in _FIELDS.items():
+        given = getattr(value, name)
+        is_kind = isinstance(given, kinds) and not (Sized in kinds and isinstance(given, _NO_LISTS))
+        if not is_kind or (kinds == (Integral,) and (isinstance(given, bool) or given < 0)):
+            raise error(f"{says} sample {_shown(value.index)} with {_shown(given)} in {name}; it must be {words}.")
+
+
+def _shown(value: Any) -> str:
+    return f"{str(value)[:80]!r} ({type(value).__name__})" if not isinstance(value, int) else str(value)[:80]
+
+
 @dataclass
 class RolloutFnTrainOutput:
     """Groups of samples to train on; ``samples[group][sibling]``, one level deeper where an execution fanned out."""
@@ -75,16 +123,33 @@ def call_rollout_fn(
         HookError: it returned something that is neither.
     """
     output = fn(*args, **kwargs, evaluation=evaluation)
-    expected = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
-    if isinstance(output, expected):
-        return output
-    if evaluation and isinstance(output, dict):
-        return RolloutFnEvalOutput(data=output)
-    if not evaluation and isinstance(output, list):
-        return RolloutFnTrainOutput(samples=output)
     name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
-    legacy = "a dict by data set" if evaluation else "a list of groups"
-    raise HookError(
-        f"{name} returned {type(output).__name__} with evaluation={evaluation}; "
-        f"it must return {expected.__name__} or {legacy}."
-    )
+    expected = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
+    if evaluation and isinstance(output, dict):
+        output = RolloutFnEvalOutput(data=output)
+    elif not evaluation and isinstance(output, list):
+        output = RolloutFnTrainOutput(samples=output)
+    elif not isinstance(output, expected):
+        legacy = "a dict by data set" if evaluation else "a list of groups"
+        raise HookError(
+            f"{name} returned {type(output).__name__} with evaluation={evaluation}; "
+            f"it must return {expected.__name__} or {legacy}."
+        )
+    _check_part(name, "metrics", output.metrics, Mapping, _NOTHING)
+    if isinstance(output, RolloutFnTrainOutput):
+        _check_part(name, "samples", output.samples, list)
+        return output
+    _check_part(name, "data", output.data, Mapping)
+    for data_set, result in output.data.items():
+        _check_part(name, f"data[{data_set!r}]", result, Mapping)
+        _check_part(name, f"data[{data_set!r}]['rewards']", result.get("rewards"), list, tuple)
+        for key in ("truncated", "samples"):
+            _check_part(name, f"data[{data_set!r}][{key!r}]", result.get(key), list, tuple, _NOTHING)
+        check_samples(result.get("samples") or [], f"{name} returned")
+    return output
+
+
+def _check_part(name: str, part: str, value: Any, *kinds: type) -> None:
+    if not isinstance(value, kinds):
+        allowed = " or ".join("nothing" if kind is _NOTHING else kind.__name__.lower() for kind in kinds)
+        raise HookError(f"{name} returned {_shown(value)} as {part}; it must be a {allowed}.")

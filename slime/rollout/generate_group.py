@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.observability.trace_utils import trace_next_attempt, trace_span
-from slime.rollout.base_types import Entry, Group, is_finished, leaf_samples
+from slime.rollout.base_types import Entry, Group, check_samples, is_finished, leaf_samples
 from slime.rollout.config import RolloutConfig
 from slime.rollout.context import RolloutContext
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
@@ -88,6 +88,7 @@ async def _call_generate(
     entry = await await_plugin(call, function, args, sample, sampling_params, **keywords)
     if not isinstance(entry, Sample | list):
         raise HookError(f"{call} returned {type(entry).__name__}; it must return a Sample or a list of Samples.")
+    check_samples(entry, f"{call} returned")
     return entry
 
 

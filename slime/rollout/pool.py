@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from slime.observability.sample_record import record_dropped
-from slime.rollout.base_types import Group, first_index, has_response, is_finished, leaf_samples
+from slime.rollout.base_types import Group, check_samples, first_index, has_response, is_finished, leaf_samples
 from slime.rollout.context import RolloutContext
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
@@ -98,6 +98,7 @@ class GroupPolicy:
                 f"The data source gave a group of {len(group)} samples; --n-samples-per-prompt is "
                 f"{self.config.n_samples_per_prompt}. Check --data-source-path and the groups in its buffer."
             )
+        check_samples(group, "The data source (--data-source-path) gave", error=DataError)
         self.bound.screen([group], rollout_id)
         self.counts["issued"] += 1
         if is_finished(group):

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slime.rollout.base_types import check_samples
 from slime.rollout.config import rollout_config
 from slime.rollout.context import current_run
 from slime.utils.errors import HookError
@@ -48,6 +49,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
         if returned is not None and not isinstance(returned, Sample):
             raise HookError(f"{call} returned {type(returned).__name__}; a sample hook must return a Sample or None.")
         value = value if returned is None else returned
+        check_samples(value, f"{call} left")
     return value
 
 

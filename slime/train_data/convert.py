@@ -89,7 +89,7 @@ def rollout_mask_sums(loss_masks: Sequence[Ints], rollout_ids: Sequence[int]) ->
     for mask, rollout_id in zip(loss_masks, rollout_ids, strict=True):
         try:
             totals[rollout_id] += int(sum(mask))
-        except TypeError as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise DataError(f"a loss mask holds {str(mask)[:200]}; it may have 0 and 1 only") from error
     return [totals[rollout_id] for rollout_id in rollout_ids]
 

@@ -15,6 +15,7 @@ import torch
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.convert import rollout_mask_sums
 from slime.train_data.schedule import DPSchedule
+from slime.utils.answer_checks import MAX_LOG_PROB
 from slime.utils.errors import DataError
 
 
@@ -91,7 +92,8 @@ def check_rewards(rewards: Any, batch: TrainBatch) -> None:
     if isinstance(rewards, torch.Tensor):
         rewards = rewards.tolist()
     for position, reward in enumerate(rewards):
-        if not isinstance(reward, Real | torch.Tensor) or not math.isfinite(reward):
+        is_number = isinstance(reward, Real) or (isinstance(reward, torch.Tensor) and reward.numel() == 1)
+        if not is_number or not math.isfinite(reward):
             raise DataError(
                 f"{sample_name(batch, position)} has the reward {str(reward)[:200]!r} ({type(reward).__name__}); what "
                 "is trained on must be a finite number"
@@ -123,7 +125,7 @@ def _as_tensor(name: str, value: Any, dtype: torch.dtype, sample: str) -> torch.
         return plain
     try:
         tensor = torch.from_numpy(np.array(value)) if isinstance(value, list) else torch.as_tensor(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{sample} has {str(value)[:200]} in {name}; these must be numbers: {error}") from error
     column = tensor.to(dtype)
     if not dtype.is_floating_point and not torch.equal(column.to(tensor.dtype), tensor):
@@ -150,7 +152,7 @@ def _check_values(columns: Mapping[str, Any], names: Sequence[str]) -> None:
     """Check the values of a rank's columns, many samples at a time.
 
     Raises:
-        DataError: a loss mask is neither 0 nor 1, or the log-prob of a trained token is not finite.
+        DataError: a loss mask is neither 0 nor 1, or the log-prob of a trained token is none.
     """
     masks = columns["loss_masks"]
     checked = {name: columns[name] for name in ("rollout_log_probs", "teacher_log_probs") if name in columns}
@@ -166,10 +168,17 @@ def _check_values(columns: Mapping[str, Any], names: Sequence[str]) -> None:
                 if len(wrong):
                     raise DataError(f"{sample} has {wrong[0].item()} in its loss mask; it may have 0 and 1 only")
         for name, column in checked.items():
-            if bool((torch.cat(column[start:stop]).isfinite() | (mask_T == 0)).all()):
+            if bool((_is_log_prob(torch.cat(column[start:stop])) | (mask_T == 0)).all()):
                 continue
             for values, mask, sample in zip(column[start:stop], masks[start:stop], names[start:stop], strict=True):
-                wrong = values[~values.isfinite() & (mask == 1)]
+                wrong = values[~_is_log_prob(values) & (mask == 1)]
                 if len(wrong):
-                    raise DataError(f"{sample} has {wrong[0].item()} in {name}, at a trained token; it must be finite")
+                    raise DataError(
+                        f"{sample} has {wrong[0].item()} in {name}, at a trained token; a log-prob is finite, and at "
+                        "most 0"
+                    )
         start, tokens = stop, 0
+
+
+def _is_log_prob(values: torch.Tensor) -> torch.Tensor:
+    return values.isfinite() & (values <= MAX_LOG_PROB)

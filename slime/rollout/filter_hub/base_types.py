@@ -33,14 +33,18 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
     if fn is None:
         return DynamicFilterOutput(keep=True)
     output = fn(*args, **kwargs)
-    if isinstance(output, DynamicFilterOutput):
-        return output
-    if output is None or isinstance(output, str | list | tuple | dict):
+    verdict = output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=output)
+    try:
+        if verdict.keep is None or not hasattr(verdict.keep, "__bool__") or verdict.keep != verdict.keep:
+            raise TypeError  # a coroutine, a list or a text is no verdict
+        verdict.keep = bool(verdict.keep)
+    except (TypeError, ValueError, RuntimeError):
         raise HookError(
-            f"The dynamic sampling filter {getattr(fn, '__name__', fn)} returned {type(output).__name__}; it must "
-            "return a DynamicFilterOutput or a bool. Change the function that --dynamic-sampling-filter-path names."
-        )
-    return DynamicFilterOutput(keep=bool(output))
+            f"The dynamic sampling filter {getattr(fn, '__name__', fn)} returned {str(output)[:80]!r} "
+            f"({type(output).__name__}); it must return a DynamicFilterOutput or a bool. Change the function that "
+            "--dynamic-sampling-filter-path names."
+        ) from None
+    return verdict
 
 
 def should_drop_dynamic_filter_output(

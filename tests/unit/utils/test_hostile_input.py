@@ -33,6 +33,11 @@ from slime.weights.stored_tensors import read_layout
 from slime.weights.versions import read_version
 
 DEEP, DIGITS = "[" * 100_000, "9" * 5000
+ODD = {
+    "a list": [1], "a text": "x", "a negative number": -1, "a fraction": 1.5, "true": True, "an object": {"a": 1},
+    "a large number": 10**30, "nested lists": [[[]]],
+}  # fmt: skip
+"""In the place of a value of another type."""
 
 
 @pytest.fixture(autouse=True)
@@ -255,13 +260,6 @@ def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_
 
 
 # ------------------------------------------------------------------------------------------ values of other types
-
-
-ODD = {
-    "a list": [1], "a text": "x", "a negative number": -1, "a fraction": 1.5, "true": True, "an object": {"a": 1},
-    "a large number": 10**30, "nested lists": [[[]]],
-}  # fmt: skip
-"""In the place of a value of another type."""
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -1,0 +1,98 @@
+"""What plug-ins return and leave behind, of every other kind: one clear error, before it trains or is lost."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, check_samples
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
+from slime.train_data.convert import samples_to_train_data
+from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
+from slime.train_data.split import split_by_rank
+from slime.utils.errors import HookError, SlimeError
+from slime.utils.types import Sample
+from tests.unit.utils.test_hostile_input import ODD
+
+FOREIGN = ODD | {
+    "nothing": None, "not a number": float("nan"), "bytes": b"ab", "a set": {1, 2}, "a function": len,
+    "a tensor of two": torch.ones(2), "a complex number": 1j, "two fractions": [0.5, 0.5], "two texts": ["a", "b"],
+    "two infinities": [float("inf")] * 2, "two that are not numbers": [float("nan")] * 2, "two nothings": [None] * 2,
+    "two large numbers": [1e30, 1e30], "two numbers above zero": [3.0, 2.0],
+}  # fmt: skip
+REAL = ("a negative number", "a fraction", "a large number", "true")
+MAY_BE = {
+    "prompt": FOREIGN, "multimodal_inputs": FOREIGN, "multimodal_train_input_id": FOREIGN, "label": FOREIGN,
+    "apply_chat_template_kwargs": FOREIGN, "train_metadata": FOREIGN, "hooks_are_due": FOREIGN, "reward": REAL,
+    "recovered_in_rollout": FOREIGN, "rollout_top_p_token_ids": FOREIGN, "rollout_top_p_token_offsets": FOREIGN,
+    "weight_versions": [name for name, value in FOREIGN.items() if isinstance(value, list | torch.Tensor)],
+    "group_index": REAL, "index": REAL, "rollout_id": [*REAL, "a text"], "remove_sample": REAL,
+    "non_generation_time": [*REAL, "not a number"], "loss_mask": ["a tensor of two"],
+}  # fmt: skip
+"""Fields that nobody reads here, or that say what they like; and values that other fields may have."""
+ALWAYS = ("nothing", "an object", "a text", "true", "a large number")
+
+
+def sample(index: int) -> Sample:
+    return Sample(
+        **{"group_index": 0, "index": index, "tokens": [1, 2, 3, 4], "response": "ab", "response_length": 2},
+        **{"reward": float(index), "rollout_log_probs": [-0.1, -0.2], "status": Sample.Status.COMPLETED},
+    )
+
+
+def to_ranks(samples: list[Sample]) -> None:
+    """The way of a rollout's samples to the ranks of the trainer."""
+    check_samples([samples], "generate returned")
+    batch = samples_to_train_data(samples, [each.reward for each in samples], [each.reward for each in samples])
+    schedule = build_dp_schedule(
+        ScheduleConfig(dp_size=1), [len(each) for each in batch.tokens], global_batch_size=2,
+        rollout_indices=batch.rollout_ids,
+    )  # fmt: skip
+    split_by_rank(batch, schedule)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Sample)])
+def test_a_sample_that_a_plug_in_leaves_with_a_field_of_another_kind_is_named(name):
+    to_ranks([sample(0), sample(1)])
+    for kind, value in FOREIGN.items():
+        if kind in MAY_BE.get(name, ()):
+            continue
+        odd = sample(0)
+        try:
+            setattr(odd, name, value)
+            to_ranks([odd, sample(1)])
+        except SlimeError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1500
+            continue
+        assert kind in ALWAYS, f"{name}: {kind} passes in silence"
+
+
+@pytest.mark.parametrize("value", FOREIGN.values(), ids=FOREIGN)
+def test_a_rollout_function_that_returns_something_else_is_named(value):
+    for evaluation, outputs in (
+        (False, (value, RolloutFnTrainOutput(samples=value), RolloutFnTrainOutput(samples=[], metrics=value))),
+        (True, (value, {"a": value}, {"a": {"rewards": value}}, RolloutFnEvalOutput(data=value))),
+        (True, ({"a": {"rewards": [], "samples": value}}, RolloutFnEvalOutput(data={}, metrics=value))),
+    ):
+        for output in outputs:
+            try:
+                returned = call_rollout_fn(lambda evaluation: output, evaluation=evaluation)  # noqa: B023
+                if isinstance(returned, RolloutFnTrainOutput):
+                    check_samples(returned.samples, "it gave")
+            except HookError as error:
+                assert "\n" not in str(error) and len(str(error)) < 1500
+            else:
+                assert value is None or isinstance(value, dict | list), output
+
+
+@pytest.mark.parametrize("value", FOREIGN.values(), ids=FOREIGN)
+def test_a_filter_that_gives_no_verdict_is_named(value):
+    for output in (value, DynamicFilterOutput(keep=value)):
+        try:
+            assert isinstance(call_dynamic_filter(lambda: output).keep, bool)  # noqa: B023
+        except HookError as error:
+            assert "must return a DynamicFilterOutput or a bool" in str(error)
+        else:
+            assert isinstance(value, int | float | complex) and value == value
