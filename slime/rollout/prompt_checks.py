@@ -55,11 +55,16 @@ def _check_message(message: Any, where: str) -> int:
         raise DataError(
             f"{where} has the role {short(role)}; a role is a word such as user, assistant, system or tool."
         )
+    if not isinstance(message.get("tool_calls"), list | None):
+        raise DataError(f"{where} has the tool_calls {short(message['tool_calls'])}; they are a list of objects.")
     if isinstance(content, str):
         return len(content)
     if isinstance(content, list):
-        if wrong := [part for part in content if not isinstance(part, str | Mapping)]:
-            raise DataError(f"{where} has the part {short(wrong[0])}; a part of a content is text or an object.")
+        if wrong := [part for part in content if not _is_part(part)]:
+            raise DataError(
+                f"{where} has the part {short(wrong[0])}; a part of a content is text, or an object such as "
+                '{"type": "text", "text": ...}.'
+            )
         return sum(len(part) if isinstance(part, str) else len(str(part.get("text") or "")) for part in content)
     is_asked = role in ("user", "system")
     others = {key for key, value in message.items() if value is not None} - {"role", "name"}
@@ -71,6 +76,12 @@ def _check_message(message: Any, where: str) -> int:
             '{"type": "text", "text": ...}.'
         )
     return 0
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, Mapping):
+        return isinstance(part, str)
+    return isinstance(part.get("text"), str if part.get("type") == "text" else str | None)
 
 
 def _says_nothing(message: Mapping[str, Any]) -> bool:
@@ -147,9 +158,17 @@ def parse_tools(value: Any, where: str) -> list[Any] | None:
         value = value.tolist()
     if not isinstance(value, list):
         raise DataError(f"{where}: tools are {short(value)}; they must be a list, or JSON text of one.")
-    if wrong := [tool for tool in value if not tool or not isinstance(tool, Mapping | str)]:
+    if wrong := [tool for tool in value if not _is_tool(tool)]:
         raise DataError(f"{where} has the tool {short(wrong[0])}; a tool is an object that names a function.")
     return value
+
+
+def _is_tool(tool: Any) -> bool:
+    if not isinstance(tool, Mapping):
+        return isinstance(tool, str) and not _is_blank(tool)
+    function = tool.get("function")
+    named = function if isinstance(function, Mapping) else tool
+    return isinstance(named.get("name") or (named is tool and named.get("type")), str)
 
 
 def parse_metadata(value: Any, where: str) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def _open_parquet(file: Path) -> Any:
     try:
         opened = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         names = opened.schema_arrow.names
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{file} cannot be read as parquet ({_first_line(error)}); it may be cut short or damaged: get it again."
         ) from error
@@ -266,7 +266,7 @@ def _read_parquet(file: Path, columns: Collection[str] | None) -> Iterator[tuple
         try:
             batch = next(batches, None)
             rows = [] if batch is None else batch.to_pylist()
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
             raise DataError(
                 f"{file} cannot be read from row {number + 1} on ({_first_line(error)}); it may be damaged: get it "
                 "again."

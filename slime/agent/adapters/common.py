@@ -8,7 +8,6 @@ here at every turn, so replacing it replaces the engine.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -23,9 +22,11 @@ from slime.agent.adapters.messages import (
     Reply,
     flatten_content,
     manager_finish_reason,
+    read_part,
     sid_from_bearer,
     sid_from_body,
     tool_call_dict,
+    with_named_tools,
 )
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook, is_trusted
 from slime.agent.parsing import ParsedModelOutput, check_parsers, parse_model_output
@@ -33,6 +34,7 @@ from slime.agent.stitching import build_prompt_ids
 from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
 from slime.utils.errors import ProcessError, SlimeError
 from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError
+from slime.utils.json_file import parse_object
 from slime.utils.types import Sample
 
 __all__ = [
@@ -52,6 +54,8 @@ __all__ = [
 DEFAULT_SID = "default"
 """The session of requests that name none."""
 MAX_BODY_BYTES = 64 << 20
+MAX_PROMPT_CHARS = 4_000_000
+"""About a million tokens.  A tokenizer takes minutes for what is much longer, and all sessions wait."""
 KEEP_ALIVE_S = 10.0
 """A streaming client hears something at least this often, so that its own read timeout does not strike."""
 POLL_S = 0.2
@@ -247,26 +251,24 @@ class BaseAdapter(ABC):
 
     async def _read_body(self, request: web.Request) -> dict[str, Any]:
         try:
-            body = await request.json()
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise AdapterError(400, f"The body is not JSON: {error}.") from error
+            return parse_object(await request.read())
+        except ValueError as error:
+            raise AdapterError(400, f"The body is not a JSON object: {error}.") from error
         except web.HTTPRequestEntityTooLarge as error:
             raise AdapterError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.") from error
-        if not isinstance(body, dict):
-            raise AdapterError(400, "The body must be an object.")
-        return body
 
     async def _turn(self, request: web.Request, body: dict[str, Any], session: Session) -> web.StreamResponse:
         task = asyncio.current_task()
         assert task is not None
         session.in_flight.add(task)
         try:
-            messages, tools = self._translate(body)
+            messages, tools = read_part(lambda: with_named_tools(*self._translate(body)))
             known = self.manager.known_prefix(session.sid, messages)
             if known is not None:
                 messages = [*known.messages, *messages[len(known.messages) :]]
             prompt_ids = self._prompt_ids(messages, tools, known)
-            params = session.sampling_params(body, len(prompt_ids), self.max_token_keys, self.stop_keys)
+            keys = self.max_token_keys, self.stop_keys
+            params = read_part(lambda: session.sampling_params(body, len(prompt_ids), *keys))
             stream = _wants_stream(request, body)
             turn = await self._draw(request, session, prompt_ids, params, stream)
             turn.text = self._text_of(turn)
@@ -299,6 +301,10 @@ class BaseAdapter(ABC):
             session.in_flight.discard(task)
 
     def _prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]], known: Any) -> list[int]:
+        num_chars = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
+        if num_chars > MAX_PROMPT_CHARS:
+            message = f"prompt is too long: {num_chars} characters; at most {MAX_PROMPT_CHARS} are tokenized."
+            raise AdapterError(400, message, code="context_length_exceeded")
         try:
             return build_prompt_ids(self.tokenizer, messages, tools, known, template_kwargs=self.chat_template_kwargs)
         except Exception as error:  # a template raises whatever it likes about messages it does not take

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from slime.agent.adapters.sessions import AdapterError
 from slime.agent.trajectory import Message
 from slime.utils.json_file import parse_value
+
+Read = TypeVar("Read")
 
 
 @dataclass
@@ -31,6 +33,22 @@ def messages_of(body: Mapping[str, Any]) -> list[Any]:
     if not isinstance(messages, list) or not messages:
         raise AdapterError(400, "The body must have a list 'messages' of at least one message.")
     return messages
+
+
+def read_part(read: Callable[[], Read]) -> Read:
+    """Return what is read from a body.  AdapterError when a part of it is of another kind than the protocol has."""
+    try:
+        return read()
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise AdapterError(400, f"A part of the body is not what the protocol has there: {error}.") from error
+
+
+def with_named_tools(messages: list[Message], tools: Any) -> tuple[list[Message], Any]:
+    """Return both.  TypeError when the name of a tool is no text, which parsers of calls could not find."""
+    for tool in tools or ():
+        if not isinstance((tool.get("function") or {}).get("name", ""), str):
+            raise TypeError(f"a tool is {str(tool)[:200]!r}, whose name is no text")
+    return messages, tools
 
 
 def flatten_content(content: Any) -> str:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -129,6 +131,11 @@ def test_a_broken_model_folder_is_named_with_its_file(name, tmp_path):
 DATA = {
     "a tool that is a number": ({"tools": [1]}, "has the tool 1"),
     "a tool that is empty": ({"tools": [{}]}, r"has the tool \{\}"),
+    "a tool without a name": ({"tools": [{"a": 1}]}, r"has the tool \{'a': 1\}"),
+    "a tool whose name is a number": ({"tools": [{"type": "function", "function": {"name": 5}}]}, "has the tool"),
+    "a part whose text is a number": ({"input": [{"role": "user", "content": [{"text": 5}]}]}, "has the part"),
+    "a part of text without one": ({"input": [{"role": "user", "content": [{"type": "text"}]}]}, "has the part"),
+    "calls that are a number": ({"input": [{"role": "assistant", "tool_calls": 5}]}, "has the tool_calls 5"),
     "a grader that is a number": ({"metadata": {"rm_type": 5}}, "rm_type in its metadata is 5"),
     "a grader that there is not": ({"metadata": {"rm_type": "mathh"}}, "is 'mathh'; it may be math, f1"),
     "a role that is a number": ({"input": [{"role": 1, "content": "x"}]}, "the role 1"),
@@ -146,6 +153,22 @@ def test_a_row_of_no_use_is_named_with_its_line(name, tmp_path):
     path.write_text(json.dumps({"input": "fine"}) + "\n" + json.dumps({"input": "q"} | row))
     with pytest.raises(DataError, match=rf"d\.jsonl line 2.*{says}"):
         check_prompt_file(str(path), "input", tool_key="tools", rm_types=("math", "f1"))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.array([10**15], pyarrow.timestamp("s")),
+        pyarrow.array([2**30], pyarrow.date32()),
+        pyarrow.array([10**15], pyarrow.duration("s")),
+        pyarrow.array([b"\xff"]),
+    ],
+    ids=lambda column: str(column.type),
+)
+@pytest.mark.parametrize("key", ["input", "tools", "metadata"])
+def test_a_column_of_values_that_python_does_not_have_is_named(key, column, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"input": ["q"]} | {key: column}), tmp_path / "d.parquet")
+    assert "d.parquet" in one_line(lambda: check_prompt_file(str(tmp_path / "d.parquet"), "input", tool_key="tools"))
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])

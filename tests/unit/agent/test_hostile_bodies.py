@@ -1,0 +1,93 @@
+"""Requests that an agent, which runs what a model wrote, may send: the protocol's answer, never a failure of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
+from slime.agent.adapters.common import MAX_PROMPT_CHARS
+from slime.agent.aiohttp_threaded import run_app_in_thread
+from tests.unit.agent.talking_engine import TalkingEngine
+from tests.unit.utils.test_hostile_input import DEEP, DIGITS, ODD
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+OPENAI = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "q"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "add", "description": "d", "parameters": SCHEMA}}],
+    "max_tokens": 5, "stop": ["x"], "stream": False, "n": 1, "tool_choice": "auto",
+}  # fmt: skip
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "3"}]}
+ANTHROPIC = {
+    "system": [{"type": "text", "text": "s"}],
+    "messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}]},
+        {"role": "user", "content": [RESULT]},
+    ],
+    "tools": [{"name": "add", "description": "d", "input_schema": SCHEMA}],
+    "max_tokens": 5, "stop_sequences": ["x"], "stream": False, "tool_choice": {"type": "auto"},
+}  # fmt: skip
+LONG = {"messages": [{"role": "user", "content": "x" * (MAX_PROMPT_CHARS + 1)}]}
+BROKEN = {
+    "nothing": "", "nested": DEEP, "a giant number": f'{{"a": {DIGITS}}}', "UTF-16": "{}".encode("utf-16"),
+    "a key twice": '{"messages": [], "messages": [{"role": "user", "content": "x"}]}', "a list": "[]", "NaN": "NaN",
+    "half a pair": '{"messages": [{"role": "user", "content": "\\ud800"}]}', "six megabytes": json.dumps(LONG),
+}  # fmt: skip
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of every value in a body."""
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from paths(value[key], (*path, key))
+
+
+def put(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
+    """The body with another value at a place."""
+    if not path:
+        return odd
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = put(value[path[0]], path[1:], odd)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "body"),
+    [(OpenAIAdapter, "/v1/chat/completions", OPENAI), (AnthropicAdapter, "/v1/messages", ANTHROPIC)],
+)
+def test_no_body_is_a_failure_of_the_adapter(kind, path, body, tokenizer):
+    engine = TalkingEngine(tokenizer, lambda prompt: "hi")
+    engine.start()
+    adapter = kind(tokenizer=tokenizer, sglang_url=f"{engine.url}/generate")
+    server = run_app_in_thread(adapter.app, host="127.0.0.1")
+    try:
+        with requests.Session() as client:
+            number = 0
+
+            def ask(data: str | bytes) -> requests.Response:
+                nonlocal number
+                number += 1
+                headers = {"Authorization": f"Bearer {number}"}
+                return client.post(f"http://127.0.0.1:{server.port}{path}", data=data, headers=headers, timeout=20)
+
+            assert ask(json.dumps(body)).status_code == 200
+            for name, data in BROKEN.items():
+                answer = ask(data)
+                assert answer.status_code == 400 and "\\n" not in answer.text, (name, answer.text[:300])
+            for place in paths(body):
+                for name, odd in ODD.items():
+                    answer = ask(json.dumps(put(body, place, odd)))
+                    assert answer.status_code in (200, 400), (place, name, answer.text[:300])
+    finally:
+        server.stop()
+        engine.stop()
