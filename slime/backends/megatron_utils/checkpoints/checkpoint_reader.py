@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import io
 import os
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
@@ -95,6 +98,11 @@ class CheckpointReader(dcp.FileSystemReader):
                 f"{self.folder / COMMON_FILE} holds a {type(common).__name__}, not the dict of a checkpoint. "
                 f"{OTHER_CHECKPOINT}"
             )
+        if not isinstance(args := common.get("args"), Namespace | None):
+            raise DataError(
+                f"{self.folder / COMMON_FILE} has {str(args)[:80]!r} ({type(args).__name__}) in the place of the "
+                f"arguments. {OTHER_CHECKPOINT}"
+            )
         return common
 
     def check_format(self) -> None:
@@ -121,12 +129,23 @@ class CheckpointReader(dcp.FileSystemReader):
         path = self.folder / TENSOR_FILE
         metadata = load_pickle(self.read_file(TENSOR_FILE), where=path, tolerant=True)
         entries, places = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
-        if not isinstance(metadata, Metadata) or not isinstance(entries, dict) or not isinstance(places, dict):
+        if (
+            not isinstance(metadata, Metadata)
+            or not isinstance(entries, dict)
+            or not entries
+            or not isinstance(places, dict)
+        ):
             raise DataError(f"{path} does not say which tensor lies where. {OTHER_CHECKPOINT}")
         for index, place in places.items():
             name = getattr(place, "relative_path", None)
             if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
                 raise DataError(f"{path} puts {index.fqn} into {name!r}, which is no file of {self.folder}.")
+            begin, length = getattr(place, "offset", None), getattr(place, "length", None)
+            if type(begin) is not int or type(length) is not int:
+                raise DataError(f"{path} puts {index.fqn} at {begin!r}, {length!r} bytes. {OTHER_CHECKPOINT}")
+        for key, entry in entries.items():
+            if problem := _problem_with_entry(key, entry, places):
+                raise DataError(f"{path}: {key} {problem}. {OTHER_CHECKPOINT}")
         return metadata
 
     # What torch calls
@@ -244,9 +263,10 @@ class CheckpointReader(dcp.FileSystemReader):
         chunks = [chunk for chunk in entry.chunks if offset is None or chunk.offsets == offset]
         shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         allowed = [list(chunk.sizes) for chunk in chunks]
-        if shape not in allowed:
+        if shape not in allowed or tensor.dtype != entry.properties.dtype:
+            expected = f"{allowed[0]} {entry.properties.dtype}" if allowed else "absent"
             raise DataError(
-                f"{self.folder / name}: {key} is {shape} there, and {allowed[0] if allowed else 'absent'} by "
+                f"{self.folder / name}: {key} is {shape} {getattr(tensor, 'dtype', '')} there, and {expected} by "
                 f"{TENSOR_FILE}; the file is of another checkpoint. {OTHER_CHECKPOINT}"
             )
 
@@ -263,6 +283,31 @@ class CheckpointReader(dcp.FileSystemReader):
             )
         target.copy_(part)
         planner.commit_tensor(item, target)
+
+
+def _problem_with_entry(key: Any, entry: Any, places: Mapping[Any, Any]) -> str | None:
+    """Return what is wrong with what is said of a tensor or an object, as the end of a sentence, else None."""
+    if isinstance(key, str) and isinstance(entry, BytesStorageMetadata):
+        return None if MetadataIndex(key) in places else "is in no file"
+    if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):
+        return f"is a {type(entry).__name__}, neither a tensor nor an object"
+    size, dtype = entry.size, getattr(entry.properties, "dtype", None)
+    if not _is_shape(size) or not isinstance(dtype, torch.dtype) or not isinstance(entry.chunks, list):
+        return f"has the shape {str(size)[:80]}, the dtype {str(dtype)[:80]}, {str(entry.chunks)[:80]} for chunks"
+    num_elements = 0
+    for chunk in entry.chunks:
+        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+        is_part = _is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)
+        if not is_part or any(begin + count > end for begin, count, end in zip(offsets, sizes, size, strict=True)):
+            return f"has a part of {str(sizes)[:80]} at {str(offsets)[:80]}, and {list(size)} in all"
+        if MetadataIndex(key, offsets) not in places:
+            return f"has a part at {list(offsets)} that is in no file"
+        num_elements += sizes.numel()
+    return f"has {num_elements} elements in its parts, and is {list(size)}" if num_elements < size.numel() else None
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, torch.Size) and all(count >= 0 for count in value)
 
 
 def _read_at(descriptor: int, offset: int, length: int) -> bytes:

@@ -19,8 +19,10 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from slime.backends.megatron_utils.checkpoint import load_checkpoint, save_checkpoint
+from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.backends.megatron_utils.checkpoints.torch_dist_reader import TorchDistFolder
 from slime.backends.megatron_utils.model import build_model
 from slime.utils.errors import ConfigError, DataError
@@ -250,6 +252,55 @@ def test_an_object_of_a_shard_that_calls_a_function_is_refused(good, folder, tmp
     assert not mark.exists()
 
 
+WORDS = "embedding.word_embeddings.weight"
+ENTRIES = {
+    "entry": lambda metadata, odd: metadata.state_dict_metadata.__setitem__(WORDS, odd),
+    "name": lambda metadata, odd: metadata.state_dict_metadata.__setitem__(odd, metadata.state_dict_metadata[WORDS]),
+    **{
+        name: lambda metadata, odd, name=name: setattr(metadata.state_dict_metadata[WORDS], name, odd)
+        for name in ("size", "chunks", "properties")
+    },
+    "dtype": lambda metadata, odd: setattr(metadata.state_dict_metadata[WORDS].properties, "dtype", odd),
+    **{
+        name: lambda metadata, odd, name=name: setattr(metadata.state_dict_metadata[WORDS].chunks[0], name, odd)
+        for name in ("offsets", "sizes")
+    },
+    **{
+        name: lambda metadata, odd, name=name: [setattr(at, name, odd) for at in metadata.storage_data.values()]
+        for name in ("relative_path", "offset", "length")
+    },
+    "places": lambda metadata, odd: metadata.storage_data.clear(),
+    "entries": lambda metadata, odd: metadata.state_dict_metadata.clear(),
+}
+"""Changes of what ``.metadata`` says."""
+SHAPES = (torch.Size([10**12, 10**6]), torch.Size([]), torch.Size([7, 7, 7]))
+
+
+@pytest.mark.parametrize("odd", [-1, 1.5, "x", (1,), None, *SHAPES], ids=str)
+@pytest.mark.parametrize("part", ENTRIES)
+def test_metadata_that_says_something_else_is_named_before_a_tensor_is_read(part, odd, good, folder):
+    (folder / DIGEST_FILE).unlink()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    ENTRIES[part](metadata, odd)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    try:
+        CheckpointReader(folder)
+    except DataError as error:
+        assert ".metadata" in str(error) and "\n" not in str(error) and len(str(error)) < 1500
+    else:
+        # Torch reads a dtype of None as its default; a place or a file that is not there is refused when it is read.
+        assert (part, odd) in (("dtype", None), ("offset", -1), ("length", -1), ("relative_path", "x"))
+
+
+@READERS
+def test_a_tensor_of_another_dtype_than_is_said_is_refused(read, good, folder):
+    (folder / DIGEST_FILE).unlink()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata[WORDS].properties.dtype = torch.int32
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert f"{WORDS} is" in error_of(read, good, folder)
+
+
 @READERS
 @pytest.mark.parametrize("name", ["../elsewhere.distcp", "/etc/hostname", "a/b.distcp", "..", ""])
 def test_a_shard_outside_of_the_folder_is_refused(read, name, good, folder):
@@ -275,7 +326,9 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(good, folder):
     (folder / DIGEST_FILE).unlink()
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     name = "decoder.final_layernorm.weight"
-    metadata.state_dict_metadata[name].size = torch.Size([7])
+    entry = metadata.state_dict_metadata[name]
+    entry.size = torch.Size([7])
+    entry.chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([7]))]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(DataError, match=rf"{name} is \[7\] in the checkpoint"):
         in_the_trainer(good, folder)
