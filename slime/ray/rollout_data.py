@@ -5,7 +5,6 @@ Hooks may replace the reward normalisation and the whole conversion; their resul
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from numbers import Real
@@ -18,7 +17,7 @@ from slime.train_data.convert import samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
 from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
-from slime.train_data.split import split_by_rank
+from slime.train_data.split import is_finite, split_by_rank
 from slime.utils.errors import DataError, HookError
 from slime.utils.misc import call_hook
 from slime.utils.types import Sample
@@ -88,7 +87,7 @@ def _raw_rewards(args: Namespace, samples: list[Sample]) -> list[Any]:
         reward = sample.reward
         if args.reward_key and isinstance(reward, Mapping):
             reward = reward.get(args.reward_key)
-        is_number = isinstance(reward, Real) and math.isfinite(reward)
+        is_number = isinstance(reward, Real) and is_finite(reward)
         if not is_number or (args.reward_key and not isinstance(sample.reward, Mapping)):
             path = sample.custom_rm_path or args.custom_rm_path
             given = f"--custom-rm-path {path}" if path else f"--rm-type {args.rm_type}"

@@ -83,6 +83,14 @@ def sample_name(batch: TrainBatch, position: int) -> str:
     return f"sample {index}" if index is not None else f"sample {position} of the train data"
 
 
+def is_finite(value: Any) -> bool:
+    """Return True when a number, or a tensor of one, is finite as a float."""
+    try:
+        return math.isfinite(value)
+    except (ValueError, OverflowError, RuntimeError):  # a tensor of several; a whole number of 400 digits
+        return False
+
+
 def check_rewards(rewards: Any, batch: TrainBatch) -> None:
     """Check the rewards that advantages are made of.
 
@@ -92,8 +100,7 @@ def check_rewards(rewards: Any, batch: TrainBatch) -> None:
     if isinstance(rewards, torch.Tensor):
         rewards = rewards.tolist()
     for position, reward in enumerate(rewards):
-        is_number = isinstance(reward, Real) or (isinstance(reward, torch.Tensor) and reward.numel() == 1)
-        if not is_number or not math.isfinite(reward):
+        if not isinstance(reward, Real | torch.Tensor) or not is_finite(reward):
             raise DataError(
                 f"{sample_name(batch, position)} has the reward {str(reward)[:200]!r} ({type(reward).__name__}); what "
                 "is trained on must be a finite number"

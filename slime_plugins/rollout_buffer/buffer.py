@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -34,6 +33,7 @@ from slime.flags.security import secret_of_file
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.http_utils import has_secret
+from slime.utils.json_file import parse_object
 from slime.utils.net import is_loopback
 from slime_plugins.rollout_buffer.registry import Generator, Item, load_generators
 
@@ -71,8 +71,8 @@ class RolloutBuffer:
         if missing:
             raise ConfigError(f"An item has no {', '.join(missing)}; it needs {', '.join(_REQUIRED)}.")
         reward = item["reward"]
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ConfigError(f"An item's reward is {reward!r}; it must be a finite number.")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+            raise ConfigError(f"An item's reward is {str(reward)[:80]!r}; it must be a finite number.")
         item = {"timestamp": time.time(), **item}
         with self._lock:
             for groups in (self._groups, self._since_reading):
@@ -211,12 +211,16 @@ def create_app(folders: Iterable[Path] = (), group_size: int = 1, secret_file: P
     async def start(request: Request) -> dict[str, Any]:
         data = await _object(request)
         task_type = data.get("task_type", DEFAULT_TASK_TYPE)
-        if task_type not in generators:
-            raise HTTPException(422, f"task_type is {task_type!r}; there is {', '.join(sorted(generators))}.")
+        if not isinstance(task_type, str) or task_type not in generators:
+            raise HTTPException(
+                422, f"task_type is {str(task_type)[:80]!r}; there is {', '.join(sorted(generators))}."
+            )
         try:
-            repeats = int(data.get("num_repeat_per_sample", 1))
-        except ValueError as error:
-            raise HTTPException(422, f"num_repeat_per_sample must be a number: {error}.") from error
+            repeats = positive_int(str(data.get("num_repeat_per_sample", 1)))
+        except argparse.ArgumentTypeError as error:
+            raise HTTPException(422, f"num_repeat_per_sample: {error}.") from error
+        if not isinstance(data.get("skip_instance_ids"), list | None):
+            raise HTTPException(422, f"skip_instance_ids is {str(data['skip_instance_ids'])[:80]!r}; it is a list.")
         await asyncio.to_thread(process.stop)  # before the buffer is looked at: it still writes
         waiting = buffer.restart(generators[task_type], repeats, str(data.get("input_file", "")))
         data["skip_instance_ids"] = [*(data.get("skip_instance_ids") or []), *waiting]
@@ -237,12 +241,9 @@ def create_app(folders: Iterable[Path] = (), group_size: int = 1, secret_file: P
 
 async def _object(request: Request) -> dict[str, Any]:
     try:
-        body = await request.json()
+        return parse_object(await request.body())
     except ValueError as error:
-        raise HTTPException(422, f"The body is not JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise HTTPException(422, "The body must be an object.")
-    return body
+        raise HTTPException(422, f"The body is not a JSON object: {error}.") from error
 
 
 def main() -> None:

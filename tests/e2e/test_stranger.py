@@ -123,8 +123,18 @@ def test_a_stranger_gets_nothing_beyond_health_of_a_job_that_ends_when_its_train
     page = f"http://{address}:{page_port}"
     assert {url.split(":")[1].strip("/") for url in (router, engine)} == {address}
 
-    marker, leaks = tmp_path / "marker", {}
-    for url, paths in ((engine, engine_paths()), (router, ROUTER_PATHS), (page, ["/metrics", "/"])):
+    marker, leaks, served = tmp_path / "marker", {}, engine_paths()
+    ours = {int(url.rpartition(":")[2]) for url in (engine, router, page)}
+    beyond = {port for host, port, _ in listening(job) if not is_loopback(host.removeprefix("::ffff:"))}
+    for port in sorted(beyond - ours):  # of Ray, gloo, NCCL and SGLang's own
+        try:
+            answer = requests.get(f"http://{address}:{port}/", timeout=5)
+        except requests.RequestException:
+            continue
+        assert not (answer.ok and answer.text), (port, answer.text[:200])
+    # The router is one binary, which tells nobody its paths: those of its kind, and all that an engine has.
+    asked = {*ROUTER_PATHS, *served} - set(TELLS_NO_MORE)
+    for url, paths in ((engine, served), (router, asked), (page, ["/metrics", "/"])):
         for path in paths:
             for key in ({}, {"Authorization": "Bearer nonsense"}):
                 for method, answer in ask(url, path, marker, **key).items():

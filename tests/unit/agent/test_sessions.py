@@ -8,7 +8,7 @@ import types
 import httpx
 import pytest
 
-from slime.agent.adapters import OpenAIAdapter, common, sessions
+from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common, sessions
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.utils import http_utils
@@ -52,6 +52,25 @@ def test_loopback_and_the_jobs_secret_are_trusted(monkeypatch):
     assert not asked("10.0.0.1") and not asked("10.0.0.1", "Bearer None") and not asked("fd00::7", "s3cret")
     monkeypatch.setattr(http_utils, "_CLIENT", http_utils._Client())
     assert not asked("10.0.0.1", "Bearer None")
+
+
+@pytest.mark.parametrize("kind", [OpenAIAdapter, AnthropicAdapter])
+def test_no_route_of_an_adapter_on_the_network_gives_a_stranger_a_token(kind, tokenizer):
+    adapter = kind(tokenizer=tokenizer, sglang_url="http://127.0.0.1:9")
+    adapter.open_session("opened")
+    server = run_app_in_thread(adapter.app)
+    routes = {(route.method, route.resource.canonical) for route in adapter.app.router.routes()}
+    body, found = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}, {}
+    with httpx.Client(base_url=f"http://{get_current_node_ip()}:{server.port}", trust_env=False) as client:
+        for method, path in sorted(routes):
+            for key in ({}, {"Authorization": "Bearer guess"}, {"x-api-key": "guess"}):
+                answer = client.request(method, path, json=body, headers=key, timeout=20)
+                if answer.is_success and method != "HEAD":
+                    found[path] = answer.json()
+    server.stop()
+    told = found.pop("/v1/models")["data"], found.pop("/healthz"), found.pop("/v1/messages/count_tokens", None)
+    assert found == {} and len(routes) >= 5
+    assert [model["id"] for model in told[0]] == ["slime"] and told[2] in (None, {"input_tokens": 0})
 
 
 def test_a_stranger_gets_no_turn_of_an_adapter_on_the_network(tokenizer, monkeypatch):

@@ -18,18 +18,21 @@ from tests.unit.utils.test_hostile_input import ODD
 
 FOREIGN = ODD | {
     "nothing": None, "not a number": float("nan"), "bytes": b"ab", "a set": {1, 2}, "a function": len,
-    "a tensor of two": torch.ones(2), "a complex number": 1j, "two fractions": [0.5, 0.5], "two texts": ["a", "b"],
+    "a giant number": 10**400,
+        "a tensor of two": torch.ones(2), "a complex number": 1j, "two fractions": [0.5, 0.5], "two texts": ["a", "b"],
     "two infinities": [float("inf")] * 2, "two that are not numbers": [float("nan")] * 2, "two nothings": [None] * 2,
     "two large numbers": [1e30, 1e30], "two numbers above zero": [3.0, 2.0],
 }  # fmt: skip
+WHOLE = ("a negative number", "a large number", "a giant number", "true")
 REAL = ("a negative number", "a fraction", "a large number", "true")
 MAY_BE = {
     "prompt": FOREIGN, "multimodal_inputs": FOREIGN, "multimodal_train_input_id": FOREIGN, "label": FOREIGN,
     "apply_chat_template_kwargs": FOREIGN, "train_metadata": FOREIGN, "hooks_are_due": FOREIGN, "reward": REAL,
     "recovered_in_rollout": FOREIGN, "rollout_top_p_token_ids": FOREIGN, "rollout_top_p_token_offsets": FOREIGN,
     "weight_versions": [name for name, value in FOREIGN.items() if isinstance(value, list | torch.Tensor)],
-    "group_index": REAL, "index": REAL, "rollout_id": [*REAL, "a text"], "remove_sample": REAL,
-    "non_generation_time": [*REAL, "not a number"], "loss_mask": ["a tensor of two"],
+    "group_index": WHOLE, "index": WHOLE, "rollout_id": [*WHOLE, "a text"], "remove_sample": WHOLE,
+    "num_untrained_calls": WHOLE,
+    "non_generation_time": [*REAL, *WHOLE, "not a number"], "loss_mask": ["a tensor of two"],
 }  # fmt: skip
 """Fields that nobody reads here, or that say what they like; and values that other fields may have."""
 ALWAYS = ("nothing", "an object", "a text", "true", "a large number")

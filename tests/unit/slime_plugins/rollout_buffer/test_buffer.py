@@ -16,6 +16,7 @@ from slime.utils.errors import ConfigError
 from slime_plugins.rollout_buffer import buffer as buffer_module
 from slime_plugins.rollout_buffer.buffer import RolloutBuffer, create_app
 from slime_plugins.rollout_buffer.registry import load_generators
+from tests.unit.utils.test_hostile_input import DEEP, DIGITS, ODD
 
 
 def item(instance_id, reward=1.0, **more):
@@ -131,6 +132,19 @@ def test_a_buffer_with_a_secret_answers_nobody_else(tmp_path):
     client.headers["Authorization"] = f"Bearer {file.read_text().strip()}"
     assert client.get("/status").json()["items"] == 0
     assert client.post("/buffer/write", json=item("a")).json()["success"]
+
+
+@pytest.mark.parametrize("path", ["/buffer/write", "/start_rollout"])
+def test_no_body_is_a_failure_of_the_buffer(path):
+    with TestClient(create_app()) as client:
+        for data in ("", DEEP, f'{{"reward": {DIGITS}}}', "[1]", '{"a": NaN}', '{"reward": 1, "reward": 2}', b"\xff"):
+            assert client.post(path, content=data).status_code == 422
+        keys = ("instance_id", "messages", "reward") if path == "/buffer/write" else ("task_type", "skip_instance_ids")
+        for key in (*keys, "num_repeat_per_sample"):
+            for odd in (*ODD.values(), 10**400, None):
+                if key not in ("instance_id", "messages"):
+                    body = item("a") | {"task_type": "none of these"} | {key: odd}
+                    assert client.post(path, json=body).status_code in (200, 422), (key, odd)
 
 
 def test_the_generators_of_a_buffer_with_a_secret_send_it_to_engines_and_buffer(tmp_path):
