@@ -19,6 +19,7 @@ from slime.rollout.prompt_checks import check_grader, check_label, check_prompt,
 from slime.rollout.prompt_files import checked_file, parquet_columns, read_rows
 from slime.rollout.prompt_template import TemplateCheck, as_messages, insert_multimodal, map_with_deadline, render
 from slime.utils.errors import DataError
+from slime.utils.plugins import said_by
 from slime.utils.processing_utils import build_processor_kwargs, image_sources, open_image, process_vision_info
 from slime.utils.types import Sample
 
@@ -241,6 +242,10 @@ def _multimodal_inputs(prompt: Any, processor: Any, where: str) -> dict[str, Any
         found = process_vision_info(prompt, processor)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
+    except Exception as error:  # of readers of images, whatever lies there
+        raise DataError(
+            f"{where}: an image or video of the prompt cannot be read ({said_by(error)[:300]}). Correct the row."
+        ) from error
     return found if any(found.values()) else None
 
 

@@ -22,7 +22,7 @@ from slime.arguments.hooks import HOOKS
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
 from slime.flags.lora import LoraConfig
 from slime.rollout import plain_values
-from slime.rollout.prompt_dataset import check_prompt_file
+from slime.rollout.prompt_dataset import Dataset, check_prompt_file
 from slime.rollout.state_file import read_state
 from slime.utils import env
 from slime.utils.answer_checks import problem_with_answer
@@ -153,6 +153,17 @@ def test_a_row_of_no_use_is_named_with_its_line(name, tmp_path):
     path.write_text(json.dumps({"input": "fine"}) + "\n" + json.dumps({"input": "q"} | row))
     with pytest.raises(DataError, match=rf"d\.jsonl line 2.*{says}"):
         check_prompt_file(str(path), "input", tool_key="tools", rm_types=("math", "f1"))
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["/nowhere.png", "data:image/png;base64,AAAA", "data:,%", 5, [1], {}, {"bytes": 3}, "http://127.0.0.1:9/x", ""],
+)
+def test_an_image_that_cannot_be_read_is_named_with_its_row(image, tmp_path):
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "q"}]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": [{"role": "user", "content": content}]}))
+    told = one_line(lambda: Dataset(str(tmp_path / "d.jsonl"), None, object(), None, multimodal_keys={"image": "no"}))
+    assert "d.jsonl line 1: " in told and "image" in told.lower()
 
 
 @pytest.mark.parametrize(
