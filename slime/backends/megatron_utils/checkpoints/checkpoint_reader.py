@@ -296,7 +296,8 @@ def _problem_with_entry(key: Any, entry: Any, places: Mapping[Any, Any]) -> str 
         return f"has the shape {str(size)[:80]}, the dtype {str(dtype)[:80]}, {str(entry.chunks)[:80]} for chunks"
     num_elements = 0
     for chunk in entry.chunks:
-        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+        offsets: Any = getattr(chunk, "offsets", None)
+        sizes: Any = getattr(chunk, "sizes", None)
         is_part = _is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)
         if not is_part or any(begin + count > end for begin, count, end in zip(offsets, sizes, size, strict=True)):
             return f"has a part of {str(sizes)[:80]} at {str(offsets)[:80]}, and {list(size)} in all"
