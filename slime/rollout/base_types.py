@@ -142,7 +142,9 @@ def call_rollout_fn(
     _check_part(name, "data", output.data, Mapping)
     for data_set, result in output.data.items():
         _check_part(name, f"data[{data_set!r}]", result, Mapping)
-        _check_part(name, f"data[{data_set!r}]['rewards']", result.get("rewards"), list, tuple)
+        if "rewards" not in result:
+            raise HookError(f"{name} returned data[{data_set!r}], which has no rewards; it must be a list of them.")
+        _check_part(name, f"data[{data_set!r}]['rewards']", result["rewards"], list, tuple)
         for key in ("truncated", "samples"):
             _check_part(name, f"data[{data_set!r}][{key!r}]", result.get(key), list, tuple, _NOTHING)
         check_samples(result.get("samples") or [], f"{name} returned")
