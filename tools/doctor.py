@@ -9,6 +9,7 @@ step is run: a trainer and an engine of that model on one GPU, and one push betw
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -27,9 +28,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
+
 from slime.observability.run_reader import Run, read_run
 from slime.utils import env
 from slime.utils.errors import DataError
+from slime.utils.net import is_loopback
 
 REPO = Path(__file__).resolve().parents[1]
 GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
@@ -78,6 +82,7 @@ def checks(save: Path, port: int) -> dict[str, Callable[[], Verdict]]:
         "clock": clock,
         "host name": host_name,
         "port of Ray": lambda: free_port(port),
+        "what listens": listening,
     }
 
 
@@ -204,6 +209,23 @@ def free_port(port: int) -> Verdict:
         except OSError:
             return UNKNOWN, f"{port} is taken: a Ray cluster runs, or ray start --dashboard-port OTHER"
     return GOOD, f"{port} is free"
+
+
+def listening() -> Verdict:
+    """List where jobs that run here listen beyond loopback (docs/security.md says what guards each)."""
+    sockets: dict[str, list[str]] = {"loopback": [], "the network": []}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        program = next((Path(word).name for word in words if re.search(r"ray|slime|sglang|train\w*\.py", word)), None)
+        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            for each in process.net_connections("tcp") if program is not None else ():
+                if each.status == psutil.CONN_LISTEN:
+                    side = "loopback" if is_loopback(each.laddr.ip.removeprefix("::ffff:")) else "the network"
+                    sockets[side].append(f"{each.laddr.ip}:{each.laddr.port} ({program})")
+    beyond = sorted(set(sockets["the network"]))
+    if beyond:
+        return UNKNOWN, f"{', '.join(beyond)}: keep strangers out of that network (docs/security.md)"
+    return GOOD, f"{len(sockets['loopback'])} sockets of jobs, all on loopback"
 
 
 def all_reduce() -> Verdict:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from tools import doctor
@@ -16,9 +18,20 @@ def test_the_doctor_has_a_line_for_each_check_with_a_verdict(tmp_path, capsys, m
     with pytest.raises(SystemExit):
         doctor.main(["--save", str(tmp_path / "not" / "there")])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 13 and {line.split()[0] for line in lines} <= {"good", "bad", "unknown"}
+    assert len(lines) == 14 and {line.split()[0] for line in lines} <= {"good", "bad", "unknown"}
     assert "give --hf-checkpoint" in lines[-1] and "all-reduce" in lines[2]
     assert doctor.space(tmp_path, 1e9, "buy")[0] == "bad"
+
+
+@pytest.mark.parametrize(("host", "verdict"), [("127.0.0.1", "good"), ("0.0.0.0", "unknown")])
+def test_where_a_job_listens_is_listed(host, verdict, monkeypatch):
+    with socket.create_server((host, 0)) as server:
+        process = psutil.Process()
+        process.info = {"cmdline": ["python", "-m", "slime.backends.sglang_utils.router_main"]}
+        monkeypatch.setattr(psutil, "process_iter", lambda names: [process])
+        found, text = doctor.listening()
+        place = f"{host}:{server.getsockname()[1]} (slime.backends.sglang_utils.router_main)"
+    assert found == verdict and (place in text) == (verdict == "unknown")
 
 
 @pytest.mark.parametrize(
