@@ -524,7 +524,8 @@ EDGES: tuple[Edge, ...] = (
         log="manager: 'The stream of sample ... broke; it goes on from N tokens'",
         outcome="what had arrived is kept, and the sample goes on from there; as many tries as a plain request",
         tests=(
-            "tests/unit/rollout/test_sglang_streaming_rollout.py::test_an_aborted_stream_keeps_its_tokens_and_goes_on_from_them",
+            "tests/unit/rollout/test_sglang_streaming_rollout.py::test_a_stream_that_breaks_goes_on_where_it_broke",
+            "tests/unit/rollout/test_sglang_streaming_rollout.py::test_an_engine_that_does_not_end_the_stream_when_the_rollout_is_over_is_left",
         ),
     ),
     Edge(
@@ -579,7 +580,9 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="manager (debug)",
         outcome="the version counts as unknown; the next rollout asks again",
-        tests=("tests/unit/rollout/test_staleness.py::test_engines_without_numbers_have_no_clock",),
+        tests=(
+            "tests/unit/rollout/test_staleness.py::test_an_engine_that_does_not_tell_its_version_has_none_until_it_is_asked_again",
+        ),
     ),
     Edge(
         area=REQUESTS,

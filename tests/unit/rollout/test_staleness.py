@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import socket
 from argparse import Namespace
 
 import pytest
 
+from slime.rollout import control_client
 from slime.rollout.config import rollout_config
 from slime.rollout.staleness import (
     StalenessBound,
@@ -16,7 +18,10 @@ from slime.rollout.staleness import (
     num_groups_due,
     oldest_version,
 )
+from slime.utils.async_utils import run
 from slime.utils.types import Sample
+from tests.scripted_engine.script import Script
+from tests.scripted_engine.server import ScriptedEngine
 
 
 def drawn(*versions: str, tokens: int = 4, **fields) -> Sample:
@@ -90,6 +95,30 @@ def test_engines_without_numbers_have_no_clock():
     assert clock.trained_at(0) is None
     bound = StalenessBound(rollout_config(Namespace(max_staleness=1)))
     assert not bound.is_too_old(drawn("1"), 100)
+
+
+def test_an_engine_that_does_not_tell_its_version_has_none_until_it_is_asked_again(monkeypatch):
+    """One engine hangs, one is not there; then one answers."""
+    engine, urls = ScriptedEngine(Script()), ["http://127.0.0.1:9"]
+    sessions = control_client.control_sessions(max_connections=0, timeout_s=0.3)
+    monkeypatch.setattr(control_client, "_control", sessions)
+
+    async def known(config):
+        return urls
+
+    monkeypatch.setattr(control_client, "worker_urls", known)
+    clock = VersionClock(rollout_config(Namespace(update_weights_interval=1)))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        urls.append(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        run(clock.refresh(0))
+    assert clock.current is None
+    engine.start()
+    engine.weight_version = "7"
+    urls.append(engine.url)
+    run(clock.refresh(1))
+    engine.stop()
+    run(sessions.close())
+    assert clock.current == 7
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
