@@ -58,19 +58,21 @@ def _prepare_prompt_ids(
             "Pass --apply-chat-template, or render the messages in --custom-generate-function-path."
         )
     if processor is not None and sample.multimodal_inputs:
-        prompt_ids, sample.multimodal_train_inputs = _processed(sample, processor)
+        prompt_ids, sample.multimodal_train_inputs = processed(sample.prompt, sample, processor)
     else:
         prompt_ids = encode(sample.prompt) if encode else tokenizer.encode(sample.prompt, add_special_tokens=False)
     response_ids = sample.tokens[len(sample.tokens) - sample.response_length :]
     return list(prompt_ids) + list(response_ids)
 
 
-def _processed(sample: Sample, processor: Any) -> tuple[list[int], dict[str, Any] | None]:
-    """Return a multimodal prompt's ids, and what the trainer gets: tensors that siblings share, computed once."""
+def processed(text: str, sample: Sample, processor: Any) -> tuple[list[int], dict[str, Any] | None]:
+    """Return the ids of a text with the images of a sample, and what the trainer gets: tensors that siblings share,
+    computed once.
+    """
     media = media_of(sample)
-    key = (str(sample.prompt), *map(id, media))
+    key = (text, *map(id, media))
     if key not in _PROCESSED:
-        outputs = processor(text=sample.prompt, **build_processor_kwargs(sample.multimodal_inputs))
+        outputs = processor(text=text, **build_processor_kwargs(sample.multimodal_inputs))
         train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
         _PROCESSED[key] = (media, _first_row(outputs["input_ids"]), compact_pixels(train_inputs, processor))
         if len(_PROCESSED) > MAX_PROCESSED:

@@ -10,9 +10,10 @@ from argparse import Namespace
 from typing import Any
 
 from slime.flags.security import trusts_remote_code
+from slime.rollout.generate import processed
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 
@@ -20,6 +21,11 @@ from slime.utils.types import Sample
 def _mask_generator(hf_checkpoint: str, loss_mask_type: str, trust_remote_code: bool) -> MultiTurnLossMaskGenerator:
     tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
     return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type)
+
+
+@functools.cache
+def _processor(hf_checkpoint: str, trust_remote_code: bool) -> Any:
+    return load_processor(hf_checkpoint, trust_remote_code=trust_remote_code)
 
 
 def mask_generator(args: Namespace) -> MultiTurnLossMaskGenerator:
@@ -46,12 +52,16 @@ def generate_rollout(
     groups = data_buffer.get_samples(args.rollout_batch_size)
     for group in groups:
         for sample in group:
-            fill_from_conversation(sample, generator)
+            has_images = bool(sample.multimodal_inputs)
+            processor = _processor(args.hf_checkpoint, trusts_remote_code(args)) if has_images else None
+            fill_from_conversation(sample, generator, processor)
     return groups
 
 
-def fill_from_conversation(sample: Sample, generator: MultiTurnLossMaskGenerator) -> None:
-    """Set tokens, mask and length of a sample whose prompt is a conversation.
+def fill_from_conversation(
+    sample: Sample, generator: MultiTurnLossMaskGenerator, processor: Any | None = None
+) -> None:
+    """Set tokens, mask and length of a sample whose prompt is a conversation, with images where it has a processor.
 
     The response begins at the first trained token; what lies between the assistant's turns belongs to it, masked.
     """
@@ -60,9 +70,15 @@ def fill_from_conversation(sample: Sample, generator: MultiTurnLossMaskGenerator
             f"Sample {sample.index} has a prompt of text; sft_rollout needs messages. "
             "Point --input-key to a list of messages and leave --apply-chat-template off."
         )
+    tools = sample.metadata.get("tools")
     if sample.multimodal_inputs:
-        raise DataError(f"Sample {sample.index} has images or videos; sft_rollout reads text only.")
-    token_ids, loss_mask = generator.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools"))
+        if processor is None:
+            raise DataError(f"Sample {sample.index} has images, and the model of --hf-checkpoint has no processor.")
+        text = generator.tokenizer.apply_chat_template(sample.prompt, tools=tools, tokenize=False)
+        ids, sample.multimodal_train_inputs = processed(text, sample, processor)
+        token_ids, loss_mask = generator.get_loss_mask_with_multimodal_alignment(sample.prompt, ids, tools)
+    else:
+        token_ids, loss_mask = generator.get_loss_mask(sample.prompt, tools=tools)
     [response_length] = generator.get_response_lengths([loss_mask])
     if response_length == 0:
         raise DataError(

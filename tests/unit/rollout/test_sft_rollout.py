@@ -1,6 +1,7 @@
 """Conversations as finished rollouts."""
 
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,6 +15,11 @@ WORDS = ["<|im_start|>", "<|im_end|>", "user", "assistant", "a", "b", "c", "d"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+
+CONTENT = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ 'd' if p.type == 'image' else p.text }} {% endfor %}{% endif %}"
 )
 
 
@@ -50,6 +56,28 @@ def test_a_conversation_becomes_a_finished_sample_from_its_first_trained_token_o
     assert long.tokens == [0, 2, 4, 1, 0, 3, 5, 1, 0, 2, 6, 1, 0, 3, 7, 1]
     assert (long.response_length, long.loss_mask) == (10, [1, 1, 0, 0, 0, 0, 0, 0, 1, 1])
     assert (long.reward, long.status) == (0, Sample.Status.COMPLETED)
+
+
+def test_images_are_tokens_that_are_not_trained(args, monkeypatch):
+    def processor(text, images, **kwargs):
+        assert images == ["picture"] and text.split()[2] == "d"
+        words = [word for part in text.split() for word in (["d"] * 3 if part == "d" else [part])]
+        return {"input_ids": [[WORDS.index(word) for word in words]], "pixel_values": "pixels"}
+
+    monkeypatch.setattr(sft_rollout, "load_processor", lambda *_, **__: processor)
+    template = TEMPLATE.replace("{{ m.content }}", CONTENT)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.hf_checkpoint, chat_template=template)
+    tokenizer.save_pretrained(args.hf_checkpoint)
+    question = [{"type": "image", "image": "x"}, {"type": "text", "text": "a"}]
+    sample = Sample(
+        prompt=[turn("user", question), turn("assistant", "b")], multimodal_inputs={"images": ["picture"]}, index=0
+    )
+    source = SimpleNamespace(get_samples=lambda num: [[sample]])
+    sft_rollout.generate_rollout(args, 0, source)
+    # <im_start> user (image: d d d) a <im_end> <im_start> assistant | b <im_end>
+    assert sample.tokens == [0, 2, 7, 7, 7, 4, 1, 0, 3, 5, 1]
+    assert (sample.response_length, sample.loss_mask) == (2, [1, 1])
+    assert sample.multimodal_train_inputs == {"pixel_values": "pixels"}
 
 
 @pytest.mark.parametrize(
