@@ -10,23 +10,28 @@ Drivers written for upstream call the same, from ``slime.ray.placement_group``.
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from slime.arguments import record_runtime
+from slime.arguments import args_to_resume, record_runtime
 from slime.observability.logging_utils import values_of_the_run
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import create_critic
 from slime.ray.gpus import GpuSlice
-from slime.ray.released_trainer import ReleasedTrainGroup
+from slime.ray.released_trainer import RELEASE_GRACE_S, ReleasedTrainGroup
 from slime.ray.rollout import start_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
-from slime.ray.waiting import wait_for, watch
+from slime.ray.waiting import forget, wait_for, watch
 from slime.utils.errors import ConfigError
 
 ENGINE_START_MARGIN_S = 180.0
 """Time of the engines' start beyond their own deadline."""
+
+
+MANAGER = "the rollout manager"
+"""Its name in messages."""
 
 
 def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | None]:
@@ -43,7 +48,7 @@ def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | No
     """
     record_runtime(args, **values_of_the_run())
     manager = start_rollout_manager(args, pg)
-    watch(manager, "the rollout manager")
+    watch(manager, MANAGER)
     per_epoch: int | None = wait_for(
         manager.get_num_rollout_per_epoch.remote(), what="the rollout manager to start", timeout_s=args.train_timeout_s
     )
@@ -62,6 +67,27 @@ def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | No
             manager.offload.remote(), what="the engines' memory (offload)", timeout_s=args.weight_update_timeout_s
         )
     return manager, per_epoch
+
+
+def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) -> tuple[Any, int]:
+    """Start a rollout manager in the place of one that died, with engines of its own that have no weights yet.
+
+    Returns:
+        the manager's actor handle, and the first rollout of which it has the samples from the ledger alone.
+    """
+    forget(MANAGER)
+    last, start = actor.last_checkpoint, args.start_rollout_id
+    if last is not None:
+        args, start = args_to_resume(args, weight_version=last, checkpoint=last), last + 1
+        record_runtime(args, start_rollout_id=start)
+    if cluster_has_accelerators():
+        time.sleep(RELEASE_GRACE_S)  # the engines of the one before end with it
+    manager, _ = create_rollout_manager(args, pg)
+    if not _engines_come_first(args):
+        _wait_for_engines(args, manager)
+    actor.set_rollout_manager(manager)
+    _load_position(args, manager, start)
+    return manager, start
 
 
 def create_training_models(
@@ -117,13 +143,14 @@ def _create_trainers(
     if args.start_rollout_id is None:
         record_runtime(args, start_rollout_id=start_rollout_id)
     actor.set_rollout_manager(rollout_manager)
-    if args.rollout_global_dataset:
-        wait_for(
-            rollout_manager.load.remote(args.start_rollout_id - 1),
-            what="the position in the data to be restored",
-            timeout_s=args.train_timeout_s,
-        )
+    _load_position(args, rollout_manager, args.start_rollout_id)
     return actor, critic
+
+
+def _load_position(args: Namespace, manager: Any, start_rollout_id: int) -> None:
+    if args.rollout_global_dataset:
+        position = manager.load.remote(start_rollout_id - 1)
+        wait_for(position, what="the position in the data to be restored", timeout_s=args.train_timeout_s)
 
 
 def _engines_come_first(args: Namespace) -> bool:

@@ -6,6 +6,7 @@ that is printed when it is done.
 
 from __future__ import annotations
 
+import logging
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -26,14 +27,17 @@ from slime.ray.preemption import NOTICE
 from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.rollout import DEADLINE_MARGIN_S
 from slime.ray.save_lock import lock_folders
-from slime.ray.startup import create_rollout_manager, create_training_models
-from slime.ray.trainer_recovery import TrainerRecovery
+from slime.ray.startup import MANAGER, create_manager_again, create_rollout_manager, create_training_models
+from slime.ray.trainer_recovery import NOTICE_S, TrainerRecovery
 from slime.ray.utils import cluster_has_accelerators, listen_address
-from slime.ray.waiting import forget, forget_all, wait_for
+from slime.ray.waiting import find_death, forget, forget_all, wait_for
+from slime.utils.errors import EngineDiedError
 from slime.utils.misc import Box, should_run_periodic_action
 
 if TYPE_CHECKING:
     from slime.observability.prometheus_page import MetricsPage
+
+logger = logging.getLogger(__name__)
 
 JOB_STATE_TIMEOUT_S = 5.0
 """For a scrape of the Prometheus page; what the manager does not say then is left out."""
@@ -55,6 +59,9 @@ class TrainJob:
         self._seconds: dict[str, float] = {}
         rollout_gpus = gpus["rollout"]
         assert rollout_gpus is not None
+        self._rollout_gpus = rollout_gpus
+        self._generations: dict[ray.ObjectRef, tuple[int, ray.ObjectRef]] = {}
+        """Generation as the loop knows it -> its rollout, and the one that took its place."""
         self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus)
         self._step_line = StepLine.follow(args)
         self._metrics_page = self._serve_metrics() if args.prometheus_port is not None else None
@@ -106,12 +113,40 @@ class TrainJob:
 
     def start_generate(self, rollout_id: int) -> ray.ObjectRef:
         """Begin rollout ``rollout_id``; :meth:`finish_generate` waits for it."""
-        return self.manager.generate.remote(rollout_id)
+        generation: ray.ObjectRef = self.manager.generate.remote(rollout_id)
+        self._generations = {generation: (rollout_id, generation)} | dict(list(self._generations.items())[-1:])
+        return generation
 
     def finish_generate(self, generation: ray.ObjectRef) -> list[Box] | None:
-        """Return the train data of a rollout that was begun."""
+        """Return the train data of a rollout that was begun; begin it again where its manager has died since."""
         with self._timed("wait_for_rollout"):
-            return self._wait_for_engines(generation, what="the rollout", report_every_s=60)
+            while True:
+                rollout_id, latest = self._generations[generation]
+                try:
+                    return self._wait_for_engines(latest, what="the rollout", report_every_s=60)
+                except EngineDiedError as error:
+                    self._restart_manager(rollout_id, error)
+                    self._generations[generation] = rollout_id, self.manager.generate.remote(rollout_id)
+
+    def _restart_manager(self, rollout_id: int, error: EngineDiedError) -> None:
+        """Start the manager and its engines again, up to where ``rollout_id`` can begin.
+
+        What its engines had answered comes back from the ledger, and nothing is drawn again; the trainer keeps its
+        weights and pushes them.
+        """
+        is_on = self.args.trainer_recovery == "checkpoint" and not self.args.no_rollout_ledger
+        death = find_death([MANAGER], timeout_s=NOTICE_S) if is_on and self._background is None else None
+        if death is None:
+            raise error
+        self._recovery.count(death, error)
+        logger.error("%s. It is started again with its engines (--trainer-recovery).", death)
+        began = time.monotonic()
+        self.manager, start = create_manager_again(self.args, self._rollout_gpus, self.actor)
+        self._recovery.keep_instead(
+            [(earlier, self._ask("generate", earlier, what="the ledger")) for earlier in range(start, rollout_id)]
+        )
+        self.push_weights()
+        logger.warning("The manager is back after %.1f s, at rollout %d.", time.monotonic() - began, rollout_id)
 
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run rollout ``rollout_id`` and wait for its train data."""
@@ -166,7 +201,7 @@ class TrainJob:
             # The engines have the GPUs, and are in the middle of a rollout: they go before the trainer wakes up.
             position = self.manager.save.remote(self._unsaved)
             wait_for(position, what="the position in the data to be saved", timeout_s=self.args.preemption_grace_s)
-            forget("the rollout manager")
+            forget(MANAGER)
             ray.kill(self.manager)
             time.sleep(RELEASE_GRACE_S)
             self.actor.write_checkpoint(self._unsaved, force_sync=True)

@@ -110,8 +110,19 @@ class TrainerRecovery:
         if last is not None:
             self._trained = [kept for kept in self._trained if kept[0] > last]
 
+    def keep_instead(self, trained: list[tuple[int, list[Box]]]) -> None:
+        """Keep other references to the train data since the last checkpoint: the owner of those before died."""
+        self._trained = trained
+
     def _take_down(self, death: SlimeError, error: Exception | None = None) -> None:
         """Kill the ranks that are left, unless there were too many deaths."""
+        self.count(death, error)
+        logger.error("%s. The trainer is started again from a checkpoint (--trainer-recovery).", death)
+        self._actor.release()
+        self.is_down = True
+
+    def count(self, death: SlimeError, error: Exception | None = None) -> None:
+        """Raise ``death``, with notes that name the earlier ones, when it is one too many (``--max-recoveries``)."""
         now = time.monotonic()
         self._deaths = [earlier for earlier in self._deaths if now - earlier[0] < WINDOW_S]
         if len(self._deaths) >= self.args.max_recoveries:
@@ -119,9 +130,6 @@ class TrainerRecovery:
                 death.add_note(f"earlier within the hour (--max-recoveries {self.args.max_recoveries}): {earlier}")
             raise death from error
         self._deaths.append((now, str(death).splitlines()[0]))
-        logger.error("%s. The trainer is started again from a checkpoint (--trainer-recovery).", death)
-        self._actor.release()
-        self.is_down = True
 
     def _restart(self) -> None:
         """Start the trainer from the last checkpoint and train again on what came after it."""

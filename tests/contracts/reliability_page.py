@@ -9,14 +9,22 @@ import ast
 from pathlib import Path
 
 from slime.arguments.parser import build_parser
-from tests.contracts.reliability_table import AREAS, EDGES, UNTIMED, Edge
+from tests.contracts.reliability_table import AREAS, EDGES, ENDS_A_RUN, PROMISES, UNTIMED, Edge
 from tests.contracts.source_tree import REPO, tree_of
 
 PAGE = REPO / "docs/reliability.md"
 
-HEAD = """# Waits of the rollout side
+HEAD = """# Reliability
 
 Written by `python -m tests.contracts.reliability_page`; edit `tests/contracts/reliability_table.py` instead.
+
+## What is promised
+
+Seconds are those of `python -m tests.e2e.recovery_times`, from the failure to the next trained step: the tiny job, two
+trainer ranks and an engine on two CPU cores that other work kept busy (a trainer's start took 25 to 45 s there).
+
+@PROMISES@
+## Waits
 
 Nobody on the rollout side waits without an owner and a deadline. This page lists every edge on which somebody waits:
 what sets the deadline (a flag with its default, or a constant with its value, in seconds unless named otherwise), what
@@ -79,7 +87,17 @@ def _number(value: object) -> str:
 def page() -> str:
     """The page's text."""
     defaults = flag_defaults()
-    sections = [HEAD]
+    promises = ["| what fails | what is promised | measured, and what it costs | shown by |", "|---|---|---|---|"]
+    for promise in PROMISES:
+        tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in promise.tests)
+        promises.append(f"| {promise.fails} | {promise.promise} | {promise.cost} | {tests} |")
+    ends = [
+        "",
+        "What ends a run all the same, or with `--supervise` its driver:",
+        "",
+        *(f"* {end}" for end in ENDS_A_RUN),
+    ]
+    sections = [HEAD.replace("@PROMISES@", "\n".join([*promises, *ends, ""]))]
     for area in AREAS:
         rows = [_row(edge, defaults) for edge in EDGES if edge.area == area]
         head = "| who waits for what | deadline | what is seen | outcome | shown by |\n|---|---|---|---|---|"

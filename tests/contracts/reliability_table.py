@@ -30,6 +30,81 @@ class Edge:
     """What shows that the row is true, as ``file::test``."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What happens to a run when a part of it fails."""
+
+    fails: str
+    promise: str
+    cost: str
+    """As ``python -m tests.e2e.recovery_times`` measured it, with what else was said."""
+    tests: tuple[str, ...]
+
+
+PROMISES = (
+    Promise(
+        fails="a rank of the trainer dies",
+        promise="with `--save` and `--save-interval` the trainer starts again from its last checkpoint; engines stay "
+        "up, no token is drawn again, and on a CPU the weights are the same bit for bit",
+        cost="48 s; the optimizer steps since the save are taken again",
+        tests=(
+            "tests/e2e/test_job_cpu.py::test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer",
+        ),
+    ),
+    Promise(
+        fails="a rank of the trainer stops or hangs",
+        promise="found `--trainer-hang-timeout-s` after it last answered, or beyond twice the longest micro-batch or "
+        "step; named; then as above",
+        cost="70 s, of which 30 s are the flag's; a question to each rank every two seconds while the driver waits",
+        tests=("tests/dist/test_ray_waiting.py::test_a_rank_whose_process_is_stopped_ends_the_wait_for_both",),
+    ),
+    Promise(
+        fails="a loss or a gradient is not finite, or a rank holds other weights than its replicas",
+        promise="the rank is named before the step, or the next one, changes a weight; `--on-nan` ends the run, "
+        "leaves the step out, or leaves the rollout out and goes back to a checkpoint",
+        cost="29 s for `rollback 1`; every trained weight is read once a step for its checksum, and 16 bytes a rank "
+        "travel with the gradients: no wait for the device is added",
+        tests=(
+            "tests/dist/test_train_step_layouts.py::test_a_rank_that_goes_astray_is_named",
+            "tests/unit/ray/test_trainer_recovery.py::test_a_rollback_leaves_the_rollout_out_and_what_came_after_the_checkpoint",
+        ),
+    ),
+    Promise(
+        fails="the rollout manager dies while it generates",
+        promise="where the trainer may be restarted and there is a ledger: it starts again with its engines, what "
+        "they had answered comes from the ledger, and the trainer keeps its weights",
+        cost="82 s with the engines' start; no answer drawn again, every group trained once",
+        tests=(
+            "tests/unit/ray/test_manager_recovery.py::test_the_rollout_is_begun_again_behind_those_that_the_ledger_gives_back",
+        ),
+    ),
+    Promise(
+        fails="SIGTERM to the driver or a rank of the trainer",
+        promise="with `--preemption-grace-s` the trainer's step ends and is saved, and the next start repeats none",
+        cost="saved 0.1 s after the signal, gone after 12 to 17 s; no step repeated",
+        tests=(
+            "tests/unit/ray/test_preemption.py::test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves",
+        ),
+    ),
+    Promise(
+        fails="the driver dies, or anything else that ends a run",
+        promise="with `--supervise` the same command starts again, from the last save and the ledger",
+        cost="163 s for one that is killed: a start of the job; the optimizer steps since the save are taken again",
+        tests=("tests/unit/ray/test_supervisor.py::test_a_driver_that_fails_is_started_again_until_it_ends_well",),
+    ),
+)
+"""In the order of the page."""
+
+ENDS_A_RUN = (
+    "more recoveries within an hour than `--max-recoveries`",
+    "a death before the first rollout, of the manager outside of generation, or of a rank of a run with a critic or "
+    "without checkpoints",
+    "a node that dies: no GPUs are kept in reserve",
+    "bad input, a full disk at a save, and what the rows below say",
+)
+"""What ends a run, or with --supervise the driver, all the same."""
+
+
 DRIVER = "Driver and Ray"
 ENGINES = "Engines and routers"
 REQUESTS = "Requests"

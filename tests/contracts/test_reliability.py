@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.contracts.reliability_page import PAGE, constant, flag_defaults, module_path, page
-from tests.contracts.reliability_table import AREAS, EDGES, OUTSIDE, UNTIMED, Edge
+from tests.contracts.reliability_table import AREAS, EDGES, OUTSIDE, PROMISES, UNTIMED, Edge, Promise
 from tests.contracts.source_tree import REPO, module_name, tree_of
 from tests.contracts.waits import Wait, rollout_side_files, waits_in, waits_of
 
@@ -18,8 +18,8 @@ def all_waits() -> tuple[Wait, ...]:
     return tuple(wait for path in rollout_side_files() for wait in waits_of(path))
 
 
-def ids(edge: Edge) -> str:
-    return edge.waits
+def ids(row: Edge | Promise) -> str:
+    return row.waits if isinstance(row, Edge) else row.fails
 
 
 def find(tree: ast.AST, names: list[str]) -> ast.AST | None:
@@ -52,7 +52,7 @@ def test_what_a_row_names_exists(edge):
     assert edge.outcome and edge.log
 
 
-@pytest.mark.parametrize("edge", EDGES, ids=ids)
+@pytest.mark.parametrize("edge", [*EDGES, *PROMISES], ids=ids)
 def test_a_row_names_the_tests_that_show_it(edge):
     assert edge.tests, "a row that nothing shows"
     for test in edge.tests:

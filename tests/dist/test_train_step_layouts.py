@@ -223,7 +223,7 @@ def go_astray(rank: int, world_size: int, port: int, folder: str) -> tuple[str, 
     return str(raised.value), list(results[0].not_finite_ranks)
 
 
-def test_a_rank_with_a_loss_that_is_not_finite_is_named_and_so_are_weights_that_differ(model_folder: Path) -> None:
+def test_a_rank_that_goes_astray_is_named(model_folder: Path) -> None:
     who = "ranks [0, 1] hold weights that differ, of ranks [0, 1]"
     for message, not_finite in run_workers(go_astray, 2, str(model_folder)):
         assert not_finite == [1]

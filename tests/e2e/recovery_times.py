@@ -18,8 +18,10 @@ from pathlib import Path
 
 from tests.e2e.job import REPO, Job, grpo_flags, records
 
-FAILURES = ("kill", "stop", "poison", "change")
+HOOKS = ("kill", "stop", "poison", "change")
 """Hooks of ``dying_trainer``."""
+FAILURES = (*HOOKS, "manager", "driver")
+"""With SIGKILL to the rollout manager while it generates, and to the driver under its supervisor."""
 PREEMPTIONS = ("sigterm_driver", "sigterm_rank")
 ON_NAN = {"poison": "rollback 1", "change": "rollback 1"}
 
@@ -43,14 +45,20 @@ def measure(work_dir: Path, case: str) -> None:
     """Run one case to its end and print what it took."""
     save = work_dir / case
     save.mkdir(parents=True)
+    hook = f"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.{case}"
     flags = grpo_flags(
-        work_dir, save, *"--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --num-rollout 3".split(),
-        *f"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.{case}".split(),
+        work_dir, save, *"--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --num-rollout 4 --save-interval 2".split(),
+        *(hook.split() if case in HOOKS else ["--supervise"]),
         *f"--on-nan {ON_NAN.get(case, 'stop')}".split(),
     )  # fmt: skip
     job = Job("train.py", flags, save / "log.txt")
     mark = save / "died_in_1"
     try:
+        if case not in HOOKS:
+            job.wait_until(lambda: "step 3/4" in job.text(), "the third step", 500)
+            drivers = [pid for pid in job.pids("train.py") if pid != job.process.pid]
+            os.kill((job.pids("ray::RolloutManager") if case == "manager" else drivers)[0], signal.SIGKILL)
+            mark.touch()
         job.wait_until(mark.exists, "the failure", 500)
         struck, before = mark.stat().st_mtime, len(records(save, "train/step"))
         job.wait_until(lambda: len(records(save, "train/step")) > before, "the next trained step", 500)
@@ -58,7 +66,7 @@ def measure(work_dir: Path, case: str) -> None:
         code = job.finish(500)
     finally:
         job.kill_everything()
-    said = re.findall(r"^.*(?:is started again from|The trainer is back after).*$", job.text(), flags=re.MULTILINE)
+    said = re.findall(r"^.*(?:is started again|is back after).*$", job.text(), flags=re.MULTILINE)
     steps = [row["train/step"] for row in records(save, "train/step")]
     print(f"{case}: {took_s:.1f} s to the next trained step, exit code {code}, steps {steps}", *said, sep="\n  ")
 

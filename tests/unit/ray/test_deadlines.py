@@ -46,6 +46,7 @@ class Anything:
 def job() -> TrainJob:
     made = TrainJob.__new__(TrainJob)
     made.args, made.manager, made._seconds = FLAGS, Anything(), {}
+    made._generations = {"ref": (0, "ref")}  # type: ignore[dict-item]
     made.actor, made._background = Namespace(restarts_engines=False), None
     made._recovery = TrainerRecovery(FLAGS, made.actor, made._train)  # type: ignore[arg-type]
     return made

@@ -1,0 +1,64 @@
+"""A rollout manager that dies while it generates, without Ray: what the one in its place is asked, in which order."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from slime.ray import train_loop
+from slime.ray.train_loop import TrainJob
+from slime.utils.errors import EngineDiedError
+
+DIED = EngineDiedError("the rollout manager died")
+
+
+class Manager:
+    """A reference is what was asked for; the first manager's answers never come."""
+
+    def __init__(self, name: str) -> None:
+        self.generate = Namespace(remote=lambda rollout_id: f"{name} generates {rollout_id}")
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: Any = TrainJob.__new__(TrainJob)
+    made.asked = []
+    made.args = Namespace(trainer_recovery="checkpoint", no_rollout_ledger=False)
+    made.manager, made.actor, made._rollout_gpus, made._background = Manager("first"), None, None, None
+    made._generations = {}
+    made._timed = lambda name: nullcontext()
+    made._recovery = Namespace(
+        count=lambda death, error: made.asked.append("counted"),
+        keep_instead=lambda trained: made.asked.append(trained),
+    )
+    made._ask = lambda method, rollout_id, what: f"{rollout_id} of the ledger"
+    made.push_weights = lambda: made.asked.append("pushed")
+
+    def wait(ref: str, **_: Any) -> str:
+        if ref.startswith("first"):
+            raise DIED
+        return ref
+
+    made._wait_for_engines = wait
+    monkeypatch.setattr(train_loop, "find_death", lambda names, timeout_s: DIED if made.manager else None)
+    monkeypatch.setattr(train_loop, "create_manager_again", lambda args, gpus, actor: (Manager("second"), 2))
+    return made
+
+
+def test_the_rollout_is_begun_again_behind_those_that_the_ledger_gives_back(job):
+    generation = job.start_generate(4)
+    assert job.finish_generate(generation) == "second generates 4"
+    assert job.asked == ["counted", [(2, "2 of the ledger"), (3, "3 of the ledger")], "pushed"]
+    assert job.finish_generate(generation) == "second generates 4", "a loop may wait twice for what it began"
+    assert len(job.asked) == 3
+
+
+@pytest.mark.parametrize("changed", [{"trainer_recovery": "off"}, {"no_rollout_ledger": True}])
+def test_without_recovery_or_a_ledger_the_run_ends(job, changed):
+    vars(job.args).update(changed)
+    with pytest.raises(EngineDiedError, match="the rollout manager died"):
+        job.finish_generate(job.start_generate(4))
+    assert job.asked == []
