@@ -131,7 +131,7 @@ def _by_position(run: Run, rollout_id: int) -> list[dict[str, Any]]:
     kept = [row for row in run.samples(rollout_id) if row["position"] is not None]
     for row in kept:
         if (micro_batch := row.get("micro_batch")) is not None:
-            row["packing"] = [row["dp_rank"], micro_batch]
+            row["packing"] = [row.get("dp_rank"), micro_batch]
     return sorted(kept, key=lambda row: row["position"])
 
 

@@ -163,7 +163,8 @@ def _flags(replay: Replay, left_out: frozenset[str]) -> list[str]:
     words = without(given, left_out)
     if _value_of(words, "--on-nan") == "rollback":
         words = without(words, frozenset({"--on-nan"}))
-    lengths = [one["num_rollout"] for one in run.events if one["event"] == "start" and one.get("num_rollout")]
+    starts = [one for one in run.events if one["event"] == "start" and one.get("num_rollout")]
+    lengths = [one["num_rollout"] for one in starts if (one.get("rollout") or 0) <= replay.rollout_id]
     words += ["--num-rollout", str((lengths or [run.value("num_rollout")])[-1])]
     words += ["--save", str(replay.folder), "--disable-rollout-global-dataset"]
     if replay.load is not None or (run.folder / f"iter_{replay.begin:07d}").is_dir():

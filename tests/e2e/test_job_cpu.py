@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.job import GONE_S, JOB_S, STEP_S, Job, grpo_flags, records, replay_flags
+from tests.e2e.job import GONE_S, JOB_S, REPO, STEP_S, Job, grpo_flags, records, replay_flags
 
 pytestmark = [
     pytest.mark.e2e,
@@ -75,6 +77,14 @@ def test_a_run_whose_trainer_stays_goes_on_where_that_one_stopped_until_ctrl_c(t
         samples = torch.load(run_folder / f"dump/{rollout_id}.pt", weights_only=False)["samples"]
         trained += sorted({sample["group_index"] for sample in samples})
     assert len(trained) == len(set(trained)) == 12  # no group twice over the resume
+
+
+def test_a_step_of_that_run_is_taken_again_to_the_bit(run_folder):
+    """From the checkpoint before it and the recorded samples, in one process without Ray."""
+    words = [sys.executable, "-m", "slime", "replay", str(run_folder), "--step", "3"]
+    ended = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=JOB_S, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-4000:]
+    assert "Step 3 is the same to the bit" in ended.stdout
 
 
 def test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer(
