@@ -89,7 +89,7 @@ HEALTH_PLOTS = (
         {"median": "samples/ratio/middle", "largest": "samples/ratio/max", "smallest": "samples/ratio/min"},
         ("samples/ratio/low", "samples/ratio/high"), ("mismatch",),
     ),
-    Plot("Ratio outside of the clip range", "Share of the tokens.", _same("samples/outside_clip"),
+    Plot("Ratio outside of the clip range", "Share of the tokens.", {"outside": "samples/outside_clip"},
          alarms=("mismatch",)),
     Plot("Gradient norm", "Before it is clipped.", _same("train/grad_norm"),
          alarms=("large gradients", "broken numbers")),
