@@ -34,7 +34,6 @@ FRESH_S = 10.0
 REQUEST_S, PAGE_S = 30.0, 120.0
 """For a browser to send its request, and for the page that another request has asked for."""
 MAX_TOKEN = 200
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -92,7 +91,7 @@ def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None =
         def do_GET(self) -> None:  # noqa: N802  the name is http.server's
             if self.path != "/":
                 self.send_error(404)
-            elif token is None and self.headers.get("Host", "").rpartition(":")[0].strip("[]") not in LOOPBACK_NAMES:
+            elif token is None and not is_loopback(self.headers.get("Host", "").rpartition(":")[0]):
                 self.send_error(403)  # pages of other sites reach this address under a name of theirs
             elif token is not None and not self._is_known(token):
                 self._send(401, fill_page("door.html", ("door.js",), (), policy="connect-src 'self'; ").encode())
