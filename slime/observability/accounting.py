@@ -17,6 +17,7 @@ CAUSES = (
 """From the outermost to the innermost.  A recovery is one throughout, whatever the trainer does again in it."""
 ENGINE_SPANS = {
     "start": "start and recovery",
+    "manager_recovery": "start and recovery",
     "generation": "generation",
     "longest answer": "longest answer",
     "reward": "reward",
@@ -28,6 +29,7 @@ TRAINER_SPANS = {
     "start": "start and recovery",
     "init": "start and recovery",
     "recovery": "start and recovery",
+    "manager_recovery": "start and recovery",
     "ref_log_probs": "forward",
     "teacher_log_probs": "forward",
     "log_probs": "forward",

@@ -140,12 +140,13 @@ class TrainJob:
             raise error
         self._recovery.count(death, error)
         logger.error("%s. It is started again with its engines (--trainer-recovery).", death)
-        began = time.monotonic()
+        began, since = time.monotonic(), time.time()
         self.manager, start = create_manager_again(self.args, self._rollout_gpus, self.actor)
         self._recovery.keep_instead(
             [(earlier, self._ask("generate", earlier, what="the ledger")) for earlier in range(start, rollout_id)]
         )
         self.push_weights()
+        span("manager_recovery", since, time.time(), rollout=rollout_id)
         logger.warning("The manager is back after %.1f s, at rollout %d.", time.monotonic() - began, rollout_id)
 
     def generate(self, rollout_id: int) -> list[Box] | None:
