@@ -17,7 +17,7 @@ from slime.train_data.convert import samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
 from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
-from slime.train_data.split import is_finite, split_by_rank
+from slime.train_data.split import check_columns, is_finite, split_by_rank
 from slime.utils.errors import DataError, HookError
 from slime.utils.misc import call_hook
 from slime.utils.types import Sample
@@ -55,7 +55,9 @@ def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
             f"--custom-convert-samples-to-train-data-path {path} returned {returned}; it must return a dict of "
             f"columns (slime/train_data/columns.py), {', '.join(needed)} among them."
         )
-    return TrainBatch.from_dict(data)
+    batch = TrainBatch.from_dict(data)
+    check_columns(batch)
+    return batch
 
 
 def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, Any]:
@@ -67,7 +69,8 @@ def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, An
             "the raw rewards and those to train on, with an entry for each sample."
         )
     for name, values in zip(("raw rewards", "rewards to train on"), result, strict=True):
-        count = len(values) if hasattr(values, "__len__") else type(values).__name__
+        is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping | set)
+        count = len(values) if is_list else type(values).__name__
         if count != len(samples):
             raise HookError(
                 f"--custom-reward-post-process-path {path} returned {count} {name} for {len(samples)} samples; there "

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
     Raises:
         DataError: a column has not one entry per sample, or a value that cannot be trained on.
     """
-    num_samples = _check_columns(batch)
+    check_columns(batch)
     check_rewards(batch.rewards, batch)
     if batch.rollout_mask_sums is None:
         batch = replace(batch, rollout_mask_sums=rollout_mask_sums(batch.loss_masks, batch.rollout_ids))
@@ -33,7 +33,7 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
 
     ranks: list[RankBatch] = []
     for partition, micro_batch_indices in zip(schedule.partitions, schedule.micro_batch_indices, strict=True):
-        assert all(0 <= position < num_samples for position in partition), (partition, num_samples)
+        assert all(0 <= position < len(total_lengths) for position in partition), (partition, len(total_lengths))
         names = [sample_name(batch, position) for position in partition]
         columns: dict[str, Any] = {
             name: list(values)
@@ -55,26 +55,55 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
     return ranks
 
 
-def _check_columns(batch: TrainBatch) -> int:
-    num_samples = len(batch.tokens)
+def check_columns(batch: TrainBatch) -> None:
+    """Check that each column has an entry for each sample, of the sample's length where it covers its tokens.
+
+    Raises:
+        DataError: one has not.
+    """
+    num_samples = _count(batch.tokens)
     for name, _, values in batch.columns():
-        length = len(values) if isinstance(values, (Sequence, torch.Tensor)) and not isinstance(values, str) else None
-        if length != num_samples:
+        if num_samples is None or _count(values) != num_samples:
+            count = _count(values)
             raise DataError(
-                f"column {name!r} of the train data has {length if length is not None else type(values).__name__} "
+                f"column {name!r} of the train data has {count if count is not None else type(values).__name__} "
                 f"entries for {num_samples} samples; every column is a list with one entry per sample; check the "
                 "converter given by --custom-convert-samples-to-train-data-path"
             )
     for position, (tokens, response, mask) in enumerate(
         zip(batch.tokens, batch.response_lengths, batch.loss_masks, strict=True)
     ):
-        if len(mask) != response or response >= len(tokens):
+        num_tokens, num_masked = _count(tokens), _count(mask)
+        is_whole = isinstance(response, Integral) and num_tokens is not None and num_masked == response < num_tokens
+        if not is_whole or response < 0:
             raise DataError(
-                f"sample {position} of the train data has {len(tokens)} tokens, response length {response} and "
-                f"{len(mask)} entries in its loss mask; the mask has one entry per response token, and there is at "
-                "least one prompt token"
+                f"sample {position} of the train data has {_shown(num_tokens, tokens)} tokens, response length "
+                f"{str(response)[:80]} and {_shown(num_masked, mask)} entries in its loss mask; the mask has one "
+                "entry per response token, and there is at least one prompt token"
             )
-    return num_samples
+        for name in ("rollout_log_probs", "teacher_log_probs"):
+            if (column := getattr(batch, name)) is not None and _count(column[position]) != response:
+                raise DataError(
+                    f"sample {position} of the train data has {_shown(_count(column[position]), column[position])} "
+                    f"entries in {name} and response length {response}; there is one for each response token"
+                )
+        total = None if batch.rollout_mask_sums is None else batch.rollout_mask_sums[position]
+        is_sum = total is None or (isinstance(total, Real | torch.Tensor) and is_finite(total) and total >= 0)
+        if not isinstance(batch.rollout_ids[position], Integral | str) or not is_sum:
+            raise DataError(
+                f"sample {position} of the train data has {str(batch.rollout_ids[position])[:80]!r} in rollout_ids "
+                f"and {str(total)[:80]!r} in rollout_mask_sums; these are a whole number and a finite one"
+            )
+
+
+def _count(values: Any) -> int | None:
+    """Return the length of a list, an array or a tensor; None of anything else."""
+    is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping | set)
+    return len(values) if is_list and getattr(values, "ndim", 1) > 0 else None
+
+
+def _shown(count: int | None, value: Any) -> str:
+    return str(count) if count is not None else f"{str(value)[:80]!r} for"
 
 
 def sample_name(batch: TrainBatch, position: int) -> str:
@@ -113,8 +142,11 @@ def _as_column(
     """Return the entries as CPU tensors; a column of plain numbers becomes one tensor."""
     if dtype is None:
         return values
-    if values and isinstance(values[0], (int, float)):
-        return torch.tensor(values, dtype=dtype)
+    if values and all(isinstance(value, int | float) for value in values):
+        try:
+            return torch.tensor(values, dtype=dtype)
+        except (RuntimeError, ValueError, OverflowError) as error:
+            raise DataError(f"column {name!r} of the train data has a number that is no {dtype}: {error}") from error
     return [_as_tensor(name, value, dtype, sample) for value, sample in zip(values, names, strict=True)]
 
 
@@ -132,9 +164,10 @@ def _as_tensor(name: str, value: Any, dtype: torch.dtype, sample: str) -> torch.
         return plain
     try:
         tensor = torch.from_numpy(np.array(value)) if isinstance(value, list) else torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{sample} has {str(value)[:200]} in {name}; these must be numbers: {error}") from error
-    column = tensor.to(dtype)
+        column = tensor.to(dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{sample} has {str(value)[:200]} in {name}; these must be numbers: {reason}") from error
     if not dtype.is_floating_point and not torch.equal(column.to(tensor.dtype), tensor):
         raise DataError(f"{sample} has {str(value)[:200]} in {name}; these must be whole numbers of {dtype}")
     return column

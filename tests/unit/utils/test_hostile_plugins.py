@@ -9,10 +9,11 @@ import torch
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, check_samples
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
+from slime.train_data.columns import TrainBatch
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
-from slime.utils.errors import HookError, SlimeError
+from slime.utils.errors import DataError, HookError, SlimeError
 from slime.utils.types import Sample
 from tests.unit.utils.test_hostile_input import ODD
 
@@ -99,3 +100,37 @@ def test_a_filter_that_gives_no_verdict_is_named(value):
             assert "must return a DynamicFilterOutput or a bool" in str(error)
         else:
             assert isinstance(value, int | float | complex) and value == value
+
+
+@pytest.mark.parametrize(
+    "name", ["tokens", "response_lengths", "loss_masks", "rollout_log_probs", "teacher_log_probs"]
+)
+@pytest.mark.parametrize("is_entry", [True, False], ids=["an entry", "the column"])
+def test_a_column_of_a_converter_of_another_kind_is_named(name, is_entry):
+    good = {
+        "tokens": [[1, 2, 3, 4]] * 2, "response_lengths": [2, 2], "rewards": [1.0, 0.0], "rollout_ids": [0, 1],
+        "loss_masks": [[1, 1]] * 2, "rollout_log_probs": [[-1.0, -2.0]] * 2,
+    }  # fmt: skip
+    schedule = build_dp_schedule(ScheduleConfig(dp_size=1), [4, 4], global_batch_size=2, rollout_indices=[0, 1])
+    split_by_rank(TrainBatch.from_dict(good), schedule)
+    for kind, value in FOREIGN.items():
+        try:
+            batch = TrainBatch.from_dict(good | {name: [value, value] if is_entry else value})
+            split_by_rank(batch, schedule)
+        except SlimeError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1500
+        else:
+            assert (name, is_entry, kind) == ("loss_masks", True, "a tensor of two") or value is None, kind
+
+
+@pytest.mark.parametrize("name", ["rollout_ids", "rollout_mask_sums", "rewards"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1j, [1], {"a": 1}, torch.ones(2), None, "x"], ids=str)
+def test_a_number_of_a_converter_that_is_none_is_named(name, value):
+    columns = {"tokens": [[1, 2]], "response_lengths": [1], "rewards": [1.0], "rollout_ids": [0], "loss_masks": [[1]]}
+    if (name, value) in (("rollout_mask_sums", None), ("rollout_ids", "x")):
+        return
+    with pytest.raises(DataError):
+        split_by_rank(
+            TrainBatch.from_dict(columns | {name: [value]}),
+            build_dp_schedule(ScheduleConfig(dp_size=1), [2], global_batch_size=1, rollout_indices=[0]),
+        )
