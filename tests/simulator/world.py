@@ -75,6 +75,9 @@ class World:
 
     def __init__(self, setup: Setup, faults: list[Fault], folder: Path, kernel: Kernel) -> None:
         self.setup, self.faults, self.folder, self.kernel = setup, faults, folder, kernel
+        self.prompts = folder / "prompts.jsonl"
+        rows = [json.dumps({"prompt": f"p{k:03}", "label": "x"}) for k in range(NUM_PROMPTS)]
+        self.prompts.write_text("\n".join(rows) + "\n")
         self.story: list[str] = []
         self.violations: list[str] = []
         self.sites: Counter[str] = Counter()
@@ -340,12 +343,8 @@ class World:
         """Return the flags of the command, as of now."""
         args = copy.copy(base_args(self.setup))
         save = str(self.folder / "save")
-        prompts = self.folder / "prompts.jsonl"
-        if not prompts.exists():
-            rows = [json.dumps({"prompt": f"p{k:03}", "label": "x"}) for k in range(NUM_PROMPTS)]
-            prompts.write_text("\n".join(rows) + "\n")
         args.save = args.load = save
-        args.prompt_data = str(prompts)
+        args.prompt_data = str(self.prompts)
         derive_starting_point(args)
         if has_finished_save(args.load):
             inspect_checkpoint(args.load, "--load")
