@@ -67,7 +67,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
     ),
     "a push that no engine took is not repeated": _bug(
         "slime.ray.actor_group:RayTrainGroup.update_weights",
-        "if not self.restarts_engines:\n                raise",
+        "if not self.restarts_engines:\n            raise",
         "raise",
     ),
     "a probe reaches an engine behind the order to give its memory away": _bug(
