@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from argparse import Namespace
 
-from slime.backends.megatron_utils.data import prepare_rollout_data
+import pytest
+import torch
+
+from slime.backends.megatron_utils.data import forward_arguments, prepare_rollout_data
 from slime.utils.errors import DataError
 from tests.unit.train_data.rank_batch import one_rank
 
@@ -16,3 +19,24 @@ def test_a_token_that_the_model_does_not_have_is_refused_by_name(token):
         DataError, match=f"sample 1 of the train data has the token {token}; .* 0 to 99 .*--vocab-size"
     ):
         prepare_rollout_data(data, vocab_size=100)
+
+
+def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats():
+    limits = torch.tensor([127.5, 127.5])
+    in_bytes = {"pixel_values": torch.tensor([[0], [255]], dtype=torch.uint8), "pixel_range": limits}
+    inputs = [
+        {**in_bytes, "image_grid_thw": torch.tensor([[1, 1, 2]])},
+        None,
+        {"pixel_values": torch.tensor([[0.5]]), "image_grid_thw": torch.tensor([[1, 1, 1]])},
+    ]
+    batch = {
+        "tokens": torch.zeros(1, 4), "packed_seq_params": None, "full_loss_masks": None,
+        "multimodal_train_inputs": inputs, "host_tokens": ["ids"] * 3,
+    }  # fmt: skip
+    given = forward_arguments(Namespace(custom_model_provider_path="my.provider"), batch)
+    assert given["pixel_values"].tolist() == [[-1.0], [1.0], [0.5]]
+    assert given["image_grid_thw"].tolist() == [[1, 1, 2], [1, 1, 1]]
+    assert "pixel_range" not in given and "images" not in given
+    own = forward_arguments(Namespace(custom_model_provider_path=None), batch)["images"]
+    assert own.inputs is inputs and own.sequences == ["ids"] * 3
+    assert "images" not in forward_arguments(Namespace(), {**batch, "multimodal_train_inputs": None})
