@@ -152,7 +152,8 @@ def flags_of(replay: Replay) -> list[str]:
 def rollout_flags_of(replay: Replay) -> list[str]:
     """Return the run's flags, changed to generate from the recorded prompts with the checkpoint's weights."""
     words = _flags(replay, (LEFT_OUT - OF_ENGINES) | NOT_IN_A_ROLLOUT)
-    return changed([*words, "--data-source-path", "tools.replay_rollout.RecordedGroups"], replay.changes)
+    words += ["--data-source-path", "tools.replay_rollout.RecordedGroups"]
+    return changed(words, replay.changes, with_engine_flags=True)
 
 
 def _flags(replay: Replay, left_out: frozenset[str]) -> list[str]:
@@ -196,7 +197,7 @@ def _value_of(words: Sequence[str], flag: str) -> str | None:
     return next((group[1] for group in reversed(list(_groups(words))) if group[0] == flag and len(group) > 1), None)
 
 
-def changed(words: Sequence[str], changes: Sequence[str]) -> list[str]:
+def changed(words: Sequence[str], changes: Sequence[str], *, with_engine_flags: bool = False) -> list[str]:
     """Return a command line with flags set to other values.
 
     Raises:
@@ -206,7 +207,7 @@ def changed(words: Sequence[str], changes: Sequence[str]) -> list[str]:
         return list(words)
     from slime.arguments.parser import build_parser
 
-    parser = build_parser(with_engine_flags=False)
+    parser = build_parser(with_engine_flags=with_engine_flags)
     for change in changes:
         name, sign, value = change.partition("=")
         dest = name.removeprefix("--").replace("-", "_")

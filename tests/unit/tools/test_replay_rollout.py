@@ -52,11 +52,12 @@ def test_groups_come_as_recorded_with_nothing_answered(tmp_path):
 def test_the_flags_keep_the_engines_and_choose_among_no_groups(tmp_path):
     words = "train.py --colocate --rollout-temperature 0.7 --over-sampling-batch-size 6 --partial-rollout --save x"
     config = {"command": [*words.split(), "--prompt-data", "gone"], "values": {"num_rollout": {"value": 5}}}
-    replay = Replay(Run(tmp_path, config), 3, 2, tmp_path / "out", changes=["seed=3"])
+    replay = Replay(Run(tmp_path, config), 3, 2, tmp_path / "out", changes=["seed=3", "sglang_log_level=error"])
     (tmp_path / "iter_0000002").mkdir()
     assert " ".join(rollout_flags_of(replay)) == (
         f"--colocate --rollout-temperature 0.7 --num-rollout 5 --save {tmp_path}/out --disable-rollout-global-dataset "
-        f"--load {tmp_path} --ckpt-step 2 --data-source-path tools.replay_rollout.RecordedGroups --seed 3"
+        f"--load {tmp_path} --ckpt-step 2 --data-source-path tools.replay_rollout.RecordedGroups --seed 3 "
+        "--sglang-log-level error"
     )
 
 
