@@ -118,7 +118,8 @@ def draw_fault(rng: random.Random, setup: Setup, sites: Counter[str], end_s: flo
         kind = rng.choice(("kill", "half", "half", "after", "after", "ioerror", "full"))
     else:
         kind = rng.choice(("kill", "kill", "kill", "hang", "cut", "clock"))
-    target = "self" if rng.random() < 0.6 or site.startswith("file") else rng.choice(roles(setup))
+    is_own = kind in ("half", "after", "ioerror", "full") or rng.random() < 0.6
+    target = "self" if is_own else rng.choice(roles(setup))
     return Fault(kind, site, nth, target=target, amount=_amount(rng, kind))
 
 
