@@ -60,7 +60,7 @@ class _RecordingEngine(EngineActor):
         """The arguments are kept; no process is started."""
         self.noted: dict[str, Any] = {}
 
-        def note(server_args: dict[str, Any], *, name: str) -> None:
+        def note(server_args: dict[str, Any], **_: Any) -> None:
             self.noted = dict(server_args)
 
         sglang_engine.start_server = note  # type: ignore[assignment]  # in this actor's process only
