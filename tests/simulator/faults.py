@@ -145,7 +145,7 @@ def EXCUSES(fault: Fault, setup: Setup) -> bool:  # noqa: N802
     if fault.kind in ("full", "ioerror", "half", "after"):
         return True
     role = fault.target
-    if role == "self":
+    if role == "self" or fault.kind in ("refuse", "lose", "status", "garbage", "double"):
         role = fault.site.split()[1].partition(".")[0] if fault.site else ""
         if fault.site.startswith("train "):
             role = "trainer"

@@ -199,28 +199,30 @@ def unregister_worker(router: ServerControl, worker_url: str, *, timeout_s: floa
     Raises:
         DeadlineError: it is still listed after ``timeout_s`` seconds.
     """
-    worker = find_worker(router, worker_url)
+    worker = find_worker(router, worker_url, timeout_s=timeout_s)
     if worker is None:
         return
     try:
-        router.delete(f"/workers/{worker['id']}")
+        router.delete(f"/workers/{worker['id']}", timeout_s=timeout_s)
     except Refused as refused:
         if refused.status != HTTPStatus.NOT_FOUND:  # an earlier removal is under way
             raise
     deadline = time.monotonic() + timeout_s
-    while find_worker(router, worker_url) is not None:
+    while find_worker(router, worker_url, timeout_s=timeout_s) is not None:
         if time.monotonic() > deadline:
             raise DeadlineError(f"{router.name} still lists the engine {worker_url} after {timeout_s:g} s")
         time.sleep(POLL_S)
 
 
-def find_worker(router: ServerControl, worker_url: str) -> dict[str, Any] | None:
+def find_worker(
+    router: ServerControl, worker_url: str, *, timeout_s: float = REGISTER_TIMEOUT_S
+) -> dict[str, Any] | None:
     """Return the router's entry of an engine.
 
     Raises:
         EngineError: it does not answer, or not with a list of engines.
     """
-    answer = router.get("/workers")
+    answer = router.get("/workers", timeout_s=timeout_s)
     workers = answer.get("workers") if isinstance(answer, dict) else None
     if not isinstance(workers, list):
         raise EngineError(f"{router.name} answered GET /workers with {str(answer)[:200]!r}; expected its engines")
