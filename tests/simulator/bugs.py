@@ -98,6 +98,10 @@ def find(task: tuple[str, int, int]) -> dict[str, Any]:
         for seed in range(first, first + count):
             setup, faults = schedule_of(seed)
             with BUGS[bug][0].applied():
+                is_suspect = bool(run_schedule(seed, setup, faults).violations)
+            if not is_suspect or run_schedule(seed, setup, faults).violations:
+                continue  # it also fails without the bug
+            with BUGS[bug][0].applied():
                 outcome = run_schedule(seed, setup, faults)
                 if outcome.violations:
                     _, faults, outcome = shrink(seed)
