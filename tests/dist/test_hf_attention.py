@@ -18,8 +18,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime_plugins.models.hf_attention import HuggingfaceAttention
-from tests.matrix.pool import run_ranks
 from tests.dist.trainer_case import write_model
+from tests.matrix.pool import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -81,6 +81,8 @@ def push_from_layouts(rank: int, world_size: int, port: int, folder: str) -> dic
 
     Gives the largest difference in log-probs of each.
     """
+    import torch.distributed as dist
+
     from slime.backends.sglang_utils import cpu_shim
 
     cpu_shim.install()
@@ -109,6 +111,7 @@ def push_from_layouts(rank: int, world_size: int, port: int, folder: str) -> dic
                 result[f"{layout}, {carrier}"] = max(before, after)
                 if carrier == "broadcast":  # the next layout's groups have the same names
                     worker._updater.close()
+        dist.barrier()  # rank 0 ends the engine, which the other may still ask
         return result
     finally:
         engine.close()
@@ -179,7 +182,14 @@ def test_nobody_hears_the_new_version_before_every_digest_is_acknowledged(
     steps = [name for name in first if name not in ("receive_weight_bucket", "update_weights_from_tensor")]
     join = [] if carrier == "shared" else ["join_weight_group"]
     assert steps[2:] == [
-        *("begin_weight_update", "begin_weight_update", *join, "acknowledge_weight_update", "commit_weight_update", "get_weight_version"),
+        *(
+            "begin_weight_update",
+            "begin_weight_update",
+            *join,
+            "acknowledge_weight_update",
+            "commit_weight_update",
+            "get_weight_version",
+        ),
         "continue_generation",
     ]
     last_bucket = len(first) - 1 - first[::-1].index("receive_weight_bucket")

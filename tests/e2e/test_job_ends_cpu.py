@@ -25,9 +25,13 @@ def error_of_answer(url: str, model: torch.nn.Module, length: int) -> float:
     payload = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
     with requests.Session() as session:
         session.trust_env = False
-        response = session.post(f"{url}/generate", json=payload, timeout=300)
-    response.raise_for_status()
-    pairs = response.json()["meta_info"]["output_token_logprobs"]
+        for _ in range(20):  # the end of a rollout aborts every request
+            response = session.post(f"{url}/generate", json=payload, timeout=300)
+            response.raise_for_status()
+            answer = response.json()["meta_info"]
+            if answer["finish_reason"]["type"] != "abort":
+                break
+    pairs = answer["output_token_logprobs"]
     assert len(pairs) == 24
     tokens = torch.tensor([prompt + [token for _, token, *_ in pairs]])
     with torch.no_grad():
