@@ -75,9 +75,10 @@ def length_explosion(steps: Steps) -> list[Alarm]:
 def all_zero_rewards(steps: Steps) -> list[Alarm]:
     """Find steps in a row of which no response got a reward: a grader or a template that does not fit.
 
-    A policy loss that is not 0 all the same has another teacher (distillation, a value function).
+    A policy loss that is not 0 all the same has another teacher (distillation, a value function); supervised training
+    has no policy loss.
     """
-    untaught = {step: metrics for step, metrics in steps.items() if not metrics.get("train/pg_loss")}
+    untaught = {n: one for n, one in steps.items() if "train/loss" not in one or one.get("train/pg_loss") == 0}
     values = _series(untaught, "rollout/raw_reward")
     for (first, _), *rest in (values[i : i + 3] for i in range(len(values) - 2)):
         if all(value == 0 for _, value in rest) and dict(values)[first] == 0:

@@ -41,6 +41,7 @@ def test_a_healthy_run_has_no_alarm_and_neither_has_one_that_has_just_begun():
 def test_without_rewards_a_teacher_may_teach_all_the_same():
     distilled = {"rollout__raw_reward": lambda step: 0.0, "train__pg_loss": lambda step: 0.2}
     assert find_alarms(run(**distilled)) == []
+    assert find_alarms(run(rollout__raw_reward=lambda step: 0.0, train__pg_loss=lambda step: None)) == []
 
 
 @pytest.mark.parametrize(
