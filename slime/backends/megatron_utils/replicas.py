@@ -49,8 +49,12 @@ class Marks:
             (experts, mpu.get_expert_data_parallel_group()),
         ):
             if replicated:
-                mine = torch.stack([_checksum(replicated), _num_not_finite(losses, replicated[0].device)])
-                table = mine.new_empty(dist.get_world_size(group) * 2)
+                num_ranks = dist.get_world_size(group)
+                not_finite = _num_not_finite(losses, replicated[0].device)
+                # A rank alone has nothing to compare, and need not read all its weights again in each step.
+                checksum = _checksum(replicated) if num_ranks > 1 else torch.zeros_like(not_finite)
+                mine = torch.stack([checksum, not_finite])
+                table = mine.new_empty(num_ranks * 2)
                 dist.all_gather_into_tensor(table, mine, group=group)
                 gathered.append(cls(dist.get_process_group_ranks(group), table))
         return gathered
