@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from slime.observability import run_record
 from slime.observability.accounting import GpuClass, Span, gpu_classes
 from slime.observability.metrics_file import FILE_NAME, START_KEY, merge_by_step, read_records
-from slime.observability.sample_record import rollout_of
+from slime.observability.sample_record import rollout_of, samples_path
 from slime.utils.errors import DataError
 
 
@@ -65,7 +65,7 @@ class Run:
 
     def sample_file(self, rollout_id: int) -> Path:
         """Return the path of a rollout's samples."""
-        return self.folder / run_record.SAMPLES_FOLDER / f"rollout_{rollout_id:06d}.parquet"
+        return samples_path(self.folder / run_record.SAMPLES_FOLDER, rollout_id)
 
     def samples(self, rollout_id: int) -> Iterator[dict[str, Any]]:
         """Yield the samples of a rollout, with what the trainer added; a file that is being written is skipped."""
@@ -75,7 +75,7 @@ class Run:
 
 def trained_files(path: Path) -> list[Path]:
     """Return the files in which the trainer's ranks added to the samples of ``path``."""
-    return sorted(path.parent.glob(f"train_{path.stem.split('_')[1]}_r*.parquet"))
+    return sorted(path.parent.glob(samples_path(path.parent, rollout_of(path), "*").name))
 
 
 def read_samples(

@@ -94,7 +94,8 @@ def record_rollout(
         rows = [_row(rollout_id, i, sample, None, trained[i]) for i, sample in enumerate(samples[:limit])]
         rows += [_row(rollout_id, None, sample, reason, None) for sample, reason in dropped[:limit]]
         num_tokens = sum(len(row["tokens"]) for row in rows)
-        _write_table(folder, f"rollout_{rollout_id:06d}", rows, ROLLOUT_SCHEMA, num_tokens, config, began_s)
+        path = samples_path(folder / run_record.SAMPLES_FOLDER, rollout_id)
+        _write_table(path, rows, ROLLOUT_SCHEMA, num_tokens, config, began_s)
 
     run_record.submit(work)
 
@@ -127,14 +128,14 @@ def record_trained(
             for i, position in enumerate(positions)
             if limit is None or position < limit
         ]
-        _write_table(folder, f"train_{rollout_id:06d}_r{rank}", rows, TRAIN_SCHEMA, 0, config, began_s)
+        path = samples_path(folder / run_record.SAMPLES_FOLDER, rollout_id, rank)
+        _write_table(path, rows, TRAIN_SCHEMA, 0, config, began_s)
 
     run_record.submit(work)
 
 
 def _write_table(
-    folder: Path,
-    name: str,
+    path: Path,
     rows: Sequence[Mapping[str, Any]],
     schema: pa.Schema,
     num_tokens: int,
@@ -142,9 +143,8 @@ def _write_table(
     began_s: float,
 ) -> None:
     """Write one file, record what it cost (``num_tokens`` 0: they are counted in another file), and keep the limit."""
-    target = folder / run_record.SAMPLES_FOLDER
-    target.mkdir(parents=True, exist_ok=True)
-    path, temporary = target / f"{name}.parquet", target / f".{name}.tmp"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.tmp")
     table = pa.Table.from_pylist([{column: row.get(column) for column in schema.names} for row in rows], schema)
     floats = [f"{one.name}.list.element" for one in schema if one.type == _FLOATS]
     pq.write_table(
@@ -158,7 +158,7 @@ def _write_table(
     temporary.replace(path)
     cost = {"bytes": path.stat().st_size, "tokens": num_tokens, "cpu_s": round(time.thread_time() - began_s, 4)}
     run_record.event("recorded", file=path.name, samples=len(rows), **cost)
-    _rotate(target, config.record_max_gib)
+    _rotate(path.parent, config.record_max_gib)
 
 
 def _rotate(folder: Path, max_gib: float) -> None:
@@ -173,6 +173,18 @@ def _rotate(folder: Path, max_gib: float) -> None:
         removed.append(path.name)
     if removed:
         run_record.event("rotated", files=removed)
+
+
+def samples_path(folder: Path, rollout_id: int, rank: int | str | None = None) -> Path:
+    """Return the file of a rollout's samples, or of what the trainer's data-parallel ``rank`` added to them.
+
+    Args:
+        folder: of the samples.
+        rollout_id: the rollout.
+        rank: a number, or ``*`` for a pattern of those of all ranks.
+    """
+    name = f"rollout_{rollout_id:06d}" if rank is None else f"train_{rollout_id:06d}_r{rank}"
+    return folder / f"{name}.parquet"
 
 
 def rollout_of(path: Path) -> int:
