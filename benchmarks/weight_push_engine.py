@@ -37,33 +37,21 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.model_shapes import MODELS, model_flags, outputs  # noqa: E402
+from benchmarks.published_configs import PUBLISHED, qwen3, qwen3_moe  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 from slime.weights.push.verbs import EngineProxy, Verb  # noqa: E402
 
-QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000}
+SMALL = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
+SMALL_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "glm4": "Glm4ForCausalLM"}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "tiny": QWEN3
-    | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
-    | {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False},
-    "tiny-moe": QWEN3
-    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
-    | {"moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
-    | {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False},
-    "qwen3-4B": QWEN3
-    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
-    | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
-    "glm4-9B": {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 10000}
-    | {"hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 32}
-    | {"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552, "tie_word_embeddings": False}
-    | {"attention_bias": True, "partial_rotary_factor": 0.5},
-    "qwen3-30B-A3B": QWEN3
-    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
-    | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1}
-    | {"mlp_only_layers": [], "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
-    | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
-    | {"tie_word_embeddings": False},
+    name: config | {"architectures": [ARCHITECTURES[config["model_type"]]]}
+    for name, config in {
+        "tiny": qwen3(2, 128, 256, 4, tied=False) | SMALL,
+        "tiny-moe": qwen3_moe(2, 128, 256, 4, expert=64) | SMALL | SMALL_EXPERTS,
+        **{name: PUBLISHED[name] for name in ("qwen3-4B", "glm4-9B", "qwen3-30B-A3B")},
+    }.items()
 }
 """The entries of each model's config.json that decide its shapes."""
 COMMON = {
