@@ -85,6 +85,11 @@ class MetricsConfig:
     sglang_speculative_algorithm: str | None = None
     eval_datasets: list[Any] | None = None
 
+    @property
+    def has_rewards(self) -> bool:
+        """False for supervised training: its samples are read from a file, and their reward is a filler."""
+        return self.loss_type != "sft_loss"
+
 
 def metrics_config(args: Any) -> MetricsConfig:
     """Return what ``args``, complete or not, says is computed from samples."""

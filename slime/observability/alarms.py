@@ -35,38 +35,41 @@ def _series(steps: Steps, name: str) -> list[tuple[int, float]]:
     ]
 
 
-def _first(steps: Steps, name: str, holds: Callable[[float, float, float], bool], why: str, alarm: str) -> list[Alarm]:
-    """Return an alarm for the first window of which ``holds(mean at the start, mean now, last)`` is true."""
+def _means(steps: Steps, name: str) -> list[tuple[int, float]]:
+    """Return each step with the mean of the ``WINDOW`` values up to it; the first one is the start of the run."""
     values = _series(steps, name)
-    begin = fmean([value for _, value in values[:WINDOW]]) if len(values) >= WINDOW else 0.0
-    for position in range(WINDOW, len(values)):
-        now = fmean([value for _, value in values[position - WINDOW + 1 : position + 1]])
-        if holds(begin, now, values[position][1]):
-            return [Alarm(alarm, values[position][0], f"{why}: {name} went from {begin:.4g} to {now:.4g}")]
+    windows = [values[end - WINDOW : end] for end in range(WINDOW, len(values) + 1)]
+    return [(window[-1][0], fmean(value for _, value in window)) for window in windows]
+
+
+def _first(steps: Steps, name: str, holds: Callable[[float, float], bool], why: str, alarm: str) -> list[Alarm]:
+    """Return an alarm for the first window of which ``holds(mean at the start, mean now)`` is true."""
+    means = _means(steps, name)
+    for step, now in means[1:]:
+        begin = means[0][1]
+        if holds(begin, now):
+            return [Alarm(alarm, step, f"{why}: {name} went from {begin:.4g} to {now:.4g}")]
     return []
 
 
 def collapse(steps: Steps) -> list[Alarm]:
     """Find a reward that fell to less than half of the best mean."""
-    values = _series(steps, "rollout/raw_reward")
     best = 0.0
-    for position in range(WINDOW - 1, len(values)):
-        now = fmean([value for _, value in values[position - WINDOW + 1 : position + 1]])
+    for step, now in _means(steps, "rollout/raw_reward"):
         best = max(best, now)
         if best > 0 and now < best / 2:
-            text = f"the reward collapsed: its mean fell from {best:.4g} to {now:.4g}"
-            return [Alarm("collapse", values[position][0], text)]
+            return [Alarm("collapse", step, f"the reward collapsed: its mean fell from {best:.4g} to {now:.4g}")]
     return []
 
 
 def length_explosion(steps: Steps) -> list[Alarm]:
     """Find responses that grew to twice their first length, or of which most are cut off."""
     longer = _first(
-        steps, "rollout/response_len/mean", lambda begin, now, last: begin > 0 and now > 2 * begin,
+        steps, "rollout/response_len/mean", lambda begin, now: begin > 0 and now > 2 * begin,
         "responses grow", "length explosion",
     )  # fmt: skip
     cut = _first(
-        steps, "rollout/truncated_ratio", lambda begin, now, last: now > 0.5 and now > begin + 0.2,
+        steps, "rollout/truncated_ratio", lambda begin, now: now > 0.5 and now > begin + 0.2,
         "most responses are cut off", "length explosion",
     )  # fmt: skip
     return min([longer, cut], key=lambda found: found[0].step if found else 1 << 60)
@@ -75,8 +78,8 @@ def length_explosion(steps: Steps) -> list[Alarm]:
 def all_zero_rewards(steps: Steps) -> list[Alarm]:
     """Find steps in a row of which no response got a reward: a grader or a template that does not fit.
 
-    A policy loss that is not 0 all the same has another teacher (distillation, a value function); supervised training
-    has no policy loss.
+    A step whose policy loss is not 0, or that has none, has another teacher: distillation, a value function, a loss of
+    the user's.
     """
     untaught = {n: one for n, one in steps.items() if "train/loss" not in one or one.get("train/pg_loss") == 0}
     values = _series(untaught, "rollout/raw_reward")
@@ -107,7 +110,7 @@ def growing_mismatch(steps: Steps) -> list[Alarm]:
     """Find a difference between the trainer's and the engine's log-probs that is large, or grows."""
     return _first(
         steps, "train/train_rollout_logprob_abs_diff",
-        lambda begin, now, last: now > 0.1 or (now > 0.01 and now > 3 * begin),
+        lambda begin, now: now > 0.1 or (now > 0.01 and now > 3 * begin),
         "trainer and engine disagree about the tokens that they trained on, so the engine draws from other weights or "
         "another distribution than the trainer takes them for (off-policy)", "mismatch",
     )  # fmt: skip
@@ -146,7 +149,7 @@ def foreign_template(steps: Steps) -> list[Alarm]:
 def few_choices(steps: Steps) -> list[Alarm]:
     """Find an entropy that is next to nothing beside the first one, so that nothing new is tried."""
     return _first(
-        steps, "train/entropy_loss", lambda begin, now, last: begin > 0.01 and now < 0.02 * begin,
+        steps, "train/entropy_loss", lambda begin, now: begin > 0.01 and now < 0.02 * begin,
         "the policy tries nothing new", "entropy collapse",
     )  # fmt: skip
 
@@ -154,7 +157,7 @@ def few_choices(steps: Steps) -> list[Alarm]:
 def large_gradients(steps: Steps) -> list[Alarm]:
     """Find gradients that grow to ten times the first ones."""
     return _first(
-        steps, "train/grad_norm", lambda begin, now, last: begin > 0 and now > 10 * begin,
+        steps, "train/grad_norm", lambda begin, now: begin > 0 and now > 10 * begin,
         "gradients explode", "large gradients",
     )  # fmt: skip
 
@@ -162,7 +165,7 @@ def large_gradients(steps: Steps) -> list[Alarm]:
 def equal_groups(steps: Steps) -> list[Alarm]:
     """Find rollouts almost all of whose groups have equal rewards, so that they train nothing, and did not before."""
     return _first(
-        steps, "samples/equal_groups", lambda begin, now, last: now > 0.95 and begin < 0.9,
+        steps, "samples/equal_groups", lambda begin, now: now > 0.95 and begin < 0.9,
         "almost no group trains anything: all answers to a prompt get the same reward", "equal groups",
     )  # fmt: skip
 
@@ -172,7 +175,7 @@ def repeated_answers(steps: Steps) -> list[Alarm]:
     rewards = [value for _, value in _series(steps, "samples/reward/mean")]
     fell = len(rewards) > WINDOW and fmean(rewards[-WINDOW:]) < fmean(rewards[:WINDOW])
     found = _first(
-        steps, "samples/duplicates", lambda begin, now, last: now > 0.9 and begin < 0.5,
+        steps, "samples/duplicates", lambda begin, now: now > 0.9 and begin < 0.5,
         "the answers to a prompt are all the same", "duplicates",
     )  # fmt: skip
     return found if fell else []

@@ -31,11 +31,6 @@ def _reward(config: MetricsConfig, sample: Sample) -> Any:
     return sample.reward[key] if key and isinstance(sample.reward, Mapping) else sample.reward
 
 
-def _are_demonstrations(config: MetricsConfig) -> bool:
-    """Return whether the samples were read from a file: nothing was generated or graded, their reward is a filler."""
-    return config.loss_type == "sft_loss"
-
-
 def _number(reward: Any) -> float | None:
     """Return a reward as a number; None when it is none (a dict without ``--reward-key``)."""
     return float(reward) if isinstance(reward, int | float) else None
@@ -121,7 +116,7 @@ def compute_perf_metrics_from_samples(
     """Return seconds and token rates of generation, without a prefix.  ``effective`` counts unmasked tokens only."""
     metrics = {"rollout_time": rollout_time, "time_rollout_s": rollout_time}
     config = metrics_config(args)
-    if not samples or rollout_time <= 0 or _are_demonstrations(config):
+    if not samples or rollout_time <= 0 or not config.has_rewards:
         return metrics
     num_gpus = max(config.rollout_num_gpus or 1, 1)
     lengths = [sample.response_length for sample in samples]
@@ -167,7 +162,7 @@ def compute_rollout_record(
     record: dict[str, Any] = dict(extra_metrics or {})
     record |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
     record |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
-    if rewards and not _are_demonstrations(config):
+    if rewards and config.has_rewards:
         record["rollout/raw_reward"] = fmean(rewards)
     if config.log_passrate:
         record |= dict_add_prefix(_pass_rates(samples, numbers, config.n_samples_per_prompt), "passrate/")

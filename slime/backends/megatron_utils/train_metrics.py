@@ -19,6 +19,7 @@ from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_masks
 from slime.backends.megatron_utils.data import DataIterator, current_device
 from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.flags.observability import metrics_config
 from slime.observability.metric_utils import dict_add_prefix
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import get_gloo_group
@@ -37,8 +38,8 @@ TOKEN_COLUMNS = (
 )
 """One value per response token: logged as the mean over rollouts of each rollout's masked mean."""
 
-_SAMPLE_COLUMNS = ("rewards", "response_lengths", "total_lengths", "truncated")
-"""One number per sample: logged as plain means."""
+_SAMPLE_COLUMNS = ("response_lengths", "total_lengths", "truncated")
+"""One number per sample: logged as plain means, as ``rewards`` are."""
 
 FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
 """Timers around one forward pass over the whole rollout."""
@@ -107,12 +108,13 @@ def rollout_metrics(args: Namespace, rollout_data: DeviceBatch) -> dict[str, flo
             # Every rank adds 1 / dp of the number of rollouts, or its own tokens.
             share = local_tokens / cp_size if args.calculate_per_token_loss else num_rollouts / num_ranks
             sums[name] = [total, share]
-    for name in _SAMPLE_COLUMNS:
+    has_rewards = metrics_config(args).has_rewards
+    for name in (*_SAMPLE_COLUMNS, "rewards") if has_rewards else _SAMPLE_COLUMNS:
         if rollout_data.get(name) is not None:
             column = [float(value) for value in rollout_data[name]]
             sums[name] = [sum(column), float(len(column))]
     means = _reduce_means(sums)
-    if rollout_data.raw_reward is not None:
+    if has_rewards and rollout_data.raw_reward is not None:
         raw = [float(reward) for reward in rollout_data.raw_reward]
         means["raw_reward"] = sum(raw) / len(raw)
     return dict_add_prefix(means, "rollout/")

@@ -60,6 +60,12 @@ def test_pass_rates_are_left_to_the_rollout_side(folder):
     assert not any(name.startswith("passrate/") for name in metrics)
 
 
+def test_demonstrations_have_no_rewards_to_report(folder):
+    args, *_ = build(folder, "--loss-type", "sft_loss", "--disable-compute-advantages-and-returns")
+    data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
+    assert not any("reward" in name for name in rollout_metrics(args, data))
+
+
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model[0].named_parameters()}
 
