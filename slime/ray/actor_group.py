@@ -14,6 +14,7 @@ import ray
 from slime.arguments import args_to_resume
 from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import TRACKER, read_tracker
+from slime.flags.weight_version import record_version, version_before
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.heartbeats import Heartbeats
@@ -26,6 +27,8 @@ from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 
+MAX_PUSHES = 4
+"""Pushes of the same weights that no engine took, each to engines started anew, after which the run ends."""
 MAX_FAILED_RESENDS = 3
 """Failures in a row of new engines to take weights, after which the run ends."""
 HEARTBEAT_EVERY_S = 2.0
@@ -88,6 +91,8 @@ class RayTrainGroup:
         self._left_out: set[int] = set()
         self._version = 0
         """At least that of the last push."""
+        self._trained_until = -1
+        """The last rollout that the weights were trained on."""
 
     # Life
 
@@ -110,7 +115,8 @@ class RayTrainGroup:
                 "saves"
             )
         self.start_rollout_id = start_ids[0]
-        self._version = max(self._version, self.start_rollout_id)  # where the updaters begin to count
+        self._trained_until = self.start_rollout_id - 1
+        self._version = version_before(self.args, self.start_rollout_id)  # where the updaters begin to count
         self._was_created, self._is_connected = True, False
         return self.start_rollout_id
 
@@ -211,7 +217,9 @@ class RayTrainGroup:
 
     def wait_trained(self, rollout_id: int, refs: list[ray.ObjectRef]) -> list[Any]:
         """Wait for what ``async_train`` started; return what each rank returned."""
-        return self._wait(refs, what=f"training on rollout {rollout_id}")
+        results = self._wait(refs, what=f"training on rollout {rollout_id}")
+        self._trained_until = rollout_id
+        return results
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
         """Save the checkpoint of ``rollout_id``, and the position in the data with it, and make it count.
@@ -255,23 +263,28 @@ class RayTrainGroup:
             # An engine that starts or takes weights answers no probe; the next rollout resumes the monitors.
             self._ask_manager("health_monitoring_pause")
             self._recover_engines()
-        try:
-            metrics = self.push_once()
-        except (ProcessError, WeightSyncError) as error:
-            # Once more with others in the place of those that failed; a failure of the trainer's stays one.
-            if not self.restarts_engines:
-                raise
-            was_refused = self._report_refusals()
-            if not self._ask_manager("find_dead_engines", 0.0 if was_refused else 10.0) and not was_refused:
-                raise
-            logger.warning("no engine took the push; retrying: %s", error)
-            self._recover_engines()
-            metrics = self.push_once()
+        metrics = self._push_until_taken()
         if self._report_refusals() and self.restarts_engines:
             # Where GPUs are shared, others must be up before the trainer takes them; elsewhere that can wait.
             self._recover_engines()
             self.serve_new_engines()
         return metrics
+
+    def _push_until_taken(self) -> dict[str, float]:
+        """Push; where no engine took it, again to others in their place.  A failure of the trainer's stays one."""
+        num_failed = 0
+        while True:
+            try:
+                return self.push_once()
+            except (ProcessError, WeightSyncError) as error:
+                num_failed += 1
+                if not self.restarts_engines or num_failed == MAX_PUSHES:
+                    raise
+                was_refused = self._report_refusals()
+                if not self._ask_manager("find_dead_engines", 0.0 if was_refused else 10.0) and not was_refused:
+                    raise
+                logger.warning("no engine took the push; retrying: %s", error)
+            self._recover_engines()
 
     def serve_new_engines(self) -> None:
         """Give the weights to engines in the place of dead ones; to be called while the trainer is idle."""
@@ -331,7 +344,7 @@ class RayTrainGroup:
 
         The trainers keep the deadline of the push themselves, and know who was late.
         """
-        self._version += 1
+        self._count_version()
         try:
             results = self._on_all(verb, what=what, timeout_s=self.args.weight_update_timeout_s + PUSH_MARGIN_S)
         except WeightSyncError:
@@ -340,6 +353,12 @@ class RayTrainGroup:
         self.excluded = self._ask_excluded()
         self._ask_manager("push_done", self.excluded)
         return results
+
+    def _count_version(self) -> None:
+        """Count a version; a job that goes on from ``--save`` counts on from it."""
+        self._version += 1
+        if self.args.save is not None:
+            record_version(self.args.save, self._version, rollout_id=self._trained_until)
 
     def _ask_excluded(self) -> list[ExcludedEngine]:
         excluded: ray.ObjectRef = self.actors[0].excluded_engines.remote()

@@ -61,6 +61,7 @@ class ReleasedTrainGroup(RayTrainGroup):
         # These ranks have never seen an engine; the hook after the write gets them.
         self._on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
         timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
+        self._count_version()
         written = self._on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)
         self._written = written[0]
         self._version = self._written.number

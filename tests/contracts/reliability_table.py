@@ -851,6 +851,19 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=WEIGHTS,
+        waits="Driver for engines started anew, where none took a push",
+        code=("slime.ray.actor_group.RayTrainGroup._push_until_taken",),
+        bounds=("--engine-start-timeout-s", "slime.ray.actor_group.MAX_PUSHES"),
+        deadline="the constant counts the pushes of the same weights, the flag the start between two",
+        raises="WeightSyncError",
+        log="driver: 'no engine took the push; retrying'",
+        outcome="with --use-fault-tolerance repeated; then ends the run",
+        tests=(
+            "tests/unit/ray/test_push_policy.py::test_engines_that_die_again_in_the_same_push_are_replaced_again_within_a_bound",
+        ),
+    ),
+    Edge(
+        area=WEIGHTS,
         waits="Driver for new engines to take the weights during a rollout",
         code=("slime.ray.actor_group.RayTrainGroup.serve_new_engines",),
         bounds=("--weight-update-timeout-s", "slime.ray.actor_group.MAX_FAILED_RESENDS"),

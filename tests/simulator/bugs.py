@@ -66,9 +66,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ray.actor_group:RayTrainGroup.update_weights", 'self._ask_manager("health_monitoring_pause")', "pass"
     ),
     "a push that no engine took is not repeated": _bug(
-        "slime.ray.actor_group:RayTrainGroup.update_weights",
-        "if not self.restarts_engines:\n            raise",
-        "raise",
+        "slime.ray.actor_group:RayTrainGroup._push_until_taken", "num_failed == MAX_PUSHES", "True"
     ),
     "a probe reaches an engine behind the order to give its memory away": _bug(
         "slime.ray.engines.monitor:HealthMonitor._probe_all", " and self._is_valid(pauses)", ""
@@ -80,6 +78,14 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.backends.sglang_utils.weight_verbs:WeightVerbs.get_weight_version",
         'if info is not None and not (isinstance(info, dict) and "weight_version" in info):',
         "if False:",
+    ),
+    "versions of an earlier life come again for other weights": _bug(
+        "slime.flags.weight_version:version_before",
+        "max(version, last - (rollout_id == start_rollout_id - 1))",
+        "version",
+    ),
+    "a push that no engine took is repeated once": _bug(
+        "slime.ray.actor_group:RayTrainGroup._push_until_taken", "num_failed == MAX_PUSHES", "num_failed == 2"
     ),
     "the driver's deadline for the engines' memory is that of one engine": _bug(
         "slime.ray.engines.fleet:memory_timeout_s",

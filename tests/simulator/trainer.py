@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import FORMAT_FILE
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
+from slime.flags.weight_version import version_before
 from slime.utils.errors import DataError
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
@@ -242,9 +243,8 @@ class SimulatedTrainer(MegatronTrainRayActor):
         self._is_asleep = False
         self._background_save = BackgroundSave(self._publish) if args.async_save else None
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
-        self._updater = Updater(
-            args, self.model[0], first_version=max(self._start_rollout_id, args.update_weight_start_version)
-        )
+        first_version = version_before(args, self._start_rollout_id)
+        self._updater = Updater(args, self.model[0], first_version=first_version)
         return self._start_rollout_id
 
     def get_parallel_config(self) -> dict[str, int]:

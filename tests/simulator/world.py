@@ -90,7 +90,7 @@ class World:
         self._numbers: dict[State, int] = {}
         self.disk_state = 0
         self.committed: dict[str, int] = {}
-        """Version -> state, in this life: a command that is given again may count the same versions anew."""
+        """Version -> state, over all lives: samples of the ledger keep the versions of the life that drew them."""
         self.served: set[int] = set()
         """States that engines were given, in any life."""
         self.script = Script(length=(2, 10))
@@ -291,7 +291,6 @@ class World:
         kernel = self.kernel
         began_s = kernel.now_s
         lasting = [fault for fault, until_s in self.fired if until_s > began_s and fault.kind != "slow"]
-        self.committed = {}
         self.last_error, self.fired_in_life, self.is_started = None, lasting, False
         self.had_early_fault = any(fault.kind != "clock" for fault in lasting)
         kernel.horizon_s = began_s + LIFE_HORIZON_S

@@ -36,6 +36,7 @@ from slime.backends.megatron_utils.update_weight.sources.gather import HostWeigh
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater, model_name
 from slime.backends.train_worker import TrainWorker
 from slime.flags.distillation import trainer_teachers
+from slime.flags.weight_version import version_before
 from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler
 from slime.observability.run_record import flush_recording, start_recording
@@ -100,7 +101,7 @@ class MegatronTrainRayActor(TrainWorker):
             self.model,
             self._weights_to_send,
             hf_config=self._hf_config,
-            first_version=max(self._start_rollout_id, args.update_weight_start_version),
+            first_version=version_before(args, self._start_rollout_id),
         )
         return self._start_rollout_id
 

@@ -20,6 +20,7 @@ from slime.ray.trainer_recovery import TrainerRecovery
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, EngineError
 
 FLAGS = Namespace(
+    save=None,
     rollout_timeout_s=1000.0,
     train_timeout_s=200.0,
     weight_update_timeout_s=30.0,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.actor_group import RayTrainGroup
+from slime.ray.actor_group import MAX_PUSHES, RayTrainGroup
 from slime.utils.errors import WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 
@@ -80,6 +80,16 @@ def test_when_no_engine_took_it_others_are_started_and_the_push_is_made_again() 
     group.update_weights()
     assert asked(group) == [*BEFORE, "push_refused", "find_dead_engines", "recover_updatable_engines"]
     assert group.pushes == ["update", "update"]
+
+
+def test_engines_that_die_again_in_the_same_push_are_replaced_again_within_a_bound() -> None:
+    group = Group(*["excludes all"] * (MAX_PUSHES - 1))
+    group.update_weights()
+    assert asked(group).count("recover_updatable_engines") == MAX_PUSHES
+    group = Group(*["excludes all"] * MAX_PUSHES)
+    with pytest.raises(WeightSyncError, match="excludes all"):
+        group.update_weights()
+    assert group.pushes == ["update"] * MAX_PUSHES
 
 
 def test_a_failure_of_the_trainers_own_stays_one() -> None:
