@@ -120,6 +120,8 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:  # a killed conversion leaves no folder
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+        for file in Path(scratch).iterdir():
+            file.chmod(0o644)  # safetensors and tempfile write for one user alone
         Path(scratch).chmod(0o755)
         Path(scratch).rename(folder)
         Path(scratch).mkdir()

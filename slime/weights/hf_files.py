@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.utils.atomic_file import sync_to_disk, write_atomically
@@ -24,7 +23,7 @@ from slime.utils.errors import ConfigError, DataError
 from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of
 from slime.weights.hf_digests import pieces_of
 from slime.weights.named_tensors import tensor_bytes
-from slime.weights.stored_tensors import INDEX_FILE
+from slime.weights.stored_tensors import INDEX_FILE, save_tensors
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack")
 WEIGHT_INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json", DIGEST_FILE)
@@ -131,7 +130,7 @@ class HfFolderWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def _save(self, shard: int, tensors: dict[str, Tensor], path: Path) -> None:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_tensors(path, tensors)
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:
             pieces = pool.submit(pieces_of, path, tensors)
             sync_to_disk(path)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from slime.utils.errors import DataError
 from slime.utils.json_file import COPY_AGAIN, parse_object
@@ -70,6 +71,14 @@ class StoredTensor(TensorInfo):
     file: Path
     begin: int
     """First byte, counted from the start of the file."""
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], notes: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file that whoever the umask admits can read: the library's own are for one user alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt", **(notes or {})})
+    path.chmod(mode)
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.utils.atomic_file import sync_to_disk
@@ -36,6 +35,7 @@ from slime.utils.json_file import parse_object
 from slime.weights.delta import COMPRESSION, ENCODINGS
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.named_tensors import tensor_bytes
+from slime.weights.stored_tensors import save_tensors
 
 PREFIX = "weight_v"
 WHOLE_SUFFIX = "-full"
@@ -324,7 +324,7 @@ class PartWriter:
         if self._pending:
             name = f"part-{self._writer:05d}-{len(self.files):05d}.safetensors"
             path = self._folder / name
-            save_file(self._pending, path, metadata={"format": "pt", **self._notes})
+            save_tensors(path, self._pending, self._notes)
             sync_to_disk(path)
             self.files.append(PartFile(name, tuple(self._pending), self._pending_bytes))
             self._pending, self._notes, self._pending_bytes = {}, {}, 0

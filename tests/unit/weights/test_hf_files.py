@@ -35,6 +35,17 @@ def test_tensors_are_split_into_numbered_shards_that_the_index_names(tmp_path, o
     assert not (folder / "model.safetensors").exists()  # the origin's weights are not assets
 
 
+def test_files_of_weights_are_readable_by_whoever_the_umask_admits(tmp_path, origin):
+    writer = HfFolderWriter(tmp_path / "out", assets_from=origin)
+    writer.add("a", torch.zeros(1))
+    before = os.umask(0o027)
+    try:
+        [file] = writer.close().glob("*.safetensors")
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
 def test_weights_of_an_older_model_in_the_folder_are_removed(tmp_path, origin):
     out = tmp_path / "out"
     out.mkdir()
