@@ -2,7 +2,7 @@
 
     with timer("train"): ...            @timer            Timer().start("train_wait") ... Timer().end("train_wait")
 
-``Timer().log_dict()`` gives the sums; ``reset()`` begins the next step.
+``Timer().log_dict()`` gives the sums; ``reset()`` begins the next step.  ``DeviceTimes`` is the same for a device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from slime.utils.misc import SingletonMeta
 
@@ -104,3 +106,37 @@ def inverse_timer(name: str) -> Iterator[None]:
         yield
     finally:
         Timer().start(name)
+
+
+class DeviceTimes:
+    """Seconds of named spans on a device: by the events of a GPU's stream, without a wait, or by the host's clock."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def span(self, name: str, device: torch.device) -> Iterator[None]:
+        """Add to ``name`` what ``device`` does for the body."""
+        if device.type != "cuda":
+            started_s = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - started_s)
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
+        yield
+        end.record(stream)
+        self._spans.append((name, begin, end))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the sums; waits for the spans' ends."""
+        for name, begin, end in self._spans:
+            end.synchronize()
+            self._add(name, begin.elapsed_time(end) / 1e3)
+        self._spans = []
+        return dict(self._seconds)
+
+    def _add(self, name: str, elapsed_s: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s

@@ -17,7 +17,6 @@ from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
 from slime.flags.distillation import trainer_teachers
 from slime.flags.lora import lora_config
 from slime.planning.activations import Recompute, chunk_activations
-from slime.planning.adapters import with_adapters
 from slime.planning.engines import (
     ENGINE_ASLEEP_BYTES,
     EngineGpus,
@@ -37,7 +36,7 @@ from slime.planning.layout import (
     rank_places,
     stage_chunks,
 )
-from slime.planning.parameters import chunk_parameters, model_size
+from slime.planning.parameters import chunk_parameters, model_size, with_adapters
 from slime.planning.plan import Card, EngineGroupPlan, GpuPhases, Plan, PlanOptions, StagePlan
 from slime.planning.prompts import longest_sample, sample_lengths
 from slime.planning.traffic import PushTraffic, StepWork, push_traffic, step_work

@@ -1,14 +1,16 @@
-"""The parameters that one trainer rank holds, counted exactly.
+"""The parameters that one trainer rank holds, counted exactly, with ``--lora-rank`` too.
 
 A formula per layer rather than a model on fake tensors: it needs no Megatron, and says what belongs to what.
-tests/unit/planning/test_parameters.py holds it against megatron-core's own model, rank by rank.
+tests/unit/planning/test_parameters.py holds it against megatron-core's own model, and against the adapters that a run
+makes, rank by rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from slime.flags.lora import LoraConfig
 from slime.planning.layout import ParallelSizes, StageChunk
 from slime.train_data.model_dims import ModelDims
 
@@ -89,52 +91,126 @@ def _head(dims: ModelDims, sizes: ParallelSizes, *, shares_embedding: bool) -> P
     return ParameterCount(dense=norm + is_copy_needed * (dims.vocab_rows // sizes.tensor) * dims.hidden_size)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """One linear layer on one rank."""
+
+    name: str
+    """Megatron's, behind that of its block."""
+    parts: tuple[str, ...]
+    """The matrices of the checkpoint in it."""
+    rows: int
+    """Outputs on this rank."""
+    columns: int
+    """Inputs on this rank."""
+    copies: int = 1
+    """Experts on this rank."""
+    has_bias: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements, the bias included."""
+        return self.copies * self.rows * (self.columns + self.has_bias)
+
+    @property
+    def is_expert(self) -> bool:
+        """True for a routed expert's."""
+        return ".experts." in self.name
+
+    def adapter(self, config: LoraConfig) -> int:
+        """Return the elements of its adapter: an A for each part that is chosen, and one B of all rows."""
+        chosen = sum(config.chooses(self.name, f"{self.name.rpartition('.')[0]}.{part}") for part in self.parts)
+        return self.copies * config.rank * (chosen * self.columns + self.rows) if chosen else 0
+
+
+def layer_matrices(dims: ModelDims, sizes: ParallelSizes, layer: int) -> Iterator[Matrix]:
+    """Yield the linear layers of one layer; ``layer`` as in :func:`layer_parameters`."""
+    if dims.has_linear_attention(layer):
+        yield from _linear_attention(dims, sizes)
+    else:
+        yield from _grouped_attention(dims, sizes) if dims.attention == "grouped" else _latent_attention(dims, sizes)
+    if not dims.is_moe[min(layer, dims.num_layers - 1)]:
+        yield from _mlp("mlp", dims, dims.ffn_hidden_size // sizes.tensor)
+        return
+    if dims.shared_ffn:
+        yield from _mlp("mlp.shared_experts", dims, dims.shared_ffn // sizes.tensor)
+    yield from _mlp("mlp.experts", dims, dims.expert_ffn // sizes.expert_tensor, dims.num_experts // sizes.expert)
+
+
+def _mlp(name: str, dims: ModelDims, inner: int, copies: int = 1) -> Iterator[Matrix]:
+    inputs = ("gate_proj", "up_proj")[-dims.gate_factor :]
+    for linear, parts, rows, columns in (
+        ("linear_fc1", inputs, dims.gate_factor * inner, dims.hidden_size),
+        ("linear_fc2", ("down_proj",), dims.hidden_size, inner),
+    ):
+        yield Matrix(
+            name=f"{name}.{linear}", parts=parts, rows=rows, columns=columns, copies=copies, has_bias=dims.has_bias
+        )
+
+
+def _attention(name: str, parts: str, rows: int, columns: int, *, has_bias: bool = False) -> Matrix:
+    return Matrix(
+        name=f"self_attention.{name}", parts=tuple(parts.split()), rows=rows, columns=columns, has_bias=has_bias
+    )
+
+
+def _grouped_attention(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Matrix]:
+    width = (dims.query_width * (1 + dims.has_output_gate) + 2 * dims.key_width) // sizes.tensor
+    has_bias = dims.has_qkv_bias or dims.has_bias
+    yield _attention("linear_qkv", "q_proj k_proj v_proj", width, dims.hidden_size, has_bias=has_bias)
+    inner = dims.query_width // sizes.tensor
+    yield _attention("linear_proj", "o_proj", dims.hidden_size, inner, has_bias=dims.has_bias)
+
+
+def _linear_attention(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Matrix]:
+    """Yield two projections; the last two inputs of the first are one number per value head."""
+    rows = dims.linear_channels + dims.linear_value_width + 2 * dims.linear_value_heads
+    yield _attention("in_proj", "in_proj_qkvz in_proj_ba", rows // sizes.tensor, dims.hidden_size)
+    yield _attention("out_proj", "out_proj", dims.hidden_size, dims.linear_value_width // sizes.tensor)
+
+
+def _latent_attention(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Matrix]:
+    heads = dims.num_attention_heads // sizes.tensor
+    queries = heads * (dims.qk_dim + dims.rope_dim)
+    if dims.q_lora is None:
+        yield _attention("linear_q_proj", "q_proj", queries, dims.hidden_size)
+    else:
+        yield _attention("linear_q_down_proj", "q_a_proj", dims.q_lora, dims.hidden_size)
+        yield _attention("linear_q_up_proj", "q_b_proj", queries, dims.q_lora)
+    yield _attention("linear_kv_down_proj", "kv_a_proj_with_mqa", dims.kv_lora + dims.rope_dim, dims.hidden_size)
+    yield _attention("linear_kv_up_proj", "kv_b_proj", heads * (dims.qk_dim + dims.v_dim), dims.kv_lora)
+    yield _attention("linear_proj", "o_proj", dims.hidden_size, heads * dims.v_dim, has_bias=dims.has_bias)
+
+
 def layer_parameters(
     dims: ModelDims, sizes: ParallelSizes, layer: int, *, has_router_bias: bool = False
 ) -> ParameterCount:
     """Count one layer; ``layer`` from 0, and ``num_layers`` is the layer inside of an MTP layer."""
-    norms = (2 + dims.post_norms) * dims.norm_params * dims.hidden_size
-    if dims.has_linear_attention(layer):
-        attention = _linear_attention
-    else:
-        attention = _grouped_attention if dims.attention == "grouped" else _latent_attention
-    count = ParameterCount(dense=norms + attention(dims, sizes) + dims.own_parameters) + _indexer(dims, layer)
+    matrices = list(layer_matrices(dims, sizes, layer))
+    dense = sum(one.size for one in matrices if not one.is_expert) + _attention_vectors(dims, sizes, layer)
+    dense += (2 + dims.post_norms) * dims.norm_params * dims.hidden_size + dims.own_parameters
     if not dims.is_moe[min(layer, dims.num_layers - 1)]:
-        return count + ParameterCount(dense=_mlp(dims, sizes.tensor, dims.ffn_hidden_size))
-    return count + _experts(dims, sizes, has_router_bias=has_router_bias)
+        return ParameterCount(dense=dense) + _indexer(dims, layer)
+    router = dims.num_experts * (dims.hidden_size + dims.has_bias)
+    gate = dims.hidden_size * dims.has_shared_gate if dims.shared_ffn else 0
+    return _indexer(dims, layer) + ParameterCount(
+        dense=dense + router + gate,
+        expert=sum(one.size for one in matrices if one.is_expert),
+        buffers_fp32=dims.num_experts * has_router_bias,
+    )
 
 
-def _grouped_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
-    width = (dims.query_width * (1 + dims.has_output_gate) + 2 * dims.key_width) // sizes.tensor
-    # Whole on every rank, over all heads or not.
+def _attention_vectors(dims: ModelDims, sizes: ParallelSizes, layer: int) -> int:
+    """Count the parameters of attention beside its projections: norms, sinks, convolution, decays."""
+    if dims.has_linear_attention(layer):
+        cut = dims.linear_channels * dims.linear_conv + 2 * dims.linear_value_heads
+        return cut // sizes.tensor + dims.linear_value_dim
+    if dims.attention != "grouped":
+        return dims.norm_params * (dims.kv_lora + (dims.q_lora or 0)) if dims.has_qk_norm else 0
+    # Norms are whole on every rank, over all heads or not.
     normed = dims.query_width + dims.key_width if dims.norms_all_heads else 2 * dims.head_dim
     norms = dims.norm_params * normed if dims.has_qk_norm else 0
-    biases = width * (dims.has_qkv_bias or dims.has_bias) + dims.hidden_size * dims.has_bias
-    sinks = dims.num_attention_heads // sizes.tensor * dims.has_sinks
-    return dims.hidden_size * width + dims.hidden_size * dims.query_width // sizes.tensor + norms + biases + sinks
-
-
-def _linear_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
-    """Count projections (the last two inputs are one number per value head), convolution, decays and a gated norm."""
-    inputs = dims.linear_channels + dims.linear_value_width + 2 * dims.linear_value_heads
-    output = dims.linear_value_width * dims.hidden_size
-    convolution = dims.linear_channels * dims.linear_conv
-    cut = dims.hidden_size * inputs + output + convolution + 2 * dims.linear_value_heads
-    return cut // sizes.tensor + dims.linear_value_dim
-
-
-def _latent_attention(dims: ModelDims, sizes: ParallelSizes) -> int:
-    heads = dims.num_attention_heads // sizes.tensor
-    query_head = dims.qk_dim + dims.rope_dim
-    if dims.q_lora is None:
-        query = dims.hidden_size * heads * query_head
-    else:
-        query = dims.hidden_size * dims.q_lora + dims.q_lora * heads * query_head
-    down = dims.hidden_size * (dims.kv_lora + dims.rope_dim)
-    up = dims.kv_lora * heads * (dims.qk_dim + dims.v_dim)
-    output = heads * dims.v_dim * dims.hidden_size + dims.hidden_size * dims.has_bias
-    norms = dims.norm_params * (dims.kv_lora + (dims.q_lora or 0)) if dims.has_qk_norm else 0
-    return query + down + up + output + norms
+    return norms + dims.num_attention_heads // sizes.tensor * dims.has_sinks
 
 
 def _indexer(dims: ModelDims, layer: int) -> ParameterCount:
@@ -145,23 +221,6 @@ def _indexer(dims: ModelDims, layer: int) -> ParameterCount:
     width = dims.index_heads * dims.index_head_dim
     matrices = dims.q_lora * width + dims.hidden_size * (dims.index_head_dim + dims.index_heads)
     return ParameterCount(frozen=matrices + 2 * dims.index_head_dim)
-
-
-def _mlp(dims: ModelDims, parts: int, width: int) -> int:
-    inner = width // parts
-    biases = (dims.gate_factor * inner + dims.hidden_size) * dims.has_bias
-    return (dims.gate_factor + 1) * inner * dims.hidden_size + biases
-
-
-def _experts(dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool) -> ParameterCount:
-    router = dims.num_experts * (dims.hidden_size + dims.has_bias)
-    shared = _mlp(dims, sizes.tensor, dims.shared_ffn) + dims.hidden_size * dims.has_shared_gate
-    one = _mlp(dims, sizes.expert_tensor, dims.expert_ffn)
-    return ParameterCount(
-        dense=router + (shared if dims.shared_ffn else 0),
-        expert=dims.num_experts // sizes.expert * one,
-        buffers_fp32=dims.num_experts * has_router_bias,
-    )
 
 
 def mtp_parameters(dims: ModelDims, sizes: ParallelSizes, *, has_router_bias: bool = False) -> ParameterCount:
@@ -176,3 +235,37 @@ def model_size(dims: ModelDims) -> int:
     """Count the parameters of the whole model, each once."""
     whole = [StageChunk(tuple(range(dims.num_layers)), True, True)]
     return chunk_parameters(whole, dims, ParallelSizes()).total
+
+
+def with_adapters(
+    count: ParameterCount, chunks: Sequence[StageChunk], dims: ModelDims, sizes: ParallelSizes, config: LoraConfig
+) -> ParameterCount:
+    """Count a rank whose adapters are trained, and nothing else.
+
+    Args:
+        count: of the rank without them.
+        chunks: of the stage.
+        dims: of the model.
+        sizes: of the parallel groups.
+        config: of the adapters.
+    """
+
+    def adapted(layer: int) -> list[Matrix]:
+        # Sparse attention absorbs the up-projection of keys and values into queries and outputs.
+        absorbed = "self_attention.linear_kv_up_proj" if dims.attention == "sparse" else ""
+        return [one for one in layer_matrices(dims, sizes, layer) if one.name != absorbed]
+
+    matrices = [one for chunk in chunks for layer in chunk.layers for one in adapted(layer)]
+    adapters = {
+        is_expert: sum(one.adapter(config) for one in matrices if one.is_expert == is_expert)
+        for is_expert in (False, True)
+    }
+    if any(chunk.has_head for chunk in chunks):
+        matrices += adapted(dims.num_layers) * dims.num_mtp_layers
+    return ParameterCount(
+        dense=adapters[False],
+        expert=adapters[True],
+        frozen=count.total,
+        buffers_fp32=count.buffers_fp32,
+        frozen_matrices=sum(one.copies * one.rows * one.columns for one in matrices),
+    )

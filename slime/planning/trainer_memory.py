@@ -224,11 +224,6 @@ class HostMemory:
         return self.optimizer + self.gradients + self.parked_weights + self.asleep + self.save + self.processes
 
 
-def pinned_bytes(tensor_bytes: Iterable[int]) -> int:
-    """Return the bytes of torch's pinned cache for tensors: each is rounded up to a power of two."""
-    return sum(1 << max(size - 1, 1).bit_length() for size in tensor_bytes)
-
-
 def rank_host_memory(
     memory: RankMemory,
     *,

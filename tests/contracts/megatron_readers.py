@@ -30,14 +30,12 @@ FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
         *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
         *("mscale", "mscale_all_dim"),
     ),
-    f"{_SLIME}.flags.sparse_arguments": (
+    f"{_SLIME}.flags.attention_arguments": (
         *("experimental_attention_variant", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
-    ),
-    f"{_SLIME}.models.deepseek": ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-    f"{_SLIME}.flags.linear_arguments": (
         *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads"),
     ),
+    f"{_SLIME}.models.deepseek": ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     f"{_SLIME}.layers.experts": (
         *("moe_grouped_gemm", "moe_ffn_hidden_size", "moe_apply_probs_on_input", "glu_linear_offset"),
         *("activation_func_clamp_value", "activation_func_fp8_input_store", "gated_linear_unit"),

@@ -118,14 +118,14 @@ LOSSES = (
     ),
     Mutation(
         bug="TIS weight not detached",
-        target="slime.algorithms.off_policy.weights:importance_weight",
+        target="slime.algorithms.off_policy.token_weights:importance_weight",
         old="train_log_prob_T.detach()",
         new="train_log_prob_T",
         tests=(f"{UNIT}test_losses_and_reduction.py::test_weights_carry_no_gradient",),
     ),
     Mutation(
         bug="TIS weight turned over: engine over trainer",
-        target="slime.algorithms.off_policy.weights:importance_weight",
+        target="slime.algorithms.off_policy.token_weights:importance_weight",
         old="(train_log_prob_T.detach() - rollout_log_prob_T.detach())",
         new="(rollout_log_prob_T.detach() - train_log_prob_T.detach())",
         tests=(f"{ORACLE}test_losses.py::test_mismatch_corrections[False-0]",),
@@ -133,14 +133,14 @@ LOSSES = (
     ),
     Mutation(
         bug="TIS without its upper bound",
-        target="slime.algorithms.off_policy.tis:truncated_importance_sampling",
+        target="slime.algorithms.off_policy.token_weights:truncated_importance_sampling",
         old="weight_T.clamp(bounds.low, bounds.high)",
         new="weight_T.clamp(min=bounds.low)",
         tests=(f"{UNIT}test_losses_and_reduction.py::test_truncation_bounds_the_weight_and_icepop_drops_beyond",),
     ),
     Mutation(
         bug="IcePop cuts where it should drop",
-        target="slime.algorithms.off_policy.icepop:icepop",
+        target="slime.algorithms.off_policy.token_weights:icepop",
         old="weight_T.where(is_trusted_T, weight_T.new_zeros(()))",
         new="weight_T.clamp(bounds.low, bounds.high)",
         tests=(f"{UNIT}test_losses_and_reduction.py::test_truncation_bounds_the_weight_and_icepop_drops_beyond",),

@@ -1,6 +1,6 @@
 """Corrections for tokens that the engine sampled from slightly other probabilities than the trainer computes.
 
-One file each: ``tis``, ``icepop``, ``mis``; ``weights`` holds what the first two share.
+``token_weights`` has TIS and IcePop, which look at each token alone; ``mis`` also looks at whole sequences.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from slime.algorithms.off_policy.icepop import icepop
-from slime.algorithms.off_policy.tis import truncated_importance_sampling
-from slime.algorithms.off_policy.weights import MismatchBounds
+from slime.algorithms.off_policy.token_weights import MismatchBounds, icepop, truncated_importance_sampling
 
 __all__ = ["TOKEN_CORRECTIONS", "MismatchBounds", "icepop", "truncated_importance_sampling"]
 

@@ -33,8 +33,12 @@ from slime.backends.megatron_utils.checkpoints.checkpoint_loader import LOAD_ERR
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import FORMAT_FILE, CheckpointReader
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave, write_checkpoint
 from slime.backends.megatron_utils.checkpoints.optimizer_state import optimizer_state, refresh_master_weights
-from slime.backends.megatron_utils.checkpoints.resumed_state import load_generators, load_optimizer, load_schedule
-from slime.backends.megatron_utils.checkpoints.rng_state import rng_state
+from slime.backends.megatron_utils.checkpoints.resumed_state import (
+    load_generators,
+    load_optimizer,
+    load_schedule,
+    rng_state,
+)
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
 from slime.backends.megatron_utils.layers.frozen_base import hold_quantized
 from slime.backends.megatron_utils.layers.lora import has_adapters

@@ -26,7 +26,7 @@ from megatron.core import mpu
 from slime.algorithms.advantages import get_estimator
 from slime.algorithms.kl import approx_kl
 from slime.algorithms.off_policy import TOKEN_CORRECTIONS, MismatchBounds
-from slime.algorithms.off_policy.weights import importance_weight
+from slime.algorithms.off_policy.token_weights import importance_weight
 from slime.algorithms.policy_losses import ClipConfig, PolicyLossInputs
 from slime.algorithms.policy_losses.opsm import off_policy_sequence_mask
 from slime.algorithms.reduction import num_loss_tokens, scale_for_megatron

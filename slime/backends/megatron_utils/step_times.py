@@ -20,8 +20,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.data import current_device
-from slime.observability.device_times import DeviceTimes
 from slime.observability.run_record import is_recording, span
+from slime.observability.timer import DeviceTimes
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 """In the order of their spans: sums over the micro-batches, one after the other."""

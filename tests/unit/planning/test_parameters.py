@@ -12,9 +12,8 @@ import pytest
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.flags.lora import lora_config
-from slime.planning.adapters import with_adapters
 from slime.planning.layout import ParallelSizes, PipelineSplit, rank_places, stage_chunks
-from slime.planning.parameters import chunk_parameters, model_size
+from slime.planning.parameters import chunk_parameters, model_size, with_adapters
 from slime.train_data.model_dims import ModelDims
 from tests.contracts.source_tree import REPO
 from tests.unit.backends.megatron_utils.megatron_case import parse

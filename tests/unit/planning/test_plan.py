@@ -26,7 +26,6 @@ from slime.planning.layout import ParallelSizes, PipelineSplit, expand_layout, r
 from slime.planning.plan import PlanOptions, find_card
 from slime.planning.prompts import sample_lengths
 from slime.planning.traffic import reference_lengths, step_work
-from slime.planning.trainer_memory import pinned_bytes
 from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import ScheduleConfig
 from slime.utils.errors import ConfigError
@@ -371,10 +370,6 @@ def test_a_step_is_counted_with_the_trainers_scheduler():
     assert work.hardware_flops * 3 == work.model_flops * 5
     assert work.bubble == pytest.approx(3 / 5)
     assert work.imbalance == 1.0
-
-
-def test_pinned_memory_is_rounded_up_to_powers_of_two():
-    assert pinned_bytes([1024, 1025, 5]) == 1024 + 2048 + 8
 
 
 def test_a_card_that_nobody_knows_is_named():

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+import random
 from argparse import Namespace
 from typing import Any
 
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+import numpy as np
+import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import LOAD_ERRORS, first_cause, load_sharded
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.backends.megatron_utils.checkpoints.optimizer_state import load_optimizer_state
-from slime.backends.megatron_utils.checkpoints.rng_state import load_rng_state, rng_state
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -88,4 +95,27 @@ def load_generators(reader: CheckpointReader, common: dict[str, Any]) -> None:
             f"--load: the random generators of {reader.folder} cannot be loaded: {first_cause(error)}. Pass "
             "--no-load-rng to start them from --seed."
         ) from error
-    load_rng_state(state["rng_state"])
+    _restore(state["rng_state"])
+
+
+def rng_state() -> ShardedObject:
+    """Return this rank's generator states, keyed by its rank.  A run with another number of ranks cannot load them."""
+    state: dict[str, Any] = {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("rng_state", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _restore(state: dict[str, Any]) -> None:
+    """Put every generator of this rank back into a saved state."""
+    random.setstate(state["random"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

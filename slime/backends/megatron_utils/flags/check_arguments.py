@@ -7,6 +7,7 @@ import math
 from argparse import Namespace
 from typing import Any
 
+from slime.backends.megatron_utils.flags.attention_arguments import check_linear_flags, check_sparse_flags
 from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     num_layers_of_layout,
@@ -15,10 +16,8 @@ from slime.backends.megatron_utils.flags.config_builders import (
 )
 from slime.backends.megatron_utils.flags.field_table import has_narrow_moments, refuse_what_nobody_reads
 from slime.backends.megatron_utils.flags.int4_arguments import check_int4_flags
-from slime.backends.megatron_utils.flags.linear_arguments import check_linear_flags
 from slime.backends.megatron_utils.flags.lora_arguments import check_lora_arguments
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
-from slime.backends.megatron_utils.flags.sparse_arguments import check_sparse_flags
 from slime.backends.megatron_utils.layers.attention import check_attention_config
 from slime.backends.megatron_utils.layers.fp8_linear import check_fp8_flags
 from slime.backends.megatron_utils.model_provider import load_spec

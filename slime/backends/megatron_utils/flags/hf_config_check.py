@@ -15,10 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from slime.backends.megatron_utils.flags.attention_arguments import sparse_problems
 from slime.backends.megatron_utils.flags.config_flags import add_config_flags, flag_of, switched_off
 from slime.backends.megatron_utils.flags.model_dims import linear_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
-from slime.backends.megatron_utils.flags.sparse_arguments import sparse_problems
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import FAMILIES, family_of, find_weight_map
 from slime.backends.megatron_utils.models.family import ModelFamily, differs
