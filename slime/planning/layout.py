@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
 
 
@@ -253,20 +251,3 @@ def expand_layout(layout: str) -> str:
     while (match := re.search(r"(\([^()]*\)|[A-Za-z|])\*(\d+)", text)) is not None:
         text = text[: match.start()] + match[1].strip("()") * int(match[2]) + text[match.end() :]
     return text.replace("(", "").replace(")", "")
-
-
-def check_index_sharing(chunks: Sequence[Sequence[StageChunk]], dims: ModelDims) -> list[str]:
-    """Return one message for each stage of sparse attention whose first layer takes its keys from another stage."""
-    problems = []
-    computing = [layer + 1 for layer, computes in enumerate(dims.computes_index) if computes]
-    for stage, parts in enumerate(chunks):
-        for chunk in parts:
-            if dims.computes_index and chunk.layers and not dims.computes_index[chunk.layers[0]]:
-                near = min(computing, key=lambda layer: abs(layer - 1 - chunk.layers[0]))
-                problems.append(
-                    f"Pipeline stage {stage} starts at layer {chunk.layers[0] + 1}, which attends to keys that an "
-                    f"earlier stage chose; a stage must start at a computing layer (nearest: {near}). Change "
-                    "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
-                    "--pipeline-model-parallel-size."
-                )
-    return problems

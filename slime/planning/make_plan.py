@@ -31,7 +31,6 @@ from slime.planning.layout import (
     ParallelSizes,
     PipelineSplit,
     StageChunk,
-    check_index_sharing,
     plan_gpus,
     rank_places,
     stage_chunks,
@@ -76,7 +75,6 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         check_expert_layout(args)
     dims, sizes = model_dims(args, hf_config), ParallelSizes.from_args(args)
     split = stage_chunks(PipelineSplit.from_args(args))
-    problems += check_index_sharing(split, dims)
     work = plan_work(args, sizes, options, problems)
     settings = TrainerSettings.from_args(
         args,

@@ -24,11 +24,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
 from slime.backends.megatron_utils.models import family_of
+from slime.backends.megatron_utils.models.index_sharing import IndexSharing, index_sharing
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.attention import sparse_attention_spec
 from slime_plugins.models.glm5.indexer import IndexerSettings
-from slime_plugins.models.glm5.schedule import IndexSharing, index_sharing
 
 logger = logging.getLogger(__name__)
 

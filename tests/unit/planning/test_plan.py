@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 import transformers
 
-from slime.backends.megatron_utils.models.deepseek import computing_layers
 from slime.planning.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, asks_for_plan, complete_run, run_plan
 from slime.planning.engines import (
     EngineShape,
@@ -29,7 +28,6 @@ from slime.planning.traffic import reference_lengths, step_work
 from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import ScheduleConfig
 from slime.utils.errors import ConfigError
-from slime_plugins.models.glm5.schedule import index_sharing
 from tests.unit.planning.test_parameters import model_args
 from tools import plan as plan_tool
 
@@ -173,11 +171,6 @@ def test_layouts_are_expanded_as_megatron_writes_them():
 def test_layers_that_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match="leaves 50 layers for 4 pipeline stages"):
         stage_chunks(PipelineSplit(num_layers=61, stages=5, last=11))
-
-
-def test_which_layers_choose_keys_is_read_as_the_trainer_reads_it():
-    for config in ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, {}, {"indexer_types": "FFSSFSS"}):
-        assert computing_layers(config, 7) == index_sharing(config, 7).is_computing
 
 
 def latent(**changes: Any) -> ModelDims:

@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import SIGMOID
+from slime.backends.megatron_utils.models.index_sharing import index_sharing
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import (
     EXPERTS,
@@ -91,24 +92,10 @@ def sparse_dims(args: Namespace, hf_config: Mapping[str, Any] | None) -> dict[st
         return {}
     return {
         "attention": "sparse",
-        "computes_index": computing_layers(hf_config, args.num_layers),
+        "computes_index": index_sharing(hf_config, args.num_layers).is_computing,
         "index_heads": args.dsa_indexer_n_heads,
         "index_topk": args.dsa_indexer_topk,
     }
-
-
-def computing_layers(hf_config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether its sparse attention chooses keys, by config.json's types, pattern or frequency.
-
-    ``slime_plugins.models.glm5.schedule`` is the trainer's own reading, which a test holds this one against.
-    """
-    types = hf_config.get("indexer_types") or hf_config.get("index_topk_pattern")
-    if types is not None:
-        return tuple(entry in ("F", "full") for entry in types[:num_layers])
-    freq = max(int(hf_config.get("index_topk_freq") or 1), 1)
-    offset = hf_config.get("index_skip_topk_offset")
-    offset = 2 if offset is None else int(offset)
-    return tuple(max(layer - offset, 0) % freq == 0 for layer in range(1, num_layers + 1))
 
 
 _FP8 = {"model_type": "deepseek_v3", "quantization_config": BLOCK_FP8}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slime.backends.megatron_utils.models.index_sharing import IndexSharing, PipelineSplitError, index_sharing
 from slime.utils.errors import ConfigError
-from slime_plugins.models.glm5.schedule import IndexSharing, PipelineSplitError, index_sharing
 
 GLM5_2 = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 SEED_STAGES = [1, 15, 23, 31, 39, 47, 55, 63]
