@@ -46,6 +46,11 @@ install_torch() {
         ${SLIME_TORCH_INDEX:+--extra-index-url "${SLIME_TORCH_INDEX}"} -r requirements/torch.txt
 }
 
+install_torchvision() {
+    "${VENV}/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "${VENV}/vision" \
+        ${SLIME_TORCH_INDEX:+--extra-index-url "${SLIME_TORCH_INDEX}"} -r requirements/vision.txt
+}
+
 # uv does not read pip's configuration: hand it the index that pip was told to use.
 install_packages() {
     local index
@@ -71,6 +76,7 @@ main() {
     fi
     rm -f "${STAMP}"
     step "torch" install_torch
+    step "torchvision" install_torchvision
     step "all other packages" install_packages
     fingerprint >"${STAMP}"
     echo "install: done in $((SECONDS - start)) s, $(($(received_bytes) - received)) bytes received"

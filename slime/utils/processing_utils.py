@@ -43,11 +43,16 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 def import_torchvision() -> bool:
     """Import torchvision, which image processors need; return False where it is not installed or does not work.
 
-    A build for CUDA beside a torch without it lacks its operators.  They are then declared, without kernels: preparing
-    images needs none, but transformers imports no processor, and few models, beside a torchvision that fails.
+    ``make install`` puts it into ``.venv/vision``, which this process searches from here on.  A build for CUDA beside a
+    torch without it lacks its operators.  They are then declared, without kernels: preparing images needs none, but
+    transformers imports no processor, and few models, beside a torchvision that fails.
     """
-    if importlib.util.find_spec("torchvision") is None:
-        return False
+    is_hidden = importlib.util.find_spec("torchvision") is None
+    if is_hidden:
+        folder = Path(sys.prefix) / "vision"
+        if not (folder / "torchvision").is_dir():
+            return False
+        sys.path.append(str(folder))
     for declares in (False, True):
         if declares:
             _declare_operators()
@@ -57,8 +62,27 @@ def import_torchvision() -> bool:
             for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
                 del sys.modules[name]
         else:
+            if is_hidden:
+                tell_transformers()
             return True
     return False
+
+
+def tell_transformers() -> None:
+    """Let a transformers that has already looked for torchvision look again.
+
+    SGLang registers image processors with ``AutoImageProcessor`` at import; transformers replaces that class by a
+    placeholder when it finds no torchvision.
+    """
+    loaded = sys.modules.get("transformers.utils.import_utils")
+    if loaded is None:
+        return
+    loaded.is_torchvision_available.cache_clear()
+    transformers = sys.modules["transformers"]
+    if getattr(type(transformers.AutoImageProcessor), "is_dummy", False):
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        setattr(transformers, "AutoImageProcessor", AutoImageProcessor)  # noqa: B010 (a module, not our class)
 
 
 @functools.cache

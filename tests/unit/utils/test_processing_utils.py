@@ -86,6 +86,20 @@ def test_a_torchvision_made_for_another_torch_is_imported_without_its_kernels(tm
     assert run_beside_torchvision(tmp_path, source) == "True"
 
 
+def test_a_torchvision_that_the_installation_hid_is_found(tmp_path):
+    package = tmp_path / "vision" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    code = (
+        f"import sys; sys.prefix = {str(tmp_path)!r}\n"
+        "from slime.utils.processing_utils import import_torchvision\n"
+        "assert import_torchvision(); import torchvision; print(torchvision.__file__)"
+    )
+    environment = env.copy() | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(package / "__init__.py"), done.stderr
+
+
 def test_a_torchvision_that_cannot_be_mended_counts_as_none(tmp_path):
     assert run_beside_torchvision(tmp_path, "raise OSError('libcudart.so.13 is missing')\n") == "False"
 

@@ -1,10 +1,10 @@
 """A shim for SGLang on a machine without CUDA: names that it imports from packages for GPUs only.
 
-SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``triton`` and ``torchvision`` (image models) at the
-top of its modules.  A text model on a CPU calls none of their functions: SGLang takes its native torch path.  So the
-shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  Only Mooncake's transfer
-engine is more than names, because prefill/decode disaggregation does call it.  No file of SGLang is changed, a package
-that is installed and works is left alone, and nothing happens on a machine with CUDA.
+SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``triton`` and, where it is not installed,
+``torchvision`` at the top of its modules.  A model on a CPU calls none of their functions: SGLang takes its native
+torch path.  So the shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  Only
+Mooncake's transfer engine is more than names, because prefill/decode disaggregation does call it.  No file of SGLang
+is changed, a package that is installed and works is left alone, and nothing happens on a machine with CUDA.
 
 Three ways in, for three kinds of process:
 
@@ -31,7 +31,7 @@ from typing import Any
 from slime.backends.sglang_utils.cpu_shim._name_stubs import NameStub, StubFinder
 from slime.utils import env
 from slime.utils.errors import ConfigError
-from slime.utils.processing_utils import import_torchvision
+from slime.utils.processing_utils import import_torchvision, tell_transformers
 
 TESTED_SGLANG = "0.5.15.post1"
 """The only version whose imports the shim is known to satisfy."""
@@ -79,7 +79,7 @@ def install() -> bool:
     if "sgl_kernel" in stubbed:
         _name_operators()
     if "torchvision" in stubbed:
-        _tell_transformers()
+        tell_transformers()
     if not _is_installed("triton"):
         _install_triton_stub()
     if not _is_installed("mooncake"):
@@ -159,23 +159,6 @@ def _name_operators() -> None:
 
     for name in OPERATORS:
         setattr(torch.ops.sgl_kernel, name, NameStub(f"torch.ops.sgl_kernel.{name}"))
-
-
-def _tell_transformers() -> None:
-    """Let a transformers that has already looked for torchvision look again.
-
-    SGLang registers image processors with ``AutoImageProcessor`` at import; transformers replaces that class by a
-    placeholder when it finds no torchvision.
-    """
-    loaded = sys.modules.get("transformers.utils.import_utils")
-    if loaded is None:
-        return
-    loaded.is_torchvision_available.cache_clear()
-    transformers = sys.modules["transformers"]
-    if getattr(type(transformers.AutoImageProcessor), "is_dummy", False):
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-        setattr(transformers, "AutoImageProcessor", AutoImageProcessor)  # noqa: B010 (a module, not our class)
 
 
 def _install_transfer_engine() -> None:
