@@ -43,8 +43,8 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 def import_torchvision() -> bool:
     """Import torchvision, which image processors need; return False where it is not installed or does not work.
 
-    ``make install`` puts it into ``.venv/vision``, which this process searches from here on.  A build for CUDA beside a
-    torch without it lacks its operators.  They are then declared, without kernels: preparing images needs none, but
+    ``make install`` puts it into ``.venv/vision``, which this process searches from here on.  A build for CUDA beside
+    a torch without it lacks its operators.  They are then declared, without kernels: preparing images needs none, but
     transformers imports no processor, and few models, beside a torchvision that fails.
     """
     is_hidden = importlib.util.find_spec("torchvision") is None
