@@ -37,6 +37,7 @@ from slime.flags.security import REDACTED, is_secret, redacted, redacted_words, 
 from slime.observability.metrics_file import append_line, append_record, plain, run_folder
 from slime.observability.timer import Timer
 from slime.utils import env
+from slime.utils.atomic_file import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -254,9 +255,8 @@ def _write_config(args: Namespace, folder: Path) -> None:
         "git": _git(),
         "hardware": _hardware(),
     }
-    temporary = folder / f".{CONFIG_FILE}.tmp"
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
-    temporary.replace(folder / CONFIG_FILE)
+    text = json.dumps(content, indent=1, ensure_ascii=False).encode()
+    replace_file(folder / CONFIG_FILE, lambda file: file.write(text), to_disk=False)
 
 
 def _shown(value: Any) -> Any:

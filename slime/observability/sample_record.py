@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from slime.flags.observability import RecordConfig
 from slime.observability import run_record
 from slime.observability.rollout_metrics import REQUEST_SPANS
+from slime.utils.atomic_file import replace_file
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -144,21 +145,23 @@ def _write_table(
 ) -> None:
     """Write one file, record what it cost (``num_tokens`` 0: they are counted in another file), and keep the limit."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.tmp")
     table = pa.Table.from_pylist([{column: row.get(column) for column in schema.names} for row in rows], schema)
-    floats = [f"{one.name}.list.element" for one in schema if one.type == _FLOATS]
-    pq.write_table(
-        table,
-        temporary,
-        compression="zstd",
-        compression_level=3,
-        use_dictionary=[one.name for one in schema if f"{one.name}.list.element" not in floats],
-        column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
-    )
-    temporary.replace(path)
+    replace_file(path, lambda file: _write_parquet(table, file), to_disk=False)
     cost = {"bytes": path.stat().st_size, "tokens": num_tokens, "cpu_s": round(time.thread_time() - began_s, 4)}
     run_record.event("recorded", file=path.name, samples=len(rows), **cost)
     _rotate(path.parent, config.record_max_gib)
+
+
+def _write_parquet(table: pa.Table, file: IO[bytes]) -> None:
+    floats = [f"{one.name}.list.element" for one in table.schema if one.type == _FLOATS]
+    pq.write_table(
+        table,
+        file,
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=[one.name for one in table.schema if f"{one.name}.list.element" not in floats],
+        column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+    )
 
 
 def _rotate(folder: Path, max_gib: float) -> None:

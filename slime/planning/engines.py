@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.sglang_utils.arguments import nearest_divisor
 from slime.planning.layout import ParallelSizes
 from slime.planning.parameters import layer_parameters, mtp_parameters
 from slime.planning.trainer_memory import CONTEXT_BYTES, GIB
@@ -233,14 +234,14 @@ def engine_problems(
     if engine.enable_dp_attention and engine.tp_size % engine.dp_size:
         yield (
             f"{where}: dp_size is {engine.dp_size}, which must divide the engine's {engine.tp_size} tensor-parallel "
-            f"ranks; use {_nearest_divisor(engine.tp_size, engine.dp_size)} for --sglang-dp-size."
+            f"ranks; use {nearest_divisor(engine.tp_size, engine.dp_size)} for --sglang-dp-size."
         )
         return
     heads = dims.num_attention_heads
     if heads % engine.attention_tp:
         yield (
             f"{where}: {heads} attention heads do not divide over {engine.attention_tp} tensor-parallel ranks; "
-            f"change --rollout-num-gpus-per-engine to {_nearest_divisor(heads, engine.attention_tp)}, or use "
+            f"change --rollout-num-gpus-per-engine to {nearest_divisor(heads, engine.attention_tp)}, or use "
             "--sglang-enable-dp-attention with a larger --sglang-dp-size."
         )
     if dims.num_experts:
@@ -252,7 +253,7 @@ def _expert_problems(dims: ModelDims, engine: EngineShape, flags: Mapping[str, A
     if engine.tp_size % engine.ep_size:
         yield (
             f"{where}: ep_size is {engine.ep_size}, which must divide the engine's {engine.tp_size} ranks; use "
-            f"{_nearest_divisor(engine.tp_size, engine.ep_size)} for --sglang-ep-size."
+            f"{nearest_divisor(engine.tp_size, engine.ep_size)} for --sglang-ep-size."
         )
     experts = dims.num_experts + engine.redundant_experts
     if experts % engine.ep_size:
@@ -318,8 +319,3 @@ def placement_problems(places: list[EngineGpus], gpus_per_node: int) -> Iterator
                 f"{place.first_gpu + place.num_gpus - 1}, which cuts a node of {gpus_per_node} in two; order the "
                 "groups of --sglang-config by the size of their engines, or change --rollout-num-gpus-per-engine."
             )
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    return min(divisors, key=lambda size: (abs(size - wanted), size))

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: what a checkpoint says of the rollout side, and debug dumps."""
+"""Files that are there whole or not at all."""
 
 from __future__ import annotations
 
@@ -26,24 +26,32 @@ def write_atomically(
     Raises:
         DataError: it cannot be written (a full disk); the old file is still there.
     """
-    unfinished = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, write, to_disk=to_disk)
+    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when its file fails
+        raise DataError(
+            f"{what} cannot be written to {path} ({type(error).__name__}: {error}). Free some space there, or "
+            f"choose another folder with {flag}; the previous content is intact."
+        ) from error
+
+
+def replace_file(path: Path, write: Callable[[IO[bytes]], Any], *, to_disk: bool = True) -> None:
+    """Write a file as :func:`write_atomically` does; an error is the one that the disk, or ``write``, raised."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
         with unfinished.open("wb") as file:
             write(file)
             if to_disk:
                 file.flush()
                 os.fsync(file.fileno())
         unfinished.replace(path)
-        if to_disk:
-            sync_to_disk(path.parent)
-    except (OSError, RuntimeError) as error:  # torch.save says RuntimeError when its file fails
+    except BaseException:
         with contextlib.suppress(OSError):
             unfinished.unlink()  # half a file would take the room that is missing
-        raise DataError(
-            f"{what} cannot be written to {path} ({type(error).__name__}: {error}). Free some space there, or "
-            f"choose another folder with {flag}; the previous content is intact."
-        ) from error
+        raise
+    if to_disk:
+        sync_to_disk(path.parent)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.utils.atomic_file import sync_to_disk
+from slime.utils.atomic_file import replace_file, sync_to_disk
 from slime.utils.errors import ConfigError, DataError, WeightSyncError
 from slime.weights.delta import apply_delta
 from slime.weights.hf_files import INDEX_FILE, is_weight_file
@@ -33,7 +33,6 @@ from slime.weights.versions import (
     list_folders,
     version_folder,
     version_text,
-    write_atomically,
 )
 
 logger = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ class LocalCopy:
         content = {
             "version": version_text(number), "chain": chain, "model": _identity(self.model), "dirty": dirty,
         }  # fmt: skip
-        write_atomically(self._state_file, json.dumps(content, indent=2) + "\n")
+        replace_file(self._state_file, lambda file: file.write(json.dumps(content, indent=2).encode()))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

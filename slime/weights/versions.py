@@ -29,7 +29,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from slime.utils.atomic_file import sync_to_disk
+from slime.utils.atomic_file import replace_file, sync_to_disk
 from slime.utils.errors import DataError, WeightSyncError
 from slime.utils.json_file import parse_object
 from slime.weights.delta import COMPRESSION, ENCODINGS
@@ -360,7 +360,8 @@ def finalize_version(
             weight_map[tensor] = name
     total = sum(file.num_bytes for file in files)
     index = {"metadata": {"total_size": total, **metadata}, "weight_map": dict(sorted(weight_map.items()))}
-    write_atomically(unfinished / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    text = json.dumps(index, indent=2) + "\n"
+    replace_file(unfinished / INDEX_FILE, lambda file: file.write(text.encode()))
     for path in unfinished.iterdir():
         if not path.name.endswith(".safetensors"):  # those are there already
             sync_to_disk(path)
@@ -370,12 +371,3 @@ def finalize_version(
     os.rename(unfinished, final)
     sync_to_disk(final.parent)
     return total
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file: it has its old content or the new one, whatever happens."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    sync_to_disk(temporary)
-    os.replace(temporary, path)
-    sync_to_disk(path.parent)

@@ -169,19 +169,18 @@ def get_values(
     logits: Tensor,
     *,
     args: Namespace,
-    unconcat_tokens: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-    with_entropy: bool = False,
-    non_loss_data: bool = True,
-    top_p_token_ids: Sequence[Tensor] | None = None,
-    top_p_token_offsets: Sequence[Tensor] | None = None,
-    overwrite_logits: bool = False,
+    **unused: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Return the critic's value before every response token; arguments as in :func:`get_log_probs_and_entropy`.
+    """Return the critic's value before every response token.
 
     Args:
         logits: [1, T, 1], the value head's output.
+        args: ``allgather_cp`` is read.
+        total_lengths: of the samples.
+        response_lengths: response tokens of each.
+        unused: what :func:`get_log_probs_and_entropy` needs besides.
     """
     is_contiguous = cp_layout(args.allgather_cp) == "allgather"
     rows_R, positions_R, counts = response_rows(

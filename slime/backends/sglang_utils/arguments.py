@@ -291,11 +291,12 @@ def _parallel_sizes(args: Namespace) -> Iterator[str]:
         if size and tp_size % size:
             yield (
                 f"{flag} is {size} and {engine}: the {tp_size} tensor-parallel ranks of an engine must divide into "
-                f"{size} groups; use {_nearest_divisor(tp_size, size)}."
+                f"{size} groups; use {nearest_divisor(tp_size, size)}."
             )
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of ``number`` that is nearest to ``wanted``."""
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
 
 

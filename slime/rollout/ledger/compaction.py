@@ -11,10 +11,9 @@ is damaged, so that a check of the ledger goes on to fail.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from slime.rollout.ledger.frames import (
     STRIPPED,
@@ -26,7 +25,7 @@ from slime.rollout.ledger.frames import (
     segment_number,
 )
 from slime.rollout.ledger.segments import index_path, read_folder
-from slime.utils.atomic_file import sync_to_disk
+from slime.utils.atomic_file import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +56,14 @@ def _damage_in(records: Iterable[Record]) -> Iterator[Record]:
 def _write_index(folder: Path, segments: list[Path]) -> set[str]:
     """Write the index of these segments; return the names of those that are damaged."""
     path = index_path(folder, segment_number(segments[-1]))
-    unfinished = path.with_suffix(".tmp")
     described = {
         record.head["g"]
         for record in _read(folder, segments)
         if record.kind in (Kind.FINISHED, Kind.RETURNED, Kind.HANDED)
     }
     damaged = set()
-    with open(unfinished, "wb", buffering=1 << 20) as file:
+
+    def write(file: IO[bytes]) -> None:
         for record in _read(folder, segments, verify_blobs=True):
             file.write(_stripped(record, described))
             if record.kind is Kind.DAMAGED:
@@ -75,10 +74,8 @@ def _write_index(folder: Path, segments: list[Path]) -> set[str]:
                     folder,
                 )
         file.write(pack_frame(Kind.WHOLE, {}))
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_to_disk(folder)
+
+    replace_file(path, write)
     return damaged
 
 

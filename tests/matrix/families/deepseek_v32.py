@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.matrix.case import FamilyCase
-from tests.matrix.families import glm5
+from tests.matrix.families import deepseek_v3, glm5
 
 CASE = FamilyCase(
     name="deepseek_v32",
@@ -18,17 +18,7 @@ CASE = FamilyCase(
         "n_group": 4,
         "topk_group": 2,
         "max_position_embeddings": 64,
-        # The samples of the matrix are longer than the original length.
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 100.0,
-            "factor": 8.0,
-            "beta_fast": 2.0,
-            "beta_slow": 0.3,
-            "mscale": 0.7,
-            "mscale_all_dim": 1.2,
-            "original_max_position_embeddings": 8,
-        },
+        "rope_parameters": deepseek_v3.CASE.config["rope_parameters"],
         "index_topk": 9,
         "rms_norm_eps": 1e-6,
     },

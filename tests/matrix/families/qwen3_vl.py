@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.matrix.case import FamilyCase, hide_broken_torchvision, quiet_transformers, random_tensor
+from tests.matrix.families import qwen3
 from tests.matrix.flags import model_flags
 
 IMAGE, START, END = 128, 129, 130
@@ -83,21 +84,12 @@ def reference(folder: Path) -> torch.nn.Module:
 CASE = FamilyCase(
     name="qwen3_vl",
     config={
+        **{key: value for key, value in qwen3.CASE.config.items() if key != "rope_theta"},
         "model_type": "qwen3_vl",
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 80,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
         "rope_parameters": {
             **{"rope_type": "default", "rope_theta": 10000.0},
             **{"mrope_section": [3, 3, 2], "mrope_interleaved": True},
         },
-        "tie_word_embeddings": False,
     },
     flags=lambda folder: model_flags(folder, "--train-vision-tower"),
     write=write,

@@ -256,7 +256,7 @@ def test_a_full_local_disk_names_the_flag_and_what_is_free(pusher, monkeypatch):
 # A kill at any moment
 
 STEPS = (
-    (local_copy, "apply_delta"), (local_copy, "sync_to_disk"), (versions, "sync_to_disk"), (os, "replace"),
+    (local_copy, "apply_delta"), (os, "fsync"), (os, "replace"),
     (shutil, "copyfile"), (DeltaBase, "commit"),
 )  # fmt: skip
 
