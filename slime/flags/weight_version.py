@@ -21,12 +21,6 @@ def _path(folder: str) -> Path:
     return Path(folder) / "rollout" / "weight_version.json"
 
 
-def record_version(folder: str, version: int, *, rollout_id: int) -> None:
-    """Write the version that the weights after ``rollout_id`` get; before any engine has it."""
-    content = json.dumps({"version": version, "rollout": rollout_id}).encode()
-    write_atomically(_path(folder), lambda file: file.write(content), what="The weight version")
-
-
 def version_before(args: Namespace, start_rollout_id: int) -> int:
     """Return the version from which a trainer that goes on with ``start_rollout_id`` counts its pushes.
 
@@ -44,3 +38,23 @@ def version_before(args: Namespace, start_rollout_id: int) -> int:
         # The weights after the same rollout are the same, and keep their version.
         version = max(version, last - (rollout_id == start_rollout_id - 1))
     return version
+
+
+class VersionCount:
+    """The versions of a run as its driver counts them: at least as high as its trainer's."""
+
+    number = 0
+    """Of the last push."""
+    rollout_id = -1
+    """The last rollout that the weights were trained on."""
+
+    def start(self, args: Namespace, start_rollout_id: int) -> None:
+        """Count on as a trainer that goes on with ``start_rollout_id``."""
+        self.number, self.rollout_id = version_before(args, start_rollout_id), start_rollout_id - 1
+
+    def count(self, folder: str | None) -> None:
+        """Count a push, before any engine gets its version; ``folder``: of ``--save``."""
+        self.number += 1
+        if folder is not None:
+            content = json.dumps({"version": self.number, "rollout": self.rollout_id}).encode()
+            write_atomically(_path(folder), lambda file: file.write(content), what="The weight version")

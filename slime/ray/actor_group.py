@@ -14,7 +14,7 @@ import ray
 from slime.arguments import args_to_resume
 from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import TRACKER, read_tracker
-from slime.flags.weight_version import record_version, version_before
+from slime.flags.weight_version import VersionCount
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.heartbeats import Heartbeats
@@ -89,10 +89,7 @@ class RayTrainGroup:
         self._is_connected = False
         self._published: set[int] = set()
         self._left_out: set[int] = set()
-        self._version = 0
-        """At least that of the last push."""
-        self._trained_until = -1
-        """The last rollout that the weights were trained on."""
+        self._version = VersionCount()
 
     # Life
 
@@ -103,7 +100,7 @@ class RayTrainGroup:
         first.
         """
         if self._was_created:
-            version, checkpoint = self._version, self.last_checkpoint
+            version, checkpoint = self._version.number, self.last_checkpoint
             self.args = args_to_resume(self._run_args, weight_version=version, checkpoint=checkpoint)
         self._spawn()
         start_ids = self._on_all(
@@ -115,8 +112,7 @@ class RayTrainGroup:
                 "saves"
             )
         self.start_rollout_id = start_ids[0]
-        self._trained_until = self.start_rollout_id - 1
-        self._version = version_before(self.args, self.start_rollout_id)  # where the updaters begin to count
+        self._version.start(self.args, self.start_rollout_id)
         self._was_created, self._is_connected = True, False
         return self.start_rollout_id
 
@@ -218,7 +214,7 @@ class RayTrainGroup:
     def wait_trained(self, rollout_id: int, refs: list[ray.ObjectRef]) -> list[Any]:
         """Wait for what ``async_train`` started; return what each rank returned."""
         results = self._wait(refs, what=f"training on rollout {rollout_id}")
-        self._trained_until = rollout_id
+        self._version.rollout_id = rollout_id
         return results
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
@@ -327,12 +323,14 @@ class RayTrainGroup:
         if engines.num_new or not self._is_connected:
             self._connect(replace(engines, num_new=len(engines.engines)))
         results = self._push("update_weights", "the weight update")
+        self._report_taken()
         return next((result for result in results if result), {})
 
     def resend_weights(self, engines: UpdatableEngines) -> None:
         """Give engines that started late what the others got with the last push, under the same version."""
         self._connect(engines)
         self._push("resend_weights", "the weights of new engines")
+        self._ask_manager("push_done", self.excluded)
 
     def _connect(self, engines: UpdatableEngines) -> None:
         self._on_all("connect_engines", engines, what="the trainers' connection to the engines")
@@ -340,25 +338,27 @@ class RayTrainGroup:
         self._ask_manager("clear_updatable_num_new_engines")
 
     def _push(self, verb: str, what: str) -> list[Any]:
-        """Push once and report the engines that took the weights; :attr:`excluded` has the others.
+        """Push once; :attr:`excluded` has the engines that did not take the weights.
 
         The trainers keep the deadline of the push themselves, and know who was late.
         """
-        self._count_version()
+        self._version.count(self.args.save)
         try:
             results = self._on_all(verb, what=what, timeout_s=self.args.weight_update_timeout_s + PUSH_MARGIN_S)
         except WeightSyncError:
             self.excluded = self._ask_excluded()
             raise
         self.excluded = self._ask_excluded()
-        self._ask_manager("push_done", self.excluded)
         return results
 
-    def _count_version(self) -> None:
-        """Count a version; a job that goes on from ``--save`` counts on from it."""
-        self._version += 1
-        if self.args.save is not None:
-            record_version(self.args.save, self._version, rollout_id=self._trained_until)
+    def _report_taken(self) -> None:
+        """Report the engines that took a push; a new one that a router does not take in waits for the next rollout."""
+        try:
+            self._ask_manager("push_done", self.excluded)
+        except ProcessError as error:
+            if not self.restarts_engines:
+                raise
+            logger.warning("a new engine waits for its router: %s", error)
 
     def _ask_excluded(self) -> list[ExcludedEngine]:
         excluded: ray.ObjectRef = self.actors[0].excluded_engines.remote()

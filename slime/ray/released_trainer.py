@@ -61,10 +61,10 @@ class ReleasedTrainGroup(RayTrainGroup):
         # These ranks have never seen an engine; the hook after the write gets them.
         self._on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
         timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
-        self._count_version()
+        self._version.count(self.args.save)
         written = self._on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)
         self._written = written[0]
-        self._version = self._written.number
+        self._version.number = self._written.number
         self.release()
         if cluster_has_accelerators():
             time.sleep(RELEASE_GRACE_S)
@@ -72,11 +72,16 @@ class ReleasedTrainGroup(RayTrainGroup):
     def push_once(self) -> dict[str, float]:
         """Have every engine that takes updates read what the trainer left; return the metrics of the push."""
         engines = self._ask_manager("push_started")
-        return self._deliver(engines) if engines.engines else {}
+        if not engines.engines:
+            return {}
+        metrics = self._deliver(engines)
+        self._report_taken()
+        return metrics
 
     def resend_weights(self, engines: UpdatableEngines) -> None:
         """Have engines that started late read what the others have read."""
         self._deliver(engines)
+        self._ask_manager("push_done", self.excluded)
 
     def _deliver(self, engines: UpdatableEngines) -> dict[str, float]:
         args = self.args
@@ -94,7 +99,6 @@ class ReleasedTrainGroup(RayTrainGroup):
             report = push_weights(push, self._written, FolderTransport())
         finally:
             self.excluded = list(push.participants.excluded)
-        self._ask_manager("push_done", self.excluded)
         if not args.update_weight_disk_keep_files:
             prune_before(Path(args.update_weight_disk_dir), self._written.number)
         return report.as_metrics()

@@ -87,6 +87,9 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
     "a push that no engine took is repeated once": _bug(
         "slime.ray.actor_group:RayTrainGroup._push_until_taken", "num_failed == MAX_PUSHES", "num_failed == 2"
     ),
+    "a router that does not take a new engine in ends the run": _bug(
+        "slime.ray.actor_group:RayTrainGroup._report_taken", "not self.restarts_engines", "True"
+    ),
     "the driver's deadline for the engines' memory is that of one engine": _bug(
         "slime.ray.engines.fleet:memory_timeout_s",
         "2 * args.engine_start_timeout_s + args.weight_update_timeout_s + DEADLINE_MARGIN_S",

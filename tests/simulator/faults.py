@@ -100,7 +100,11 @@ def roles(setup: Setup) -> list[str]:
     return ["driver", "manager", "router", *engines, *(f"trainer{k}" for k in range(setup.trainer_ranks))]
 
 
-LASTS_S = (0.5, 3.0, 8.0, 20.0, 90.0, 400.0)
+LASTS_S = (0.5, 3.0, 8.0, 20.0, 90.0, 400.0, 4000.0, 4000.0)
+"""The last is longer than any deadline: what waits for it without one of its own ends the run."""
+
+
+DISK_FAULTS = ("full", "ioerror", "half", "after")
 
 
 def draw_fault(rng: random.Random, setup: Setup, sites: Counter[str], end_s: float) -> Fault:
@@ -118,7 +122,7 @@ def draw_fault(rng: random.Random, setup: Setup, sites: Counter[str], end_s: flo
         kind = rng.choice(("kill", "half", "half", "after", "after", "ioerror", "full"))
     else:
         kind = rng.choice(("kill", "kill", "kill", "hang", "cut", "clock"))
-    is_own = kind in ("half", "after", "ioerror", "full") or rng.random() < 0.6
+    is_own = kind in DISK_FAULTS or rng.random() < 0.6
     target = "self" if is_own else rng.choice(roles(setup))
     return Fault(kind, site, nth, target=target, amount=_amount(rng, kind))
 
@@ -142,7 +146,7 @@ def EXCUSES(fault: Fault, setup: Setup) -> bool:  # noqa: N802
     """Return whether a fault may end a run, which then goes on with the same command."""
     if fault.kind == "clock" or (fault.kind == "slow"):
         return False
-    if fault.kind in ("full", "ioerror", "half", "after"):
+    if fault.kind in DISK_FAULTS:
         return True
     role = fault.target
     if role == "self" or fault.kind in ("refuse", "lose", "status", "garbage", "double"):

@@ -33,7 +33,7 @@ class Files:
         """Pass a point at which a fault may strike: before the operation, in its middle, or (returned) after it."""
         world = self.world
         process = world.kernel.current_process
-        name = re.sub(r"[0-9a-f]*\d+", "#", os.path.basename(path))
+        name = re.sub(r"[0-9a-f]*\d+", "#", os.path.basename(path)).removesuffix(".tmp")
         outcome = world.at(f"file {world.cluster.role_of(process)} {what} {name}", process)
         if outcome == "half":
             if half is not None:
@@ -52,6 +52,12 @@ class Files:
         path.write_bytes(content)
         if self.at("written", str(path)) == "after":
             self.world.kernel.current_process.kill()
+
+    def sync(self, path: str) -> None:
+        """Wait for the disk; others may die meanwhile."""
+        self.at("sync", path)
+        kernel = self.world.kernel
+        kernel.sleep(kernel.draw("disk", 0.001, 2.0))
 
 
 def _append(path: Path, content: bytes) -> None:
@@ -101,8 +107,7 @@ def patch_files(patches: Any, files: Callable[[], Files]) -> None:  # noqa: C901
     def fake_fsync(descriptor: int) -> None:
         if not _is_simulated():
             return
-        path = files().descriptors.get(descriptor) or "file"
-        files().at("sync", path)  # in memory there is nothing more to do
+        files().sync(os.readlink(f"/proc/self/fd/{descriptor}"))
 
     def moved(real: Any) -> Any:
         def move(path: Path, target: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import requests
 
 from slime.rollout import fully_async_rollout, sglang_rollout  # noqa: F401 - before clocks are replaced
+from slime.rollout.ledger.journal import Journal
 from slime.utils.misc import SingletonMeta
 from tests.simulator.fake_ray import RemoteClass, patch_ray
 from tests.simulator.faults import Fault, Setup, draw_faults, setup_of
@@ -163,6 +164,13 @@ def install() -> Patches:
         (uuid, "uuid4", lambda: uuid.UUID(int=world().kernel.rng("uuid").getrandbits(128))),
     ):
         patches.set(holder, name, value)
+    record_finished = Journal.record_finished
+
+    def recorded(journal: Journal, group: list[Any]) -> None:
+        record_finished(journal, group)
+        world().recorded(world().kernel.current_process, group)
+
+    patches.set(Journal, "record_finished", recorded)
     patches.set(pulse.Pulse.__init__, "__defaults__", (lambda: time.monotonic(),))
     patches.set(
         rollout_waiting.LongWait.__init__,

@@ -96,6 +96,7 @@ class EngineServer(Server):
         prompt, earlier = split_prompt(payload["input_ids"])
         params = payload["sampling_params"]
         request = Request(0, payload, prompt, earlier, params.get("sampling_seed", 0), params["max_new_tokens"], "")
+        self.world.asked(self, request)
         total = self.script.length_of(request)
         num_new = max(1, min(total - earlier, request.limit))
         kind = "stop" if earlier + num_new == total else "length"

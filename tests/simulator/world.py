@@ -23,7 +23,7 @@ from slime.rollout.ledger.ledger import position_path
 from slime.rollout.state_file import read_state
 from tests.scripted_engine.script import Script, split_prompt
 from tests.simulator.fake_ray import Cluster
-from tests.simulator.faults import EXCUSES, Fault, Setup
+from tests.simulator.faults import DISK_FAULTS, EXCUSES, Fault, Setup
 from tests.simulator.files import Files
 from tests.simulator.job import base_args, is_dull
 from tests.simulator.kernel import Kernel, Process, StuckError
@@ -35,6 +35,8 @@ DEBUG = False
 LIFE_HORIZON_S = 6 * 3600.0
 """Virtual time after which a job that has not ended hangs."""
 ORPHANS_AFTER_S = 30.0
+LEDGER_S = 10.0
+"""Time in which the ledger writes what it was given, however slow its disk."""
 NUM_PROMPTS = 64
 MASK = (1 << 64) - 1
 
@@ -93,6 +95,8 @@ class World:
         """Version -> state, over all lives: samples of the ledger keep the versions of the life that drew them."""
         self.served: set[int] = set()
         """States that engines were given, in any life."""
+        self.answers: dict[tuple[tuple[int, ...], int], tuple[Process, float]] = {}
+        """Prompt and seed -> the manager that gave the answer to the ledger, and when."""
         self.script = Script(length=(2, 10))
         self.seconds_per_token = setup.seconds_per_token
         self.filtered: set[int] = set()
@@ -206,6 +210,24 @@ class World:
             self.violate(
                 f"{server.process} answers as version {version} with weights {state}; version {version} is "
                 f"{self.committed[version]}"
+            )
+
+    def recorded(self, manager: Process, group: list[Any]) -> None:
+        """A manager gives an answered group to the ledger."""
+        for sample in group if self.setup.is_exact else ():
+            prompt, _ = split_prompt(sample.tokens)
+            self.answers[tuple(prompt), self.seed_of(sample.index)] = manager, self.kernel.now_s
+
+    def asked(self, server: EngineServer, request: Any) -> None:
+        """An engine begins to draw an answer: not one that the ledger of an earlier manager has."""
+        manager, at_s = self.answers.get((tuple(request.prompt), request.seed), (None, 0.0))
+        if manager is None or manager.end_s is None or request.earlier:
+            return
+        had_time = manager.end_s > at_s + LEDGER_S and manager.frozen_until_s <= at_s
+        if had_time and not any(fault.kind in DISK_FAULTS for fault, _ in self.fired):
+            self.violate(
+                f"{server.process} draws the answer to {request.prompt} with seed {request.seed} again, which "
+                f"{manager} gave to the ledger {manager.end_s - at_s:.1f} s before its end"
             )
 
     def version_committed(self, server: EngineServer, version: str, state: int | None) -> None:
@@ -356,9 +378,10 @@ class World:
         root = self.folder / "save"
         if not (root / TRACKER).exists():
             return
-        iteration = int((root / TRACKER).read_text())
-        folder = root / f"iter_{iteration:07d}"
+        iteration = -1
         try:
+            iteration = int((root / TRACKER).read_text())
+            folder = root / f"iter_{iteration:07d}"
             for rank in range(self.setup.trainer_ranks):
                 json.loads((folder / f"__{rank}_0.distcp").read_bytes())
             if not (folder / "metadata.json").exists():

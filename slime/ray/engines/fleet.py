@@ -234,11 +234,15 @@ class EngineFleet:
             raise EngineError("no engine is left; the last were excluded (--weight-push-failure drop). " + reasons)
 
     def _report_described(self, handles: Sequence[Any], event: EngineEvent, reason: str = "") -> None:
-        """Report an event of those of ``handles`` that are still there."""
-        for group in self._updatable_groups:
-            for index, engine in enumerate(group.engines):
-                if engine is not None and engine in handles:
-                    group.report(index, event, reason)
+        """Report an event of those of ``handles`` that are still there; raise the first failure after the last."""
+        failures: list[ProcessError] = []
+        for group, index in [(g, i) for g in self._updatable_groups for i, e in enumerate(g.engines) if e in handles]:
+            try:
+                group.report(index, event, reason)
+            except ProcessError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     # Faults
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray.actor_group import MAX_PUSHES, RayTrainGroup
-from slime.utils.errors import WeightSyncError
+from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 
 EXCLUDED = [ExcludedEngine(1, "it holds other bytes")]
@@ -109,6 +109,16 @@ def test_a_replacement_that_does_not_take_its_first_weights_either_is_replaced_a
     group = Group("excludes all", waiting=1)
     group.serve_new_engines()
     assert ("push_refused", EXCLUDED) in group.asked
+
+
+def test_a_router_that_does_not_take_a_new_engine_in_ends_no_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise EngineError("the router cannot be reached")
+
+    monkeypatch.setattr(Group, "_ask_manager", refuse)
+    Group()._report_taken()  # the engine waits, and `serve_new_engines` gives it the weights in the next rollout
+    with pytest.raises(EngineError, match="cannot be reached"):
+        Group(tolerant=False)._report_taken()
 
 
 def test_a_trainer_without_ranks_has_verbs_that_do_nothing() -> None:
