@@ -170,7 +170,7 @@ def is_from_job(authorization: str | None) -> bool:
 
 def has_secret(authorization: str | None, secret: str) -> bool:
     """Return True when the header ``Authorization`` of a request is ``Bearer`` and this secret."""
-    return secrets.compare_digest((authorization or "").encode(), f"Bearer {secret}".encode())
+    return secrets.compare_digest((authorization or "").encode(errors="surrogateescape"), f"Bearer {secret}".encode())
 
 
 def set_post_transport(transport: PostTransport | None) -> None:

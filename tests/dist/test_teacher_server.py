@@ -188,6 +188,8 @@ def test_students_get_their_teachers_log_probs_from_the_program(teacher, tmp_pat
 REFUSED = {
     "{": "no JSON",
     "[]": "must be a JSON object",
+    "[" * 100_000: "no JSON",
+    '{"input_ids": [1, 2], "sampling_params": "x"}': "sampling_params has 'x'",
     "{}": "input_ids is missing",
     '{"text": "a"}': "input_ids is missing",
     '{"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}': "max_new_tokens is 1",

@@ -204,3 +204,10 @@ def test_a_post_through_another_process_takes_the_secret_along():
     http_utils.set_post_transport(transport)
     asyncio.run(http_utils.post("http://127.0.0.1:4000/generate", {}))
     assert seen == [{"Authorization": "Bearer s3cret"}]
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer ", "s3cret", "Bearer s3cre", "Bearer s3crets", "Bearer \udcff"])
+def test_no_other_header_passes_for_the_secret_and_none_is_an_error(given):
+    # aiohttp hands bytes that are no UTF-8 on as halves of surrogate pairs.
+    assert not http_utils.has_secret(given, "s3cret")
+    assert http_utils.has_secret("Bearer s3cret", "s3cret")

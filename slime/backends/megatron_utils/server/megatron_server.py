@@ -2,7 +2,9 @@
 
     GET  /healthz  /detect  /info  /get_loads
     POST /generate                    log-probs of ``input_ids``; nothing is generated
-    POST /update_weights_from_disk    {"model_path": a Hugging Face folder or a Megatron checkpoint}; guarded
+    POST /update_weights_from_disk    {"model_path": a Hugging Face folder or a Megatron checkpoint}
+
+What is not in ``OPEN`` is guarded, routes of tomorrow and paths without one included.
 
 Requests wait in a queue; the main thread, which owns the model, takes as many at a time as fill a micro-batch on every
 data-parallel rank.
@@ -16,7 +18,7 @@ import logging
 import queue
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,11 +32,15 @@ from slime.utils.errors import DataError, SlimeError
 from slime.utils.http_utils import encode_json, has_secret
 from slime.utils.net import is_loopback
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 60.0
 """Between two messages to the other ranks; their waits end at ``--distributed-timeout-minutes``."""
 MAX_BODY_BYTES = 64 * 2**20
+OPEN = frozenset({"/healthz", "/detect", "/info", "/get_loads", "/generate"})
+"""Paths for everybody."""
 _STOP = object()
 
 
@@ -56,7 +62,7 @@ class MegatronServer:
         vocab_size: tokens below it exist.
         max_length: the longest sequence.
         has_top: False where a layout has no likeliest tokens (``--allgather-cp``).
-        secret: what a request for new weights must carry; without one, these requests come from this host.
+        secret: what requests for other paths than ``OPEN`` must carry; without one, they come from this host.
         info: more entries of ``/info``.
     """
 
@@ -89,7 +95,17 @@ class MegatronServer:
 
     def serve(self, host: str, port: int) -> None:
         """Answer requests until ``stop`` is called; the model is used by this thread alone."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        handle = run_app_in_thread(self.application(), host=host, port=port, thread_name="teacher server")
+        logger.info("The teacher server listens at %s:%d.", host, handle.port)
+        try:
+            self._work()
+        finally:
+            handle.stop()
+            self._scorer.stop()
+
+    def application(self) -> web.Application:
+        """Return the routes behind their guard."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(
             [
                 web.get("/healthz", self._health),
@@ -100,13 +116,7 @@ class MegatronServer:
                 web.post("/update_weights_from_disk", self._update_weights),
             ]
         )
-        handle = run_app_in_thread(app, host=host, port=port, thread_name="teacher server")
-        logger.info("The teacher server listens at %s:%d.", host, handle.port)
-        try:
-            self._work()
-        finally:
-            handle.stop()
-            self._scorer.stop()
+        return app
 
     def stop(self) -> None:
         """Let ``serve`` return."""
@@ -164,6 +174,13 @@ class MegatronServer:
 
     # --- requests
 
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in OPEN or self._is_trusted(request):
+            return await handler(request)
+        message = f"{request.path} needs the secret of the server's --job-secret-file, or a request from its own host."
+        return _json({"success": False, "message": message}, 401)
+
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": self._trouble or "ok"}, 503 if self._trouble else 200)
 
@@ -197,9 +214,6 @@ class MegatronServer:
 
     async def _update_weights(self, request: web.Request) -> web.Response:
         limit_s = self._config.megatron_server_update_timeout_s
-        if not self._may_update(request):
-            message = "New weights need the secret of the server's --job-secret-file, or come from its own host."
-            return _json({"success": False, "message": message}, 401)
         try:
             folder = (await _object_of(request)).get("model_path")
             if not isinstance(folder, str) or not folder:
@@ -217,7 +231,7 @@ class MegatronServer:
             return _json({"success": False, "message": message}, 504)
         return _json({"success": True, "message": f"loaded {folder} in {seconds:.1f} s"})
 
-    def _may_update(self, request: web.Request) -> bool:
+    def _is_trusted(self, request: web.Request) -> bool:
         if self._secret is None:
             return request.remote is not None and is_loopback(request.remote)
         return has_secret(request.headers.get("Authorization"), self._secret)
@@ -235,6 +249,8 @@ class MegatronServer:
         rows: list[Any] = [input_ids] if is_single else input_ids
         params = body.get("sampling_params") or {}
         for one in params if isinstance(params, list) else [params]:
+            if not isinstance(one, dict):
+                raise DataError(f"sampling_params has {one!r}; it must be an object, or a list of objects.")
             if one.get("max_new_tokens", 0) != 0:
                 raise DataError(
                     f"max_new_tokens is {one['max_new_tokens']}; this server generates nothing: make it 0."
@@ -306,7 +322,7 @@ def _each(value: Any, count: int) -> list[Any]:
 async def _object_of(request: web.Request) -> dict[str, Any]:
     try:
         body = json.loads(await request.read())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"The body is no JSON: {error}.") from None
     if not isinstance(body, dict):
         raise DataError(f"The body is {type(body).__name__}; it must be a JSON object.")

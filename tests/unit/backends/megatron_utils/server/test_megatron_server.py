@@ -1,0 +1,75 @@
+"""Who reaches what of the teacher server: every route, with the secret, with others and with none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from slime.backends.megatron_utils.server import megatron_server
+from slime.backends.megatron_utils.server.megatron_server import MegatronServer
+
+SECRET = "s3cret"
+KEYS = ["", "Bearer", "Bearer s3cre", "Bearer s3crets", "s3cret", "Basic s3cret"]
+OPEN = {("GET", "/healthz"), ("GET", "/detect"), ("GET", "/info"), ("GET", "/get_loads"), ("POST", "/generate")}
+"""For everybody, as docs/security.md says: health, and log-probs with what describes them."""
+
+
+def make(secret: str | None) -> web.Application:
+    server = MegatronServer(None, None, vocab_size=8, max_length=4, has_top=True, secret=secret, info={})
+    return server.application()
+
+
+def routes(app: web.Application) -> set[tuple[str, str]]:
+    found = {(route.method, route.resource.canonical) for route in app.router.routes()}
+    return {(method, path) for method, path in found if method != "HEAD"}
+
+
+async def reached(self: Any) -> web.StreamResponse:
+    return web.Response(status=418)
+
+
+def statuses(app: web.Application, key: str) -> dict[tuple[str, str], int]:
+    """What a client sees of each route: 418 where the request came through to it."""
+
+    async def ask() -> dict[tuple[str, str], int]:
+        asked = sorted(routes(app)) + [("GET", "/nothing"), ("PUT", "/generate/more")]
+        for route in app.router.routes():
+            route._handler = reached
+        found = {}
+        async with TestClient(TestServer(app)) as client:
+            for method, path in asked:
+                answer = await client.request(method, path, headers={"Authorization": key})
+                found[method, path] = answer.status
+        return found
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_without_the_secret_nothing_but_log_probs_and_their_description_is_reached(key):
+    app = make(SECRET)
+    # A route of tomorrow, which nobody thought of guarding.
+    app.router.add_post("/unload_model", reached)
+    found = statuses(app, key)
+    assert {route for route, status in found.items() if status != 401} == OPEN
+    assert all(found[route] == 418 for route in OPEN)
+    assert {("POST", "/update_weights_from_disk"), ("POST", "/unload_model"), ("GET", "/nothing")} <= found.keys()
+
+
+def test_the_secret_opens_every_route():
+    found = statuses(make(SECRET), f"Bearer {SECRET}")
+    assert {route for route, status in found.items() if status == 418} == OPEN | {
+        ("POST", "/update_weights_from_disk")
+    }
+
+
+@pytest.mark.parametrize("is_own_host", [True, False])
+def test_a_server_without_a_secret_takes_weights_from_its_own_host_alone(is_own_host, monkeypatch):
+    monkeypatch.setattr(megatron_server, "is_loopback", lambda host: is_own_host)
+    found = statuses(make(None), "Bearer anything")
+    assert found["POST", "/update_weights_from_disk"] == (418 if is_own_host else 401)
+    assert all(found[route] == 418 for route in OPEN)
