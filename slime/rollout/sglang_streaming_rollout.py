@@ -74,7 +74,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             if attempt == config.request_retries:
                 raise
             logger.warning(
-                "The stream of sample %s broke; it continues from %d tokens: %s",
+                "The stream of sample %s broke; it goes on from %d tokens: %s",
                 sample.index,
                 sample.response_length,
                 error,

@@ -436,8 +436,9 @@ EDGES: tuple[Edge, ...] = (
         log="manager, with the reason of the first death",
         outcome="ends the run with that reason",
         tests=(
+            "tests/unit/ray/engines/test_restarts.py::test_three_starts_have_the_flag_and_two_minutes_each_and_the_run_ends_with_the_first_death",
+            "tests/unit/ray/engines/test_restarts.py::test_an_engine_is_started_again_five_times_in_a_rollout",
             "tests/dist/test_engine_replacement.py::test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause",
-            "tests/dist/test_engine_replacement.py::test_an_engine_that_dies_again_and_again_is_given_up",
         ),
     ),
     Edge(
@@ -600,6 +601,8 @@ EDGES: tuple[Edge, ...] = (
         outcome="what had arrived is kept, and the sample goes on from there; as many tries as a plain request",
         tests=(
             "tests/unit/rollout/test_sglang_streaming_rollout.py::test_a_stream_that_breaks_goes_on_where_it_broke",
+            "tests/unit/rollout/test_sglang_streaming_rollout.py::test_a_stream_that_stops_is_left_at_its_deadline_and_goes_on_where_it_stopped",
+            "tests/unit/rollout/test_sglang_streaming_rollout.py::test_streams_that_break_without_an_end_are_an_error_after_as_many_tries_as_of_a_plain_request",
             "tests/unit/rollout/test_sglang_streaming_rollout.py::test_an_engine_that_does_not_end_the_stream_when_the_rollout_is_over_is_left",
         ),
     ),
@@ -995,7 +998,11 @@ EDGES: tuple[Edge, ...] = (
         raises="SandboxError",
         log="the custom generate function",
         outcome="local: killed with what it started; remote: tried again when it may be",
-        tests=("tests/unit/agent/test_sandbox.py::test_commands_and_files_of_the_local_sandbox",),
+        tests=(
+            "tests/unit/agent/test_sandbox.py::test_commands_and_files_of_the_local_sandbox",
+            "tests/unit/agent/test_isolation.py::test_nothing_outlives_the_runner",
+            "tests/unit/agent/test_sandbox.py::test_a_command_that_the_service_does_not_answer_is_left_at_its_deadline_and_repeated_when_it_may_be",
+        ),
     ),
     Edge(
         area=OTHERS,

@@ -135,6 +135,7 @@ class Service:
         self.options = options
         self.sandbox_id = "box-1"
         self.failures = 0
+        self.hangs = False
         self.ran = []
         self.stored = {}
         self.commands = SimpleNamespace(run=self.run)
@@ -148,6 +149,8 @@ class Service:
 
     async def run(self, cmd, user, envs, timeout):
         self.ran.append((cmd, user, envs, timeout))
+        if self.hangs:
+            await asyncio.sleep(60)
         if self.failures:
             self.failures -= 1
             raise ConnectionError("lost")
@@ -203,6 +206,26 @@ def test_e2b_is_asked_as_its_client_wants(monkeypatch):
 
     service = asyncio.run(play())
     assert service.killed
+
+
+def test_a_command_that_the_service_does_not_answer_is_left_at_its_deadline_and_repeated_when_it_may_be(monkeypatch):
+    monkeypatch.setattr(e2b_module, "RETRY_WAIT_S", 0.0)
+    monkeypatch.setattr(e2b_module, "RPC_TIMEOUT_S", 0.25)
+
+    async def play():
+        async with Box("img", rpc_retries=2) as sb:
+            service = Service.made[-1]
+            await sb.exec("true")
+            assert service.ran.pop()[-1] == 120
+            service.hangs = True
+            with pytest.raises(SandboxError, match=r"box-1: exec 'true' failed 3 time.*last: TimeoutError"):
+                await sb.exec("true", timeout=0.05)
+            assert len(service.ran) == 3
+            with pytest.raises(SandboxError, match="failed 1 time"):
+                await sb.exec("true", timeout=0.05, idempotent=False)
+            assert len(service.ran) == 4
+
+    asyncio.run(asyncio.wait_for(play(), 30))
 
 
 def test_settings_come_from_the_environment_in_both_spellings(monkeypatch):

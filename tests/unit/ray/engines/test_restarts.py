@@ -1,0 +1,98 @@
+"""How long and how often an engine is started again; tests/dist/test_engine_replacement does it with processes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
+from slime.ray.engines import group as group_module
+from slime.ray.engines.actor import PortCursors
+from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.lifecycle import EngineEvent, EngineState
+from slime.utils.errors import DeadlineError, EngineDiedError
+
+FLAGS = {"num_gpus_per_node": 1, "engine_start_timeout_s": 50.0, "debug_rollout_only": False}
+
+
+class Ray:
+    """Remembers what is waited for and killed; no call is ever answered."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def wait(self, refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert num_returns == len(refs)
+        self.events.append((refs, timeout))
+        return [], refs
+
+    def kill(self, actor: Any) -> None:
+        self.events.append(actor.name)
+
+
+@pytest.fixture
+def fake(monkeypatch) -> Ray:
+    made = Ray()
+    monkeypatch.setattr(group_module, "ray", made)
+    return made
+
+
+def make_group() -> EngineGroup:
+    config = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides={})
+    group = EngineGroup(
+        args=Namespace(**FLAGS), gpus=Namespace(bundle_indices=[0]),  # type: ignore[arg-type]
+        model=ModelConfig(name="m", model_path="/none", update_weights=True, server_groups=(config,)), config=config,
+        gpu_offset=0, rank_offset=0, router=None, needs_offload=False, cursors=PortCursors(),
+    )  # fmt: skip
+    group.states = [EngineState.SERVING]
+    return group
+
+
+def put_engine(group: EngineGroup, name: str) -> None:
+    group.all_engines = [Namespace(name=name, kill_server=Namespace(remote=lambda: f"end of {name}"))]
+
+
+def test_three_starts_have_the_flag_and_two_minutes_each_and_the_run_ends_with_the_first_death(monkeypatch, fake):
+    group, given = make_group(), []
+    put_engine(group, "first")
+
+    def launch(indices: list[int], *, register: bool) -> list[str]:
+        put_engine(group, f"replacement {len(given) + 1}")
+        return ["ref"]
+
+    def wait_for(refs: Any, *, what: str, timeout_s: float) -> None:
+        given.append(timeout_s)
+        raise DeadlineError(what)
+
+    monkeypatch.setattr(group, "_launch", launch)
+    monkeypatch.setattr(group_module, "wait_for", wait_for)
+    group.report(0, EngineEvent.DIED, "it was killed by signal 9")
+    with pytest.raises(EngineDiedError, match="killed by signal 9.*3 new ones did not start: DeadlineError"):
+        group.wait_settled(60)
+    assert given == [50 + 120] * 3 and group.states == [EngineState.RETIRED]
+    # Each gets 15 s for its own end, does not take them, and is killed all the same before the next one starts.
+    names = ["first", "replacement 1", "replacement 2", "replacement 3"]
+    assert fake.events == [event for name in names for event in (([f"end of {name}"], 15), name)]
+
+
+def test_an_engine_is_started_again_five_times_in_a_rollout(monkeypatch, fake):
+    group, starts = make_group(), []
+    monkeypatch.setattr(group, "_launch", lambda indices, register: starts.append(indices) or ["ref"])
+    monkeypatch.setattr(group_module, "wait_for", lambda refs, what, timeout_s: None)
+    for death in range(5):
+        group.report(0, EngineEvent.DIED, f"death {death}")
+        group.wait_settled(60)
+        assert group.states == [EngineState.UPDATING] and len(starts) == death + 1
+    group.report(0, EngineEvent.DIED, "death 5")
+    with pytest.raises(EngineDiedError, match="died 6 times within one rollout, last: death 5"):
+        group.wait_settled(60)
+    assert len(starts) == 5
+
+
+def test_an_engine_that_is_still_starting_is_named_when_the_wait_ends():
+    group = make_group()
+    group.states = [EngineState.RESTARTING]
+    with pytest.raises(DeadlineError, match="still starting after 0 s .--engine-start-timeout-s"):
+        group.wait_settled(0.01)
