@@ -18,7 +18,7 @@ from slime.flags.config import read_config
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.sft_rollout import mask_generator
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, DataError, DeadlineError, ProcessError
+from slime.utils.errors import ConfigError, DataError, DeadlineError
 from slime.utils.http_utils import add_job_servers, post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.types import Sample
@@ -55,8 +55,8 @@ def generate_rollout(
 
     Raises:
         ConfigError: asked to evaluate, or no address was given.
-        ProcessError: the service has no complete group after ``--fetch-trajectory-retry-times`` questions in a row, or
-            ``--rollout-timeout-s`` passed.
+        DeadlineError: the service has no complete group after ``--fetch-trajectory-retry-times`` questions in a row,
+            or ``--rollout-timeout-s`` passed.
     """
     if evaluation:
         raise ConfigError("The rollout buffer has no evaluation. Set --eval-function-path.")
@@ -90,7 +90,7 @@ async def _fill(args: Namespace, data_buffer: Any, timeout_s: float) -> dict[str
         retries = args.fetch_trajectory_retry_times
         wanted = f"{len(items)} of {missing * args.n_samples_per_prompt} items are there"
         if 0 <= retries < empty:
-            raise ProcessError(
+            raise DeadlineError(
                 f"The rollout buffer at {url} had no complete group {empty} times in a row; {wanted}. See the log of "
                 "its generator, or raise --fetch-trajectory-retry-times."
             )

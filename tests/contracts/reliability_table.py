@@ -342,6 +342,7 @@ EDGES: tuple[Edge, ...] = (
         tests=(
             "tests/unit/backends/sglang_utils/test_router_process.py::test_no_router_at_the_given_address_is_an_error",
             "tests/unit/backends/sglang_utils/test_router_process.py::test_an_engine_that_answers_nothing_is_never_listed",
+            "tests/unit/backends/sglang_utils/test_router_process.py::test_a_taken_port_ends_the_start_with_the_routers_log",
         ),
     ),
     Edge(
@@ -355,6 +356,7 @@ EDGES: tuple[Edge, ...] = (
         outcome="as the caller says; sent once, never repeated",
         tests=(
             "tests/unit/backends/sglang_utils/test_server_control.py::test_a_refused_probe_is_a_fault_and_a_late_answer_is_not",
+            "tests/unit/backends/sglang_utils/test_server_control.py::test_a_request_is_sent_once_whatever_comes_of_it_and_left_at_its_deadline",
         ),
     ),
     Edge(
@@ -450,7 +452,10 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="whoever stopped it",
         outcome="the error names the processes that are left",
-        tests=("tests/unit/backends/sglang_utils/test_child_process.py::test_killing_a_tree_leaves_none_of_it",),
+        tests=(
+            "tests/unit/backends/sglang_utils/test_child_process.py::test_killing_a_tree_leaves_none_of_it",
+            "tests/unit/backends/sglang_utils/test_child_process.py::test_what_outlives_its_sigkill_is_named_at_the_deadline",
+        ),
     ),
     # Requests
     Edge(
@@ -497,7 +502,10 @@ EDGES: tuple[Edge, ...] = (
         raises="DeadlineError",
         log="manager: flag, path and sample of the plug-in, and the frames at which it is",
         outcome="ends the run: the deadlines of requests and rewards do not pass while the loop is blocked",
-        tests=("tests/unit/utils/test_plugins.py::test_what_blocks_the_loop_is_named_and_ends_the_wait",),
+        tests=(
+            "tests/unit/utils/test_plugins.py::test_what_blocks_the_loop_is_named_and_ends_the_wait",
+            "tests/unit/utils/test_plugins.py::test_code_that_holds_the_interpreters_lock_ends_the_process_with_its_frames",
+        ),
     ),
     Edge(
         area=REQUESTS,
@@ -582,6 +590,7 @@ EDGES: tuple[Edge, ...] = (
         outcome="sent to another worker; then ends the run",
         tests=(
             "tests/unit/rollout/test_direct_workers.py::test_a_worker_that_has_died_is_left_out_and_its_requests_go_elsewhere",
+            "tests/unit/rollout/test_direct_workers.py::test_workers_that_all_fail_are_an_error_after_so_many_attempts",
         ),
     ),
     Edge(
@@ -614,13 +623,19 @@ EDGES: tuple[Edge, ...] = (
             "slime.rollout.control_client.abort_engines",
             "slime.rollout.control_client.control_post",
         ),
-        bounds=("--rollout-timeout-s", "slime.rollout.control_client.CONTROL_TIMEOUT_S"),
-        deadline="the constant for each request; repeated until nothing is pending",
+        bounds=(
+            "--rollout-timeout-s",
+            "slime.rollout.sglang_rollout.IDLE_WAIT_S",
+            "slime.rollout.control_client.CONTROL_TIMEOUT_S",
+        ),
+        deadline="what is left of the flag, at least the first constant; the second for each request, repeated until "
+        "nothing is pending",
         raises="DeadlineError",
         log="manager: 'Engine ... did not take the abort'",
         outcome="an engine that does not answer is left to its monitor; groups that do not come back end the run",
         tests=(
             "tests/unit/rollout/test_sglang_rollout.py::test_a_request_that_reaches_the_engine_after_the_first_abort_is_aborted_too",
+            "tests/unit/rollout/test_sglang_rollout.py::test_groups_that_do_not_come_back_from_an_abort_end_the_run_and_a_deaf_engine_is_named",
         ),
     ),
     Edge(
@@ -647,6 +662,7 @@ EDGES: tuple[Edge, ...] = (
         outcome="ends the run",
         tests=(
             "tests/unit/rollout/test_fully_async_rollout.py::test_a_rollout_that_takes_too_long_says_which_engine_holds_requests",
+            "tests/unit/rollout/test_fully_async_rollout.py::test_an_error_in_a_reward_ends_the_rollout_that_waits",
         ),
     ),
     Edge(
@@ -690,6 +706,10 @@ EDGES: tuple[Edge, ...] = (
         tests=(
             "tests/unit/rollout/rm_hub/test_grading_policy.py::test_a_failed_grading_is_a_logged_zero",
             "tests/unit/rollout/rm_hub/test_grading_policy.py::test_a_built_in_grader_that_blocks_costs_its_response_and_not_the_loop",
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_with_the_policy_failed_the_response_does_not_train",
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_with_the_policy_raise_the_run_ends",
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_failures_in_a_row_end_the_run_with_the_first_cause",
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_waiting_for_a_thread_does_not_count_against_the_deadline",
         ),
     ),
     Edge(
@@ -704,6 +724,7 @@ EDGES: tuple[Edge, ...] = (
         tests=(
             "tests/unit/rollout/rm_hub/test_grading_policy.py::test_a_reward_server_that_hangs_costs_one_deadline",
             "tests/unit/rollout/rm_hub/test_grading_policy.py::test_garbage_from_a_reward_server_is_asked_for_again_and_then_zero",
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_a_reward_server_that_is_down_costs_the_response",
         ),
     ),
     Edge(
@@ -735,6 +756,7 @@ EDGES: tuple[Edge, ...] = (
         outcome="the answer counts as wrong and the child is replaced; one that cannot start: the policy above",
         tests=(
             "tests/unit/rollout/rm_hub/test_math_graders.py::test_an_expression_that_never_ends_is_wrong_and_the_next_one_is_graded",
+            "tests/unit/rollout/rm_hub/test_math_graders.py::test_a_process_of_the_graders_that_does_not_start_is_an_error_and_not_a_wrong_answer",
         ),
     ),
     Edge(
@@ -952,6 +974,7 @@ EDGES: tuple[Edge, ...] = (
         "and its DataError ends the run",
         tests=(
             "tests/unit/rollout/test_disk_full.py::test_a_dump_without_room_is_named_and_the_run_goes_on",
+            "tests/unit/rollout/test_disk_full.py::test_a_dump_that_is_the_purpose_of_the_run_ends_it",
             "tests/unit/rollout/test_disk_full.py::test_metrics_without_room_are_lost_and_the_run_goes_on",
         ),
     ),
@@ -1059,6 +1082,7 @@ EDGES: tuple[Edge, ...] = (
         outcome="repeated; then ends the run",
         tests=(
             "tests/unit/slime_plugins/rollout_buffer/test_rollout_buffer_example.py::test_a_service_without_data_ends_the_rollout_after_the_retries",
+            "tests/unit/slime_plugins/rollout_buffer/test_rollout_buffer_example.py::test_a_service_without_data_ends_the_rollout_at_its_deadline",
         ),
     ),
     Edge(

@@ -111,10 +111,9 @@ class ChildProcess:
             DeadlineError: some process of the tree is still there after ``timeout_s`` seconds.
         """
         left = kill_tree(self.pid, timeout_s)
-        if self._popen.poll() is None:
-            self._popen.wait(timeout=timeout_s)
         if left:
             raise DeadlineError(f"{self.name}: processes {left} are still running {timeout_s:g} s after SIGKILL")
+        self._popen.wait(timeout=timeout_s)
 
 
 def read_settings() -> dict[str, Any]:

@@ -134,6 +134,22 @@ def test_a_worker_that_has_died_is_left_out_and_its_requests_go_elsewhere(router
     assert sum(counts(workers[1:])) == 9
 
 
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_workers_that_all_fail_are_an_error_after_so_many_attempts(router, workers, monkeypatch, caplog, tolerant):
+    monkeypatch.setattr(direct_workers, "_POST_RETRIES_PER_WORKER", 0)
+    monkeypatch.setattr(direct_workers, "_RETRY_WAIT_S", 0.001)
+    for engine in workers:
+        engine.script.faults.append(Fault("status", times=10**6))
+    attempts = direct_workers._ATTEMPTS
+    if tolerant:
+        attempts = 60 + 2 + 3 + 1
+    flags = dict(engine_start_timeout_s=2.0, rollout_health_check_interval=3.0, rollout_health_check_timeout=1.0)
+    with pytest.raises(EngineError, match=rf"No worker answered in {attempts} attempts .*; last: .*503"):
+        send(router, [[1]], router_policy="round_robin", use_fault_tolerance=tolerant, **flags)
+    assert sum(counts(workers)) == attempts and min(counts(workers)) > 0
+    assert "failed" in caplog.text and "trying another" in caplog.text
+
+
 def test_a_request_that_is_at_fault_is_not_tried_elsewhere(router, workers):
     for engine in workers:
         engine.script.faults.append(Fault("status", status=400, times=9))

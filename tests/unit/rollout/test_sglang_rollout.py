@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from slime.rollout import control_client, sglang_rollout, state
 from slime.rollout import data_source as data_source_module
-from slime.rollout import sglang_rollout, state
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
@@ -227,6 +227,23 @@ def test_a_request_that_reaches_the_engine_after_the_first_abort_is_aborted_too(
     assert prompts_of(job.rollout().samples) == ["a"]
     assert job.source.buffer[0][0].tokens == [ord("b"), 1000, 1001]
     assert job.cluster.num_aborts >= 2
+
+
+def test_groups_that_do_not_come_back_from_an_abort_end_the_run_and_a_deaf_engine_is_named(
+    start_job, monkeypatch, caplog
+):
+    asked: list[str] = []
+
+    async def refuse(url: str, payload: Any) -> None:
+        asked.append(url)
+        raise EngineError("no answer within 120 s")
+
+    monkeypatch.setattr(control_client, "control_post", refuse)
+    monkeypatch.setattr(sglang_rollout, "IDLE_WAIT_S", 2.0)
+    job = start_job(["a", "b"], {"b": Plan(hold_after=2)}, rollout_batch_size=1, rollout_timeout_s=1.0)
+    with pytest.raises(DeadlineError, match=r"The abort of rollout 0 .*1 groups pending.*--rollout-timeout-s"):
+        job.rollout()
+    assert len(asked) >= 2 and f"Engine {job.cluster.engine_urls[0]} did not take the abort" in caplog.text
 
 
 def test_samples_that_never_started_come_back_untouched(start_job):

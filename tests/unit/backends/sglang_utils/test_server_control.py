@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -7,6 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from slime.backends.sglang_utils.server_control import (
+    CONTROL_TIMEOUT_S,
+    NoAnswer,
     ServerControl,
     flush_cache,
     probe_answer,
@@ -66,6 +69,21 @@ def test_no_server_is_an_engine_error():
     with pytest.raises(EngineError, match="engine 3 cannot be reached for GET /x"):
         server.get("/x")
     assert not server.answers("/x")
+
+
+def test_a_request_is_sent_once_whatever_comes_of_it_and_left_at_its_deadline(scripted):
+    url, answers, asked = scripted
+    answers.append((503, "busy"))
+    with pytest.raises(EngineError, match="busy"):
+        ServerControl(url).post("/update_weights_from_disk")
+    assert len(asked) == 1
+    with ScriptedEngine(Script(faults=[Fault("hang", times=9)])) as engine:
+        body = {"input_ids": [1], "sampling_params": {}}
+        with pytest.raises(NoAnswer, match="did not answer POST /generate within 0.3 s"):
+            ServerControl(engine.url).post("/generate", body, timeout_s=0.3)
+        assert len(engine.payloads) == 1
+    for method in ("get", "post", "delete"):
+        assert inspect.signature(getattr(ServerControl, method)).parameters["timeout_s"].default == CONTROL_TIMEOUT_S
 
 
 def test_flushing_is_tried_again_while_the_server_is_busy(scripted):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -10,6 +13,7 @@ from slime.rollout.rm_hub import math_dapo_utils, math_utils, symbolic
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.rollout.rm_hub.symbolic import SymbolicWorker
+from slime.utils.errors import GraderError
 
 
 def thought(answer: str) -> str:
@@ -139,6 +143,19 @@ def test_an_expression_that_never_ends_is_wrong_and_the_next_one_is_graded():
 @pytest.mark.parametrize("answer", ["__import__", "a.b", "x'", "lambda:0", "2^10^10^10", "x" * 2000, "{", "\\frac"])
 def test_odd_answers_are_wrong_and_do_no_harm(answer):
     assert math_utils.grade_answer_sympy(answer, "7.5") is False
+
+
+def test_a_process_of_the_graders_that_does_not_start_is_an_error_and_not_a_wrong_answer(monkeypatch):
+    monkeypatch.setattr(symbolic, "START_LIMIT_S", -0.9)
+    worker = SymbolicWorker()
+    silent = [sys.executable, "-c", "import time; time.sleep(60)"]
+    start = partial(subprocess.Popen, silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    children: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(worker, "_start", lambda: children.append(start()) or children[-1])
+    for _ in range(2):  # the second child is another one
+        with pytest.raises(GraderError, match="did not start: no answer within .*import sympy"):
+            worker.is_zero("x-x")
+    assert [child.poll() for child in children] == [-9, -9]
 
 
 def test_an_answer_is_graded_while_thousands_of_files_are_open():

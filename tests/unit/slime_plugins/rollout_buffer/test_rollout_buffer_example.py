@@ -12,7 +12,7 @@ from aiohttp import web
 
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.utils.errors import ConfigError, ProcessError
+from slime.utils.errors import ConfigError, DeadlineError
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
@@ -112,7 +112,16 @@ def test_a_service_without_data_ends_the_rollout_after_the_retries(args, engine,
     args.rollout_buffer_url, args.fetch_trajectory_retry_times = service, 2
     args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", engine.server.port
     open(args.prompt_data, "w").close()
-    with pytest.raises(ProcessError, match="3 times in a row; 0 of 4 items"):
+    with pytest.raises(DeadlineError, match="3 times in a row; 0 of 4 items"):
+        rollout_buffer_example.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+
+def test_a_service_without_data_ends_the_rollout_at_its_deadline(args, engine, service):
+    args.rollout_buffer_url, args.fetch_trajectory_retry_times = service, -1
+    args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", engine.server.port
+    args.rollout_timeout_s = 0.2
+    open(args.prompt_data, "w").close()
+    with pytest.raises(DeadlineError, match="did not fill within 0 s; 0 of 4 items"):
         rollout_buffer_example.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
 
 
