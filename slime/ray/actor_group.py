@@ -361,8 +361,8 @@ class RayTrainGroup:
             logger.warning("a new engine waits for its router: %s", error)
 
     def _ask_excluded(self) -> list[ExcludedEngine]:
-        excluded: ray.ObjectRef = self.actors[0].excluded_engines.remote()
-        return wait_for(excluded, what="the engines that the push excluded", timeout_s=PUSH_MARGIN_S)
+        asked: ray.ObjectRef = self.actors[0].excluded_engines.remote()
+        return self._wait([asked], "the engines that the push excluded", PUSH_MARGIN_S)[0]
 
     def _ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         ref: ray.ObjectRef = getattr(self._manager, method).remote(*arguments)
