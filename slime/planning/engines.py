@@ -222,7 +222,7 @@ def quantized_bytes(hf_config: Mapping[str, Any]) -> float:
 def engine_problems(
     dims: ModelDims, engine: EngineShape, flags: Mapping[str, Any], environment: Mapping[str, str], where: str
 ) -> Iterator[str]:
-    """Yield the rules that the engines of one group break.
+    """Yield the rules that the engines of one group break, beside those that its flags are checked by.
 
     Args:
         dims: of the model.
@@ -231,12 +231,6 @@ def engine_problems(
         environment: of the job.
         where: names the group.
     """
-    if engine.enable_dp_attention and engine.tp_size % engine.dp_size:
-        yield (
-            f"{where}: dp_size is {engine.dp_size}, which must divide the engine's {engine.tp_size} tensor-parallel "
-            f"ranks; use {nearest_divisor(engine.tp_size, engine.dp_size)} for --sglang-dp-size."
-        )
-        return
     heads = dims.num_attention_heads
     if heads % engine.attention_tp:
         yield (
@@ -250,11 +244,6 @@ def engine_problems(
 
 
 def _expert_problems(dims: ModelDims, engine: EngineShape, flags: Mapping[str, Any], where: str) -> Iterator[str]:
-    if engine.tp_size % engine.ep_size:
-        yield (
-            f"{where}: ep_size is {engine.ep_size}, which must divide the engine's {engine.tp_size} ranks; use "
-            f"{nearest_divisor(engine.tp_size, engine.ep_size)} for --sglang-ep-size."
-        )
     experts = dims.num_experts + engine.redundant_experts
     if experts % engine.ep_size:
         missing = -experts % engine.ep_size

@@ -204,7 +204,8 @@ def _check_layout(args: Namespace) -> None:
     if args.rollout_external:
         return
     layout = resolve_sglang_config(args)
-    problems = list(quantized_problems(args, read_config(args.hf_checkpoint)))
+    problems = list(dict.fromkeys(size_problems(args, layout)))  # groups may break a rule alike
+    problems += quantized_problems(args, read_config(args.hf_checkpoint))
     problems += layout_problems(args, layout)
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
@@ -270,29 +271,29 @@ def check_sglang_arguments(args: Namespace) -> None:
     given = [flag for flag, value in layouts.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are given; each lays out the engines alone. Keep one.")
-    problems = list(engine_problems(args))
-    if problems:
+    if problems := [*_memory(args), *_speculation(args)]:
         raise ConfigError("\n".join(problems))
 
 
-def engine_problems(args: Namespace) -> Iterator[str]:
-    """Yield one message for each rule that the engines' flags break; ``rollout_num_gpus_per_engine`` is sound."""
-    yield from _parallel_sizes(args)
-    yield from _memory(args)
-    yield from _speculation(args)
-
-
-def _parallel_sizes(args: Namespace) -> Iterator[str]:
-    tp_size = args.rollout_num_gpus_per_engine // args.sglang_pp_size
-    engine = f"--rollout-num-gpus-per-engine is {args.rollout_num_gpus_per_engine}"
-    if args.sglang_pp_size > 1:
-        engine += f" over --sglang-pp-size {args.sglang_pp_size}"
-    for flag, size in (("--sglang-dp-size", args.sglang_dp_size), ("--sglang-ep-size", args.sglang_ep_size)):
-        if size and tp_size % size:
-            yield (
-                f"{flag} is {size} and {engine}: the {tp_size} tensor-parallel ranks of an engine must divide into "
-                f"{size} groups; use {nearest_divisor(tp_size, size)}."
-            )
+def size_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+    """Yield one message for each size that does not divide the tensor-parallel ranks of a group's engines."""
+    groups = [(model.name, group) for model in layout.models for group in model.server_groups]
+    for name_of_model, group in groups:
+        own, num_gpus = group.overrides, group.num_gpus_per_engine
+        sizes = {name: own.get(name, getattr(args, f"sglang_{name}")) for name in ("pp_size", "dp_size", "ep_size")}
+        if group.worker_type == "placeholder" or not all(isinstance(one, int) and one > 0 for one in sizes.values()):
+            continue  # an override that is no size is refused by itself
+        tp_size = num_gpus // sizes.pop("pp_size")
+        engine = f"--rollout-num-gpus-per-engine is {num_gpus}"
+        if args.sglang_config is not None:
+            engine = f"the {group.worker_type} engines of {name_of_model} have {num_gpus} GPUs"
+        for name, size in sizes.items():
+            if tp_size % size:
+                flag = f"--sglang-config {args.sglang_config}: " if name in own else "--sglang-"
+                yield (
+                    f"{flag}{name.replace('_', '-')} is {size} and {engine}: the {tp_size} tensor-parallel ranks of "
+                    f"an engine must divide into {size} groups; use {nearest_divisor(tp_size, size)}."
+                )
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

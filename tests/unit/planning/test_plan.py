@@ -228,7 +228,6 @@ def test_engines_over_several_nodes_are_numbered_within():
             "at most 160 ranks",
         ),
         (EngineShape(tp_size=12, ep_size=4), {}, "do not divide over 12"),
-        (EngineShape(tp_size=8, dp_size=3, enable_dp_attention=True), {}, "use 2 for --sglang-dp-size"),
         (
             EngineShape(tp_size=8, ep_size=8, dp_size=8, enable_dp_attention=True),
             {"moe_a2a_backend": "deepep", "cuda_graph_max_bs_decode": 64, "speculative_algorithm": "EAGLE",

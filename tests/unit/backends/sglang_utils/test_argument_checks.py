@@ -4,7 +4,8 @@ from argparse import Namespace
 
 import pytest
 
-from slime.backends.sglang_utils.arguments import quantized_problems
+from slime.backends.sglang_utils.arguments import quantized_problems, size_problems
+from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, SGLangConfig
 
 GLM4_9B = {"intermediate_size": 13696}
 QWEN3_4B = {"intermediate_size": 9728}
@@ -53,3 +54,18 @@ def test_whole_blocks_are_served(shape, options):
 def test_dense_layers_of_an_expert_model_are_looked_at_too():
     (found,) = problems(DEEPSEEK, 64, ep=64)
     assert "intermediate_size 18432" in found and "288" in found
+
+
+def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
+    groups = tuple(
+        ServerGroupConfig(worker_type=kind, num_gpus=8, num_gpus_per_engine=num_gpus, overrides=overrides)
+        for kind, num_gpus, overrides in (
+            ("prefill", 8, {"dp_size": 3}), ("decode", 4, {}), ("regular", 2, {"dp_size": 2}), ("placeholder", 1, {}),
+        )
+    )  # fmt: skip
+    model = ModelConfig(name="default", model_path="m", update_weights=True, server_groups=groups)
+    args = Namespace(sglang_config="e.yaml", sglang_pp_size=1, sglang_dp_size=4, sglang_ep_size=1)
+    assert list(size_problems(args, SGLangConfig(models=(model,)))) == [
+        "--sglang-config e.yaml: dp-size is 3 and the prefill engines of default have 8 GPUs: the 8 tensor-parallel "
+        "ranks of an engine must divide into 3 groups; use 2."
+    ]
