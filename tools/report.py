@@ -39,7 +39,8 @@ from tools.report_plots import (
     heats,
     plots_of,
 )
-from tools.report_samples import Pieces, Rollout, read_rollouts, samples_of
+from tools.report_samples import Rollout, read_evaluations, read_rollouts
+from tools.report_texts import Pieces, samples_of
 
 PAGE = Path(__file__).with_name("report_page")
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "parts.js", "samples.js", "page.js"), ("uPlot.min.css", "page.css")
@@ -99,6 +100,7 @@ def data_of(run: Run, *, samples_mb: float) -> dict[str, Any]:
         steps[rollouts[0].number]["samples/foreign_markers"] = ", ".join(marks)
     alarms = find_alarms(steps)
     where = time_of(run, rollouts)
+    in_order = sorted([*rollouts, *read_evaluations(run)], key=lambda one: (one.number, one.evaluation or ""))
     return {
         "name": run.folder.name,
         "state": run.state,
@@ -109,7 +111,7 @@ def data_of(run: Run, *, samples_mb: float) -> dict[str, Any]:
         "heat": heats(steps, rollouts),
         "alarms": [{"name": one.name, "step": one.step + 1, "text": one.text} for one in alarms],
         "time": where,
-        "samples": samples_of(run, rollouts, pieces, budget=int(samples_mb * 1e6)),
+        "samples": samples_of(in_order, pieces, budget=int(samples_mb * 1e6)),
         "dropped": dropped_plots(rollouts),
         "events": _events_of(run),
         "config": [

@@ -1,5 +1,6 @@
-"""The samples of a run for its report: figures of each rollout over all of its samples, every sample's facts, and the
-texts of a selection.
+"""The samples of a run for its report: figures of each rollout over all of its samples, and the facts of every sample.
+
+Answers of evaluations have facts alone: figures and alarms are those of training.
 
 What is computed of a file is kept while the file stays as it is: a page that is made again reads new ones only.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +22,8 @@ import pyarrow.compute as pc
 
 from slime.observability.run_reader import Run, read_samples
 from slime.observability.sample_record import rollout_of
-from slime.utils.processing_utils import load_tokenizer
 
-MAX_TEXT = 20_000
-"""Characters of a prompt, and tokens of a response, that the page shows."""
-MAX_FACTS = 300_000
-"""Samples whose facts the page has."""
-MAX_TEXT_FILES, MAX_ANSWERS = 200, 64
+MAX_ANSWERS = 64
 DIFFERENCES = (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Lower bounds of the bins of |trainer - engine| log-prob, nats."""
 _FACTS = (
@@ -36,15 +31,16 @@ _FACTS = (
     "weight_versions", "engines", "start", "end",
 )  # fmt: skip
 _LOG_PROBS = ("engine_log_probs", "loss_mask", "trainer_log_probs")
-_MARKER = re.compile(r"<\|\w{1,40}\|>|<(?:start|end)_of_turn>")
-"""What chat templates write around a message."""
 
 
 @dataclass
 class Rollout:
-    """What is known of one rollout."""
+    """What is known of one rollout, or of the answers of one data set in the evaluation after it."""
 
     number: int
+    path: Path
+    evaluation: str | None = None
+    """Name of the data set."""
     facts: dict[str, np.ndarray] = field(default_factory=dict)
     """``group``, ``index``, ``tokens``, ``reward``, ``status`` (text) and ``prompt`` (a digest) of each sample."""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -68,11 +64,7 @@ def read_rollouts(run: Run) -> list[Rollout]:
         trained.setdefault(rollout_of(path), []).append(path)
     for path in run.sample_files():
         paths = (path, *trained.get(rollout_of(path), ()))
-        try:
-            stamps = tuple(one.stat().st_mtime_ns for one in paths)
-        except FileNotFoundError:  # the run has just removed its oldest files
-            continue
-        if (rollout := _rollout_of(paths, stamps, clip)) is not None:
+        if (stamps := _stamps(paths)) and (rollout := _rollout_of(paths, stamps, clip)) is not None:
             found.append(rollout)
     interval = int(run.value("update_weights_interval", 1))
     newest, since = None, 0
@@ -84,23 +76,44 @@ def read_rollouts(run: Run) -> list[Rollout]:
     return found
 
 
+def read_evaluations(run: Run) -> list[Rollout]:
+    """Return the answers to every recorded evaluation, each data set by itself; they have no figures."""
+    paths = run.sample_files("eval")
+    return [one for path in paths if (stamps := _stamps([path])) for one in _evaluations_of(path, stamps)]
+
+
+def _stamps(paths: Sequence[Path]) -> tuple[int, ...]:
+    """Return the times of files; empty where the run has just removed one of them, of its oldest."""
+    try:
+        return tuple(one.stat().st_mtime_ns for one in paths)
+    except FileNotFoundError:
+        return ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluations_of(path: Path, stamps: tuple[int, ...]) -> list[Rollout]:
+    """Return what a file of answers tells; a change of ``stamps``, its time, makes it be read again."""
+    if (table := read_samples(path, ("evaluation", *_FACTS), ())) is None:
+        return []
+    found = []
+    for name in table["evaluation"].unique().to_pylist():
+        columns = table.filter(pc.equal(table["evaluation"], name)).to_pydict()
+        columns["prompt"] = [f"{name}\0{text}" for text in columns["prompt"]]  # training may have the same prompts
+        facts = _facts(columns, [f"evaluation: {name}"] * len(columns["prompt"]))
+        found.append(Rollout(rollout_of(path), path, name, facts))
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def _rollout_of(paths: tuple[Path, ...], stamps: tuple[int, ...], clip: tuple[float, float]) -> Rollout | None:
     """Return what a rollout's files tell; a change of ``stamps``, their times, makes them be read again."""
     if (table := read_samples(paths[0], (*_FACTS, *_LOG_PROBS), paths[1:])) is None:
         return None
     columns = {name: table[name].to_pylist() for name in table.column_names if name in _FACTS}
-    rollout = Rollout(rollout_of(paths[0]))
+    rollout = Rollout(rollout_of(paths[0]), paths[0])
     reasons, statuses = columns["drop_reason"], columns["status"]
     rollout.dropped = dict(Counter(reason for reason in reasons if reason))
-    rollout.facts = {
-        "group": np.array([-1 if one is None else one for one in columns["group"]], np.int64),
-        "index": np.array([-1 if one is None else one for one in columns["index"]], np.int64),
-        "tokens": np.array([one or 0 for one in columns["response_length"]], np.int64),
-        "reward": np.array([math.nan if one is None else one for one in columns["reward"]], np.float64),
-        "status": np.array([f"dropped: {r}" if r else s for r, s in zip(reasons, statuses)], object),
-        "prompt": np.array([_digest(one) for one in columns["prompt"]], np.uint64),
-    }
+    rollout.facts = _facts(columns, [f"dropped: {r}" if r else s for r, s in zip(reasons, statuses)])
     kept = np.array([not reason for reason in reasons], bool)
     rollout.figures = _rewards(rollout.facts, kept) | _texts(columns, rollout.facts, kept) | _versions(columns, kept)
     rollout.rates = _rates(columns)
@@ -111,6 +124,17 @@ def _rollout_of(paths: tuple[Path, ...], stamps: tuple[int, ...], clip: tuple[fl
         rollout.differences = (np.bincount(bins, minlength=len(DIFFERENCES)) / len(bins)).round(4).tolist()
         rollout.figures |= _ratios(differences, clip)
     return rollout
+
+
+def _facts(columns: Mapping[str, list[Any]], statuses: Sequence[str]) -> dict[str, np.ndarray]:
+    return {
+        "group": np.array([-1 if one is None else one for one in columns["group"]], np.int64),
+        "index": np.array([-1 if one is None else one for one in columns["index"]], np.int64),
+        "tokens": np.array([one or 0 for one in columns["response_length"]], np.int64),
+        "reward": np.array([math.nan if one is None else one for one in columns["reward"]], np.float64),
+        "status": np.array(statuses, object),
+        "prompt": np.array([_digest(one) for one in columns["prompt"]], np.uint64),
+    }
 
 
 def _digest(text: str | None) -> int:
@@ -230,160 +254,3 @@ def _ratios(differences: np.ndarray, clip: tuple[float, float]) -> dict[str, flo
         "samples/difference/mean": float(np.abs(differences).mean()),
         "samples/outside_clip": float(outside.mean()),
     }
-
-
-# What the page shows of each
-
-
-def samples_of(run: Run, rollouts: Sequence[Rollout], pieces: Pieces, *, budget: int) -> dict[str, Any]:
-    """Return the facts of all samples, and the texts of an even selection of at most ``budget`` bytes."""
-    num_all = sum(len(one.facts["tokens"]) for one in rollouts)
-    shown = rollouts[:: max(1, math.ceil(num_all / MAX_FACTS))]
-    statuses = sorted({str(one) for rollout in shown for one in rollout.facts["status"]})
-    prompts = {digest: i for i, digest in enumerate(dict.fromkeys(d for one in shown for d in one.facts["prompt"]))}
-    of_text = {digest: "" for digest in prompts}
-    with_texts = shown[:: max(1, math.ceil(len(shown) / MAX_TEXT_FILES))]
-    texts: list[dict[str, Any]] = []
-    used = begin = 0
-    begins = {}
-    for one in shown:
-        begins[one.number] = begin
-        begin += len(one.facts["tokens"])
-    for position, one in enumerate(with_texts):
-        rows, spent = _texts_of(run, one, pieces, of_text, (budget - used) // (len(with_texts) - position))
-        used += spent
-        texts += [row | {"k": row["k"] + begins[one.number]} for row in rows]
-    return {
-        "all": num_all,
-        "rollouts": [
-            {
-                "r": one.number + 1,
-                "g": _deltas(one.facts["group"]),
-                "i": _deltas(one.facts["index"]),
-                "p": _deltas(np.array([prompts[digest] for digest in one.facts["prompt"]], np.int64)),
-                "n": one.facts["tokens"].tolist(),
-                "w": [_short(value) for value in one.facts["reward"].tolist()],
-                "s": [statuses.index(str(status)) for status in one.facts["status"]],
-            }
-            for one in shown
-        ],
-        "statuses": statuses,
-        "prompts": list(of_text.values()),
-        "texts": texts,
-        "pieces": pieces.texts,
-    }
-
-
-def _deltas(values: np.ndarray) -> list[int]:
-    return np.diff(values, prepend=0).tolist()
-
-
-def _short(value: float) -> float | int | None:
-    if not math.isfinite(value):
-        return None
-    short = float(f"{value:.4g}")
-    return int(short) if short == int(short) else short
-
-
-def _texts_of(
-    run: Run, rollout: Rollout, pieces: Pieces, prompts: dict[int, str], budget: int
-) -> tuple[list[dict[str, Any]], int]:
-    """Return rows of whole groups, spread over the rollout, and the bytes that they take, about."""
-    groups, spent, found = rollout.facts["group"], 0, []
-    table = read_samples(run.sample_file(rollout.number))
-    if table is None or table.num_rows != len(groups):
-        return [], 0
-    members = np.split(np.argsort(groups, kind="stable"), np.flatnonzero(np.diff(np.sort(groups))) + 1)
-    for place in np.argsort((np.arange(len(members)) * 0.6180339887) % 1, kind="stable"):
-        if spent >= budget:
-            break
-        for k, row in zip(members[place].tolist(), table.take(members[place]).to_pylist()):
-            shown = _text(row, pieces) | {"k": k}
-            digest, prompt = rollout.facts["prompt"][k], row["prompt"][:MAX_TEXT]
-            if not prompts[digest]:
-                prompts[digest] = prompt
-                spent += len(prompt)
-            spent += sum(7 * len(one) if isinstance(one, list) else 10 + len(str(one)) for one in shown.values())
-            found.append(shown)
-    return sorted(found, key=lambda one: one["k"]), spent
-
-
-def _text(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
-    length = row["response_length"] or 0
-    ids = row["tokens"][len(row["tokens"]) - length :][:MAX_TEXT] if length else []
-    engine, trainer = row.get("engine_log_probs"), row.get("trainer_log_probs")
-    is_both = engine and trainer and len(engine) == len(trainer)
-    tokens = pieces.of(ids)
-    # A letter of several tokens is in none of them.
-    is_whole = pieces.has_tokenizer and not any("\ufffd" in pieces.texts[one] for one in set(tokens))
-    shown = {
-        "t": tokens,
-        "x": None if is_whole else (row["response"] or "")[:MAX_TEXT],
-        "l": row["label"],
-        "q": row["position"],
-        "tr": None if row["train_reward"] is None else _short(row["train_reward"]),
-        "j": (row.get("reward_json") or "")[:1000] or None,
-        "lp": _rounded(engine),
-        "d": _rounded([t - e for t, e in zip(trainer, engine)] if is_both else None, 5),
-        "a": _rounded(row.get("advantages")),
-        "m": row["loss_mask"][:MAX_TEXT] if row["loss_mask"] and not all(row["loss_mask"]) else None,
-        "v": list(zip(row["weight_versions"] or [], row["call_tokens"] or [])) or None,
-        "e": ", ".join(dict.fromkeys(one for one in row.get("engines") or [] if one)) or None,
-    }
-    return {name: value for name, value in shown.items() if value is not None}
-
-
-def _rounded(values: Sequence[float] | None, digits: int = 3) -> list[float | None] | float | None:
-    """Return numbers of few digits; one for all when they are equal."""
-    if not values:
-        return None
-    short = np.asarray(values[:MAX_TEXT], np.float64).round(digits) + 0.0  # no -0.0
-    if not np.isfinite(short).all():
-        return [value if math.isfinite(value) else None for value in short.tolist()]
-    return float(short[0]) if (short == short[0]).all() else short.tolist()
-
-
-class Pieces:
-    """Texts of tokens, by the run's tokenizer where it can be read; the page has each once."""
-
-    def __init__(self, run: Run) -> None:
-        self.texts: list[str] = []
-        self._known: dict[int, int] = {}
-        self._tokenizer: Any = None
-        path = str(run.value("hf_checkpoint", ""))
-        if path and Path(path).is_dir() and not run.value("trust_remote_code", False):
-            # A page of somebody's run runs no code of theirs.
-            try:
-                self._tokenizer = load_tokenizer(path)
-            except Exception as error:  # the edge of another library: the page does without
-                print(f"{path}: no tokenizer ({type(error).__name__}: {error}); tokens are shown as numbers")
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether tokens have texts."""
-        return self._tokenizer is not None
-
-    def of(self, ids: Sequence[int]) -> list[int]:
-        """Return the place in ``texts`` of each token."""
-        for one in ids:
-            if one not in self._known:
-                self._known[one] = len(self.texts)
-                self.texts.append(self._text(one))
-        return [self._known[one] for one in ids]
-
-    def _text(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"{token} "
-        # Alone, a token loses the space before it.
-        alone, twice = self._tokenizer.decode([token]), self._tokenizer.decode([token, token])
-        return twice[len(alone) :] if twice.startswith(alone) else alone
-
-    def foreign_markers(self, run: Run) -> list[str]:
-        """Return the marks of a chat template in the first prompts that are no token of the model."""
-        files = run.sample_files()
-        if self._tokenizer is None or not files:
-            return []
-        table = read_samples(files[0], ["prompt"])
-        prompts = table["prompt"].slice(0, 50).to_pylist() if table is not None else []
-        found = dict.fromkeys(mark for prompt in prompts for mark in _MARKER.findall(prompt[:MAX_TEXT]))
-        return [mark for mark in found if mark not in self._tokenizer.get_vocab()]

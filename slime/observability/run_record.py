@@ -3,7 +3,7 @@
     config.json      the last start: command, every resolved value and its origin, versions, commit, hardware
     events.jsonl     starts, ends, deaths, pushes, saves, warnings, alarms: {"time", "event", "process", ...}
     spans.json       phases of every process, in Perfetto's trace format: an array, one span a line, never closed
-    samples/         the samples of each rollout (``sample_record``)
+    samples/         the samples of each rollout and evaluation (``sample_record``)
 
 The driver begins the record; a process joins it when ``config.json`` is there.  Spans and samples are written by one
 thread of each process, and what it cannot keep up with is left out and counted: a record never delays a step.

@@ -1,5 +1,6 @@
 """The samples of a run in Parquet: ``samples/rollout_000012.parquet`` of the rollout manager, one row a sample, and
 ``samples/train_000012_r0.parquet`` of each data-parallel rank, by the sample's ``position`` in the rollout.
+``samples/eval_000012.parquet`` has the answers of the evaluation after that rollout, ``eval_start`` those before all.
 
 Per-token columns cover the response, ``tokens`` the prompt too.  Dropped samples have a ``drop_reason`` and no
 ``position``.  Log-probs are nats in fp32, advantages fp32; all columns are compressed with zstd.  What training reads
@@ -40,6 +41,8 @@ ROLLOUT_SCHEMA = pa.schema(
 )  # fmt: skip
 """``call_tokens[i]`` response tokens were drawn in the engine call with ``weight_versions[i]``, by ``engines[i]``
 (host:port; empty where an engine does not say)."""
+EVALUATION_SCHEMA = ROLLOUT_SCHEMA.append(pa.field("evaluation", pa.string()))
+"""``evaluation`` is the name of the data set; a ``position`` is one in its answers."""
 TRAIN_SCHEMA = pa.schema(
     [
         ("position", pa.int32()), ("dp_rank", pa.int32()), ("micro_batch", pa.int32()),
@@ -50,6 +53,8 @@ TOO_LARGE = (
     "rollout_top_p_token_ids", "rollout_routed_experts", "multimodal_train_inputs",
 )  # fmt: skip
 """Fields of a sample that training reads and that take more than a record may."""
+BEFORE_ALL = -1
+"""The rollout after which the first evaluation of a run comes."""
 STRAGGLER_SHARE = 0.03
 """The last requests of a rollout: the time in which only they run is spent waiting for the longest answers."""
 
@@ -94,9 +99,34 @@ def record_rollout(
             record_phases(samples)
         rows = [_row(rollout_id, i, sample, None, trained[i]) for i, sample in enumerate(samples[:limit])]
         rows += [_row(rollout_id, None, sample, reason, None) for sample, reason in dropped[:limit]]
-        num_tokens = sum(len(row["tokens"]) for row in rows)
         path = samples_path(folder / run_record.SAMPLES_FOLDER, rollout_id)
-        _write_table(path, rows, ROLLOUT_SCHEMA, num_tokens, config, began_s)
+        _write_table(path, rows, ROLLOUT_SCHEMA, config, began_s)
+
+    run_record.submit(work)
+
+
+def record_evaluation(config: RecordConfig, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the answers of one evaluation, in the thread of the record.
+
+    Args:
+        config: of the run.
+        rollout_id: the rollout before it, or ``BEFORE_ALL``.
+        data: data set -> its results, of which ``samples`` may be missing.
+    """
+    limit = config.record_samples
+    answers = {name: list(result.get("samples") or ())[:limit] for name, result in data.items()}
+    if not any(answers.values()):
+        return
+
+    def work(folder: Path) -> None:
+        began_s = time.thread_time()
+        rows = [
+            _row(rollout_id, position, sample, None, None) | {"evaluation": _text(name)}
+            for name, samples in answers.items()
+            for position, sample in enumerate(samples)
+        ]
+        path = evaluation_path(folder / run_record.SAMPLES_FOLDER, rollout_id)
+        _write_table(path, rows, EVALUATION_SCHEMA, config, began_s)
 
     run_record.submit(work)
 
@@ -130,7 +160,7 @@ def record_trained(
             if limit is None or position < limit
         ]
         path = samples_path(folder / run_record.SAMPLES_FOLDER, rollout_id, rank)
-        _write_table(path, rows, TRAIN_SCHEMA, 0, config, began_s)
+        _write_table(path, rows, TRAIN_SCHEMA, config, began_s)
 
     run_record.submit(work)
 
@@ -139,14 +169,14 @@ def _write_table(
     path: Path,
     rows: Sequence[Mapping[str, Any]],
     schema: pa.Schema,
-    num_tokens: int,
     config: RecordConfig,
     began_s: float,
 ) -> None:
-    """Write one file, record what it cost (``num_tokens`` 0: they are counted in another file), and keep the limit."""
+    """Write one file, record what it cost (rows of the trainer have no tokens of their own), and keep the limit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist([{column: row.get(column) for column in schema.names} for row in rows], schema)
     replace_file(path, lambda file: _write_parquet(table, file), to_disk=False)
+    num_tokens = sum(len(row.get("tokens", ())) for row in rows)
     cost = {"bytes": path.stat().st_size, "tokens": num_tokens, "cpu_s": round(time.thread_time() - began_s, 4)}
     run_record.event("recorded", file=path.name, samples=len(rows), **cost)
     _rotate(path.parent, config.record_max_gib)
@@ -190,9 +220,15 @@ def samples_path(folder: Path, rollout_id: int, rank: int | str | None = None) -
     return folder / f"{name}.parquet"
 
 
+def evaluation_path(folder: Path, rollout_id: int) -> Path:
+    """Return the file of the answers of the evaluation after a rollout, or ``BEFORE_ALL``."""
+    return folder / f"eval_{'start' if rollout_id == BEFORE_ALL else f'{rollout_id:06d}'}.parquet"
+
+
 def rollout_of(path: Path) -> int:
-    """Return the rollout that a file of samples belongs to."""
-    return int(path.stem.split("_")[1])
+    """Return the rollout that a file of samples belongs to; of an evaluation the one before it."""
+    number = path.stem.split("_")[1]
+    return BEFORE_ALL if number == "start" else int(number)
 
 
 def _row(

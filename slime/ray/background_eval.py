@@ -22,9 +22,11 @@ import ray
 
 from slime.arguments import record_runtime
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL, resolve_sglang_config
+from slime.flags.observability import record_config
 from slime.observability.dumps import dump_rollout
 from slime.observability.logging_utils import configure_logger
-from slime.observability.run_record import start_recording
+from slime.observability.run_record import flush_recording, start_recording
+from slime.observability.sample_record import record_evaluation
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
 from slime.ray.rollout_logging import log_eval
@@ -82,6 +84,8 @@ class BackgroundEvaluator(Watched):
         engines = {*before, *run(engine_versions(config))}
         versions = {name: version_of(result.get("samples") or (), engines) for name, result in output.data.items()}
         dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True, weight_versions=versions)
+        record_evaluation(record_config(self.args), rollout_id, output.data)
+        flush_recording()  # nobody tells this process that the run ends
         bound = {name: version for name, version in versions.items() if version is not None}
         for name in versions.keys() - bound.keys():
             logger.error(

@@ -18,7 +18,7 @@ from slime.flags.observability import record_config
 from slime.observability.dumps import dump_rollout, load_rollout_dump
 from slime.observability.logging_utils import configure_logger, finish_tracking
 from slime.observability.run_record import recorded_span, start_recording, stop_recording
-from slime.observability.sample_record import record_rollout
+from slime.observability.sample_record import BEFORE_ALL, record_evaluation, record_rollout
 from slime.ray.background_eval import evaluation_args
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S, EngineFleet, start_fleet
@@ -157,6 +157,8 @@ class RolloutManager(Watched):
         with recorded_span("evaluation", rollout=rollout_id):
             output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=True))
         dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True)
+        after = rollout_id if self.rollout_id >= 0 else BEFORE_ALL  # rollout_id is 0 before the first one too
+        record_evaluation(record_config(self.args), after, output.data)
         return log_eval(self.args, rollout_id, output.data, output.metrics, time.monotonic() - start)
 
     # Data position

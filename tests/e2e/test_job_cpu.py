@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -53,6 +54,8 @@ def test_a_colocated_run_whose_trainer_ends_with_every_push_trains_saves_and_exp
     differences = [record["train/train_rollout_logprob_abs_diff"] for record in steps]
     assert differences[0] < 1e-4  # fp32 on both sides; later rollouts hold groups that older weights finished
     assert len(records(run_folder, "eval/held_out")) == 3  # before training and after each rollout
+    answers = {path.stem: pq.read_metadata(path).num_rows for path in (run_folder / "samples").glob("eval_*")}
+    assert answers == {"eval_start": 32, "eval_000000": 32, "eval_000001": 32}
     from transformers import AutoModelForCausalLM
 
     exported = AutoModelForCausalLM.from_pretrained(run_folder / "hf/1")

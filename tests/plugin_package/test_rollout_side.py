@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slime.observability.run_record import start_recording, stop_recording
 from slime.rollout.base_types import leaf_samples
 from slime.utils.types import Sample
 from tests.plugin_package.product import PLUGIN_FOLDER, Product
@@ -199,11 +200,17 @@ def test_a_rollout_function_of_ones_own_with_evaluation(start, name):
     assert 0.5 <= record["eval/sums"] <= 1.5 and record["calculator/evaluated"] == 4
 
 
-def test_the_legacy_evaluation_dict_is_taken(start):
+def test_the_legacy_evaluation_dict_is_taken_and_recorded_before_and_after_the_first_rollout(start, tmp_path):
     product = start(
         *GENERATE, *REWARD, "--rollout-function-path", "calculator_plugin.rollouts.generate_rollout_legacy"
     )
+    start_recording(product.args, "rollout manager", primary=True)
     assert product.manager.eval(0)["eval/sums"] == 1.0
+    product.rollout(0)
+    product.manager.eval(0)
+    stop_recording()
+    files = {path.name for path in (tmp_path / "save/samples").iterdir()}
+    assert files == {"eval_start.parquet", "eval_000000.parquet"}
 
 
 def test_rewards_and_train_data_made_by_the_plug_in(start):

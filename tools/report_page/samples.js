@@ -2,13 +2,13 @@
 
 const samples = (() => {
   const source = data.samples, count = source.rollouts.reduce((sum, one) => sum + one.n.length, 0);
-  const facts = { r: new Float64Array(count), g: new Float64Array(count), i: new Float64Array(count), p: new Int32Array(count), n: new Float64Array(count), w: new Float64Array(count), s: new Int16Array(count), t: new Int32Array(count).fill(-1) };
+  const facts = { r: new Float64Array(count), g: new Float64Array(count), i: new Float64Array(count), p: new Int32Array(count), n: new Float64Array(count), w: new Float64Array(count), s: new Int16Array(count), f: new Int32Array(count), t: new Int32Array(count).fill(-1) };
   let at = 0;
-  for (const one of source.rollouts) {
+  for (const [f, one] of source.rollouts.entries()) {
     let g = 0, i = 0, p = 0;
     for (let k = 0; k < one.n.length; k++, at++) {
       facts.r[at] = one.r; facts.g[at] = g += one.g[k]; facts.i[at] = i += one.i[k]; facts.p[at] = p += one.p[k];
-      facts.n[at] = one.n[k]; facts.w[at] = one.w[k] === null ? NaN : one.w[k]; facts.s[at] = one.s[k];
+      facts.n[at] = one.n[k]; facts.w[at] = one.w[k] === null ? NaN : one.w[k]; facts.s[at] = one.s[k]; facts.f[at] = f;
     }
   }
   source.texts.forEach((text, place) => { facts.t[text.k] = place; });
@@ -173,13 +173,12 @@ function sampleBox(k, choosePrompt) {
   box.addEventListener("toggle", () => { if (box.open && box.childElementCount === 1) fill(); });
   function fill() {
     if (!text) {
-      const row = `rollout_${String(facts.r[k] - 1).padStart(6, "0")}.parquet`;
-      box.append(el("p", { text: `The page has no room for its text; it is in samples/${row}, index ${facts.i[k]}.` }));
+      box.append(el("p", { text: `The page has no room for its text; it is in samples/${data.samples.rollouts[facts.f[k]].f}, index ${facts.i[k]}.` }));
       return;
     }
     const said = [text.l !== undefined ? `label: ${text.l}` : "", text.tr !== undefined ? `trained with ${show(text.tr)}` : "", text.j ? `reward in full: ${text.j}` : "", text.v ? `versions ${[...new Set(text.v.map(([v]) => v))].join(", ")}` : "", text.e ? `engine ${text.e}` : ""];
     const group = [];
-    for (let other = Math.max(0, k - 500); other < Math.min(samples.count, k + 500); other++) if (facts.g[other] === facts.g[k] && facts.r[other] === facts.r[k] && facts.t[other] >= 0) group.push(other);
+    for (let other = Math.max(0, k - 500); other < Math.min(samples.count, k + 500); other++) if (facts.g[other] === facts.g[k] && facts.f[other] === facts.f[k] && facts.t[other] >= 0) group.push(other);
     const beside = el("div", { class: "beside", tabindex: "0", role: "region", "aria-label": "The group side by side" }, ...group.map((other) => el("div", {}, el("strong", { text: `${other === k ? "this one, " : ""}reward ${show(rewardOf(other))}, ${facts.n[other]} tokens, ${visible(samples.statuses[facts.s[other]])}` }), el("pre", { text: visible(short(responseOf(textOf(other)), 3000)) }))));
     box.append(el("h3", { text: "Prompt" }), el("pre", { tabindex: "0", role: "group", "aria-label": "Prompt", text: visible(samples.prompts[facts.p[k]]) }),
       el("h3", { text: "Response" }), ...responsePart(text), el("p", { text: visible(said.filter(Boolean).join(" · ")) }));

@@ -156,6 +156,41 @@ def test_fewer_samples_and_the_limit_of_size_are_kept(args, tmp_path):
     ]  # fmt: skip
 
 
+def test_answers_of_evaluations_have_files_of_their_own_that_none_overwrites(args, tmp_path):
+    run_record.start_recording(args, "rollout manager", primary=True)
+    few = RecordConfig(record=True, record_samples=2, record_max_gib=1.0)
+    sets = {
+        "sums": {"rewards": [1.0], "samples": [sample(i) for i in range(3)]},
+        "odd\ud800/": {"samples": [sample(9)]},
+    }
+    for rollout_id in (sample_record.BEFORE_ALL, 0, 12):
+        sample_record.record_evaluation(few, rollout_id, sets | {"untold": {"rewards": [1.0], "samples": None}})
+    sample_record.record_evaluation(few, 13, {"untold": {"rewards": [1.0]}})
+    sample_record.record_rollout(few, 0, [sample(0)], None)
+    run_record.stop_recording()
+    paths = sorted((tmp_path / "samples").iterdir(), key=lambda path: (sample_record.rollout_of(path), path.name))
+    assert [path.name for path in paths] == [
+        "eval_start.parquet", "eval_000000.parquet", "rollout_000000.parquet", "eval_000012.parquet"
+    ]  # fmt: skip
+    table = pq.read_table(paths[-1])
+    assert table.schema.remove_metadata() == sample_record.EVALUATION_SCHEMA
+    rows = [(row["evaluation"], row["position"], row["index"], row["rollout"]) for row in table.to_pylist()]
+    assert rows == [("sums", 0, 0, 12), ("sums", 1, 1, 12), ("odd?/", 0, 9, 12)]
+    assert [one["tokens"] for one in events(tmp_path)] == [15, 15, 15, 5]
+
+
+def test_the_oldest_answers_of_evaluations_go_with_the_oldest_rollouts(args, tmp_path):
+    run_record.start_recording(args, "rollout manager", primary=True)
+    small = RecordConfig(record=True, record_samples=None, record_max_gib=1e-9)
+    for rollout_id in (sample_record.BEFORE_ALL, 0):
+        sample_record.record_evaluation(small, rollout_id, {"sums": {"samples": [sample(0)]}})
+    sample_record.record_rollout(small, 1, [sample(0)], None)
+    run_record.stop_recording()
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["rollout_000001.parquet"]
+    gone = [one["files"] for one in events(tmp_path) if one["event"] == "rotated"]
+    assert gone == [["eval_start.parquet"], ["eval_000000.parquet"]]
+
+
 def test_a_token_takes_at_most_twelve_bytes(args, tmp_path):
     generator = torch.Generator().manual_seed(0)
     run_record.start_recording(args, "rollout manager", primary=True)

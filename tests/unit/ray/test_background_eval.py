@@ -5,9 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from slime.observability.run_record import start_recording, stop_recording
 from slime.ray import background_eval
 from slime.ray.background_eval import BackgroundEvaluation, BackgroundEvaluator, evaluation_args, version_of
 from slime.rollout.base_types import RolloutFnEvalOutput
@@ -139,6 +141,7 @@ def evaluator(monkeypatch, folder, data: dict[str, Any], told: list[list[str]]) 
 
 
 def test_metrics_and_dump_say_the_version_and_a_mixed_data_set_is_left_out(monkeypatch, tmp_path, caplog):
+    start_recording(Namespace(save=str(tmp_path)), "evaluation", primary=True)
     logged: list[Any] = []
     monkeypatch.setattr(background_eval, "log_eval", lambda args, *what: logged.append(what) or {})
     data = {
@@ -152,6 +155,9 @@ def test_metrics_and_dump_say_the_version_and_a_mixed_data_set_is_left_out(monke
     assert "Evaluation of mixed after rollout 4 is not logged" in caplog.text
     dump = torch.load(tmp_path / "eval_4.pt", weights_only=False)
     assert dump["weight_versions"] == {"one": 7, "mixed": None} and len(dump["samples"]) == 3
+    recorded = pq.read_table(tmp_path / "samples/eval_000004.parquet")  # before the record of this process ends
+    assert recorded["evaluation"].to_pylist() == ["one", "mixed", "mixed"]
+    stop_recording()
     evaluator(monkeypatch, tmp_path, data, [["7"], ["8"]]).eval(5)  # an engine that was started again meanwhile
     assert len(logged) == 1
 

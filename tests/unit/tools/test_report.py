@@ -22,8 +22,9 @@ from slime.utils.errors import DataError
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
 from tests.unit.tools.prepared_runs import ENGINES, FAULT_STEP, FAULTS, WORDS, write_prepared_run
-from tools import diff, report, watch
-from tools.report_samples import Pieces, read_rollouts, samples_of
+from tools import diff, replay_plan, report, report_texts, watch
+from tools.report_samples import read_rollouts
+from tools.report_texts import Pieces, samples_of
 
 ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
 HOSTILE = (
@@ -133,6 +134,64 @@ def test_figures_of_a_rollout_are_over_all_of_its_samples(tmp_path):
     assert rollout.rates == pytest.approx({"fast:1": 4.0, "slow:1": 0.25}) and figures["slowest_engine"] == "slow:1"
 
 
+def record_evaluations(folder) -> None:
+    """Two evaluations of two sets, one of which has the prompt of the training."""
+    run_record.start_recording(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
+    for rollout_id in (sample_record.BEFORE_ALL, 3):
+        sets = {
+            name: [
+                Sample(
+                    index=i, group_index=0, prompt=text, response=f"{name} {i}", reward=0.25, response_length=2,
+                    tokens=[1, 5, 6], rollout_log_probs=[-9.0, -9.0], status=Sample.Status.TRUNCATED,
+                )
+                for i in range(2)
+            ]
+            for name, text in (("sums", "answer"), ("other", "a prompt"))
+        }  # fmt: skip
+        sample_record.record_evaluation(ALL, rollout_id, {name: {"samples": many} for name, many in sets.items()})
+    run_record.stop_recording()
+
+
+def test_answers_of_evaluations_are_shown_and_change_no_figure_no_difference_and_no_replay(run, tmp_path):
+    folder = write_run(tmp_path / "steady")
+    config = (folder / "config.json").read_bytes()
+    record_evaluations(folder)
+    (folder / "config.json").write_bytes(config)
+    before, after = (data_in(report.page_of(read_run(one))) for one in (run, folder))
+    for part in ("summary", "health", "heat", "alarms", "dropped", "verdict", "time"):
+        assert after[part] == before[part], part
+    assert list(diff.first_differences(read_run(run), read_run(folder))) == []
+    assert len(replay_plan.recorded_samples(read_run(folder), 3)) == 4
+    samples = after["samples"]
+    assert samples["all"] == before["samples"]["all"] + 8
+    shown = [(one["f"], one["r"], {samples["statuses"][s] for s in one["s"]}) for one in samples["rollouts"]]
+    assert shown[:3] == [
+        ("eval_start.parquet", 0, {"evaluation: other"}), ("eval_start.parquet", 0, {"evaluation: sums"}),
+        ("rollout_000000.parquet", 1, {"completed"}),
+    ]  # fmt: skip
+    assert [one[0] for one in shown].index("eval_000003.parquet") == 6
+    assert [one["x"] for one in samples["texts"][:4]] == ["other 0", "other 1", "sums 0", "sums 1"]
+    assert samples["prompts"] == [
+        "a prompt",
+        "answer",
+        "answer",
+    ]  # the prompt of an evaluation has a history of its own
+
+
+def test_a_selection_of_rollouts_and_evaluations_has_all_kinds(run, tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "steady")
+    run_record.start_recording(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
+    for rollout_id in range(NUM_STEPS):
+        one = Sample(index=0, prompt="p", response="r", response_length=1, tokens=[1, 2])
+        sample_record.record_evaluation(ALL, rollout_id, {"sums": {"samples": [one] * 4}})
+    run_record.stop_recording()
+    monkeypatch.setattr(report_texts, "MAX_FACTS", 4 * NUM_STEPS)
+    samples = data_in(report.page_of(read_run(folder)))["samples"]
+    assert samples["all"] == 8 * NUM_STEPS and len(samples["rollouts"]) == NUM_STEPS
+    names = [one["f"].partition("_")[0] for one in samples["rollouts"]]
+    assert 3 <= names.count("eval") <= 5
+
+
 def answered(index: int, tokens: int) -> dict:
     """A request that took a second, at one of two engines; the slow one takes ten."""
     name, span_id, slow = "sglang_generate", str(index), index in (1, 3)
@@ -210,12 +269,12 @@ def test_tokens_keep_their_spaces_and_a_letter_of_several_tokens_comes_with_the_
     run = read_run(write_prepared_run(tmp_path / "run", "healthy"))
     pieces = Pieces(run)
     assert "".join(pieces.texts[one] for one in pieces.of([3, 4, 3])) == " good bad good"
-    (row,) = samples_of(run, read_rollouts(run)[:1], pieces, budget=1)["texts"][:1]
+    (row,) = samples_of(read_rollouts(run)[:1], pieces, budget=1)["texts"][:1]
     assert "x" not in row and row["e"] in ENGINES
     monkeypatch.setattr(pieces._tokenizer, "decode", lambda ids: "\ufffd" * len(ids))
     pieces.texts.clear()
     pieces._known.clear()
-    (row,) = samples_of(run, read_rollouts(run)[:1], pieces, budget=1)["texts"][:1]
+    (row,) = samples_of(read_rollouts(run)[:1], pieces, budget=1)["texts"][:1]
     assert set(row["x"].split()) <= set(WORDS)
 
 

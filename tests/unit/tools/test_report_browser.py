@@ -18,7 +18,7 @@ from slime.observability.metrics_file import append_record
 from slime.observability.run_reader import read_run
 from tests.contracts.source_tree import REPO
 from tests.unit.tools.prepared_runs import write_prepared_run
-from tests.unit.tools.test_report import write_run
+from tests.unit.tools.test_report import record_evaluations, write_run
 from tools import report, watch
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -139,6 +139,25 @@ def test_samples_are_found_by_facts_and_text_and_shown_beside_their_group(open_p
     page.get_by_role("button", name="All answers to this prompt").click()
     page.get_by_label("rollout").fill("")
     assert status.inner_text().startswith("128 of 512")
+
+
+def test_the_answers_of_an_evaluation_are_found_by_its_name_beside_those_of_their_own_group(open_page, tmp_path):
+    folder = write_run(tmp_path / "evaluated")
+    record_evaluations(folder)
+    page = open_page(write_page(folder) + "#Samples")
+    status = page.locator("main [role=status]").first
+    assert status.inner_text() == "40 of 40 samples."
+    page.get_by_label("status").select_option("evaluation: sums")
+    assert status.inner_text().startswith("4 of 40 samples")
+    page.get_by_label("rollout").fill("4")
+    assert status.inner_text().startswith("2 of 40 samples")
+    page.locator("details.sample > summary").first.click()
+    page.get_by_text("The group side by side (2)").click()
+    assert page.locator(".beside pre").all_inner_texts() == ["sums 0", "sums 1"]
+    page.get_by_role("button", name="All answers to this prompt").click()
+    page.get_by_label("rollout").fill("")
+    page.get_by_label("status").select_option("")
+    assert status.inner_text().startswith("4 of 40 samples")
 
 
 def test_a_step_shows_its_processes_its_push_and_its_stragglers(open_page, tmp_path):
