@@ -101,6 +101,8 @@ def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None =
                 except (DataError, OSError) as error:
                     self.send_error(503, str(error)[:200])
 
+        do_HEAD = do_GET
+
         def do_POST(self) -> None:  # noqa: N802  the name is http.server's
             size = self.headers.get("Content-Length", "")
             if self.path != "/enter" or token is None or not size.isdigit() or int(size) > MAX_TOKEN:
@@ -129,7 +131,8 @@ def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None =
             for name, value in (*headers, ("X-Frame-Options", "DENY"), ("Referrer-Policy", "no-referrer")):
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
             """Print no line for each request."""

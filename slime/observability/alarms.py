@@ -92,17 +92,16 @@ def all_zero_rewards(steps: Steps) -> list[Alarm]:
 
 def length_pays(steps: Steps) -> list[Alarm]:
     """Find responses that grow because longer ones get more reward: a reward that is earned with length alone."""
-    lengths, rewards = dict(_series(steps, "samples/length/middle")), dict(_series(steps, "samples/reward/mean"))
-    values = [one for one in _series(steps, "samples/length_pays") if one[0] in lengths and one[0] in rewards]
-    begin = [step for step, _ in values[:WINDOW]]
-    for position in range(2 * WINDOW - 1, len(values)):
-        now = [step for step, _ in values[position - WINDOW + 1 : position + 1]]
-        pays = fmean([value for step, value in values if step in now])
-        length, reward = ([fmean([of[step] for step in part]) for part in (begin, now)] for of in (lengths, rewards))
-        if pays > 0.5 and length[1] > 1.5 * length[0] and reward[1] > reward[0]:
+    names = ("samples/length_pays", "samples/length/middle", "samples/reward/mean")
+    whole = {n: one for n, one in steps.items() if all(isinstance(one.get(name), int | float) for name in names)}
+    means = [_means(whole, name) for name in names]
+    for now in list(zip(*means))[WINDOW:]:
+        (step, pays), (_, length), (_, reward) = now
+        first_length, first_reward = means[1][0][1], means[2][0][1]
+        if pays > 0.5 and length > 1.5 * first_length and reward > first_reward:
             text = f"the reward is earned with length: within groups they correlate by {pays:.2f}, and responses grew "
-            text += f"from {length[0]:.0f} to {length[1]:.0f} tokens; read the longest answers with the most reward"
-            return [Alarm("length pays", now[-1], text)]
+            text += f"from {first_length:.0f} to {length:.0f} tokens; read the longest answers with the most reward"
+            return [Alarm("length pays", step, text)]
     return []
 
 
@@ -172,13 +171,12 @@ def equal_groups(steps: Steps) -> list[Alarm]:
 
 def repeated_answers(steps: Steps) -> list[Alarm]:
     """Find answers that repeat each other while the reward fell."""
-    rewards = [value for _, value in _series(steps, "samples/reward/mean")]
-    fell = len(rewards) > WINDOW and fmean(rewards[-WINDOW:]) < fmean(rewards[:WINDOW])
+    rewards = [mean for _, mean in _means(steps, "samples/reward/mean")]
     found = _first(
         steps, "samples/duplicates", lambda begin, now: now > 0.9 and begin < 0.5,
         "the answers to a prompt are all the same", "duplicates",
     )  # fmt: skip
-    return found if fell else []
+    return found if rewards and rewards[-1] < rewards[0] else []
 
 
 def dead_experts(steps: Steps) -> list[Alarm]:

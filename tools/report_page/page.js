@@ -132,5 +132,10 @@ addEventListener("hashchange", () => open(wanted()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => open(wanted()));
 let width = main.clientWidth;
 addEventListener("resize", () => { if (main.clientWidth !== width) { width = main.clientWidth; if (wanted() !== "Samples") open(wanted()); } });
-// A page that is read is not taken away.
-if (data.live) setInterval(() => { if (wanted() !== "Samples" && !document.hidden && scrollY < 200) location.reload(); }, 20000);
+// A page that is read is not taken away, nor one in whose place the browser would show an error.
+if (data.live) setInterval(async () => {
+  if (wanted() === "Samples" || document.hidden || scrollY >= 200) return;
+  const answer = await fetch("/", { method: "HEAD" }).catch(() => null);
+  if (answer?.ok) location.reload();
+  else document.getElementById("name").textContent = visible(`${data.name}: slime watch gives no newer page than this`);
+}, 20000);

@@ -6,6 +6,7 @@ Needs Chromium and ``pip install -e .[browser]``.  ``SLIME_SCREENSHOTS=RUN`` mak
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -26,6 +27,8 @@ axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 VIEWS = ("Summary", "Where the time goes", "Samples", "Health", "Config")
+RELOAD_MS = 20_000
+"""Of page.js."""
 RTL, BELL = "\u202e", "\x07"
 SCRIPT = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
@@ -286,6 +289,46 @@ def test_the_door_of_watch_opens_for_the_token_in_the_address_and_forgets_it(ope
         other.get_by_role("tab", name="Summary").wait_for()
         assert "right" not in other.url and "right" not in other.evaluate("document.cookie")
         page.said[:] = [text for text in page.said if "401" not in text and "403" not in text]
+        server.shutdown()
+
+
+def test_the_page_of_watch_shows_a_step_that_came_meanwhile_unless_samples_are_read(open_page, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "FRESH_S", 0.0)
+    folder = write_run(tmp_path / "growing", has_ended=False)
+    with watch.server_of(folder, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = open_page()
+        page.clock.install()
+
+        def pass_time():
+            with page.expect_response("**/") as answer:
+                page.clock.run_for(RELOAD_MS)
+            assert answer.value.request.method == "HEAD"
+
+        def steps_are(text):
+            page.locator("tr", has_text=re.compile(f"^steps{text}$")).wait_for()
+
+        page.goto(f"http://127.0.0.1:{server.server_port}/#Summary")
+        steps_are("8 of 8")
+        append_record(folder / "metrics.jsonl", {"rollout/raw_reward": 0.5, "rollout/step": 8})
+        pass_time()
+        steps_are("9 of 8")
+        page.get_by_role("tab", name="Samples").click()
+        append_record(folder / "metrics.jsonl", {"rollout/raw_reward": 0.5, "rollout/step": 9})
+        page.clock.run_for(3 * RELOAD_MS)
+        page.get_by_role("tab", name="Summary").click()
+        steps_are("9 of 8")  # the same page still
+        pass_time()
+        steps_are("10 of 8")
+        assert page.url.endswith("#Summary")
+        (folder / "metrics.jsonl").rename(folder / "elsewhere")
+        pass_time()
+        page.get_by_role("heading", name="growing: slime watch gives no newer page than this").wait_for()
+        steps_are("10 of 8")
+        (folder / "elsewhere").rename(folder / "metrics.jsonl")
+        pass_time()
+        page.get_by_role("heading", name="growing: running or cut off").wait_for()
+        page.said[:] = [text for text in page.said if "503" not in text]
         server.shutdown()
 
 
