@@ -139,8 +139,12 @@ def is_iteration_folder(folder: str) -> bool:
 
 
 def is_huggingface_folder(folder: str | None) -> bool:
-    """Return True when ``folder`` holds a Hugging Face model."""
-    return folder is not None and (Path(folder) / "config.json").is_file()
+    """Return True when ``folder`` holds a Hugging Face model.
+
+    A run that has ended before its first save leaves a config.json, too: of its record, with its events beside it.
+    """
+    files = "config.json", "events.jsonl"
+    return folder is not None and [(Path(folder) / name).is_file() for name in files] == [True, False]
 
 
 def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> CheckpointFolder:

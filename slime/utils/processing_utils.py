@@ -102,6 +102,7 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
+    _has_processor(path)
     from transformers import AutoTokenizer
 
     try:
@@ -126,14 +127,24 @@ def _refuse_remote_code(path: str, error: Exception, *, trusted: bool) -> None:
         ) from error
 
 
+def _has_processor(path: str) -> bool:
+    """Return False for a folder without a processor; for others, transformers finds torchvision from the start.
+
+    It looks when its tokenizers are imported, too, and remembers.
+    """
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in PROCESSOR_FILES):
+        return False
+    import_torchvision()
+    return True
+
+
 def load_processor(path: str, **kwargs: Any) -> Any | None:
     """Return the processor of a multimodal model; None when the model has none.
 
     A processor whose own dependencies are missing counts as none, with a warning: text-only training goes on without.
     """
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in PROCESSOR_FILES):
+    if not _has_processor(path):
         return None
-    import_torchvision()
     from transformers import AutoProcessor, ProcessorMixin
 
     try:

@@ -232,6 +232,14 @@ def test_a_folder_that_is_no_checkpoint_is_refused(complaint, tmp_path):
     assert "holds neither a Megatron checkpoint" in complaint("--ref-load", str(tmp_path / "empty"))
 
 
+def test_the_record_of_a_run_that_ended_before_its_first_save_is_no_model(make_args, tmp_path):
+    for name in ("config.json", "events.jsonl"):
+        (tmp_path / name).write_text("{}")
+    args = make_args("--load", str(tmp_path))
+    slime_validate_args(args)
+    assert args.load == args.ref_load
+
+
 def test_a_tracker_must_name_a_save_that_exists(complaint, tmp_path):
     folder = tmp_path / "saves"
     (folder / "iter_0000003").mkdir(parents=True)

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint
 from slime.backends.megatron_utils.models import FAMILIES, family_of, find_weight_map
 from slime.backends.megatron_utils.models.family import ModelFamily, differs
 from slime.backends.megatron_utils.models.flag_rules import Flag, shared_rules
+from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
 from slime.flags.distillation import trainer_teachers
 from slime.utils import env
 from slime.utils.errors import ConfigError
@@ -190,7 +191,10 @@ def check_hf_config(args: Namespace) -> None:
 def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what asks for a vision tower that the trainer's model does not have."""
     family = family_of(config)
-    if args.custom_model_provider_path or (family is not None and family.weight_map.tower):
+    if args.custom_model_provider_path:
+        return
+    if family is not None and family.weight_map.tower:
+        yield from _features_without_layers(args, config.get("vision_config") or {})
         return
     towers = ", ".join(sorted(kind for kind, known in FAMILIES.items() if known.weight_map.tower))
     for flag, value in (
@@ -202,6 +206,24 @@ def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]
                 f"{flag} is given, but the trainer has no vision tower for a {config.get('model_type')}; it has those "
                 f"of {towers}. Drop the flag, or give --custom-model-provider-path."
             )
+
+
+def _features_without_layers(args: Namespace, vision: Mapping[str, Any]) -> Iterator[str]:
+    """Yield that the first stage, which has the tower, lacks layers that take features of it.
+
+    A custom pipeline layout is looked at when the model is built.
+    """
+    depth = len(vision.get("deepstack_visual_indexes") or ())
+    counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    layers, stages = args.num_layers + counted, args.pipeline_model_parallel_size
+    if args.decoder_first_pipeline_num_layers is not None:
+        layers, stages = args.decoder_first_pipeline_num_layers, 1
+    elif args.decoder_last_pipeline_num_layers is not None:
+        layers, stages = layers - args.decoder_last_pipeline_num_layers, stages - 1
+    first = layers // stages // (args.virtual_pipeline_model_parallel_size or 1)
+    first -= args.account_for_embedding_in_pipeline_split
+    if args.pipeline_model_parallel_layout is None and first < depth:
+        yield too_short_a_stage(first, depth)
 
 
 def disagreements(args: Namespace, config: Mapping[str, Any]) -> list[str]:

@@ -32,6 +32,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.layers.rotary import RotaryTables
+from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
 from slime.train_data.microbatch import pack_thd
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels, import_torchvision
@@ -218,7 +219,8 @@ class VisionModel(GPTModel):
             return
         self.vision_model = _build_tower(folder).requires_grad_(trains_tower)
         depth = len(vision.get("deepstack_visual_indexes") or ())
-        check_first_stage(len(self.decoder.layers), depth)
+        if (layers := len(self.decoder.layers)) < depth:
+            raise ConfigError(too_short_a_stage(layers, depth))
         for layer in self.decoder.layers[:depth]:
             layer.register_forward_hook(_add_features, with_kwargs=True)
         if config.sequence_parallel:
@@ -316,16 +318,6 @@ class VisionModel(GPTModel):
             return_dict=True,
         )
         return [output.pooler_output, *(output.deepstack_features or ())]
-
-
-def check_first_stage(num_layers: int, depth: int) -> None:
-    """Raise ConfigError where the stage with the tower has fewer layers than take features of it."""
-    if depth > num_layers:
-        raise ConfigError(
-            f"The first pipeline stage has {num_layers} layers; the first {depth} of this model take features of the "
-            "vision tower, which is there. Give it as many (--decoder-first-pipeline-num-layers, "
-            "--decoder-last-pipeline-num-layers), or fewer stages."
-        )
 
 
 def _build_tower(folder: str) -> torch.nn.Module:

@@ -11,9 +11,9 @@ import torch
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.layers.vision import check_first_stage, place_images
+from slime.backends.megatron_utils.layers.vision import place_images
 from slime.planning.parameters import model_size
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import DataError
 from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
@@ -125,8 +125,3 @@ def test_a_model_in_bf16_keeps_the_frequencies_of_its_tower(tmp_path: Path):
         tower = next(module for name, module in chunk.named_modules() if name.endswith("vision_model"))
     assert tower.rotary_pos_emb.inv_freq.dtype == torch.float32
     assert tower.patch_embed.proj.weight.dtype == torch.bfloat16
-
-
-def test_layers_that_take_features_must_be_with_the_tower(tmp_path: Path):
-    with pytest.raises(ConfigError, match="The first pipeline stage has 1 layers; the first 2 of this model"):
-        check_first_stage(1, 2)
