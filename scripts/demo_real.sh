@@ -17,14 +17,12 @@ if [[ "${DEVICE}" == gpu ]]; then
     DTYPE=bfloat16 HELD_OUT=512
     DEVICE_ARGS=(
         --bf16
-        --num-rollout 60
+        --num-rollout 40
         --rollout-batch-size 32
         --global-batch-size 256
-        --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
-        --over-sampling-batch-size 64
         --max-tokens-per-gpu 32768
-        --eval-interval 10
-        --save-interval 30
+        --eval-interval 5
+        --save-interval 20
     )
 elif [[ "${DEVICE}" == cpu ]]; then
     # In fp32 trainer and engine agree to 1e-5 without kernels for bf16.  They take turns, so each may use both cores.
@@ -101,7 +99,7 @@ submit_job train.py \
     --advantage-estimator grpo \
     --eps-clip 0.2 \
     --eps-clip-high 0.28 \
-    --lr 2e-5 \
+    --lr 5e-5 \
     --lr-decay-style constant \
     --weight-decay 0.1 \
     --adam-beta2 0.98 \

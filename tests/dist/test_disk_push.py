@@ -260,15 +260,15 @@ def fill_the_disk(case: Case) -> dict[str, Any]:
     assert case.push() == ""
     case.train()
     before = case.versions()
-    save_file = versions.save_file
+    save_tensors = versions.save_tensors
 
     def full(*arguments: Any, **keywords: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if case.rank == 1:
-        versions.save_file = full
+        versions.save_tensors = full
     message = case.push()
-    versions.save_file = save_file
+    versions.save_tensors = save_tensors
     left = case.versions()
     assert case.push() == ""
     case.check("3")
