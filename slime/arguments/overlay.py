@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 import logging
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from slime.algorithms.advantages import get_estimator
@@ -56,8 +57,9 @@ def apply_overlay(args: Namespace, parser: Parser) -> None:
     if args.custom_config_path is None:
         return
     source = f"--custom-config-path: {args.custom_config_path}"
-    for key, value in load_yaml_mapping(args.custom_config_path, "--custom-config-path").items():
-        name = _attribute(key, source)
+    content = load_yaml_mapping(args.custom_config_path, "--custom-config-path")
+    for key, value in content.items():
+        name = _attribute(key, content, source)
         if name == "custom_config_path":
             raise ConfigError(f"{source} sets {key} itself; overlays do not nest.")
         if (action := parser.flag_with(name)) is not None:
@@ -78,11 +80,14 @@ def overlaid_names(args: Namespace) -> set[str]:
     return {str(name).replace("-", "_") for name in names}
 
 
-def _attribute(key: Any, source: str) -> str:
+def _attribute(key: Any, content: Mapping[Any, Any], source: str) -> str:
     """Return the attribute that a key names; one of Python's own would replace a part of ``args`` itself."""
     if not isinstance(key, str) or not key or key.startswith("__"):
         raise ConfigError(f"{source} has the key {key!r}; a key is the name of a flag or of a plug-in's setting.")
-    return key.replace("-", "_")
+    name = key.replace("-", "_")
+    if name != key and name in content:
+        raise ConfigError(f"{source}: {key} is given twice, in two spellings; keep {name}.")
+    return name
 
 
 def _refuse_other_spelling(parser: Parser, name: str, *, source: str) -> None:
@@ -149,7 +154,7 @@ def set_overrides(args: Namespace, role: str, overrides: dict[str, Any], parser:
     given: dict[str, Any] = {}
     source = f"{ROLES_FLAG}: {args.megatron_config_path}"
     for key, value in overrides.items():
-        name = _attribute(key, source)
+        name = _attribute(key, overrides, source)
         if name in IGNORED:
             logger.info("%s: %s of a role is not used; every role has the actor's GPUs.", ROLES_FLAG, name)
             continue

@@ -7,6 +7,7 @@ next depends on the file, the seed, and the state that checkpoints keep.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +22,7 @@ from slime.utils.types import Sample
 
 FLAG = "--prompt-data"
 _SOURCE_KEYS = ("path", "name", "weight", "input_key", "label_key")
+_TEXTS = {"path", "name", "input_key"}
 _CURRICULUM = {"solved": 1.0, "low": 0.0, "high": 1.0, "skip_epochs": 2}
 
 
@@ -59,6 +61,9 @@ def read_mix(path: str) -> Mix:
             raise ConfigError(
                 f"{FLAG} {path}: {source!r}; a data set has path, and maybe {', '.join(_SOURCE_KEYS[1:])}."
             )
+        for key in _TEXTS & source.keys():
+            if not source[key] or not isinstance(source[key], str):
+                raise ConfigError(f"{FLAG} {path}: {key} is {source[key]!r}; it is a text, or is left out.")
         _points(source, path)
     named = [{**source, "name": str(source.get("name", source["path"]))} for source in sources]
     names = [source["name"] for source in named]
@@ -67,23 +72,33 @@ def read_mix(path: str) -> Mix:
     curriculum = content.get("curriculum")
     if curriculum is not None:
         wrong = not isinstance(curriculum, Mapping) or set(curriculum) - set(_CURRICULUM)
-        if wrong or not all(isinstance(value, int | float) for value in curriculum.values()):
+        if wrong or not all(_is_number(value) for value in curriculum.values()):
             raise ConfigError(
                 f"{FLAG} {path}: curriculum is {curriculum!r}; it has numbers: {', '.join(_CURRICULUM)}."
             )
         curriculum = _CURRICULUM | dict(curriculum)
+        low, high, epochs = (curriculum[name] for name in ("low", "high", "skip_epochs"))
+        if low >= high or epochs != int(epochs) or epochs < 0:
+            raise ConfigError(
+                f"{FLAG} {path}: curriculum has low {low}, high {high}, skip_epochs {epochs}; low must be below high, "
+                "and skip_epochs a whole number from 0 on."
+            )
     return Mix(named, curriculum)
 
 
 def _points(source: Mapping[str, Any], path: str) -> list[tuple[float, float]]:
     """Return (prompts taken, weight), of one weight or of a schedule, in order."""
     weight = source.get("weight", 1)
-    points = sorted((weight if isinstance(weight, Mapping) else {0: weight}).items())
-    if not points or not all(isinstance(x, int | float) and x >= 0 for point in points for x in point):
+    points = list((weight if isinstance(weight, Mapping) else {0: weight}).items())
+    if not points or not all(_is_number(x) and x >= 0 for point in points for x in point):
         raise ConfigError(
             f"{FLAG} {path}: weight is {weight!r}; it is a number from 0 on, or a map of prompts taken to weights."
         )
-    return points
+    return sorted(points)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf
 
 
 @dataclass

@@ -18,6 +18,7 @@ MIN_LOG_PROB = -1e30
 MAX_TOKEN = 2**31 - 1
 MAX_TEXT_PER_TOKEN = 4096
 """Characters; the longest tokens of today's vocabularies have a few hundred."""
+MAX_VERSION_LENGTH = 200
 _LOOK_AT_LOG = "Look at the log of the engine."
 
 
@@ -79,8 +80,8 @@ def _problem_with_facts(meta: Mapping[str, Any]) -> str | None:
         if type(value) is not int or value < 0:
             return f"meta_info[{name!r}] is {_shown(value)}; it must be a whole number from 0 on."
     version = meta.get("weight_version")
-    if version is not None and not isinstance(version, str | int):
-        return f"meta_info['weight_version'] is {_shown(version)}; it must be a text or a number."
+    if version is not None and (type(version) not in (str, int) or len(str(version)) > MAX_VERSION_LENGTH):
+        return f"meta_info['weight_version'] is {_shown(version)}; it must be a short text or a number."
     return None
 
 

@@ -94,7 +94,11 @@ class SamplePrefixCacheInfo(_MetaSums):
 
 
 def decode_int32(value: Any, name: str = "array") -> np.ndarray:
-    """Return a flat int32 array from base64 text, raw bytes, a list, an array or a tensor."""
+    """Return a flat int32 array from base64 text, raw bytes, a list, an array or a tensor.
+
+    Raises:
+        DataError: it is something else, or holds other numbers.
+    """
     if isinstance(value, str):
         try:
             value = base64.b64decode(value, validate=True)
@@ -107,7 +111,14 @@ def decode_int32(value: Any, name: str = "array") -> np.ndarray:
         return np.frombuffer(raw, dtype="<i4").astype(np.int32)  # a copy: frombuffer is read-only
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
-    return np.array(value, dtype=np.int32).reshape(-1)
+    try:
+        numbers = np.array(value)
+    except ValueError:  # lists of different lengths
+        numbers = np.array(None)
+    limits = np.iinfo(np.int32)
+    if numbers.size and (numbers.dtype.kind not in "iu" or numbers.min() < limits.min or numbers.max() > limits.max):
+        raise DataError(f"meta_info[{name!r}] is {str(value)[:200]}; it must hold whole numbers of 32 bits.")
+    return numbers.astype(np.int32).reshape(-1)
 
 
 def decode_int32_meta_array(meta: Mapping[str, Any], keys: str | Sequence[str]) -> Tensor | None:

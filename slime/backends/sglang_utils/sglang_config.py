@@ -195,6 +195,8 @@ def _parse_model(raw: Any, where: str, *, hf_checkpoint: str, per_engine: int) -
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}: `name` is {name!r}; it must be a word.")
     where = f"{where} ({name})"
+    if "server_groups" in entry and "engine_groups" in entry:
+        raise ConfigError(f"{where} has both server_groups and engine_groups, two names of one thing; keep the first.")
     groups = entry.get("server_groups", entry.get("engine_groups"))
     if not isinstance(groups, list):
         raise ConfigError(f"{where}: `server_groups` is {groups!r}; it must be a list of groups of engines.")
@@ -257,6 +259,8 @@ def _parse_group(raw: Any, where: str, default_per_engine: int) -> ServerGroupCo
         name = str(key).replace("-", "_")
         if name != key:
             logger.warning("%s: override %r is read as %r", where, key, name)
+        if name in normalised:
+            raise ConfigError(f"{where}: the override {name} is given twice, in two spellings; keep one.")
         normalised[name] = value
     return ServerGroupConfig(
         worker_type=worker_type, num_gpus=num_gpus, num_gpus_per_engine=per_engine, overrides=normalised

@@ -111,6 +111,8 @@ OVERLAYS = {
     "__class__: x": "has the key '__class__'",
     "null: 1": "has the key None",
     "'': 1": "has the key ''",
+    "num_rollout: 1\nnum-rollout: 2": "num-rollout is given twice, in two spellings",
+    "my_knob: 1\nmy-knob: 2": "my-knob is given twice, in two spellings",
     "a: 1\nb: 2\na: 3": "line 3: the key a is there already in line 1",
     "rollout_temperature: 0": "--rollout-temperature is 0.0; it must be above 0",
     "tis_clip_low: 5": "--tis-clip-low 5.0 is above --tis-clip 2.0",
@@ -219,6 +221,7 @@ OVERRIDES = {
     "cuda_graph_bs_decode: 8": "is 8, which ServerArgs does not convert; write [8]",
     "disaggregation_bootstrap_port: 70000": "is 70000: 70000 is not",
     "no_such_field: 1": "the override no_such_field of the regular engines of a is no field of the installed SGLang",
+    "context_length: 8, context-length: 9": "the override context_length is given twice, in two spellings",
     "a: 1, a: 2": "the key a is there already in line 1",
 }
 LAYOUTS = {
@@ -233,6 +236,7 @@ LAYOUTS = {
     "sglang: [{name: a, server_groups: [{worker_type: regular, num_gpus: 8, overrides: x}]}]": "`overrides` is 'x'",
     "sglang: [{name: a, model_path: [x], server_groups: []}]": "`model_path` is ['x']",
     "sglang: [{name: a, model_path: '', server_groups: []}]": "`model_path` is ''",
+    "sglang: [{name: a, server_groups: [], engine_groups: []}]": "has both server_groups and engine_groups",
     "sglang: [{1: a, b: 2}]": "unknown key 1, b",
 }
 
@@ -260,6 +264,7 @@ def test_overrides_that_sglang_takes_are_accepted(tmp_path: Path):
 
 
 ROLES = {
+    "min_lr: 0, min-lr: 1": "min-lr is given twice, in two spellings",
     "lr: [1]": "lr of the actor is [1]: '[1]' is not a number",
     "min_lr: -1": "min_lr of the actor is -1: -1 is not a finite number of 0 or more",
     "tensor_model_parallel_size: 0": "tensor_model_parallel_size of the actor is 0",

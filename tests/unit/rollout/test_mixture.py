@@ -148,6 +148,27 @@ def test_weights_that_all_end_at_zero_are_an_error(open_source):
         ("datasets: [{path: a.jsonl, wieght: 1}]", "a data set has path, and maybe name, weight"),
         ("datasets: [{path: a.jsonl, weight: -1}]", "weight is -1"),
         ("datasets: [{path: a.jsonl, weight: {soon: 1}}]", "weight is"),
+        *(
+            (f"datasets: [{{path: a.jsonl, weight: {weight}}}]", "weight is")
+            for weight in ("true", ".inf", "null", "[1]", "{0: 1, later: 2}", "{0: .nan}")
+        ),
+        *(
+            (f"datasets: [{{path: a.jsonl, {key}: {value}}}]", f"{key} is .*; it is a text, or is left out")
+            for key in ("name", "input_key")
+            for value in ("null", "5", "''", "[a]", "{a: 1}")
+        ),
+        *((f"datasets: [{{path: {path}}}]", "path is .*; it is a text") for path in ("null", "5", "''", "[a.jsonl]")),
+        *(
+            (f"datasets: [{{path: a.jsonl}}]\ncurriculum: {{{entry}}}", message)
+            for entry, message in (
+                ("low: .nan", "it has numbers"),
+                ("solved: .inf", "it has numbers"),
+                ("skip_epochs: true", "it has numbers"),
+                ("skip_epochs: -1", "skip_epochs a whole number from 0 on"),
+                ("skip_epochs: 1.5", "skip_epochs a whole number from 0 on"),
+                ("low: 1, high: 0", "low must be below high"),
+            )
+        ),
         ("datasets: [{path: a.jsonl}, {path: a.jsonl}]", "two data sets are named alike"),
         ("datasets: [{path: a.jsonl}]\ncurriculum: {hgih: 1}", "it has numbers: solved, low, high, skip_epochs"),
     ],

@@ -27,6 +27,7 @@ from slime.rollout.state_file import read_state
 from slime.utils import env
 from slime.utils.answer_checks import problem_with_answer
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
+from slime.utils.sglang_meta import decode_int32
 from slime.weights.file_digests import FolderDigests
 from slime.weights.hf_rewrite.source import open_source
 from slime.weights.peft_folder import read_peft_folder
@@ -223,6 +224,8 @@ def answer(**meta: Any) -> dict[str, Any]:
         ({"output_token_logprobs": [[-1.0, True, None]]}, "the token True"),
         ({"output_token_logprobs": [[-1e300, 5, None]]}, "the log-prob -1e+300"),
         ({"weight_version": [1]}, "meta_info['weight_version'] is [1]"),
+        ({"weight_version": True}, "meta_info['weight_version'] is True"),
+        ({"weight_version": "9" * 10**6}, "meta_info['weight_version'] is '999"),
         ({"cached_tokens": -5}, "meta_info['cached_tokens'] is -5"),
         ({"cached_tokens": "many"}, "meta_info['cached_tokens'] is 'many'"),
         ({"spec_verify_ct": 0.5}, "meta_info['spec_verify_ct'] is 0.5"),
@@ -369,6 +372,16 @@ def test_an_answer_with_a_field_of_another_type_is_refused(key, value):
     if is_usual or (key in ("type", "text") and value == "x") or (key, value) in USUAL:
         return
     assert problem_with_answer(output, {"input_ids": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1.5], ["a"], [None], [2**40], [[1], [2, 3]], [True], [float("nan")], {"a": 1}, float("inf"), True, "!", "AAA="],
+)
+def test_an_array_of_an_answer_that_holds_no_whole_numbers_is_refused(value):
+    assert decode_int32([[1, -2], [3, 4]]).tolist() == [1, -2, 3, 4] and decode_int32([]).tolist() == []
+    with pytest.raises(DataError, match=r"^meta_info\['routed_experts'\] "):
+        decode_int32(value, "routed_experts")
 
 
 @pytest.mark.parametrize(
