@@ -108,7 +108,7 @@ def calibration_rows(path: Path) -> Iterator[dict[str, Any]]:
         else:
             import pyarrow.parquet
 
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            for batch in pyarrow.parquet.ParquetFile(file, page_checksum_verification=True).iter_batches():
                 yield from batch.to_pylist()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from slime.observability.accounting import GpuClass, Span, gpu_classes
 from slime.observability.metrics_file import FILE_NAME, START_KEY, merge_by_step, read_records
 from slime.observability.sample_record import rollout_of, samples_path
 from slime.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -108,10 +111,13 @@ def read_samples(
 
 def _table(path: Path, columns: Sequence[str] | None) -> pa.Table | None:
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, page_checksum_verification=True)
         wanted = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
         table = file.read(wanted, use_threads=False)
-    except (OSError, pa.ArrowException):
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowException) as error:
+        logger.warning("%s is left out, because it cannot be read: %s", path, str(error).partition("\n")[0])
         return None
     for place, column in enumerate(table.schema):
         if column.type == pa.string():

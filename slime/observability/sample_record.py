@@ -191,6 +191,7 @@ def _write_parquet(table: pa.Table, file: IO[bytes]) -> None:
         compression_level=3,
         use_dictionary=[one.name for one in table.schema if f"{one.name}.list.element" not in floats],
         column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+        write_page_checksum=True,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from slime.flags.observability import RecordConfig
 from slime.observability import run_record, sample_record
+from slime.observability.run_reader import read_samples
 from slime.observability.timer import timer
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -120,6 +121,22 @@ def test_a_recorded_sample_comes_back_as_training_reads_it(args, tmp_path):
             assert getattr(new, name) == getattr(old, name), name
     with pytest.raises(DataError, match=r"sample 2 lacks metadata\['teacher_top'\], multimodal_train_inputs; record"):
         sample_record.sample_of(last)
+
+
+def test_no_flipped_byte_in_the_pages_of_recorded_samples_is_read_as_another_sample(args, tmp_path, caplog):
+    run_record.start_recording(args, "rollout manager", primary=True)
+    sample_record.record_rollout(ALL, 0, [sample(index) for index in range(8)], None)
+    run_record.stop_recording()
+    path = tmp_path / "samples/rollout_000000.parquet"
+    whole, expected = path.read_bytes(), read_samples(path)
+    assert expected.num_rows == 8
+    num_refused, footer = 0, len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for position in range(0, footer, 3):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+        table = read_samples(path)
+        num_refused += table is None
+        assert table is None or table.equals(expected), f"byte {position} of {footer}"
+    assert num_refused and f"{path} is left out, because it cannot be read: " in caplog.text
 
 
 def test_generation_is_when_requests_run_and_not_between_those_of_a_cut_answer(args, tmp_path):

@@ -119,7 +119,8 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left(monkeypatch, ca
         release = asyncio.Event()
         tasks = [asyncio.create_task(deaf(release)), asyncio.create_task(asyncio.sleep(60))]
         await asyncio.sleep(0)
-        await cancel_all(tasks)
+        async with asyncio.timeout(15):
+            await cancel_all(tasks)
         assert not tasks[0].done() and tasks[1].cancelled()
         release.set()
         await tasks[0]
