@@ -147,8 +147,8 @@ def make_groups_reloadable(backend: str = "nccl") -> int:
 def release_communicators() -> None:
     """Free the device memory of all reloadable groups' communicators; does nothing without such groups.
 
-    Every rank must call it, with no operation in flight on any of the groups.  A communicator takes 15 to 500 ms to end,
-    most of it waiting: all of them end at the same time, on threads.
+    Every rank must call it, with no operation in flight on any of the groups.  A communicator takes 15 to 500 ms to
+    end, most of it waiting: all of them end at the same time, on threads.
     """
     groups = sorted(ReloadableProcessGroup.alive, key=lambda group: c10d._world.pg_names.get(group, ""))
     if not groups:
