@@ -19,11 +19,11 @@ import functools
 from argparse import Namespace
 from typing import Any
 
-from examples.agent_session import play
 from examples.coding_agent_rl.tiny_agent import TinyAgentHarness
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.harness import ClaudeCodeHarness, CodexHarness
 from slime.agent.sandbox import E2BSandbox, LocalSandbox, Sandbox, check_local_sandbox
+from slime.rollout.agent_session import play
 from slime.utils.types import Sample
 
 AGENTS = {

@@ -55,7 +55,9 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         type=file_path,
         metavar="FILE",
         help="Prompts: .jsonl (one JSON object a line) or .parquet; FILE@[a:b] takes rows a to b-1. "
-        "gym:TASK?size=N&seed=N: questions of reasoning-gym, with their scorer. FILE.yaml: a mixture of several.",
+        "gym:TASK?size=N&seed=N: questions of reasoning-gym, with their scorer. "
+        "verifiers:NAME?argument=value: an environment of verifiers, which plays and scores. "
+        "FILE.yaml: a mixture of several.",
     )
     group.add_argument(
         "--disable-rollout-global-dataset",

@@ -28,6 +28,10 @@ OWN_ROLLOUTS = (
 
 MULTI_TURN = "slime.rollout.multi_turn.generate"
 """Generate function of ``--rollout-tools`` and ``--rollout-environment``."""
+VERIFIERS = "slime.rollout.verifiers_env.generate"
+"""Generate function of ``--prompt-data verifiers:NAME``."""
+VERIFIERS_PREFIXES = ("verifiers:", "verifiers-eval:")
+"""Of an environment's rows for training, and of those held out."""
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +181,8 @@ def _add_turns(parser: argparse.ArgumentParser) -> None:
 
 def derive_turns(args: Namespace) -> None:
     """Have tools and environments played by the stock function, where no other is named."""
+    if str(args.prompt_data).startswith(VERIFIERS_PREFIXES) and args.custom_generate_function_path is None:
+        args.custom_generate_function_path = VERIFIERS
     if (args.rollout_tools or args.rollout_environment) and args.custom_generate_function_path is None:
         args.custom_generate_function_path = MULTI_TURN
 

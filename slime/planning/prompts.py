@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.flags.rollout import VERIFIERS_PREFIXES
 from slime.flags.security import trusts_remote_code
 from slime.planning.traffic import reference_lengths
 from slime.rollout import gym
@@ -39,7 +40,7 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
         return ()
     source = sources_of(args.prompt_data)[0]  # of several, the first stands for all
     name, rows = split_path(source["path"])
-    is_here = name.startswith(gym.PREFIX) or Path(name).is_file()
+    is_here = name.startswith((gym.PREFIX, *VERIFIERS_PREFIXES)) or Path(name).is_file()
     if not is_here or not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
         return ()
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=trusts_remote_code(args))

@@ -22,10 +22,16 @@ MAKE_LIMIT_S = 600.0
 """For so many questions."""
 
 
+def parse_query(path: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the values of ``PREFIX:NAME?key=value&...``; values are JSON, or else text."""
+    name, _, query = path.partition(":")[2].partition("?")
+    return name, {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+
+
 def parse_task(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the config of ``gym:TASK?key=value&...``; values are JSON, or else text."""
-    name, _, query = path.removeprefix(PREFIX).partition("?")
-    return name, DEFAULTS | {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+    """Return the name and the config of ``gym:TASK?key=value&...``."""
+    name, config = parse_query(path)
+    return name, DEFAULTS | config
 
 
 def _value(text: str) -> Any:

@@ -203,12 +203,12 @@ async def generate(
     finally:
         await player.close()
     if failure is not None or sample.status is not Sample.Status.ABORTED:
-        await _reward(args, sample, player.total_reward, failure)
+        await set_reward(args, sample, player.total_reward, failure)
     return sample
 
 
-async def _reward(args: Namespace, sample: Sample, reward: float, failure: EnvironmentFailure | None) -> None:
-    """Set what the environment gave; failures are logged and counted as those of graders are."""
+async def set_reward(args: Namespace, sample: Sample, reward: float, failure: EnvironmentFailure | None) -> None:
+    """Set what an environment gave, unless a grader is named; failures are logged and counted as graders' are."""
     config = reward_config(args)
     has_grader = sample.custom_rm_path or config.custom_rm_path or sample.metadata.get("rm_type") or config.rm_type
     sample.metadata["environment_reward"] = reward

@@ -87,7 +87,8 @@ def check_prompt_file(
         first = first or list(row)
         num_rows += 1
     if num_rows == 0:
-        content = "the file is empty" if file.stat().st_size == 0 else f"rows {rows.start or 0}:{rows.stop or ''}"
+        is_empty = file.is_file() and file.stat().st_size == 0
+        content = "the file is empty" if is_empty else f"rows {rows.start or 0}:{rows.stop or ''}"
         raise DataError(f"{path} selects no row ({content}); {flag} needs at least one.")
     if unseen:
         key, name = next(iter(unseen.items()))

@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from slime.rollout import gym
+from slime.flags.rollout import VERIFIERS_PREFIXES
+from slime.rollout import gym, verifiers_data
 from slime.utils.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -69,7 +70,7 @@ def read_rows(
     """Yield ``(where, row)`` for each selected row; ``where`` is ``"<file> line <n>"``, counted from 1, for errors.
 
     Args:
-        path: .jsonl or .parquet, or ``gym:TASK?key=value``, maybe with ``@[a:b]``.
+        path: .jsonl or .parquet, ``gym:TASK?key=value`` or ``verifiers:NAME?key=value``, maybe with ``@[a:b]``.
         flag: where the path comes from, for errors.
         columns: those of a parquet file to read, as far as it has them; all by default.
 
@@ -78,6 +79,9 @@ def read_rows(
     """
     if path.startswith(gym.PREFIX):
         yield from gym.read_task(*split_path(path), flag)
+        return
+    if path.startswith(VERIFIERS_PREFIXES):
+        yield from verifiers_data.read_environment(*split_path(path), flag)
         return
     file, rows = checked_file(path, flag)
     if file.suffix == ".parquet":
@@ -106,7 +110,7 @@ def checked_file(path: str, flag: str) -> tuple[Path, slice]:
     """
     name, rows = split_path(path)
     file = Path(name)
-    if path.startswith(gym.PREFIX):
+    if path.startswith((gym.PREFIX, *VERIFIERS_PREFIXES)):
         return file, rows
     if file.suffix not in SUFFIXES:
         remedy = " Decompress it first." if file.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip") else ""

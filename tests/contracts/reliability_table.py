@@ -992,6 +992,25 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=OTHERS,
+        waits="Sample for its environment of verifiers: to load, between two turns, for its reward",
+        code=(
+            "slime.rollout.verifiers_data.load",
+            "slime.rollout.verifiers_env._rollout",
+            "slime.rollout.verifiers_env.generate",
+        ),
+        bounds=("slime.rollout.verifiers_data.LOAD_LIMIT_S", "--turn-timeout-s", "--rm-timeout-s"),
+        deadline="one for each",
+        raises="ConfigError",
+        log="the environment's name and what it raised, as a grader's failure",
+        outcome="one that does not load ends the run; otherwise its sample is FAILED, and --rm-max-failures in a row "
+        "end the run",
+        tests=(
+            "tests/unit/examples/test_verifiers_env.py::test_an_environment_that_does_not_load_in_time_is_refused",
+            "tests/unit/examples/test_verifiers_env.py::test_an_environment_that_breaks_costs_its_sample_and_no_other",
+        ),
+    ),
+    Edge(
+        area=OTHERS,
         waits="Adapter for turns in flight when a session closes",
         code=("slime.agent.adapters.sessions.SessionBook.shut",),
         bounds=("slime.agent.adapters.sessions.CANCEL_WAIT_S",),

@@ -8,8 +8,8 @@ from argparse import Namespace
 
 import pytest
 
-from examples import agent_session
 from examples.agent_calculator import generate as example
+from slime.rollout import agent_session
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 from slime.utils.types import Sample
 from tests.unit.agent.talking_engine import TalkingEngine, make_tokenizer

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from examples import agent_session
 from examples.coding_agent_rl import generate as coding
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
 from examples.tiny_tools import agents
+from slime.rollout import agent_session
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.types import Sample
 

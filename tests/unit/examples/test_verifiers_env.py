@@ -1,0 +1,413 @@
+"""Rollouts of environments of verifiers: of a stand-in, and with the extra of the package itself."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+import time
+from argparse import Namespace
+
+import pytest
+
+from examples import tiny_products
+from examples.tiny_arithmetic.tokenizer import build_tokenizer
+from examples.tiny_tools.agents import call
+from slime.flags.rollout import VERIFIERS, derive_turns
+from slime.rollout import agent_session, verifiers_data
+from slime.rollout.prompt_dataset import Dataset, check_prompt_file
+from slime.rollout.prompt_files import read_rows
+from slime.rollout.rm_hub.policy import FAILURES
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
+from slime.rollout.verifiers_env import check, generate
+from slime.utils.errors import ConfigError, DataError, GraderError
+from slime.utils.types import Sample
+from tests.scripted_engine.script import Fault
+from tests.unit.agent.talking_engine import make_tokenizer
+
+PARAMS = {"temperature": 1.0, "max_new_tokens": 200}
+
+STAND_IN = '''
+import asyncio, json, time
+
+
+class Failed(Exception):
+    pass
+
+
+class Rubric:
+    def __init__(self, grouped):
+        self.grouped = grouped
+
+    def _get_group_reward_funcs(self):
+        return [self.best_of] if self.grouped else []
+
+    async def best_of(self, completions):
+        return [1.0 for _ in completions]
+
+    async def score_rollout(self, state):
+        if state["fault"] == "score":
+            await asyncio.sleep(9)
+        state["reward"] = float(state["said"][-1:] == [state["input"]["answer"]])
+        state["metrics"] = {"turns": len(state["said"])}
+
+
+class Products:
+    """``a * b``: the policy may call a tool, in at most as many turns as it is asked."""
+
+    def __init__(self, size=4, fault=None, grouped=False, message_type="chat", **unknown):
+        if unknown:
+            raise TypeError(f"unexpected argument {list(unknown)[0]!r}")
+        self.message_type, self.rubric, self.fault, self.size = message_type, Rubric(grouped), fault, size
+
+    def get_dataset(self):
+        return [self.row(number) for number in range(self.size)]
+
+    def get_eval_dataset(self):
+        return [self.row(100 + number) for number in range(2)]
+
+    def row(self, number):
+        prompt = [{"role": "user", "content": f"{number + 12}*13", "tool_calls": None}]
+        return {"prompt": prompt, "answer": str((number + 12) * 13), "example_id": number, "task": "products"}
+
+    async def rollout(self, input, client, model, sampling_args=None):
+        state = {"input": input, "said": [], "error": None, "is_truncated": False, "fault": self.fault}
+        if self.fault == "silent":
+            return state
+        messages = [{"role": "user", "content": input["prompt"][0]["content"]}]
+        tool = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object"}}}
+        while True:
+            try:
+                answer = await client.chat.completions.create(model=model, messages=messages, tools=[tool])
+            except Exception as error:
+                state["error"] = Failed("the model")
+                state["error"].__cause__ = error
+                return state
+            said = answer.choices[0].message
+            state["said"].append(said.content)
+            if not said.tool_calls:
+                return state
+            if self.fault == "raise":
+                raise RuntimeError("no chair")
+            if self.fault == "exit":
+                raise SystemExit(3)
+            if self.fault == "hang":
+                await asyncio.sleep(9)
+            if self.fault == "block":
+                time.sleep(0.5)
+            values = json.loads(said.tool_calls[0].function.arguments)
+            messages.append(said.model_dump(exclude_none=True))
+            product = str(values["a"] * values["b"])
+            messages.append({"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": product})
+
+
+def load_environment(name, **arguments):
+    if name != "products":
+        raise ValueError(f"Could not import '{name}' environment.")
+    return Products(**arguments)
+'''
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    agent_session.stop_servers()
+    verifiers_data._LOADED.clear()
+    FAILURES.succeeded()
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """``import verifiers`` gives the stand-in."""
+    (tmp_path / "verifiers.py").write_text(STAND_IN)
+    monkeypatch.delitem(sys.modules, "verifiers", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("verifiers", None)
+
+
+def rows_of(path):
+    return [row for _, row in read_rows(path)]
+
+
+def samples_of(path):
+    return [Sample(index=n, prompt=row["input"], metadata=row["metadata"]) for n, row in enumerate(rows_of(path))]
+
+
+def caller(prompt):
+    """Calls the tool, then repeats what it said."""
+    turns = prompt.split("<|im_start|>")[1:-1]
+    role, _, said = turns[-1].partition("<|im_end|>")[0].partition("\n")
+    if role == "tool" or said.startswith("<tool_response>"):
+        return said.removeprefix("<tool_response>").removesuffix("</tool_response>")
+    a, _, b = said.partition("*")
+    return call("multiply", a=int(a), b=int(b))
+
+
+def talk_in_bytes(talk, **attributes):
+    """The policy draws one byte at a time: an encoder would merge some, so text that is tokenised again differs."""
+    args, engine = talk(caller, custom_generate_function_path=VERIFIERS, **attributes)
+    make_tokenizer().save_pretrained(args.hf_checkpoint)
+    engine.script.tokenizer = make_tokenizer()
+    return args, engine
+
+
+def played(args, sample, params=PARAMS):
+    return asyncio.run(generate(args, sample, params))
+
+
+def trained_text(sample, tokenizer=None):
+    """Text of the trained tokens, and of the others behind the prompt."""
+    response = sample.tokens[-sample.response_length :]
+    parts = [[t for t, on in zip(response, sample.loss_mask, strict=True) if on == kind] for kind in (1, 0)]
+    return tuple((tokenizer or build_tokenizer()).decode(part) for part in parts)
+
+
+def check_two_turns(engine, sample, *, product):
+    """The sample is what the engine was asked and drew (call, result, answer), and drawn tokens alone are trained."""
+    tokenizer = engine.script.tokenizer
+    first, second = [payload["input_ids"] for payload in engine.payloads]
+    drawn = [engine.script.replies[tuple(ids)] for ids in (first, second)]
+    assert sample.tokens == second + drawn[1] and second[: len(first) + len(drawn[0])] == first + drawn[0]
+    between = len(second) - len(first) - len(drawn[0])
+    assert between > 0
+    assert sample.loss_mask == [1] * len(drawn[0]) + [0] * between + [1] * len(drawn[1])
+    log_probs = [engine.script.log_probs_of(ids, 0) for ids in drawn]
+    assert sample.rollout_log_probs == log_probs[0] + [0.0] * between + log_probs[1]
+    said, observed = trained_text(sample, tokenizer)
+    assert said.endswith(f"<|im_end|>{product}<|im_end|>") and product in observed
+    assert all(ids != tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) for ids in drawn[:1])
+    assert "multiply" in tokenizer.decode(first)  # the template shows the tool
+    assert sample.status is Sample.Status.COMPLETED and sample.metadata["round_number"] == 2
+
+
+# Rows
+
+
+def test_rows_name_their_environment_and_number(stand_in):
+    rows = rows_of("verifiers:products?size=5")
+    assert len(rows) == 5 and rows_of("verifiers:products?size=5@[3:]") == rows[3:]
+    assert rows[1] == {
+        "input": [{"role": "user", "content": "13*13"}],
+        "label": "169",
+        "metadata": {
+            "source_name": "products",
+            "verifiers": {"environment": "verifiers:products?size=5", "index": 1},
+        },
+    }
+    assert [row["label"] for row in rows_of("verifiers-eval:products")] == ["1456", "1469"]
+
+
+def test_the_ordinary_data_set_shuffles_them_by_its_seed(stand_in):
+    path = "verifiers:products?size=50"
+    assert check_prompt_file(path, "input", label_key="label") == 50
+    read = [Dataset(path, None, None, None, prompt_key="input", label_key="label") for _ in range(2)]
+    for dataset in read:
+        dataset.shuffle(1)
+    assert [one.metadata for one in read[0].samples] == [one.metadata for one in read[1].samples]
+    assert read[0].fingerprint == read[1].fingerprint and read[0].samples != read[0].origin_samples
+    other = Dataset("verifiers:products?size=49", None, None, None, prompt_key="input", label_key="label")
+    assert other.fingerprint != read[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("verifiers:sums", "Could not import 'sums' environment"),
+        ("verifiers:products?colour=1", "unexpected argument 'colour'"),
+        ("verifiers:products?grouped=true", "its rubric has best_of, a reward of whole groups"),
+        ("verifiers:products?message_type=completion", "its message_type is 'completion'; only chat"),
+    ],
+)
+def test_environments_that_cannot_be_used_are_refused_by_name(stand_in, path, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        rows_of(path)
+    assert path in str(caught.value)
+
+
+def test_an_environment_that_does_not_load_in_time_is_refused(stand_in, monkeypatch):
+    import verifiers
+
+    monkeypatch.setattr(verifiers, "load_environment", lambda name: time.sleep(0.5))
+    monkeypatch.setattr(verifiers_data, "LOAD_LIMIT_S", 0.05)
+    with pytest.raises(ConfigError, match="TimeoutError: nothing within"):
+        rows_of("verifiers:products")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'slime\[verifiers\]'"):
+        rows_of("verifiers:products")
+
+
+def test_the_flag_names_the_generate_function_unless_another_is_given():
+    flags = {"rollout_tools": None, "rollout_environment": None}
+    for path, given, wanted in [
+        ("verifiers:products", None, VERIFIERS),
+        ("verifiers:products", "a.b", "a.b"),
+        ("rows.jsonl", None, None),
+    ]:
+        args = Namespace(prompt_data=path, custom_generate_function_path=given, **flags)
+        derive_turns(args)
+        assert args.custom_generate_function_path == wanted
+    check(args)
+    with pytest.raises(ConfigError, match="brings its tools"):
+        check(Namespace(**flags | {"rollout_tools": ["a.b"]}))
+
+
+# Rollouts
+
+
+def test_a_rollout_of_two_turns_is_one_sample_with_the_tokens_that_were_drawn(stand_in, talk):
+    args, engine = talk_in_bytes(talk)
+    asked = samples_of("verifiers:products")[2]
+    (sample,) = asyncio.run(generate_and_rm(args, asked, PARAMS))
+    check_two_turns(engine, sample, product="182")
+    assert (sample.reward, sample.index, sample.metadata["metrics"]) == (1.0, 2, {"turns": 2})
+    assert sample.metadata["source_name"] == "products" and sample.metadata["environment_reward"] == 1.0
+
+
+def test_one_turn_that_is_wrong_has_the_reward_zero(stand_in, talk):
+    (sample,) = played(talk(lambda prompt: "7")[0], samples_of("verifiers:products")[0])
+    assert (sample.reward, sample.loss_mask, trained_text(sample)) == (0.0, [1, 1], ("7<|im_end|>", ""))
+
+
+def test_a_named_grader_finds_the_reward_in_the_metadata(stand_in, talk):
+    (sample,) = played(talk(caller, custom_rm_path="a.b")[0], samples_of("verifiers:products")[0])
+    assert sample.reward is None and sample.metadata["environment_reward"] == 1.0
+
+
+@pytest.mark.parametrize("limits", [{"rollout_max_turns": 2}, {"rollout_max_context_len": 200}])
+def test_a_limit_truncates_and_keeps_what_was_drawn(stand_in, talk, limits):
+    args, engine = talk(lambda prompt: call("multiply", a=2, b=3), **limits)
+    (sample,) = played(args, samples_of("verifiers:products")[0])
+    assert sample.status is Sample.Status.TRUNCATED and sample.reward == 0.0 and not sample.remove_sample
+    assert len(engine.payloads) == sample.metadata["round_number"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise", "RuntimeError: no chair"),
+        ("exit", "SystemExit: 3"),
+        ("hang", "no turn within 0.3 s"),
+        ("block", "no turn within 0.3 s"),
+        ("score", "no reward within 0.2 s"),
+        ("silent", "it ended before the policy had spoken"),
+    ],
+)
+def test_an_environment_that_breaks_costs_its_sample_and_no_other(stand_in, talk, fault, message):
+    args, _ = talk(caller, turn_timeout_s=0.3, rm_timeout_s=0.2)
+    broken, whole = samples_of(f"verifiers:products?fault={fault}")[0], samples_of("verifiers:products")[0]
+
+    async def both():
+        return await generate(args, broken, PARAMS), await generate(args, whole, PARAMS)
+
+    lost, (kept,) = asyncio.run(both())
+    assert lost.status is Sample.Status.FAILED and lost.remove_sample and lost.reward == 0.0
+    assert message in lost.metadata["reward_error"] and f"products?fault={fault}" in lost.metadata["reward_error"]
+    assert lost.loss_mask == [0] and len(lost.tokens) > 1
+    assert kept.status is Sample.Status.COMPLETED and kept.reward == 1.0
+
+
+def test_an_engine_that_fails_is_no_fault_of_the_answer(stand_in, talk):
+    args, _ = talk(caller, script={"faults": [Fault("status", status=400)]}, rm_max_failures=1)
+    with pytest.raises(GraderError, match="verifiers:products: Failed: the model .*Error code: 502"):
+        played(args, samples_of("verifiers:products")[0])
+
+
+def test_a_rollout_that_is_over_leaves_its_samples_for_the_next(stand_in, talk):
+    args, _ = talk(caller)
+    sample = samples_of("verifiers:products?fault=raise")[0]
+    GenerateState(args).aborted = True
+    before = json.dumps(sample.metadata)
+    after = played(args, sample)
+    assert after is sample and sample.status is Sample.Status.ABORTED and not sample.tokens
+    assert json.dumps(sample.metadata) == before and sample.reward is None
+
+
+def test_other_rows_are_refused(talk):
+    with pytest.raises(DataError, match="no row of a --prompt-data verifiers:NAME"):
+        played(talk(caller)[0], Sample(index=1, prompt="?"))
+
+
+# The package itself
+
+ENVIRONMENTS = '''
+import verifiers as vf
+from datasets import Dataset
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a * b
+
+
+def correct(completion, answer, **kwargs) -> float:
+    return float(completion[-1]["content"] == answer)
+
+
+def load_environment(kind="tools"):
+    rows = Dataset.from_list([{"question": f"{n}*13", "answer": str(n * 13)} for n in range(12, 16)])
+    common = {"dataset": rows, "rubric": vf.Rubric(funcs=[correct])}
+    if kind == "single":
+        return vf.SingleTurnEnv(**common, system_prompt="Multiply.")
+    return vf.ToolEnv(**common, tools=[multiply], max_turns=3)
+'''
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An environment of the real package."""
+    pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
+    (tmp_path / "env_for_tests.py").write_text(ENVIRONMENTS)
+    monkeypatch.delitem(sys.modules, "env_for_tests", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_the_packages_single_turn(package, talk):
+    args, engine = talk(lambda prompt: "169")
+    samples = samples_of("verifiers:env-for-tests?kind=single")
+    (sample,) = played(args, samples[1])
+    assert samples[1].prompt == [{"role": "system", "content": "Multiply."}, {"role": "user", "content": "13*13"}]
+    assert (sample.reward, trained_text(sample)) == (1.0, ("169<|im_end|>", ""))
+    assert "Multiply." in build_tokenizer().decode(engine.payloads[0]["input_ids"])
+    (wrong,) = played(args, samples[0])
+    assert (wrong.reward, wrong.status) == (0.0, Sample.Status.COMPLETED)
+
+
+def test_the_packages_tools_over_two_turns(package, talk):
+    args, engine = talk_in_bytes(talk)
+    (sample,) = asyncio.run(generate_and_rm(args, samples_of("verifiers:env-for-tests")[2], PARAMS))
+    check_two_turns(engine, sample, product="182")
+    assert sample.reward == 1.0 and sample.metadata["metrics"]["multiply_calls"] == 1
+
+
+def test_the_packages_errors(package, talk):
+    fault = Fault("status", requests=[1], status=400)
+    args, _ = talk(lambda prompt: "", script={"faults": [fault]}, rm_max_failures=1)
+    (empty,) = played(args, samples_of("verifiers:env-for-tests")[0])
+    assert (empty.reward, empty.response_length) == (0.0, 1) and not empty.remove_sample
+    with pytest.raises(GraderError, match="verifiers:env-for-tests: ModelError.*Error code: 502"):
+        played(args, samples_of("verifiers:env-for-tests")[0])
+
+
+def test_the_environment_of_the_example(package, talk):
+    caller_of_boxes = lambda prompt: said if (said := caller(prompt))[0] == "<" else f"\\boxed{{{said}}}"  # noqa: E731
+    (sample,) = played(talk(caller_of_boxes)[0], samples_of("verifiers:examples.tiny_products?size=3@[1:2]")[0])
+    assert sample.reward == asyncio.run(tiny_products.reward(Namespace(), sample)) == 1.0
+    assert len(rows_of("verifiers-eval:examples.tiny_products?size=3")) == tiny_products.HELD_OUT
+
+
+def test_the_package_leaves_the_signals_of_the_job_alone(package):
+    import signal
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert len(rows_of("verifiers:env-for-tests")) == 4
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
