@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -186,13 +188,19 @@ def convert_there_and_back(source: Path, work: Path, *sizes: int) -> dict[str, t
     return measured
 
 
-def main() -> None:
-    """Generate, copy, convert, convert back, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of the folder and of the large model."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=32)
-    options = parser.parse_args()
+    return parser
+
+
+def measure(
+    options: argparse.Namespace, convert: Callable[..., dict[str, Any]]
+) -> tuple[int, float, dict[str, dict[str, Any]]]:
+    """Return bytes of the large model, seconds of its copy, and what ``convert(source, work, *sizes)`` measured."""
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
     measured = {}
@@ -204,7 +212,13 @@ def main() -> None:
             size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
             copy_s = copy_files(source, work / "copy")
             shutil.rmtree(work / "copy")
-            measured[name] = convert_there_and_back(source, work, *sizes)
+            measured[name] = convert(source, work, *sizes)
+    return size, copy_s, measured
+
+
+def main() -> None:
+    """Generate, copy, convert, convert back, compare, print."""
+    size, copy_s, measured = measure(make_parser(__doc__).parse_args(), convert_there_and_back)
     print(f"{size / GIB:.2f} GiB in shards of {SHARD_BYTES // MIB} MiB; memory above that of a tiny model")
     print("| what | s | GB/s | of the copy's | peak memory, MiB | of the model |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")

@@ -9,10 +9,7 @@ kernel's accounting, less what the same program takes for a tiny model.
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.convert_checkpoint import GIB, MIB, copy_files, logged_seconds, run_measured, write_model
+from benchmarks.convert_checkpoint import GIB, MIB, logged_seconds, make_parser, measure, run_measured
 
 NAIVE = """
 import os, sys, time
@@ -85,24 +82,10 @@ def convert_all(source: Path, work: Path, workers: int) -> dict[str, tuple[float
 
 def main() -> None:
     """Generate, copy, convert, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--experts", type=int, default=32)
+    parser = make_parser(__doc__)
     parser.add_argument("--max-workers", type=int, default=2)
     options = parser.parse_args()
-    if options.folder is not None:
-        options.folder.mkdir(parents=True, exist_ok=True)
-    measured = {}
-    for name, sizes in {"tiny": (1, 4, 97), "large": (options.layers, options.experts, 32001)}.items():
-        with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
-            work = Path(temporary)
-            source = work / "hf"
-            write_model(source, *sizes)
-            size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-            copy_s = copy_files(source, work / "copy")
-            shutil.rmtree(work / "copy")
-            measured[name] = convert_all(source, work, options.max_workers)
+    size, copy_s, measured = measure(options, lambda source, work, *_: convert_all(source, work, options.max_workers))
     print(f"{size / GIB:.2f} GiB; GB/s of the bf16 model; memory above that of a tiny model")
     print("| what | s | GB/s | of the copy's | CPU s above a tiny model's | peak memory, MiB | of the model |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")

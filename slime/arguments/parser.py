@@ -197,7 +197,7 @@ def note_repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 def _values_by_flag(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, list[tuple[str, ...]]]:
     """Return flag -> the values of each time that it is given; without flags whose values add up."""
     found: dict[str, list[tuple[str, ...]]] = {}
-    for flag, values in _groups(argv):
+    for flag, values in flags_with_values(argv):
         action = parser._option_string_actions.get(flag)
         if action is not None and not isinstance(action, argparse._AppendAction):
             # --x and --no-x are two values of one flag.
@@ -206,7 +206,7 @@ def _values_by_flag(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dic
     return found
 
 
-def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag with the words up to the next one."""
     flag: str | None = None
     values: list[str] = []

@@ -91,13 +91,13 @@ def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
     """
     shared_values = _new_run_values(args) if primary else {}
     _Process.values_of_the_run = shared_values
-    _close()
+    finish_tracking()
     shared = Namespace(**{**vars(args), **shared_values})
     _Process.trackers = make_trackers(shared, primary=primary)
     path = metrics_path(shared)
     if primary and path is not None:
         append_record(path, {START_KEY: shared.wandb_run_id})  # so that a reader can tell a resume from a first start
-    atexit.register(_close)
+    atexit.register(finish_tracking)
     return shared_values
 
 
@@ -133,10 +133,6 @@ def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
 
 def finish_tracking(args: Namespace | None = None) -> None:
     """Flush and close the sinks of this process; safe to call twice, and when nothing was opened."""
-    _close()
-
-
-def _close() -> None:
     trackers, _Process.trackers = _Process.trackers, None
     for tracker in trackers or ():
         tracker.finish()

@@ -6,7 +6,7 @@
     samples/         the samples of each rollout and evaluation (``sample_record``)
 
 The driver begins the record; a process joins it when ``config.json`` is there.  Spans and samples are written by one
-thread of each process, and what it cannot keep up with is left out and counted: a record never delays a step.
+thread of each process, which leaves out what it cannot keep up with, and warns: a record never delays a step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class _RecordWriter:
 
     def __init__(self, folder: Path, process: str) -> None:
         self.folder, self.process = folder, process
-        self.num_left_out = 0
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_LENGTH)
         self._spans: list[dict[str, Any]] = []
         self._guard = threading.Lock()
@@ -70,7 +69,6 @@ class _RecordWriter:
         try:
             self._queue.put_nowait(work)
         except queue.Full:
-            self.num_left_out += 1
             logger.warning("The record of %s leaves out data: its disk is too slow.", self.process)
 
     def add_span(self, name: str, start: float, end: float, attrs: Mapping[str, Any]) -> None:

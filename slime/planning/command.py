@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import parse_flags, slime_validate_args
-from slime.arguments.parser import is_flag
+from slime.arguments.parser import flags_with_values
 from slime.backends.megatron_utils.models import published_config
 from slime.planning.make_plan import make_plan
 from slime.planning.plan import Plan, PlanOptions, find_card
@@ -171,19 +171,8 @@ def as_document(plan: Plan | None) -> dict[str, Any] | None:
 
 def plan_of_train(words: Sequence[str]) -> int:
     """Plan ``train.py ... --plan`` for H100s; tools/plan.py has options for other cards."""
-    as_json = any(word == "--plan=json" for word in words) or "json" in _values_of("--plan", words)
+    as_json = any(flag == "--plan" and "json" in values for flag, values in flags_with_values(words))
     options = PlanOptions(card=find_card("H100"), environment=env.copy())
     code = run_plan(words, options, as_json=as_json)
     sys.stdout.flush()
     return code
-
-
-def _values_of(flag: str, words: Sequence[str]) -> list[str]:
-    """Return the words behind ``flag`` up to the next flag."""
-    found: list[str] = []
-    for position, word in enumerate(words):
-        if word == flag:
-            rest = words[position + 1 :]
-            end = next((index for index, value in enumerate(rest) if is_flag(value)), len(rest))
-            found += rest[:end]
-    return found

@@ -25,7 +25,7 @@ from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.layers.value_head import is_of_value_head
 from slime.backends.megatron_utils.models import WeightMap, find_weight_map
 from slime.backends.megatron_utils.models.rule import from_hf
-from slime.backends.megatron_utils.models.weight_layouts import pad_vocabulary, tensor_parallel_slice
+from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_type
@@ -33,7 +33,6 @@ from slime.weights.named_tensors import check_finite, dtype_name
 
 logger = logging.getLogger(__name__)
 
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -89,7 +88,7 @@ def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMa
     """
     full = _read_whole(name, tensors, weight_map, shape)
     _check_copies(tensors, weight_map.copies_of(name, shape), full)
-    if name in _VOCABULARY:
+    if name in VOCABULARY:
         full = pad_vocabulary(full, shape)
     part = local_part(shard, full)
     if part.shape != shard.tensor.shape:

@@ -17,10 +17,8 @@ from slime.backends.megatron_utils.hf_to_megatron.tensors import tensor_names
 from slime.backends.megatron_utils.megatron_to_hf.quantization import quantize_params
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.models.rule import to_hf
-from slime.backends.megatron_utils.models.weight_layouts import unpad_vocabulary
+from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, unpad_vocabulary
 from slime.train_data.model_dims import ModelDims
-
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def convert_to_hf(
@@ -59,7 +57,7 @@ def convert_to_hf(
     shape = dims or model_dims(args)
     while name.startswith("module."):
         name = name.removeprefix("module.")
-    if name in _VOCABULARY:
+    if name in VOCABULARY:
         param = unpad_vocabulary(param, shape)
     copies = weight_map.copies_of(name, shape)
     if copies and args.hf_checkpoint:

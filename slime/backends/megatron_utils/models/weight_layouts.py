@@ -69,6 +69,10 @@ def turning_part_first(tensor: Tensor, shape: ModelDims) -> Tensor:
     return torch.cat([heads[:, split:], heads[:, :split]], dim=1).flatten(0, 1)
 
 
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Parameters with a row for each token."""
+
+
 def pad_vocabulary(tensor: Tensor, shape: ModelDims) -> Tensor:
     """Pad [vocab, h] to [padded vocab, h], with zeros below.
 

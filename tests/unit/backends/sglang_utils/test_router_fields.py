@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from argparse import ArgumentParser, Namespace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 import requests
@@ -16,6 +15,7 @@ from slime.backends.sglang_utils.router_process import register_worker, start_ro
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.rollout.direct_workers import ROUTER_KEEPS_FIELDS, ROUTER_KEEPS_SAMPLING_PARAMS
 from slime.utils.net import get_free_port
+from tests.unit.backends.sglang_utils.fake_worker import FakeEngine
 
 pytestmark = [pytest.mark.slow]
 
@@ -23,34 +23,10 @@ VALUES = [1, 0.5, True, "a", ["a"], [1], {"a": 1}, {"1": 1.0}]
 """The router checks types; a field is kept when any of these passes."""
 
 
-class Recorder(BaseHTTPRequestHandler):
-    """Keeps what it is sent."""
-
-    bodies: list[dict] = []
-
-    def do_GET(self):  # noqa: N802
-        self._answer({"model_path": "/tiny", "tp_size": 1, "dp_size": 1, "served_model_name": "tiny"})
-
-    def do_POST(self):  # noqa: N802
-        self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self._answer({"text": "x", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": {"type": "stop"}}})
-
-    def _answer(self, value):
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture(scope="module")
 def is_kept():
     """Whether a field of the request (or of its sampling parameters) reaches a worker."""
-    worker = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
+    worker = ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine)
     threading.Thread(target=worker.serve_forever, daemon=True).start()
     args = Namespace(sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn")
     router = start_router(args, host="127.0.0.1", port=get_free_port(26900), prometheus_port=get_free_port(27900))
@@ -62,10 +38,10 @@ def is_kept():
         for value in VALUES:
             body: dict = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
             (body["sampling_params"] if nested else body)[name] = value
-            Recorder.bodies.clear()
+            FakeEngine.bodies.clear()
             response = session.post(f"{router.url}/generate", json=body, timeout=20)
-            if response.ok and Recorder.bodies:
-                received = Recorder.bodies[-1]["sampling_params"] if nested else Recorder.bodies[-1]
+            if response.ok and FakeEngine.bodies:
+                received = FakeEngine.bodies[-1]["sampling_params"] if nested else FakeEngine.bodies[-1]
                 if name in received and received[name] == value:
                     return True
         return False

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from argparse import Namespace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import psutil
 import pytest
@@ -22,35 +21,9 @@ from slime.backends.sglang_utils.router_process import (
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
 from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
+from tests.unit.backends.sglang_utils.fake_worker import FakeEngine
 
 ARGS = Namespace(sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn")
-
-
-class FakeEngine(BaseHTTPRequestHandler):
-    """Answers what the router asks of a worker, and keeps the bodies of /generate."""
-
-    bodies: list[dict] = []
-    headers_seen: list[dict] = []
-
-    def do_GET(self):  # noqa: N802
-        self._answer({"model_path": "/tiny", "tp_size": 1, "dp_size": 1, "served_model_name": "tiny"})
-
-    def do_POST(self):  # noqa: N802
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.bodies.append(body)
-        self.headers_seen.append(dict(self.headers))
-        self._answer({"text": "x", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": {"type": "stop"}}})
-
-    def _answer(self, value):
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *args):
-        pass
 
 
 @pytest.fixture(scope="module")
