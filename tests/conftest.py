@@ -17,6 +17,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from slime.utils.processing_utils import import_torchvision
+
 MARK = "SLIME_TEST_PROCESS"
 """Environment variable whose value names the test process: one for each worker of pytest-xdist."""
 CLOCK_TOLERANCE_S = 0.1
@@ -24,6 +26,7 @@ CLOCK_TOLERANCE_S = 0.1
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    import_torchvision()  # transformers looks for it once, and tests with images share processes with others
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["SLIME_CACHE_DIR"] = f"{tempfile.gettempdir()}/slime-cache-{os.environ[MARK]}"  # of these tests alone
 

@@ -24,7 +24,9 @@ from slime.utils.processing_utils import (
     build_processor_kwargs,
     compact_pixels,
     encode_image_for_rollout_engine,
+    join_images,
     media_of,
+    process_vision_info,
 )
 from slime.utils.sglang_meta import decode_generate_answer, read_output_tokens
 from slime.utils.types import Sample
@@ -79,6 +81,27 @@ def processed(text: str, sample: Sample, processor: Any) -> tuple[list[int], dic
             del _PROCESSED[next(iter(_PROCESSED))]
     _, prompt_ids, train_inputs = _PROCESSED[key]
     return prompt_ids, dict(train_inputs) or None
+
+
+def add_images(
+    sample: Sample, messages: list[dict[str, Any]], text: str, processor: Any
+) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
+    """Return the ids of messages with images, rendered as ``text``, and what the sample then has of images.
+
+    The latter are ``multimodal_inputs`` and ``multimodal_train_inputs``; the sample is left as it is.
+
+    Raises:
+        DataError: an image cannot be used, or the model has no processor.
+    """
+    if processor is None:
+        raise DataError(
+            f"Sample {sample.index} is answered with images; the model of --hf-checkpoint has no processor."
+        )
+    media = process_vision_info(messages, processor)
+    ids, new = processed(text, Sample(multimodal_inputs=media), processor)
+    shown = sample.multimodal_inputs or {}
+    images = [*(shown.get("images") or ()), *media["images"]]
+    return ids, {**shown, "images": images}, join_images(sample.multimodal_train_inputs, new)
 
 
 def _first_row(input_ids: Any) -> list[int]:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from slime.agent.parsing import parse_model_output
 from slime.flags.reward import reward_config
 from slime.observability.trace_utils import trace_span
+from slime.rollout.generate import add_images, processed
 from slime.rollout.prompt_template import as_messages, render
 from slime.rollout.rm_hub.policy import grade_by_policy
 from slime.rollout.sglang_rollout import GenerateState
@@ -31,6 +32,7 @@ from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.rollout.tools import Toolbox, TurnsConfig, call_in_time, toolbox, turns_config
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
+from slime.utils.processing_utils import image_sources
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ Messages = list[dict[str, Any]]
 Observe = Callable[[str], Awaitable[str | tuple[str, str] | Messages | None]]
 """Text of a turn -> the observation, (role, observation) or messages; None when the turn is the answer."""
 
-_OURS = ("turn_start", "round_number", "start_rollout_id", "environment_reward")
+_OURS = ("turn_start", "round_number", "prompt_images", "start_rollout_id", "environment_reward")
 """Metadata that a conversation leaves; what else there is came with the row."""
 _SAID = "(what the assistant says)"
 _PROBE = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}]
@@ -81,15 +83,17 @@ async def converse(
     counted in ``metadata["round_number"]``, which ``--log-multi-turn`` logs.
 
     Args:
-        observe: called once for each finished turn, without the end-of-turn token.
+        observe: called once for each finished turn, without the end-of-turn token.  Messages may hold images.
         role: of the observations in the model's chat template, where ``observe`` does not say.
         evaluation: whether ``--eval-max-context-len`` bounds it.
     """
-    tokenizer = GenerateState(args).tokenizer
-    if not sample.tokens:
-        sample.tokens = _prompt_tokens(tokenizer, sample, toolbox(args))
+    state = GenerateState(args)
+    tokenizer = state.tokenizer
     if not sample.response_length:
         sample.metadata |= {"turn_start": 0, "round_number": 0}  # it may have been drawn before, and given up
+        _forget_images(sample)
+    if not sample.tokens:
+        sample.tokens = _prompt_tokens(state, sample, toolbox(args))
     limit = _response_limit(args, sampling_params, len(sample.tokens) - sample.response_length, evaluation)
     while True:
         sample.status = Sample.Status.PENDING
@@ -106,23 +110,43 @@ async def converse(
         sample.non_generation_time += time.monotonic() - began
         if observation is None:
             return sample
-        text = observation_text(tokenizer, _as_messages(observation, role), end)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        messages = _as_messages(observation, role)
+        text = observation_text(tokenizer, messages, end)
+        images: list[dict[str, Any]] = []
+        if image_sources(messages):
+            tokens, *images = add_images(sample, messages, text, state.processor)
+        else:
+            tokens = tokenizer.encode(text, add_special_tokens=False)
         # What follows an observation needs room for a token at least; without it the observation is of no use either.
         is_full = limit is not None and sample.response_length + len(tokens) >= limit
         if sample.metadata["round_number"] >= max_turns or is_full:
             sample.status = Sample.Status.TRUNCATED
             return sample
         sample.append_response_tokens(args, tokens=tokens, text=text, trainable=False)
+        if images:
+            sample.metadata.setdefault("prompt_images", len((sample.multimodal_inputs or {}).get("images") or ()))
+            sample.multimodal_inputs, sample.multimodal_train_inputs = images
         sample.metadata["turn_start"] = len(sample.response)
 
 
-def _prompt_tokens(tokenizer: Any, sample: Sample, tools: Toolbox) -> list[int]:
-    text = sample.prompt
+def _forget_images(sample: Sample) -> None:
+    """Keep the images of the prompt alone, where a sample is begun again."""
+    count = sample.metadata.pop("prompt_images", None)
+    if count is not None and sample.multimodal_inputs:
+        images = sample.multimodal_inputs["images"][:count]
+        sample.multimodal_inputs = {**sample.multimodal_inputs, "images": images} if images else None
+        sample.tokens, sample.multimodal_train_inputs = [], None
+
+
+def _prompt_tokens(state: GenerateState, sample: Sample, tools: Toolbox) -> list[int]:
+    tokenizer, text = state.tokenizer, sample.prompt
     if not isinstance(text, str):
         offered = sample.metadata.get("tools") or tools.schemas or None
         where = f"Sample {sample.index}"
         text = render(tokenizer, as_messages(text, where), offered, where, **sample.apply_chat_template_kwargs)
+    if sample.multimodal_inputs and state.processor is not None:
+        ids, sample.multimodal_train_inputs = processed(text, sample, state.processor)
+        return list(ids)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -223,9 +247,9 @@ async def set_reward(args: Namespace, sample: Sample, reward: float, failure: En
     sample.reward = (await grade_by_policy(args, [sample], grade))[0]
     if failure is not None:
         if not sample.response_length:  # it never began; a sample has tokens of both kinds
-            tokenizer = GenerateState(args).tokenizer
-            sample.tokens = sample.tokens or _prompt_tokens(tokenizer, sample, toolbox(args))
-            sample.append_response_tokens(args, tokens=[tokenizer.eos_token_id], trainable=False)
+            state = GenerateState(args)
+            sample.tokens = sample.tokens or _prompt_tokens(state, sample, toolbox(args))
+            sample.append_response_tokens(args, tokens=[state.tokenizer.eos_token_id], trainable=False)
         sample.status, sample.remove_sample = Sample.Status.FAILED, True
 
 

@@ -203,6 +203,22 @@ def full_pixels(inputs: Mapping[str, Any], device: Any = None) -> Any:
     return pixels.float().sub_(shift).div_(scale)
 
 
+def join_images(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the processor's outputs for images that were processed apart, one behind the other."""
+    import torch
+
+    if not first or not second:
+        return dict(first or second or {})
+    if not ("pixel_range" in first and "pixel_range" in second):
+        first, second = (
+            {key: full_pixels(part) if key == "pixel_values" else value for key, value in part.items()}
+            for part in (first, second)
+        )
+    joined = {key: torch.cat([first[key], second[key]]) for key in second if key != "pixel_range"}
+    both = "pixel_range" in first and "pixel_range" in second
+    return {**joined, "pixel_range": second["pixel_range"]} if both else joined
+
+
 def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dict[str, Any]:
     """Return ``{"images": [...] | None, "videos": [...] | None}`` found in chat messages, in order.
 

@@ -18,6 +18,7 @@ from examples.eval_multi_task.make_data import make_data
 from examples.tiny_arithmetic.make_task import make_task
 from examples.tiny_tools.make_task import make_agents
 from examples.tiny_tools.make_task import make_task as make_tools
+from examples.vision_shapes import make_task as vision_shapes
 from slime.arguments import parse_args, parse_flags
 from slime.arguments.cross_group import check_async_arguments
 from slime.rollout.eval_config import EvalDatasetConfig
@@ -37,6 +38,9 @@ def tiny(tmp_path):
     (tmp_path / "agents/sft").mkdir(parents=True)
     (tmp_path / "agents/sft/done").touch()
     make_agents(tmp_path / "agents", seed=7)
+    (tmp_path / "shapes/sft").mkdir(parents=True)
+    (tmp_path / "shapes/sft/done").touch()
+    vision_shapes.make_task(tmp_path / "shapes/task", 2026, {"eval": 2, "grpo": 64, "sft": 2})
     (tmp_path / "task/hf").mkdir(parents=True)
     (tmp_path / "task/hf/config.json").touch()
     data = tmp_path / "tools/sums.jsonl"
@@ -104,6 +108,7 @@ def test_what_a_tiny_script_submits_passes_every_check(script, loop, tiny, monke
         "grpo-seed1/hf/9",
     ):  # any model folder will do where a trained one belongs
         shutil.copytree(tiny / "task/hf", tiny / copy, dirs_exist_ok=True)
+    shutil.copytree(tiny / "shapes/task/hf", tiny / "shapes/sft", dirs_exist_ok=True)
     job, environment = submitted(script, tiny, **({"LOOP": loop} if loop else {}))
     monkeypatch.chdir(REPO)
     for folder in environment["PYTHONPATH"].split(":"):

@@ -1,0 +1,1 @@
+"""Shapes in pictures, counted by colour: a task, and a vision-language model that learns it on two cores."""

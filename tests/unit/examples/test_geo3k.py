@@ -1,0 +1,121 @@
+"""Conversations about pictures: what the engine is sent, which tokens are trained, and a tool that shows an image."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from examples.geo3k_vlm_multi_turn import env_geo3k, rollout
+from examples.geo3k_vlm_multi_turn.base_env import BaseInteractionEnv
+from examples.vision_shapes import model
+from slime.rollout.multi_turn import converse
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.processing_utils import full_pixels, join_images, load_tokenizer, open_image
+from slime.utils.types import Sample
+
+PARAMS = {"temperature": 1.0, "max_new_tokens": 500}
+PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>x?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def picture(colour: str, size: tuple[int, int] = (32, 48)) -> Image.Image:
+    return Image.new("RGB", size, colour)
+
+
+def call(answer: str, name: str = "calc_score") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
+
+
+@pytest.fixture
+def see(talk):
+    """``see(policy)`` gives args of a model with a processor, and what its engine is sent, which counts as SGLang."""
+
+    def start(policy, **attributes):
+        args, engine = talk(policy, **attributes)
+        model.write_processor(Path(args.hf_checkpoint))
+        engine.script.tokenizer = load_tokenizer(args.hf_checkpoint)
+        GenerateState.clear_instances()
+        plain, payloads = engine.render, []
+
+        def render(request, *values):
+            answer = json.loads(plain(request, *values))
+            payloads.append(request.payload)
+            for image in map(open_image, request.payload["image_data"]):
+                answer["meta_info"]["prompt_tokens"] += image.width * image.height // 16**2 - 1
+            return json.dumps(answer).encode()
+
+        engine.render = render
+        return args, payloads
+
+    return start
+
+
+def ask() -> Sample:
+    return Sample(index=0, prompt=PROMPT, label="4", multimodal_inputs={"images": [picture("red")], "videos": None})
+
+
+def test_a_wrong_answer_is_called_so_and_another_one_is_given(see):
+    turns = [call("3"), call("4"), "\\boxed{4}"]
+    args, _ = see(lambda prompt: turns[prompt.count("assistant") - 1], max_turns=3)
+    sample = asyncio.run(rollout.generate(args, ask(), PARAMS))
+    assert sample.status is Sample.Status.COMPLETED and sample.metadata["round_number"] == 3
+    assert [word in sample.response for word in ("score 0", "score 1", "\\boxed{4}")] == [True] * 3
+    assert sample.tokens.count(model.IMAGE_ID) == 6
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    drawn = [t for t, mask in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(drawn) == "".join(f"{turn}<|im_end|>" for turn in turns)
+
+
+def test_a_call_that_cannot_be_read_is_answered():
+    env = env_geo3k.build_env(Sample(label="4"), Namespace())
+    assert env.step("\\boxed{4}")[1]
+    for turn, said in (("<tool_call>{</tool_call>", "a call is"), (call("4", "other"), "no tool other")):
+        observation, is_done, _ = env.step(turn)
+        assert said in observation["obs_str"] and not is_done
+        assert env.format_observation(observation)["role"] == "tool"
+
+
+def test_an_image_of_a_tool_goes_to_engine_and_trainer_behind_that_of_the_prompt(see):
+    args, payloads = see(lambda prompt: ["look", "done"][prompt.count("assistant") - 1])
+    shown = BaseInteractionEnv().format_observation({"obs_str": "here", "images": [picture("blue", (64, 32))]})
+
+    async def observe(turn):
+        return [shown] if turn == "look" else None
+
+    sample, first = ask(), ask()
+    asyncio.run(converse(args, sample, PARAMS, observe, max_turns=3))
+    assert sample.status is Sample.Status.COMPLETED
+    assert [image.size for image in sample.multimodal_inputs["images"]] == [(32, 48), (64, 32)]
+    assert sample.multimodal_train_inputs["image_grid_thw"].tolist() == [[1, 6, 4], [1, 4, 8]]
+    assert len(sample.multimodal_train_inputs["pixel_values"]) == 24 + 32
+    assert [len(payload["image_data"]) for payload in payloads] == [1, 2]
+    assert [payload["input_ids"].count(model.IMAGE_ID) for payload in payloads] == [1, 2]
+    where = [index for index, token in enumerate(sample.tokens) if token == model.IMAGE_ID]
+    assert len(where) == 6 + 8
+    masks = [0] * (len(sample.tokens) - sample.response_length) + sample.loss_mask
+    assert not any(masks[index] for index in where) and sum(masks) == len("look") + len("done") + 2
+
+    # Begun again, it has the prompt's image alone.
+    sample.response, sample.response_length, sample.loss_mask, sample.rollout_log_probs = "", 0, None, None
+    asyncio.run(converse(args, sample, PARAMS, observe, max_turns=1))
+    assert len(sample.multimodal_inputs["images"]) == 1 and sample.tokens.count(model.IMAGE_ID) == 6
+    assert first.multimodal_inputs["images"][0].size == (32, 48)
+
+
+def test_pixels_in_bytes_and_as_floats_are_joined_as_floats():
+    small = {
+        "pixel_values": torch.tensor([[0, 255]], dtype=torch.uint8),
+        "pixel_range": torch.tensor([127.5, 127.5]),
+        "image_grid_thw": torch.tensor([[1, 1, 1]]),
+    }
+    other = {"pixel_values": torch.tensor([[0.25, 0.5]]), "image_grid_thw": torch.tensor([[1, 1, 1]])}
+    joined = join_images(small, other)
+    assert torch.equal(joined["pixel_values"], torch.cat([full_pixels(small), other["pixel_values"]]))
+    assert "pixel_range" not in joined and len(joined["image_grid_thw"]) == 2
+    assert torch.equal(join_images(small, small)["pixel_values"], torch.tensor([[0, 255]] * 2, dtype=torch.uint8))
+    assert join_images(None, small) == small and join_images(small, None) == small
