@@ -31,8 +31,11 @@ COLUMNS = (
 )  # fmt: skip
 """What is compared of the samples of a rollout, in the order in which one follows from the other."""
 OF_TRAINER = ("packing", "trainer_log_probs", "advantages")
-METRICS = ("train/lr-pg_0", "train/loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm")
-WEIGHTS = "weights"
+METRICS = (
+    "train/critic-value_loss", "train/critic-grad_norm", "train/lr-pg_0", "train/loss", "train/kl_loss",
+    "train/entropy_loss", "train/grad_norm",
+)  # fmt: skip
+CRITIC_WEIGHTS, WEIGHTS = "critic's weights", "weights"
 CURVES = (
     "rollout/raw_reward", "rollout/response_len/mean", "train/loss", "train/grad_norm", "train/kl_loss",
     "train/entropy_loss", "train/train_rollout_logprob_abs_diff", "perf/time_step_s",
@@ -105,7 +108,7 @@ def first_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]
                 found.append((rollout_id, list(dict(COLUMNS)).index(what), what, difference))
                 del left[what]
     ours, theirs = _by_rollout(first), _by_rollout(second)
-    for place, name in enumerate((*METRICS, WEIGHTS), start=len(COLUMNS)):
+    for place, name in enumerate((*METRICS, CRITIC_WEIGHTS, WEIGHTS), start=len(COLUMNS)):
         for rollout_id in sorted(ours.keys() & theirs.keys()):
             pair = [[step[name] for step in one[rollout_id] if name in step] for one in (ours, theirs)]
             difference = _difference(*pair)
@@ -117,13 +120,14 @@ def first_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]
 
 
 def _by_rollout(run: Run) -> dict[int, list[dict[str, Any]]]:
-    """Return rollout -> the metrics of its optimizer steps, and last of all the digest of the weights after them."""
+    """Return rollout -> the metrics of its optimizer steps, and last of all the digests of the weights after them."""
     each = max(1, round(len(run.steps) / max(1, len(run.rollouts))))
     found: dict[int, list[dict[str, Any]]] = {}
     for step in sorted(run.steps):
         found.setdefault(step // each, []).append(run.steps[step])
-    for rollout_id, digest in run.digests.items():
-        found.setdefault(rollout_id, []).append({WEIGHTS: digest})
+    for name, digests in ((CRITIC_WEIGHTS, run.critic_digests), (WEIGHTS, run.digests)):
+        for rollout_id, digest in digests.items():
+            found.setdefault(rollout_id, []).append({name: digest})
     return found
 
 

@@ -67,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         needs_one = options.pdb or options.micro_batch is not None or options.sample is not None
         replay.in_one_process = needs_one or replay.num_ranks == 1 and not run.value("use_critic", False)
         if needs_one and run.value("use_critic", False):
-            raise ConfigError("This run has a critic, which one process cannot train; drop --pdb or --micro-batch.")
+            raise ConfigError(
+                "This run has a critic, which takes its steps in processes of its own; drop --pdb, --micro-batch and "
+                "--sample, which need one process."
+            )
         if options.sample is not None:
             replay.begin = places_to_begin(run)[0]
             _print_sample(replay, options.sample)
@@ -120,7 +123,9 @@ def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
             job.train(rollout_id, data)
             job.report(rollout_id)
         if options.save_checkpoint:
-            job.actor.save_model(replay.rollout_id, force_sync=True)
+            for trainer in (job.critic, job.actor):
+                if trainer is not None:
+                    trainer.save_model(replay.rollout_id, force_sync=True)
         job.finish()
 
     try:
@@ -212,12 +217,17 @@ def _compare(replay: Replay, *, is_whole: bool) -> int:
     if not is_whole:
         print("\n".join(f"{name:24}{value!r}" for name, value in second.steps[last].items() if "train/" in name))
         return 0
-    print(f"\n{'':28}{'recorded':>24}{'replayed':>24}")
-    for name in ("train/loss", "train/grad_norm"):
-        pair = [run.steps.get(last, {}).get(name) for run in (first, second)]
-        print(f"{name:28}{pair[0]!r:>24}{pair[1]!r:>24}")
-    pair = [run.digests.get(replay.rollout_id) for run in (first, second)]
-    print(f"{'digest of the weights':28}{pair[0]!s:>24}{pair[1]!s:>24}")
+    print(f"\n{'':32}{'recorded':>24}{'replayed':>24}")
+    shown = {
+        name: [run.steps.get(last, {}).get(name) for run in (first, second)]
+        for name in ("train/critic-value_loss", "train/critic-grad_norm", "train/loss", "train/grad_norm")
+    }
+    digests = {"critic's weights": (first.critic_digests, second.critic_digests)}
+    digests["weights"] = (first.digests, second.digests)
+    shown |= {f"digest of the {what}": [one.get(replay.rollout_id) for one in pair] for what, pair in digests.items()}
+    for name, pair in shown.items():
+        if pair != [None, None]:  # the run has no critic, or trained it alone
+            print(f"{name:32}{pair[0]!s:>24}{pair[1]!s:>24}")
     differences = list(first_differences(first, second))
     for what, step, size in differences:
         print(f"differs: {what} at step {step}, by {size}")

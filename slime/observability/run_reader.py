@@ -59,7 +59,16 @@ class Run:
     @property
     def digests(self) -> dict[int, str]:
         """Rollout -> digest of the trained weights of all ranks after it."""
-        return {one["rollout"]: one["digest"] for one in self.events if one["event"] == "weights"}
+        return self._digests("actor")
+
+    @property
+    def critic_digests(self) -> dict[int, str]:
+        """The same of a critic's weights."""
+        return self._digests("critic")
+
+    def _digests(self, role: str) -> dict[int, str]:
+        weights = [one for one in self.events if one["event"] == "weights" and one.get("role", "actor") == role]
+        return {one["rollout"]: one["digest"] for one in weights}
 
     def sample_files(self, kind: str = "rollout") -> list[Path]:
         """Return the files of samples, by rollout."""

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from slime.observability.run_reader import read_run
 from tests.e2e.job import GONE_S, JOB_S, REPO, STEP_S, Job, grpo_flags, records, replay_flags
 
 pytestmark = [
@@ -111,7 +112,7 @@ def test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_death
             assert row[name] == original[row["train/step"]][name], (row["train/step"], name)
 
 
-def test_ppo_trains_its_critic_first_on_the_same_gpu_and_saves_both(task, run_folder, tmp_path):
+def test_ppo_trains_its_critic_first_on_the_same_gpu_saves_both_and_takes_a_step_again(task, run_folder, tmp_path):
     roles = tmp_path / "roles.yaml"
     roles.write_text("megatron:\n  - {name: values, role: critic, overrides: {lr: 1e-3}}\n")
     flags = replay_flags(
@@ -130,3 +131,9 @@ def test_ppo_trains_its_critic_first_on_the_same_gpu_and_saves_both(task, run_fo
     for folder in (tmp_path, tmp_path / "critic"):
         assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"
     job.seconds_until_gone(GONE_S)
+    again = Job("tools/replay.py", [str(tmp_path), "--step", "2"], tmp_path / "replay.txt")
+    assert again.finish(JOB_S) == 0, again.text()[-4000:]
+    assert "Step 2 is the same to the bit" in again.text() and "digest of the critic's weights" in again.text()
+    run, replayed = read_run(tmp_path), read_run(tmp_path / "replays/step_2")
+    assert (replayed.digests, replayed.critic_digests) == ({1: run.digests[1]}, {1: run.critic_digests[1]})
+    again.seconds_until_gone(GONE_S)

@@ -195,10 +195,7 @@ class MegatronTrainRayActor(TrainWorker):
             dump_train_data(args, rollout_id, DeviceBatch(data | dump_only))
         if self._routing is not None:
             self._routing.clear()
-        if args.overlap_param_gather:
-            for chunk in self.model:  # a rank holds only its own shard's update until the next forward pass
-                chunk.start_param_sync(force_sync=True)
-        self._reports.record_weights(rollout_id, self.model)
+        self._record_weights(rollout_id)
         self._policies.record_trained(rollout_id)
         return metrics
 
@@ -240,9 +237,17 @@ class MegatronTrainRayActor(TrainWorker):
         self._reports.rollout(rollout_id, metrics)
         with timer("actor_train"), self._profiler.profile("train_actor", rollout_id):
             self._take_steps(rollout_id, data, iterators, "value_loss")
+        self._record_weights(rollout_id)
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return None
         return {"values": [values.cpu() for values in data.critic_values]}
+
+    def _record_weights(self, rollout_id: int) -> None:
+        """Give every rank the whole update of the rollout's steps, and record what the weights are."""
+        if self.args.overlap_param_gather:
+            for chunk in self.model:  # a rank holds only its own shard's update until the next forward pass
+                chunk.start_param_sync(force_sync=True)
+        self._reports.record_weights(rollout_id, self.model)
 
     def _begin_routing(self, data: DeviceBatch, iterators: list[DataIterator]) -> None:
         """Attach the experts to replay to every micro-batch, where that was asked for."""

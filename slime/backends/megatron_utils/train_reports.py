@@ -155,7 +155,7 @@ class TrainReports:
             return
         digest = weights_digest(model)
         if dist.get_rank() == 0:
-            event("weights", rollout=rollout_id, digest=digest, threads=torch.get_num_threads())
+            event("weights", rollout=rollout_id, digest=digest, threads=torch.get_num_threads(), role=self._role)
 
     def _log_perf(self, rollout_id: int, metrics: Mapping[str, float]) -> dict[str, float]:
         if not train_metrics.is_main_rank():

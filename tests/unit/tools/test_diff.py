@@ -18,7 +18,8 @@ from tools import diff
 
 ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
 CHANGES = ("data order", "sampled tokens", "reward", "packing", "engine's log-probs", "trainer's log-probs",
-           "advantages", "train/loss", "train/grad_norm", "weights")  # fmt: skip
+           "advantages", "train/loss", "train/grad_norm", "weights", "train/critic-value_loss",
+           "critic's weights")  # fmt: skip
 """What is changed in rollout 0, 1, 2, ..."""
 
 
@@ -43,9 +44,11 @@ def write_run(folder, changed=()):
             values = {
                 "train/loss": 0.25 + ("train/loss" in other),
                 "train/grad_norm": 1 + ("train/grad_norm" in other),
+                "train/critic-value_loss": 1 + ("train/critic-value_loss" in other),
             }
             append_record(folder / "metrics.jsonl", values | {"train/step": step})
-        run_record.event("weights", rollout=rollout_id, digest="b" if "weights" in other else "a")
+        for role, what in (("actor", "weights"), ("critic", "critic's weights")):
+            run_record.event("weights", role=role, rollout=rollout_id, digest="b" if what in other else "a")
     run_record.stop_recording()
     return folder
 
