@@ -213,6 +213,8 @@ class TrainJob:
 
     def _save(self, rollout_id: int, *, is_last: bool = False) -> None:
         args = self.args
+        if self.actor.last_checkpoint == rollout_id:
+            return  # a rank died after it counted: writing it again would take it away meanwhile
         is_last = is_last or args.release_train or rollout_id == args.num_rollout - 1  # of these processes
         if self.critic is not None:
             # Not behind training's back (--async-save): the actor's might be on disk, and count, before it.

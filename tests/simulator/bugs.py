@@ -72,7 +72,9 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ray.engines.monitor:HealthMonitor._probe_all", " and self._is_valid(pauses)", ""
     ),
     "an engine that could not be paused serves the next rollout": _bug(
-        "slime.ray.engines.group:EngineGroup._evict", "if event is EngineEvent.PUSH_REFUSED:", "if False:"
+        "slime.ray.engines.group:EngineGroup._evict",
+        "if event in (EngineEvent.PUSH_REFUSED, EngineEvent.FAILED):",
+        "if False:",
     ),
     "nonsense in the place of a version ends the run": _bug(
         "slime.backends.sglang_utils.weight_verbs:WeightVerbs.get_weight_version",
@@ -89,6 +91,9 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
     ),
     "a router that does not take a new engine in ends the run": _bug(
         "slime.ray.actor_group:RayTrainGroup._report_taken", "not self.restarts_engines", "True"
+    ),
+    "a checkpoint that counts is written again": _bug(
+        "slime.ray.train_loop:TrainJob._save", "if self.actor.last_checkpoint == rollout_id:", "if False:"
     ),
     "the driver's deadline for the engines' memory is that of one engine": _bug(
         "slime.ray.engines.fleet:memory_timeout_s",

@@ -267,8 +267,8 @@ class EngineGroup:
         """Free the engine's GPUs, for another engine (in the background) or for good."""
         self._num_restarts[index] += 1
         self.num_evictions += 1
-        if event is EngineEvent.PUSH_REFUSED:
-            # Now: one that could not even be paused would answer the next rollout with the weights before.
+        if event in (EngineEvent.PUSH_REFUSED, EngineEvent.FAILED):
+            # Now: the next rollout would get answers from the weights before, or from memory that is given away.
             self._delist(index)
         if event is EngineEvent.PUSH_REFUSED and self.args.weight_push_failure == "drop":
             self._kill(index)

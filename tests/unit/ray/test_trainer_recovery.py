@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray import trainer_recovery
+from slime.ray.train_loop import TrainJob
 from slime.ray.trainer_recovery import TrainerRecovery
 from slime.utils.errors import EngineDiedError, HangError, StepError
 
@@ -176,3 +177,12 @@ def test_rollbacks_count_as_recoveries_and_without_them_the_number_ends_the_run(
     with pytest.raises(StepError, match="rollout 1") as raised:
         job.train(1, "NaN")  # type: ignore[arg-type]
     assert "earlier within the hour (--max-recoveries 1): rollout 0" in raised.value.__notes__[0]
+
+
+def test_a_checkpoint_that_counts_is_not_written_again() -> None:
+    """A rank died after the tracker had been written, and the save is repeated."""
+    job = TrainJob.__new__(TrainJob)
+    job.args, job.actor = Namespace(), Namespace(last_checkpoint=3)  # type: ignore[assignment]
+    job._save(3)  # writing would ask the actor for a verb that it lacks
+    with pytest.raises(AttributeError):
+        job._save(4)
