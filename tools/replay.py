@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import non_negative_int, positive_int
 from slime.observability.dumps import load_rollout_dump, save_rollout_dump
-from slime.observability.run_reader import read_run
+from slime.observability.run_reader import Run, read_run
 from slime.utils.errors import ConfigError, DataError
 from tools.cli import clean_exit
 from tools.diff import first_differences, setting_differences
@@ -66,21 +66,44 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.chdir(folder)  # paths of its flags may be relative
         needs_one = options.pdb or options.micro_batch is not None or options.sample is not None
         replay.in_one_process = needs_one or replay.num_ranks == 1 and not run.value("use_critic", False)
-        if needs_one and run.value("use_critic", False):
-            raise ConfigError(
-                "This run has a critic, which takes its steps in processes of its own; drop --pdb, --micro-batch and "
-                "--sample, which need one process."
-            )
+        has_steps_before = bool(options.set) and replay.begin != replay.rollout_id - 1
+        if run.value("use_critic", False):
+            _check_critic(run, needs_one=needs_one, is_saved=options.save_checkpoint or has_steps_before)
         if options.sample is not None:
             replay.begin = places_to_begin(run)[0]
             _print_sample(replay, options.sample)
             return
         if options.rollout:
             raise SystemExit(replay_rollout(replay))
-        if options.set and replay.begin != replay.rollout_id - 1:
+        if has_steps_before:
             _take_steps_before(replay)
         _take_steps(replay, options)
         raise SystemExit(_compare(replay, is_whole=options.micro_batch is None))
+
+
+def _check_critic(run: Run, *, needs_one: bool, is_saved: bool) -> None:
+    """Check what a run with a critic can replay.
+
+    Args:
+        run: has a critic.
+        needs_one: the replay is to be one process.
+        is_saved: it leaves a checkpoint.
+
+    Raises:
+        ConfigError: the critic cannot take part, or would write over the run's own checkpoints.
+    """
+    if needs_one:
+        raise ConfigError(
+            "This run has a critic, which takes its steps in processes of its own; drop --pdb, --micro-batch and "
+            "--sample, which need one process."
+        )
+    folder = (run.value("critic_args", {}).get("role_overrides") or {}).get("save")
+    if is_saved and folder is not None:
+        raise ConfigError(
+            f"A replay that keeps a checkpoint would write over the critic's in {folder}, the save of its role in "
+            f"--megatron-config-path {run.value('megatron_config_path')}. Drop --save-checkpoint; --set changes "
+            "only a step with a checkpoint just before it."
+        )
 
 
 # The steps
