@@ -1073,7 +1073,10 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="manager",
         outcome="the program's connection is closed",
-        tests=("tests/unit/agent/test_isolation.py::test_a_program_reaches_the_one_address_it_is_given",),
+        tests=(
+            "tests/unit/agent/test_isolation.py::test_a_program_reaches_the_one_address_it_is_given",
+            "tests/unit/agent/test_isolation.py::test_a_connection_to_an_address_that_does_not_answer_is_closed",
+        ),
     ),
     Edge(
         area=OTHERS,

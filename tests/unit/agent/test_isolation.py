@@ -287,6 +287,24 @@ def test_a_program_reaches_the_one_address_it_is_given(way):
     assert ended.out == b"HELLO\n" and b"refused" in ended.err
 
 
+def test_a_connection_to_an_address_that_does_not_answer_is_closed(way, monkeypatch):
+    monkeypatch.setattr(runner, "CONNECT_TIMEOUT_S", 0.3)
+
+    async def play(port):
+        async with IsolatedRunner(SMALL, reach=f"http://localhost:{port}") as isolated:
+            return await bash(isolated, f"exec 3<>/dev/tcp/127.0.0.1/{port}; cat <&3; echo closed")
+
+    with socket.socket() as deaf:  # bound and not listening: refused
+        deaf.bind(("127.0.0.1", 0))
+        assert asyncio.run(play(deaf.getsockname()[1])).out == b"closed\n"
+
+    async def never(host, port):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(runner.asyncio, "open_connection", never)
+    assert asyncio.run(play(9999)).out == b"closed\n"
+
+
 def test_many_commands_at_a_time(way):
     async def play():
         async with LocalSandbox() as box:
