@@ -2,8 +2,9 @@
 
     python benchmarks/checkpoint_digests.py [--mib 512] [--rounds 5] [--folder DIR] [--json FILE]
 
-One process writes and reads bf16 matrices as a ``torch_dist`` checkpoint and as a Hugging Face folder, and asks two
-servers on loopback for an answer of 64 tokens: an engine's guard stands before one of them and gets the secret.
+One process writes and reads bf16 matrices as a ``torch_dist`` checkpoint, writes them as a Hugging Face folder, loads
+a Qwen3 of that size from such a folder into the trainer's model, and asks two servers on loopback for an answer of 64
+tokens: an engine's guard stands before one of them and gets the secret.
 "Without" takes the place of the digest's arithmetic alone.  For each:
 
 * the median of the ratios of runs that follow each other, of the clock and of the process's CPU seconds, with the
@@ -43,12 +44,15 @@ import uvicorn
 
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import WRITER_THREADS, _FileWriter
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
+from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.sglang_utils.server_guard import ServerGuard
 from slime.utils import http_utils
 from slime.utils.net import get_free_port
 from slime.weights import file_digests, hf_digests
 from slime.weights.hf_files import HfFolderWriter
+from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_parallel, write_hf_model
 
 ROWS = 4096
 """Of a matrix; with as many columns it has 32 MiB."""
@@ -162,15 +166,24 @@ def save_hf(tensors: dict[str, torch.Tensor], folder: Path, *, digests: bool) ->
         hf_digests.digest_of = kept
 
 
-def load_hf(tensors: dict[str, torch.Tensor], folder: Path, *, digests: bool) -> Times:
-    """Read it into ``tensors``."""
+def model_loads(root: Path, mib: int) -> tuple[Callable[..., Times], int]:
+    """Return what loads a model as the trainer does, and its size in MiB."""
+    sizes = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    write_hf_model(root / "fp32", "qwen3", num_hidden_layers=max(1, mib // 30), vocab_size=32000, **sizes)
+    with (
+        HfTensors(root / "fp32") as stored,
+        HfFolderWriter(root / "bf16", assets_from=root / "fp32", shard_bytes=1 << 28) as writer,
+    ):
+        writer.add_all((name, stored.get(name).bfloat16()) for name in sorted(stored.names()))
+    args = parse(*hf_flags(root / "bf16"), "--bf16")
+    start_parallel(args)
+    model = get_model_provider(args)()
 
-    def read() -> None:
-        with HfTensors(folder, verify=digests) as stored:
-            for name, tensor in tensors.items():
-                tensor.copy_(stored.get(name))
+    def load_hf(*, digests: bool) -> Times:
+        args.verify_checkpoint = digests
+        return timed(lambda: load_hf_weights(args, [model], root / "bf16"))
 
-    return timed(read)
+    return load_hf, writer.total_bytes >> 20
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -258,13 +271,14 @@ def main() -> None:
         ("save", save, root / "a"),
         ("load", load, root / "a"),
         ("save_hf", save_hf, root / "b"),
-        ("load_hf", load_hf, root / "b"),
     ):
-        if name in ("load", "load_hf"):
-            (save if name == "load" else save_hf)(tensors, folder, digests=True)
+        if name == "load":
+            save(tensors, folder, digests=True)
         results[name] = compare(
             lambda *, digests, run=run, folder=folder: run(tensors, folder, digests=digests), options.rounds, exposed
         )
+    load_hf, results["mib_of_model"] = model_loads(root, options.mib)
+    results["load_hf"] = compare(load_hf, options.rounds, exposed)
     for name, found in results.items():
         if isinstance(found, dict):
             wall, cpu = ("{1:.3f} ({0:.3f}-{2:.3f})".format(*found[clock]) for clock in ("wall", "cpu"))
