@@ -40,6 +40,8 @@ def load_environment(size: int = 1024, seed: int = 1) -> Any:
     )
 
 
-async def reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+async def reward(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> Any:
     """``--custom-rm-path``, for scripts that name a grader: what the rubric gave."""
+    if isinstance(sample, list):
+        return [await reward(args, one) for one in sample]
     return float(sample.metadata["environment_reward"])

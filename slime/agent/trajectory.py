@@ -280,7 +280,7 @@ class TrajectoryManager:
 
         Args:
             sid: the session; an unknown one has no samples.
-            base_sample: gives index, group_index, prompt and label.
+            base_sample: gives index, group_index, prompt, label and the plug-ins of its data set.
             reward: of the whole session.
             extra_metadata: put into the metadata of every sample.
             max_sample_tokens: longer samples are cut there; 0: never.
@@ -337,6 +337,8 @@ def _sample_of(chain: _Chain, base: Sample, max_tokens: int, mask_off_policy: bo
         status=Sample.Status.COMPLETED,
         train_metadata=base.train_metadata,
         session_id=base.session_id,
+        generate_function_path=base.generate_function_path,
+        custom_rm_path=base.custom_rm_path,
         non_generation_time=chain.waiting_s(),
         metadata={
             "truncated": length < len(chain.mask)

@@ -400,8 +400,12 @@ def test_the_packages_errors(package, talk):
 
 def test_the_environment_of_the_example(package, talk):
     caller_of_boxes = lambda prompt: said if (said := caller(prompt))[0] == "<" else f"\\boxed{{{said}}}"  # noqa: E731
-    (sample,) = played(talk(caller_of_boxes)[0], samples_of("verifiers:examples.tiny_products?size=3@[1:2]")[0])
-    assert sample.reward == asyncio.run(tiny_products.reward(Namespace(), sample)) == 1.0
+    args = talk(caller_of_boxes, custom_generate_function_path=VERIFIERS)[0]
+    (asked,) = samples_of("verifiers:examples.tiny_products?size=3@[1:2]")
+    asked.custom_rm_path = "examples.tiny_products.reward"
+    (sample,) = asyncio.run(generate_and_rm(args, asked, PARAMS))
+    assert (sample.reward, sample.metadata["environment_reward"]) == (1.0, 1.0)
+    assert asyncio.run(tiny_products.reward(args, [sample, sample])) == [1.0, 1.0]
     assert len(rows_of("verifiers-eval:examples.tiny_products?size=3")) == tiny_products.HELD_OUT
 
 
