@@ -5,7 +5,7 @@
 export PYTHONDONTWRITEBYTECODE :=
 
 # `make docs` builds the site of docs/ into site/.
-.PHONY: docs test-dist demo demo-real real-checks test faults simulate matrix families algorithms push-matrix install check
+.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix install check
 
 demo: install
 	@scripts/demo.sh
@@ -38,6 +38,11 @@ SCHEDULES ?= 100000
 SEED ?= 0
 simulate: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.simulator --schedules $(SCHEDULES) --seed $(SEED)
+
+# Seeded schedules of deaths against the real job on a CPU: two to four minutes each.  N=20 schedules from SEED on.
+N ?= 20
+chaos: install
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.e2e.chaos --schedules $(N) --seed $(SEED)
 
 # The pretrained model of `make demo-real` in trainer, engine, converters and LoRA, with the numbers.
 real-checks: install
