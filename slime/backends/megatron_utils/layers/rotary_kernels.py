@@ -50,6 +50,7 @@ def launch_rotation(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, i
     Returns:
         contiguous [t, h, d].
     """
+    assert cos.is_contiguous() and sin.is_contiguous(), "the kernel reads the tables row by row"
     if x.stride(-1) != 1:
         x = x.contiguous()
     num_tokens, num_heads, width = x.shape

@@ -263,7 +263,8 @@ class VisionModel(GPTModel):
         axis = torch.zeros(len(frequencies), dtype=torch.long)
         for offset in (1, 2):
             axis[offset : 3 * self.section[offset] : 3] = offset
-        angles = positions_3T[axis.to(positions_3T.device)].T.float() * frequencies
+        turning = positions_3T[axis.to(positions_3T.device)].T.contiguous()  # the kernel of a GPU reads row by row
+        angles = turning.float() * frequencies
         return RotaryTables(angles.cos(), angles.sin())
 
     def _embed(self, input_ids: Tensor, placed: PlacedImages | None, params: Any) -> Tensor:

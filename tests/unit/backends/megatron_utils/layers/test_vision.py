@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.layers.vision import place_images
+from slime.backends.megatron_utils.layers.vision import VisionModel, place_images
 from slime.planning.parameters import model_size
 from slime.utils.errors import DataError
 from slime.utils.processing_utils import full_pixels
@@ -125,3 +126,12 @@ def test_a_model_in_bf16_keeps_the_frequencies_of_its_tower(tmp_path: Path):
         tower = next(module for name, module in chunk.named_modules() if name.endswith("vision_model"))
     assert tower.rotary_pos_emb.inv_freq.dtype == torch.float32
     assert tower.patch_embed.proj.weight.dtype == torch.bfloat16
+
+
+def test_rotary_tables_lie_row_by_row_as_the_kernel_of_a_gpu_reads_them():
+    model = SimpleNamespace(rotary_pos_emb=SimpleNamespace(inv_freq=torch.tensor([1.0, 0.5, 0.25])), section=(1, 1, 1))
+    positions = torch.tensor([[0, 1, 2, 3], [0, 10, 20, 30], [0, 100, 200, 300]])
+    tables = VisionModel._rotary_tables(model, positions)
+    assert tables.cos.is_contiguous() and tables.sin.is_contiguous()
+    angles = torch.tensor([[1, 5, 25]]) * torch.arange(4)[:, None]
+    torch.testing.assert_close(tables.sin, angles.float().sin())
