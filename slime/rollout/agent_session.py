@@ -47,12 +47,12 @@ async def play(
         evaluation: whether ``--eval-max-context-len`` bounds it.
     """
     adapter, url = _adapter_of(args, adapter_class, host, sample.apply_chat_template_kwargs)
-    limit = "eval_max_context_len" if evaluation else "rollout_max_context_len"
+    max_context_tokens = args.eval_max_context_len if evaluation else args.rollout_max_context_len
     sid = uuid.uuid4().hex
     adapter.open_session(
         sid,
         sampling_overrides=sampling_params,  # what is drawn must be what is trained, whatever the agent asks for
-        max_context_tokens=getattr(args, limit, None) or 0,
+        max_context_tokens=max_context_tokens or 0,
     )
     try:
         reward = await agent(url, sid)

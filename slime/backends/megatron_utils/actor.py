@@ -60,8 +60,6 @@ class MegatronTrainRayActor(TrainWorker):
     the host copy under ``"actor"`` is up to date.
     """
 
-    # Start
-
     def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
         """Join the group, build the model, load all policies, and fall asleep if the accelerator is shared."""
         self.args, self.role = args, role
@@ -96,12 +94,9 @@ class MegatronTrainRayActor(TrainWorker):
         Timer().reset()
         Timer().start("train_wait")
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
+        version = version_before(args, self._start_rollout_id)
         self._updater = WeightUpdater(
-            args,
-            self.model,
-            self._weights_to_send,
-            hf_config=self._hf_config,
-            first_version=version_before(args, self._start_rollout_id),
+            args, self.model, self._weights_to_send, hf_config=self._hf_config, first_version=version
         )
         return self._start_rollout_id
 

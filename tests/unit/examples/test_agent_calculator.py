@@ -30,6 +30,7 @@ def args(tmp_path):
     engine.start()
     GenerateState.clear_instances()
     yield Namespace(
+        rollout_max_context_len=None,
         hf_checkpoint=str(tmp_path),
         sglang_router_ip="127.0.0.1",
         sglang_router_port=engine.port,
