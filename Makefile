@@ -36,8 +36,9 @@ faults: install
 # `python -m tests.simulator --bugs` puts bugs of the past back and looks for them.
 SCHEDULES ?= 100000
 SEED ?= 0
+WORKERS ?= 2
 simulate: install
-	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.simulator --schedules $(SCHEDULES) --seed $(SEED)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.simulator --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
 
 # Seeded schedules of deaths against the real job on a CPU: two to four minutes each.  N=20 schedules from SEED on.
 N ?= 20

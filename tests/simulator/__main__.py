@@ -1,6 +1,7 @@
 """Run schedules of faults against the whole control plane, in virtual time.
 
 python -m tests.simulator --schedules 1000 --seed 0        seeds 0 to 999, on two cores
+python -m tests.simulator --schedules 100000 --workers 16 --out failures.json
 python -m tests.simulator --story 17                       one seed, told as a story and shrunk when it fails
 python -m tests.simulator --bugs                           bugs of the past, put back one at a time
 """
@@ -11,24 +12,49 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-SHOWN = 20
-CHUNK = 25
+from slime.utils.atomic_file import replace_file
+from tests.simulator.faults import NUM_SETUPS
+
+CHUNK = 10
+"""Schedules that a worker takes at once; all of one job, where there are as many."""
+REAL_TIME_S = 300
+"""A schedule that takes longer does not come to its end at all."""
+WRITE_EVERY_S = 10.0
+MAX_BREAKS = 5
+"""Deaths of workers after which the rest is left."""
+
+
+_FOR_LIFE = ExitStack()
+
+
+class RealTimeError(BaseException):
+    """A schedule takes too long outside of virtual time; no ``except Exception`` of the control plane may catch it."""
 
 
 def main() -> int:
     """Return the exit status: 1 when a schedule failed, or a bug was not found."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulator", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="The first seed.")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="Processes; one a core.")
     parser.add_argument("--story", type=int, help="Tell and shrink this seed.")
     parser.add_argument("--bugs", action="store_true", help="Put bugs of the past back and look for them.")
     parser.add_argument("--bug", default="", help="Only those whose name contains this.")
-    parser.add_argument("--json", help="Write the result to this file.")
+    parser.add_argument(
+        "--out", type=Path, help="Keep counts and failures in this JSON file, up to date while the schedules run."
+    )
     options = parser.parse_args()
     if options.story is not None:
         return tell(options.story)
@@ -58,46 +84,121 @@ def tell(seed: int) -> int:
     return int(bool(outcome.violations))
 
 
-def run_chunk(seeds: range) -> list[dict[str, Any]]:
-    """Run some seeds in this process."""
-    from tests.simulator.runner import installed, run_seed
+def begin_worker() -> None:
+    """Put the simulator at every seam of this process, for as long as it lives."""
+    from tests.simulator.runner import installed
 
-    results = []
-    with installed():
-        for seed in seeds:
-            outcome = run_seed(seed)
-            results.append(
-                {
-                    "seed": seed, "violations": outcome.violations, "digest": outcome.digest,
-                    "lives": outcome.num_lives, "fired": outcome.num_fired, "events": outcome.num_events,
-                }
-            )  # fmt: skip
-    return results
+    def on_alarm(signum: int, frame: FrameType | None) -> None:
+        raise RealTimeError(f"not over after {REAL_TIME_S} s of real time")
+
+    signal.signal(signal.SIGALRM, on_alarm)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    _FOR_LIFE.enter_context(installed())
+
+
+def run_chunk(seeds: list[int]) -> list[dict[str, Any]]:
+    """Run some seeds in a worker."""
+    return [run_one(seed) for seed in seeds]
+
+
+def run_one(seed: int) -> dict[str, Any]:
+    """Run one seed; an error of the simulator is a failure too."""
+    from tests.simulator.runner import run_seed
+
+    signal.alarm(REAL_TIME_S)
+    try:
+        outcome = run_seed(seed)
+    except (Exception, RealTimeError) as error:  # noqa: BLE001 - the other seeds go on
+        return {"seed": seed, "violations": [f"{type(error).__name__}: {error}"], "lives": 0, "fired": 0, "events": 0}
+    finally:
+        signal.alarm(0)
+    return {
+        "seed": seed, "violations": outcome.violations, "lives": outcome.num_lives, "fired": outcome.num_fired,
+        "events": outcome.num_events,
+    }  # fmt: skip
+
+
+class Tally:
+    """Counts and failures so far; the file has them at any time."""
+
+    def __init__(self, first_seed: int, path: Path | None) -> None:
+        self._first_seed, self._path = first_seed, path
+        self._began_s, self._written_s = time.monotonic(), 0.0
+        self._counts = {"schedules": 0, "lives": 0, "faults": 0, "events": 0}
+        self.failures: list[dict[str, Any]] = []
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Take a result in; print it where it is a failure."""
+        for name, value in (("schedules", 1), ("lives", result["lives"]), ("faults", result["fired"])):
+            self._counts[name] += value
+        self._counts["events"] += result["events"]
+        if result["violations"]:
+            self.failures.append({"seed": result["seed"], "message": result["violations"][0]})
+            print(f"seed {result['seed']}: {' '.join(result['violations'][0][:300].split())}", flush=True)
+        if result["violations"] or time.monotonic() - self._written_s > WRITE_EVERY_S:
+            self.write()
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the file has."""
+        seconds = time.monotonic() - self._began_s
+        return {
+            "first_seed": self._first_seed, **self._counts, "seconds": round(seconds, 1),
+            "schedules_a_minute": round(60 * self._counts["schedules"] / seconds),
+            "failed": sorted(self.failures, key=lambda failure: failure["seed"]),
+        }  # fmt: skip
+
+    def write(self) -> None:
+        """Put the file in place whole."""
+        self._written_s = time.monotonic()
+        if self._path is not None:
+            content = (json.dumps(self.summary(), indent=1) + "\n").encode()
+            replace_file(self._path, lambda file: file.write(content), to_disk=False)
+
+
+def in_order(first: int, count: int) -> list[list[int]]:
+    """Return seeds in chunks of one job where there are as many: its undisturbed run is made once for several."""
+    block = CHUNK * NUM_SETUPS
+    seeds = sorted(range(first, first + count), key=lambda seed: ((seed - first) // block, seed % NUM_SETUPS))
+    return [seeds[begin : begin + CHUNK] for begin in range(0, count, CHUNK)]
 
 
 def run_many(options: argparse.Namespace) -> int:
     """Run many seeds on several cores, and print those that fail."""
-    began_s, results = time.time(), []
-    last = options.seed + options.schedules
-    chunks = [range(first, min(first + CHUNK, last)) for first in range(options.seed, last, CHUNK)]
-    with multiprocessing.get_context("fork").Pool(options.workers) as pool:
-        for chunk in pool.imap_unordered(run_chunk, chunks):
-            results += chunk
-            for result in chunk:
-                if result["violations"]:
-                    print(f"seed {result['seed']}: {result['violations'][0][:300]}", flush=True)
-    seconds = time.time() - began_s
-    failed = sorted(result["seed"] for result in results if result["violations"])
-    summary = {
-        "schedules": len(results), "first_seed": options.seed, "failed": failed, "seconds": round(seconds, 1),
-        "schedules_a_minute": round(60 * len(results) / seconds), "lives": sum(r["lives"] for r in results),
-        "faults": sum(r["fired"] for r in results), "events": sum(r["events"] for r in results),
-    }  # fmt: skip
-    print(json.dumps(summary))
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(summary, file, indent=1)
-    return int(bool(failed))
+    import tests.simulator.runner  # noqa: F401 - once, for all workers
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    tally, left = Tally(options.seed, options.out), in_order(options.seed, options.schedules)
+    try:
+        for _ in range(MAX_BREAKS):
+            left = run_chunks(left, options.workers, tally)
+            if not left:
+                break
+            print(f"a worker died; {len(left)} chunks of {CHUNK} schedules are left", flush=True)
+    except KeyboardInterrupt:
+        print("cut off", flush=True)
+    tally.write()
+    summary = tally.summary()
+    print(json.dumps(summary | {"failed": [failure["seed"] for failure in summary["failed"]]}))
+    return int(bool(tally.failures or left))
+
+
+def run_chunks(chunks: list[list[int]], workers: int, tally: Tally) -> list[list[int]]:
+    """Run chunks of seeds; return those that are left when a worker dies."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=begin_worker) as pool:
+        running = {pool.submit(run_chunk, chunk): chunk for chunk in chunks}
+        try:
+            for future in as_completed(running):
+                for result in future.result():
+                    tally.add(result)
+                del running[future]
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        except BrokenProcessPool:
+            pass
+    return list(running.values())
 
 
 if __name__ == "__main__":

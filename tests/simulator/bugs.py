@@ -96,8 +96,8 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ray.train_loop:TrainJob._save", "if self.actor.last_checkpoint == rollout_id:", "if False:"
     ),
     "the driver's deadline for the engines' memory is that of one engine": _bug(
-        "slime.ray.engines.fleet:memory_timeout_s",
-        "2 * args.engine_start_timeout_s + args.weight_update_timeout_s + DEADLINE_MARGIN_S",
+        "slime.ray.engines.memory:memory_timeout_s",
+        "2 * args.engine_start_timeout_s + args.weight_update_timeout_s + MARGIN_S",
         "args.weight_update_timeout_s",
     ),
 }
@@ -143,7 +143,6 @@ def find_all(options: argparse.Namespace) -> int:
             print(f"{result['bug']}: {what}", flush=True)
             if result["schedules"]:
                 print(f"    {'; '.join(result['faults'])}\n    {result['violation']}", flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"seconds": round(time.time() - began_s), "bugs": results}, file, indent=1)
+    if options.out:
+        options.out.write_text(json.dumps({"seconds": round(time.time() - began_s), "bugs": results}, indent=1) + "\n")
     return int(any(not result["schedules"] for result in results))

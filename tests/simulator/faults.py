@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 DEFAULT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+NUM_SETUPS = 97
+"""Jobs of all seeds; few enough that their undisturbed runs can be kept."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Setup:
 
 
 def setup_of(seed: int) -> Setup:
-    """Return the job of a seed; few enough that their undisturbed runs can be kept."""
-    rng = random.Random(seed % 97)
+    """Return the job of a seed."""
+    rng = random.Random(seed % NUM_SETUPS)
     is_async = rng.random() < 0.4
     fully = is_async and rng.random() < 0.3
     partial = rng.random() < 0.4
