@@ -16,6 +16,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import TRACKER, read_tracker
 from slime.flags.weight_version import VersionCount
 from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.heartbeats import Heartbeats
 from slime.ray.train_actor import remote_class, trainer_environment
@@ -33,8 +34,6 @@ MAX_FAILED_RESENDS = 3
 """Failures in a row of new engines to take weights, after which the run ends."""
 HEARTBEAT_EVERY_S = 2.0
 """How often the driver asks the ranks that it waits for how far they are."""
-RECOVERY_MARGIN_S = 180.0
-"""Time of a restart of dead engines beyond two starts."""
 PUSH_MARGIN_S = 120.0
 """Time of a push beyond its own deadline, for the trainers' collectives after the last engine was late."""
 
@@ -311,8 +310,7 @@ class RayTrainGroup:
 
     def _recover_engines(self) -> None:
         """Restart dead engines, and wait for those that the push must meet."""
-        timeout_s = 2 * self.args.engine_start_timeout_s + RECOVERY_MARGIN_S
-        self._ask_manager("recover_updatable_engines", timeout_s=timeout_s)
+        self._ask_manager("recover_updatable_engines", timeout_s=memory_timeout_s(self.args))
 
     def push_once(self) -> dict[str, float]:
         """Push the present weights once; :attr:`excluded` has the engines that did not take them."""

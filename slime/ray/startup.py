@@ -19,6 +19,7 @@ from slime.arguments import args_to_resume, record_runtime
 from slime.observability.logging_utils import values_of_the_run
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import create_critic
+from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
 from slime.ray.released_trainer import RELEASE_GRACE_S, ReleasedTrainGroup
 from slime.ray.rollout import start_rollout_manager
@@ -63,9 +64,7 @@ def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | No
     if _engines_come_first(args):
         # They size their memory by what is free: they must be up before the trainer takes any.
         _wait_for_engines(args, manager)
-        wait_for(
-            manager.offload.remote(), what="the engines' memory (offload)", timeout_s=args.weight_update_timeout_s
-        )
+        wait_for(manager.offload.remote(), what="the engines' memory (offload)", timeout_s=memory_timeout_s(args))
     return manager, per_epoch
 
 

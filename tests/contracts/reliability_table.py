@@ -903,7 +903,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=WEIGHTS,
         waits="Driver for engines to release their memory or take it back",
-        code=("slime.ray.engines.fleet.EngineFleet._on_shared_gpus", "slime.ray.train_loop.TrainJob._on_shared_gpus"),
+        code=("slime.ray.engines.memory.SharedMemory._ask", "slime.ray.train_loop.TrainJob._on_shared_gpus"),
         bounds=("--weight-update-timeout-s",),
         deadline="the manager's; the driver allows restarts of engines too",
         raises="DeadlineError",

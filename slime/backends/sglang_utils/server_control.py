@@ -138,5 +138,7 @@ def _is_one_token(answer: Any) -> bool:
     items = meta.get("output_token_logprobs")
     if not isinstance(items, list) or not items:
         return meta["finish_reason"].get("type") == "abort"  # it was aborted with the others
+    if not isinstance(items[0], list) or len(items[0]) < 2:
+        return False
     log_prob, token = items[0][0], items[0][1]
     return isinstance(log_prob, int | float) and math.isfinite(log_prob) and isinstance(token, int) and token >= 0

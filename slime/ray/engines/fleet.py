@@ -16,7 +16,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
 from slime.flags.security import job_secret
@@ -24,6 +23,7 @@ from slime.observability.job_state import JobState
 from slime.ray.engine_handles import RayEngine, UpdatableEngines
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
+from slime.ray.engines.memory import SharedMemory
 from slime.ray.engines.models import RolloutServer, first_dead_engine, start_rollout_servers, wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
 from slime.ray.gpus import GpuSlice, plan_gpus
@@ -43,11 +43,6 @@ END_ADVICE = {
     "restarted",
     True: "start the job again to resume from the last checkpoint",
 }
-
-
-def memory_timeout_s(args: Namespace) -> float:
-    """Return the deadline of whoever has the manager offload or onload: restarts that it waits for, then answers."""
-    return 2 * args.engine_start_timeout_s + args.weight_update_timeout_s + DEADLINE_MARGIN_S
 
 
 def start_fleet(args: Namespace, gpus: GpuSlice) -> EngineFleet:
@@ -82,6 +77,7 @@ class EngineFleet:
         self._lock: Any = None
         self._lock_guard = threading.Lock()
         self._monitors: list[HealthMonitor] = []
+        self._memory = SharedMemory(args, self.groups)
         self._next_router_check_s = 0.0
         if args.use_fault_tolerance or args.rollout_stall_timeout_s > 0:
             monitor = HealthMonitor if args.use_fault_tolerance else StallMonitor
@@ -271,13 +267,9 @@ class EngineFleet:
         self.find_dead_engines()
         for server in self.servers:
             for group in server.groups:
-                before = set(group.indices(EngineState.UPDATING))
-                if group.needs_offload or not server.has_live_engine:
+                if not server.has_live_engine:
                     group.wait_settled(self.args.engine_start_timeout_s * 2)
-                if group.needs_offload:
-                    fresh = [group.engines[i] for i in group.indices(EngineState.UPDATING) if i not in before]
-                    self._on_engines(fresh, "release_memory_occupation")
-                    self._on_engines(fresh, "resume_memory_occupation", tags=["weights"])
+        self._memory.release_started(but=["weights"])
 
     def _raise_if_given_up(self) -> None:
         for group in self.groups:
@@ -364,32 +356,11 @@ class EngineFleet:
     def offload(self) -> None:
         """Have the engines on the trainers' GPUs release their memory."""
         self.pause_monitors()
-        for group in self.groups:
-            if group.needs_offload and self.args.use_fault_tolerance:
-                group.wait_settled(self.args.engine_start_timeout_s * 2)
-        self._on_shared_gpus("release_memory_occupation")
+        self._memory.release()
 
     def onload(self, tags: list[str] | None = None) -> None:
         """Have the engines on the trainers' GPUs take the memory of ``tags`` (None: all of it) back."""
-        self._on_shared_gpus("resume_memory_occupation", tags=tags)
-
-    def _on_shared_gpus(self, method: str, **keywords: Any) -> None:
-        """Call a method of every engine that shares GPUs; with fault tolerance one that fails in it is reported."""
-        shared = [(group, index) for group in self.groups if group.needs_offload for index in group.indices(*LIVE)]
-        if not self.args.use_fault_tolerance:
-            self._on_engines([group.engines[index] for group, index in shared], method, **keywords)
-            return
-        asked = [(group, index, getattr(group.engines[index], method).remote(**keywords)) for group, index in shared]
-        deadline_s = time.monotonic() + self.args.weight_update_timeout_s
-        for group, index, ref in asked:
-            try:
-                wait_for(ref, what=f"{method} of {group.name_of(index)}", timeout_s=deadline_s - time.monotonic())
-            except (ProcessError, RayError) as error:
-                group.report(index, EngineEvent.FAILED, str(error))
-
-    def _on_engines(self, engines: list[Any], method: str, **keywords: Any) -> list[Any]:
-        refs = [getattr(engine, method).remote(**keywords) for engine in engines]
-        return wait_for(refs, what=f"{method} of the engines", timeout_s=self.args.weight_update_timeout_s)
+        self._memory.take_back(tags)
 
     def check_weights(self, action: str) -> list[Any]:
         """Ask every engine's weight checker to snapshot, reset_tensors or compare."""
@@ -397,4 +368,5 @@ class EngineFleet:
         if action == "compare" and not self._has_snapshot and self.args.check_weight_update_equal:
             return []
         self._has_snapshot |= action == "snapshot"
-        return self._on_engines(self.engines, "check_weights", action=action)
+        refs = [engine.check_weights.remote(action=action) for engine in self.engines]
+        return wait_for(refs, what="check_weights of the engines", timeout_s=self.args.weight_update_timeout_s)

@@ -19,7 +19,11 @@ class Group(RayTrainGroup):
 
     def __init__(self, *outcomes: str, policy: str = "refill", tolerant: bool = True, waiting: int = 0) -> None:
         args = Namespace(
-            weight_push_failure=policy, use_fault_tolerance=tolerant, debug_train_only=False, engine_start_timeout_s=1
+            weight_push_failure=policy,
+            use_fault_tolerance=tolerant,
+            debug_train_only=False,
+            engine_start_timeout_s=1,
+            weight_update_timeout_s=1,
         )
         super().__init__(args, 1, 1, pg=None)  # type: ignore[arg-type]
         self.outcomes, self.waiting = list(outcomes), waiting

@@ -11,6 +11,7 @@ import pytest
 
 from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
+from slime.ray.engines import fleet as fleet_module
 from slime.ray.engines import group as group_module
 from slime.ray.engines.actor import PortCursors
 from slime.ray.engines.fleet import EngineFleet
@@ -224,15 +225,18 @@ def test_the_metrics_page_learns_of_engines_that_serve_and_of_evictions():
     assert (state.engine_states, state.num_evictions) == ({"serving": 1, "updating": 1, "restarting": 1}, 2)
 
 
-def test_a_comparison_without_a_snapshot_is_done_when_every_push_is_checked():
-    fleet, _ = make_fleet(2, "refill")
+def test_a_comparison_without_a_snapshot_is_done_when_every_push_is_checked(monkeypatch):
+    fleet, group = make_fleet(2, "refill")
     asked: list[str] = []
-    fleet._on_engines = lambda engines, method, action: asked.append(action) or [None]  # type: ignore[method-assign]
-    fleet.args.check_weight_update_equal = True
+    for engine in range(2):
+        check = Namespace(remote=lambda action: asked.append(action) or "ref")
+        group.all_engines[engine] = Namespace(check_weights=check)
+    monkeypatch.setattr(fleet_module, "wait_for", lambda refs, **_: refs)
+    fleet.args.check_weight_update_equal, fleet.args.weight_update_timeout_s = True, 1.0
     assert fleet.check_weights("compare") == [] and asked == []
     fleet.check_weights("snapshot")
     fleet.check_weights("compare")
-    assert asked == ["snapshot", "compare"]
+    assert asked == ["snapshot", "snapshot", "compare", "compare"]
 
 
 def test_drop_goes_on_without_it_until_none_is_left():

@@ -1,0 +1,103 @@
+"""Memory of the engines that share GPUs with a trainer: they release it, and take it back.
+
+With fault tolerance an engine that fails in it is replaced, and so is one in its place that fails: the trainer gets
+the GPU once nothing else has memory on it.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from ray.exceptions import RayError
+
+from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
+from slime.ray.waiting import wait_for
+from slime.utils.errors import ProcessError
+
+MARGIN_S = 180.0
+MIN_WAIT_S = 1.0
+
+Place = tuple[EngineGroup, int]
+"""An engine as its group and its index there."""
+
+
+def memory_timeout_s(args: Namespace) -> float:
+    """Return the deadline of whoever has the manager do one of these: restarts that it waits for, then answers."""
+    return 2 * args.engine_start_timeout_s + args.weight_update_timeout_s + MARGIN_S
+
+
+class SharedMemory:
+    """The memory of the engines on the trainers' GPUs.
+
+    Args:
+        args: the run's arguments.
+        groups: of all models; those that share no GPU with a trainer are left alone.
+    """
+
+    def __init__(self, args: Namespace, groups: Sequence[EngineGroup]) -> None:
+        self._args = args
+        self._groups = [group for group in groups if group.needs_offload]
+        self._released: list[Any] = []
+        """The engines that were told to release their memory since the last :meth:`release` began."""
+
+    def release(self) -> None:
+        """Have every engine release its memory.
+
+        Raises:
+            ProcessError: one failed, without fault tolerance; or one cannot be replaced in time.
+        """
+        self._released = []
+        self._release(*LIVE)
+
+    def release_started(self, *, but: Sequence[str]) -> None:
+        """Have the engines that started after :meth:`release` release their memory too, except that of some tags.
+
+        Raises:
+            ProcessError: as :meth:`release`.
+        """
+        self._release(EngineState.UPDATING, but=but)
+
+    def take_back(self, tags: Sequence[str] | None) -> None:
+        """Have every engine take the memory of ``tags`` (None: all of it) back.
+
+        Raises:
+            ProcessError: one failed, without fault tolerance.
+        """
+        self._ask("resume_memory_occupation", self._places(*LIVE), tags=tags)
+
+    def _release(self, *states: EngineState, but: Sequence[str] = ()) -> None:
+        deadline_s = time.monotonic() + 2 * self._args.engine_start_timeout_s
+        while True:
+            for group in self._groups if self._args.use_fault_tolerance else ():
+                group.wait_settled(max(deadline_s - time.monotonic(), MIN_WAIT_S))
+            fresh = [(group, k) for group, k in self._places(*states) if group.engines[k] not in self._released]
+            if not fresh:
+                return
+            self._released += [group.engines[index] for group, index in fresh]
+            done = self._ask("release_memory_occupation", fresh)
+            if but:
+                self._ask("resume_memory_occupation", done, tags=but)
+
+    def _places(self, *states: EngineState) -> list[Place]:
+        return [(group, index) for group in self._groups for index in group.indices(*states)]
+
+    def _ask(self, method: str, places: Sequence[Place], **keywords: Any) -> list[Place]:
+        """Call a method of engines at once, and return those that did it; with fault tolerance report the others."""
+        refs = [getattr(group.engines[index], method).remote(**keywords) for group, index in places]
+        deadline_s, done = time.monotonic() + self._args.weight_update_timeout_s, []
+        for (group, index), ref in zip(places, refs, strict=True):
+            # The answers of the others still count when one took all the time.
+            timeout_s = max(deadline_s - time.monotonic(), MIN_WAIT_S)
+            try:
+                wait_for(ref, what=f"{method} of {group.name_of(index)}", timeout_s=timeout_s)
+            except (ProcessError, RayError) as error:
+                if not self._args.use_fault_tolerance:
+                    raise
+                group.report(index, EngineEvent.FAILED, str(error))
+            else:
+                done.append((group, index))
+        return done

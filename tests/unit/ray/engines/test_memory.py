@@ -1,0 +1,122 @@
+"""Engines on the trainers' GPUs release their memory, and so does each that takes the place of one that fails."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.ray.engines import memory
+from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
+from slime.ray.engines.memory import SharedMemory
+from slime.utils.errors import EngineError
+
+RELEASE, RESUME = "release_memory_occupation", "resume_memory_occupation"
+
+
+class Group:
+    """Engines by name; one that fails is replaced by the time that the group has settled."""
+
+    needs_offload = True
+
+    def __init__(self, calls: list[Any], *engines: str) -> None:
+        self._calls = calls
+        self.engines = [self._engine(name) for name in engines]
+        self.states = [EngineState.SERVING] * len(engines)
+
+    def _engine(self, name: str) -> Namespace:
+        def method(verb: str) -> Namespace:
+            return Namespace(remote=lambda **keywords: (name, verb, *keywords.values()))
+
+        return Namespace(name=name, **{verb: method(verb) for verb in (RELEASE, RESUME)})
+
+    def replace(self, index: int) -> None:
+        self.engines[index] = self._engine(self.engines[index].name + "+")
+        self.states[index] = EngineState.UPDATING
+
+    def indices(self, *states: EngineState) -> list[int]:
+        return [index for index, state in enumerate(self.states) if state in states]
+
+    def name_of(self, index: int) -> str:
+        return f"engine {index}"
+
+    def report(self, index: int, event: EngineEvent, reason: str) -> None:
+        assert event is EngineEvent.FAILED and reason
+        self.states[index] = EngineState.RESTARTING
+
+    def wait_settled(self, timeout_s: float) -> None:
+        assert timeout_s > 0
+        for index in self.indices(EngineState.RESTARTING):
+            self.replace(index)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[Any]:
+    """Every call, in order; ``fails`` has those that raise."""
+    made: list[Any] = []
+    monkeypatch.setattr(memory, "wait_for", lambda call, **_: _answer(made, call))
+    return made
+
+
+FAILS: set[Any] = set()
+
+
+def _answer(made: list[Any], call: Any) -> None:
+    made.append(call)
+    if call[:2] in FAILS:
+        raise EngineError("/flush_cache was refused")
+
+
+def shared(group: Group, *, tolerant: bool = True) -> SharedMemory:
+    args = Namespace(use_fault_tolerance=tolerant, engine_start_timeout_s=60.0, weight_update_timeout_s=60.0)
+    return SharedMemory(args, [group])  # type: ignore[list-item]
+
+
+@pytest.fixture(autouse=True)
+def nothing_fails():
+    FAILS.clear()
+
+
+def test_an_engine_that_started_after_the_release_releases_too_but_for_what_a_push_needs(calls):
+    group = Group(calls, "a", "b")
+    lent = shared(group)
+    lent.release()
+    group.replace(1)
+    lent.release_started(but=["weights"])
+    lent.release_started(but=["weights"])
+    assert calls == [("a", RELEASE), ("b", RELEASE), ("b+", RELEASE), ("b+", RESUME, ["weights"])]
+
+
+@pytest.mark.parametrize("verb", (RELEASE, RESUME))
+def test_a_new_engine_that_fails_over_its_memory_is_replaced_and_does_not_end_the_run(calls, verb):
+    group = Group(calls, "a")
+    lent = shared(group)
+    lent.release()
+    group.replace(0)
+    FAILS.add(("a+", verb))
+    lent.release_started(but=["weights"])
+    assert calls[-2:] == [("a++", RELEASE), ("a++", RESUME, ["weights"])]
+    assert group.indices(*LIVE) == [0]
+
+
+def test_the_engine_in_the_place_of_one_that_did_not_release_releases_before_the_trainer_gets_the_gpu(calls):
+    group = Group(calls, "a", "b")
+    FAILS.add(("a", RELEASE))
+    shared(group).release()
+    assert calls == [("a", RELEASE), ("b", RELEASE), ("a+", RELEASE)]
+
+
+def test_without_fault_tolerance_the_first_failure_is_raised(calls):
+    FAILS.add(("a", RELEASE))
+    with pytest.raises(EngineError, match="flush_cache"):
+        shared(Group(calls, "a", "b"), tolerant=False).release()
+
+
+def test_the_answers_of_the_others_count_when_one_takes_all_the_time(monkeypatch):
+    given: list[float] = []
+    clock = iter([0.0, 0.0, 0.0, 60.0, 100.0, 100.0])
+    monkeypatch.setattr(memory.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(memory, "wait_for", lambda call, timeout_s, **_: given.append(timeout_s))
+    shared(Group([], "a", "b"), tolerant=False).release()
+    assert given == [60.0, memory.MIN_WAIT_S]
