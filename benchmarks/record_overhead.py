@@ -114,6 +114,19 @@ def take_step(worker: Any, samples: list[Any], number: int, *, is_recorded: bool
     return {"wall": wall_s, "cpu": time.process_time() - cpu, "written": time.perf_counter() - start - wall_s}
 
 
+def seconds_of_digest(worker: Any) -> float:
+    """Return the median time of the digest that each recorded step takes of the weights."""
+    from slime.backends.megatron_utils.parameters import weights_digest
+
+    seconds = []
+    for _ in range(10):
+        synchronize()
+        start = time.perf_counter()
+        weights_digest(worker.model)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="small", help="of published_configs.py, or small")
@@ -130,6 +143,7 @@ def main() -> None:
             seconds = take_step(worker, samples, number, is_recorded=is_recorded)
             if pair >= NUM_WARM_UP:
                 measured[is_recorded].append(seconds)
+        digest_s = seconds_of_digest(worker)
         events = Path(folder, "run/events.jsonl").read_text().splitlines()
     costs = [one for one in map(json.loads, events) if one["event"] == "recorded"]
     recorded_bytes = sum(one["bytes"] for one in costs) / (NUM_WARM_UP + options.pairs)
@@ -142,6 +156,10 @@ def main() -> None:
             "on - off in pairs, median %": round(100 * statistics.median(shares), 2),
             "quartiles %": [round(100 * shares[len(shares) * n // 4], 2) for n in (1, 3)],
         }
+    result["CPU seconds of the writing thread, a step"] = round(
+        sum(one["cpu_s"] for one in costs) / (NUM_WARM_UP + options.pairs), 4
+    )
+    result["seconds of a digest of the weights"] = round(digest_s, 4)
     result["seconds until written, after the step"] = round(
         statistics.median([one["written"] for one in measured[True]]), 4
     )

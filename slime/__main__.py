@@ -1,4 +1,4 @@
-"""The command ``slime VERB WORDS``, also ``python -m slime``: a door to each of the programs of the checkout."""
+"""The command ``slime VERB WORDS``, also ``python -m slime``: runs one of the programs of the checkout."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _text_after(
     known: KnownPrefix,
     template_kwargs: Mapping[str, Any] | None,
 ) -> str | None:
-    """Return the text behind the drawn tokens of ``known``; None when the template now renders them differently."""
+    """Return the text after the drawn tokens of ``known``; None when the template now renders them differently."""
 
     def before(messages: Sequence[Message]) -> str:
         return render(tokenizer, messages, tools, add_generation_prompt=False, template_kwargs=template_kwargs)

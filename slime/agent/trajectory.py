@@ -1,7 +1,7 @@
 """Turns of an agent -> token-exact samples.
 
 A *turn* is one call of the engine: prompt ids in, drawn ids out.  A *chain* is a run of turns in which each prompt
-goes on from the ids of the turn before; one chain becomes one sample.  What lies between two drawn stretches (tool
+goes on from the ids of the turn before; one chain becomes one sample.  What is between two drawn stretches (tool
 output, user messages, headers of the template) is an observation and gets loss mask 0.
 
 Invariant: every trained token of a sample has exactly the ids before it that the engine saw when it drew the token.
@@ -132,7 +132,7 @@ class _Chain:
     def __init__(self, turn: TurnRecord) -> None:
         self.prompt_length = len(turn.prompt_ids)
         self.ids = list(turn.prompt_ids)
-        # One entry for each id behind the first prompt.
+        # One entry for each id after the first prompt.
         self.mask: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[str | None] = []

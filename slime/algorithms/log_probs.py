@@ -169,7 +169,7 @@ class _LogProbs(torch.autograd.Function):
                 temperature=problem.temperature,
                 num_columns=problem.num_columns,
             )
-            grad_TV[:0].zero_()  # the kernel wrote behind autograd's back: count that as a change
+            grad_TV[:0].zero_()  # the kernel wrote without autograd's knowledge: count that as a change
             return grad_TV, None, None, None, None
         num_buffers = 2 if ctx.has_entropy_grad else 1
         for rows in _row_blocks(len(problem.rows_R), problem.rows_per_chunk, num_buffers=num_buffers):

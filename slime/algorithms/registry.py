@@ -1,4 +1,4 @@
-"""Names of a flag and what they stand for, in one table that the flag, the errors and the pages are made from."""
+"""Values of a flag and the algorithms they name: one table from which flag, errors and pages are made."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         return name in self._entries or (self._adopt is not None and "." in name)
 
     def resolve(self, name: str) -> Entry:
-        """Return the algorithm that a value of the flag stands for.
+        """Return the algorithm that a value of the flag names.
 
         Raises:
             ConfigError: the name is unknown; the message lists those there are.

@@ -113,7 +113,7 @@ def build_parser(
 
 
 def parser_of(args: Namespace) -> Parser:
-    """Return a parser of the flags that ``args`` have, for args whose parser is not at hand."""
+    """Return a parser of the flags that ``args`` have, for args whose parser is not available."""
     return build_parser(
         with_engine_flags="sglang_server_concurrency" in vars(args), with_trainer_flags="num_layers" in vars(args)
     )
@@ -259,7 +259,7 @@ def _stray_values(argv: Sequence[str], leftover: Sequence[str], unknown: set[str
             strays[token] -= 1
         else:
             followed.append((flag, token))
-    # A value that stands twice is a stray where it stands last: the first one fed its flag.
+    # Of a value that occurs twice the last one is the stray: the first belongs to its flag.
     found = []
     for flag, token in reversed(followed):
         if strays[token] > 0:

@@ -59,7 +59,7 @@ def _runtime_facts(args: Namespace) -> None:
 
 
 def _external_engines(args: Namespace) -> None:
-    """Ask engines that somebody else runs what they are; their GPUs are not ours to place anything on."""
+    """Ask external engines what they are; their GPUs are not ours to place anything on."""
     args.rollout_external = args.rollout_external_engine_addrs is not None
     if args.rollout_external and not args.debug_train_only:
         from slime.backends.sglang_utils.external_engines import record_external_engines

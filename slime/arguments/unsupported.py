@@ -1,7 +1,7 @@
 """Flags without a feature: historical ones are accepted and named in a log line, those of features to come refused.
 
 ``HISTORICAL``: flags of older scripts, and of Megatron's own training program, so that a command written for slime
-runs as it stands.  A value that asks for something else than what happens today is refused.
+runs unchanged.  A value that asks for something else than what happens today is refused.
 
 ``NOT_YET``: flags whose feature is not here yet.  Using one is an error, never a silent no-op; the table shrinks as
 features arrive, and tests/contracts/test_flags.py proves that every other flag has a reader.

@@ -150,7 +150,7 @@ class TrainWorker(ABC):
         )
 
     def write_weights(self) -> Any:
-        """Write the actor's weights where engines can read them, for somebody else to tell them so.
+        """Write the actor's weights where engines can read them; the caller notifies the engines.
 
         Returns:
             what that takes, on the main rank.

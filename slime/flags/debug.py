@@ -22,7 +22,7 @@ _TEMPLATE_FIELDS = {
     "ci_save_grad_norm": {"role", "rollout_id", "step_id"},
     "ci_load_grad_norm": {"role", "rollout_id", "step_id"},
 }
-"""Flag of a file -> what may stand in braces in it."""
+"""Flag of a file -> the placeholders allowed in it."""
 _WRITTEN_IN_EACH_ROLLOUT = ("save_debug_rollout_data", "save_debug_train_data", "ci_save_grad_norm")
 
 

@@ -127,7 +127,7 @@ def check_lora(args: Namespace) -> Iterator[str]:
     if args.lora_push == "adapter":
         yield from _adapter_push_problems(args)
     if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
-        yield f"--lora-target-modules is {' '.join(args.lora_target_modules)}; all-linear stands alone."
+        yield f"--lora-target-modules is {' '.join(args.lora_target_modules)}; all-linear excludes names."
     if args.lora_save is not None and (args.save is None or args.save_interval is None):
         yield "--lora-save writes beside each save; give --save and --save-interval too."
     for flag in (

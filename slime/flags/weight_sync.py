@@ -128,7 +128,7 @@ def _delta(args: Namespace) -> Iterator[str]:
         )
     if args.update_weight_local_checkpoint_dir is None:
         yield (
-            "--update-weight-mode delta changes a copy of the checkpoint on each engine's host; say where it lies: "
+            "--update-weight-mode delta changes a copy of the checkpoint on each engine's host; name its folder: "
             "--update-weight-local-checkpoint-dir, a folder on a disk of that host with room for the model."
         )
 

@@ -17,13 +17,13 @@ MAX_VALUES = 100_000
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key that stands twice in one map; YAML's own rule, which PyYAML leaves out."""
+    """A SafeLoader that refuses duplicate keys in one map; YAML's own rule, which PyYAML leaves out."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return the map of a node.
 
         Raises:
-            ConstructorError: a key stands in it twice.
+            ConstructorError: a key is duplicated.
         """
         seen: dict[Any, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():

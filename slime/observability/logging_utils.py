@@ -1,4 +1,4 @@
-"""The log format, and the one door through which metrics leave a process.
+"""The log format, and the one function through which metrics leave a process.
 
 The driver calls ``init_tracking(args)``; every other process that logs calls ``init_tracking(args, primary=False)``
 (or nothing: the first ``log`` does it).  ``log`` sends a record to ``metrics.jsonl``, wandb and TensorBoard.

@@ -111,7 +111,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_new_records(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the whole lines behind byte ``offset``, and the offset to go on from.  A missing file is empty."""
+    """Return the whole lines after byte ``offset``, and the offset to go on from.  A missing file is empty."""
     if not path.exists():
         return [], offset
     with open(path, "rb") as file:

@@ -32,7 +32,7 @@ class TrainProfiler:
 
     @contextmanager
     def profile(self, target: str, rollout_id: int) -> Iterator[None]:
-        """Profile the body when ``target`` is asked for and ``rollout_id`` lies in the window, into a Chrome trace."""
+        """Profile the body when ``target`` is asked for and ``rollout_id`` is in the window, into a Chrome trace."""
         config = self._config
         is_in_window = config.profile_step_start <= rollout_id < config.profile_step_end
         if not (config.use_pytorch_profiler and target in config.profile_target and is_in_window):

@@ -233,7 +233,7 @@ def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], answ
     """Return pass@k over the rollouts of each prompt; a rollout is correct when all its samples' rewards are 1.
 
     As for advantages (``slime.train_data.rewards``), a group is what shares ``group_index``, of any size and however
-    it lies among the others, and the samples of a fan-out count once.  When no sample has a ``group_index``, a group
+    it is among the others, and the samples of a fan-out count once.  When no sample has a ``group_index``, a group
     is ``answers`` neighbours.
 
     Args:

@@ -21,7 +21,7 @@ class Slice:
     start: float
     end: float
     depth: int
-    """Spans that it lies in."""
+    """Spans that contain it."""
     attrs: dict[str, Any] = field(default_factory=dict)
     is_open: bool = False
     """It never ended: the work was cut off, or goes on."""

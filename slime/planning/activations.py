@@ -63,7 +63,7 @@ def layer_terms(
         "norm before attention": row * keeps_norms,
         "residual before the MLP": row * _norm_copy(dims, batch),
         "norm before the MLP": row * keeps_norms,
-        "norms behind attention and MLP": row * dims.post_norms,
+        "norms after attention and MLP": row * dims.post_norms,
         "what only the family has": local_tokens(batch, sizes) * dims.own_activations * batch.element_bytes,
         "statistics of norms": 4 * local_tokens(batch, sizes) * (2 + dims.post_norms),
     }
@@ -146,7 +146,7 @@ def _linear_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, reco
 
 
 def _latents(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch) -> int:
-    """Return the bytes of the latents, before and behind their norms."""
+    """Return the bytes of the latents, before and after their norms."""
     return (
         local_tokens(batch, sizes) * batch.element_bytes * (2 * (dims.q_lora or 0) + 2 * dims.kv_lora + dims.rope_dim)
     )

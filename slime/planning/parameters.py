@@ -96,7 +96,7 @@ class Matrix:
     """One linear layer on one rank."""
 
     name: str
-    """Megatron's, behind that of its block."""
+    """Megatron's, after that of its block."""
     parts: tuple[str, ...]
     """The matrices of the checkpoint in it."""
     rows: int

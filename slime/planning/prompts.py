@@ -72,7 +72,7 @@ def _text(prompt: Any) -> str:
 
 
 def sample_lengths(args: Namespace, num_samples: int, prompts: Sequence[int]) -> list[int]:
-    """Return the tokens of each sample: responses of the reference distribution, behind prompts that are known."""
+    """Return the tokens of each sample: responses of the reference distribution, after known prompts."""
     longest = longest_sample(args, prompts)
     if not prompts:
         return reference_lengths(num_samples, longest)

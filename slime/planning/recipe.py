@@ -79,7 +79,7 @@ def read_recipe(script: str, more: Sequence[str], folder: Path, *, is_trusted: b
 
     Args:
         script: a file like those of scripts/run-*.sh.
-        more: flags behind its own.
+        more: flags after its own.
         folder: takes the temporary files that the script writes; the words may name one (an --sglang-config).
         is_trusted: run it even where no namespace holds it; recorders stand for commands all the same.
 
@@ -170,7 +170,7 @@ def _write_tools(folder: Path) -> None:
 
 
 def _submitted(words: list[str], calls: list[str], script: str) -> Recipe:
-    """Take the job of the words behind ``ray``."""
+    """Take the job of the words after ``ray``."""
     if "--" not in words or not any(word.endswith(".py") for word in words[words.index("--") :]):
         raise ConfigError(
             f"{script} submits {shlex.join(words)[:200]!r}, without `-- python3 train.py ...`; give the arguments of "

@@ -91,7 +91,7 @@ class PushTraffic:
     bytes_per_trainer_rank: int
     """Bytes that a rank puts into buckets (colocated), or that the largest stage's source broadcasts."""
     num_buckets: int
-    """Of a rank, one behind the other."""
+    """Of a rank, one after the other."""
     way: str
     all_engines_bytes: int
 

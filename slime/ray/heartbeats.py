@@ -66,7 +66,7 @@ class Heartbeats:
             return self._beats.get(name, Beat(0, None, 0.0, None))
 
     def _where(self) -> str:
-        """Say where the slowest ranks stand."""
+        """Return the positions of the slowest ranks, as text."""
         slowest = sorted(self._beats.items(), key=lambda item: item[1].num_marks)[:4]
         return "Slowest first: " + "; ".join(
             f"{name} at mark {beat.num_marks} ({beat.phase or 'between steps'})" for name, beat in slowest

@@ -165,7 +165,7 @@ class RolloutManager(Watched):
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def save(self, rollout_id: int) -> None:
-        """Write where the data stands after ``rollout_id``, whatever has been generated ahead of it since."""
+        """Write the data position after ``rollout_id``, whatever has been generated ahead of it since."""
         self._position.save(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)

@@ -36,7 +36,7 @@ MANAGER = "the rollout manager"
 
 
 def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | None]:
-    """Start the rollout manager; its engines boot behind it.
+    """Start the rollout manager; its engines start in the background.
 
     Sets ``args.num_rollout`` where only ``--num-epoch`` is given.  Where the trainer shares their GPUs, the engines
     are up, and have given their memory away, when this returns.

@@ -101,7 +101,7 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
         # Ray gives a worker one thread; ranks on CPUs share the cores of the machine evenly.
         variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world_size))
         if not args.debug_train_only:
-            # The trainer speaks SGLang's wire format, so it imports SGLang, which needs the shim here.
+            # The trainer uses SGLang's wire format, so it imports SGLang, which needs the shim here.
             variables["PYTHONPATH"] = cpu_shim.child_environment()["PYTHONPATH"]
     elif args.offload_train:
         variables |= {

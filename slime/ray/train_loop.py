@@ -217,7 +217,7 @@ class TrainJob:
             return  # a rank died after it counted: writing it again would take it away meanwhile
         is_last = is_last or args.release_train or rollout_id == args.num_rollout - 1  # of these processes
         if self.critic is not None:
-            # Not behind training's back (--async-save): the actor's might be on disk, and count, before it.
+            # Not in the background (--async-save): the actor's might be on disk, and count, before it.
             self.critic.write_checkpoint(rollout_id, force_sync=True)
         self.actor.write_checkpoint(rollout_id, force_sync=is_last)
         if args.rollout_global_dataset:

@@ -8,7 +8,7 @@ data since the last checkpoint, which stay in Ray's object store (it spills to d
 
 A step whose numbers cannot be used (``--on-nan rollback N``) goes the same way back, with two differences: N
 checkpoints instead of one, and neither its rollout nor those since that checkpoint are trained on again, because the
-same data would lead to the same numbers.  A save follows, so that later deaths do not lead behind that.
+same data would lead to the same numbers.  A save follows, so that later deaths do not lead further back.
 """
 
 from __future__ import annotations

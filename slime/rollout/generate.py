@@ -113,7 +113,7 @@ def _first_row(input_ids: Any) -> list[int]:
 def _payload(
     config: RolloutConfig, sample: Sample, input_ids: list[int], params: dict[str, Any], image_token: int | None = None
 ) -> dict[str, Any]:
-    """Return the request's body.  Where ``image_token`` is known, ids keep the tokens as drawn; one stands for each
+    """Return the request's body.  Where ``image_token`` is known, ids keep the tokens as drawn; one represents each
     image, which the engine's processor puts in its place.
     """
     payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}

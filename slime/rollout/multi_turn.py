@@ -1,4 +1,4 @@
-"""Conversations: the policy speaks a turn, tools or an environment answer, until a turn asks for nothing.
+"""Conversations: the policy generates a turn, tools or an environment answer, until a turn has no call.
 
 Prompt, turns and observations are one sequence of tokens, and one sample::
 

@@ -239,7 +239,7 @@ class _Writer:
 
 
 def _read_tag(item: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what a dict that JSON has read stands for; most stand for themselves."""
+    """Return the value that a dict read from JSON encodes; most encode themselves."""
     kind = next(iter(item), "")
     if len(item) != 1 or not kind.startswith("$"):
         return item

@@ -183,7 +183,7 @@ def parse_metadata(value: Any, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str, where: str) -> Any:
-    """Return the value that JSON ``text`` stands for."""
+    """Return the value of JSON ``text``."""
     try:
         return decode_json(text)
     except ValueError as error:

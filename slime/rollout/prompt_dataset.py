@@ -215,13 +215,13 @@ def _normalised_prompt(
 
 
 def _digest(prompt: Any, label: Any) -> int:
-    """Return a number that tells this prompt, as it stands in its row, from others."""
+    """Return a hash of this prompt as it is in its row."""
     text = json.dumps([prompt, label], default=str, separators=(",", ":"))
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def _check_images(prompt: list[dict[str, Any]], where: str) -> None:
-    """Decode the images of a row that are at hand; those behind URLs are fetched when the job reads its data.
+    """Decode the images of a row that are local; those behind URLs are fetched when the job reads its data.
 
     Raises:
         DataError: one of them cannot be used; it names the row.
@@ -243,7 +243,7 @@ def _multimodal_inputs(prompt: Any, processor: Any, where: str) -> dict[str, Any
         found = process_vision_info(prompt, processor)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    except Exception as error:  # of readers of images, whatever lies there
+    except Exception as error:  # image readers raise anything
         raise DataError(
             f"{where}: an image or video of the prompt cannot be read ({said_by(error)[:300]}). Correct the row."
         ) from error

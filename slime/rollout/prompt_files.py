@@ -175,7 +175,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {short(twice)} stands twice in one object; keep one of them")
+        raise ValueError(f"the key {short(twice)} occurs twice in one object; keep one of them")
     return values
 
 
@@ -216,7 +216,7 @@ def _decode_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_text(row: dict[str, Any], where: str) -> None:
-    r"""Refuse half of a surrogate pair, which ``\\ud83d`` alone stands for: no tokenizer and no file takes it."""
+    r"""Refuse half of a surrogate pair, such as ``\\ud83d`` alone: no tokenizer and no file takes it."""
     for key, value in row.items():
         try:
             json.dumps([key, value], ensure_ascii=False).encode()

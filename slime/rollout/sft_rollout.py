@@ -63,7 +63,7 @@ def fill_from_conversation(
 ) -> None:
     """Set tokens, mask and length of a sample whose prompt is a conversation, with images where it has a processor.
 
-    The response begins at the first trained token; what lies between the assistant's turns belongs to it, masked.
+    The response begins at the first trained token; what is between the assistant's turns belongs to it, masked.
     """
     if not isinstance(sample.prompt, list):
         raise DataError(

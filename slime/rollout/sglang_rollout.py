@@ -117,7 +117,7 @@ async def generate_and_rm_group(
     """Run all executions of one prompt at once; they are rewarded together with ``--group-rm``.
 
     A group whose samples are all finished (kept surplus of an earlier rollout) sends no request and keeps its masks.
-    When the rollout is aborted, what is unfinished comes back as it stands.
+    When the rollout is aborted, unfinished samples are returned as they are.
     """
     return await run_group(context_of(args, _THIS), group, sampling_params, evaluation=evaluation)
 

@@ -1,7 +1,7 @@
 """Environments of the package verifiers, and the rows of their data sets as prompts.
 
 ``--prompt-data 'verifiers:NAME?argument=value'`` reads the rows for training, ``verifiers-eval:NAME`` the held-out
-ones.  A row names its environment and its number; ``verifiers_env`` plays it.
+ones.  A row names its environment and its number; ``verifiers_env`` runs it.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ async def generate(
                 one.reward = None  # unless no grader is named
                 await set_reward(args, one, float(ended["reward"]), None)
             return played
-        failure = EnvironmentFailure(f"{path}: it ended before the policy had spoken")
+        failure = EnvironmentFailure(f"{path}: it ended before the first request to the policy")
     except EnvironmentFailure as error:
         failure = error
     if GenerateState(args).aborted:  # the rollout is over, and its turns ended with it; it begins again in another
@@ -103,7 +103,7 @@ def _failure_of(state: Mapping[str, Any]) -> BaseException | None:
 
 
 class _Wire(httpx.AsyncHTTPTransport):
-    """Sends the requests of one rollout; while one is under way the policy speaks, and the environment is not late."""
+    """Sends the requests of one rollout; while one is open the policy generates, and the environment is not late."""
 
     def __init__(self) -> None:
         super().__init__(verify=False)  # plain HTTP in this machine: certificates would be loaded for each rollout

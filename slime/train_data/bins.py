@@ -113,7 +113,7 @@ def karmarkar_karp(weights: Sequence[float], k: int, *, equal_size: bool = False
 
 
 def _heap_entry(partial: _Partial, k: int) -> tuple[float, float, int, int, _Partial]:
-    """Return ``partial`` behind its sort key in the heap: larger spread first, then heavier heaviest subset.
+    """Return ``partial`` after its sort key in the heap: larger spread first, then heavier heaviest subset.
 
     Plain numbers compare far faster than objects with a comparison of their own.  Heaviest subsets that weigh and
     count the same differ in their first item, for they have none in common.

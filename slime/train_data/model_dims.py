@@ -1,7 +1,7 @@
 """The dimensions of a model: one description for plans, FLOPs, converters and weight maps.
 
-``slime.backends.megatron_utils.flags.model_dims`` makes it from the flags.  It stands here, because the schedule of
-micro-batches counts FLOPs and knows nothing of what lies above.
+``slime.backends.megatron_utils.flags.model_dims`` makes it from the flags.  It is here because the schedule of
+micro-batches counts FLOPs and must not import the backend.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelDims:
     norm_params: int = 1
     """Vectors of a norm: 1 for RMSNorm, 2 for LayerNorm."""
     post_norms: int = 0
-    """Norms behind attention and MLP (GLM-4), 0 to 2."""
+    """Norms after attention and MLP (GLM-4), 0 to 2."""
     own_parameters: int = 0
     """Parameters of each layer that only its family has, and no other field describes; whole on every rank."""
     own_activations: int = 0

@@ -1,7 +1,7 @@
 """The experts of each position: checked, and packed as the tokens of a micro-batch are.
 
 An engine reports the experts of every position that was an input: the rows of a sample are those of its tokens but the
-last.  Rows may end earlier where nothing behind them is trained (text of a tool at the very end, say).
+last.  Rows may end earlier where nothing after them is trained (text of a tool at the very end, say).
 
 Shapes: L = tokens of one sequence, P = rows of its routing (at most L - 1), N = layers, k = experts of a token,
 T = tokens of the micro-batch on this rank, padding included, E = experts of a layer.

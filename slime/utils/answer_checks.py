@@ -1,6 +1,6 @@
 """Checks of an engine's answer to ``/generate``, before anything of it becomes part of a sample.
 
-An engine that is broken, or speaks another version of the protocol, may answer with status 200 and numbers that would
+An engine that is broken, or has another version of the protocol, may answer with status 200 and numbers that would
 train in silence.  What is found here is treated as a failure of the engine.
 """
 
@@ -100,7 +100,7 @@ def _problem_with_counts(
             f"meta_info['completion_tokens'] is {_shown(completion)}, and output_token_logprobs has {num_tokens} "
             "entries; there must be one for each token."
         )
-    # One of the ids stands for all tokens of an image.
+    # One placeholder id represents all tokens of an image.
     input_ids = None if payload.get("image_data") else payload.get("input_ids")
     prompt = meta.get("prompt_tokens")
     if is_counted and input_ids is not None and prompt is not None and prompt != len(input_ids):

@@ -154,7 +154,7 @@ class MultiTurnLossMaskGenerator:
         """Find the tokens of character spans with a tokenizer that tells no offsets.
 
         Tokens that the whole text shares with its beginning up to a character, from the first on, end in front of
-        that character; those that it shares with the rest, from the last on, begin behind it.
+        that character; those that it shares with the rest, from the last on, begin after it.
         """
         token_ids = self._encode(text)
         mask = [0] * len(token_ids)
@@ -252,7 +252,7 @@ def _header_end(ids: list[int], header: list[int]) -> int:
 
 
 def _find(ids: list[int], needle: list[int], start: int) -> int:
-    """Return the first position from ``start`` on where ``needle`` lies in ``ids``; -1 when there is none."""
+    """Return the first position from ``start`` on at which ``needle`` occurs in ``ids``; -1 when there is none."""
     last = len(ids) - len(needle)
     return next((i for i in range(start, last + 1) if ids[i : i + len(needle)] == needle), -1)
 

@@ -204,7 +204,7 @@ def full_pixels(inputs: Mapping[str, Any], device: Any = None) -> Any:
 
 
 def join_images(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the processor's outputs for images that were processed apart, one behind the other."""
+    """Return the processor's outputs for images that were processed apart, one after the other."""
     import torch
 
     if not first or not second:

@@ -151,7 +151,7 @@ class _RefusedError(Exception):
 
 
 class Placeholder:
-    """Stands for an object whose class is not on the list; takes all that a pickle does to it and keeps nothing."""
+    """Placeholder of an object whose class is not on the list; accepts every pickle operation and keeps nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

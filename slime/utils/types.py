@@ -375,7 +375,7 @@ class ParamInfo:
 
 
 class MultimodalType(NamedTuple):
-    """A kind of input beside text, and the mark that stands for one item in a prompt."""
+    """A kind of input beside text, and the placeholder of one item in a prompt."""
 
     name: str
     placeholder: str

@@ -16,7 +16,7 @@ from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor
 Item = TypeVar("Item")
 
 TogetherWith = Callable[[str], tuple[str, ...]]
-"""The names, the given one included, that an engine must receive in one call; empty for a name that stands alone."""
+"""The names, the given one included, that an engine must receive in one call; empty for an independent name."""
 
 
 NO_BUCKET = -1

@@ -3,7 +3,7 @@
     digests.json
     {"algorithm": "xxh3_64",
      "files": {"common.pt": [[0, 1234, "9d0c..."]], "__0_0.distcp": [[0, 4096, "1b2f..."], [4096, 800, "77e0..."]]},
-     "digest": "..."}                                    of what stands under "files"
+     "digest": "..."}                                    of the value of "files"
 
 A file is a row of pieces ``[first byte, bytes, digest]`` without gaps.  So a rank that needs some tensors of a file
 compares just those, with the bytes that it reads anyway.  XXH3 guards against damage, not against an adversary, who

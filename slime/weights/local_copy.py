@@ -50,7 +50,7 @@ class PullReport:
 
     version: int
     seed: str
-    """The folder that was copied first; empty when the copy at hand was good."""
+    """The folder that was copied first; empty when the existing copy was good."""
     applied: tuple[int, ...]
     """Versions whose changes were applied."""
     num_bytes: int
@@ -125,7 +125,7 @@ class LocalCopy:
                 return None
             return int(state["version"]), state["chain"]
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # never made, or by somebody else: made anew
+            return None  # never made, or by another program: made again
 
     def mark_dirty(self, why: str) -> None:
         """Let the next pull make the copy anew."""

@@ -3,7 +3,7 @@
 Megatron joins matrices that Hugging Face keeps apart (queries, keys and values; gates and ups).  Each of these *parts*
 has an A of its own, as PEFT has it, and B has the rows of the joined matrix, each of which belongs to one part.
 
-Shapes: P = parts, r = rank, N = rows (outputs), K = columns (inputs); experts may stand in front of all of them.
+Shapes: P = parts, r = rank, N = rows (outputs), K = columns (inputs); an expert axis may precede them.
 """
 
 from __future__ import annotations

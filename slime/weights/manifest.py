@@ -79,7 +79,7 @@ class Manifest:
     """All tensors and buckets of a push.
 
     Raises:
-        WeightSyncError: a slice lies outside its tensor or its bucket, or names a tensor that is not listed; the
+        WeightSyncError: a slice is outside its tensor or its bucket, or names a tensor that is not listed; the
             slices of a tensor do not add up to it.
     """
 
@@ -103,7 +103,7 @@ class Manifest:
                     )
                 if item.offset + part.num_elements * entry.torch_dtype.itemsize > bucket.num_bytes:
                     raise WeightSyncError(
-                        f"the slice of {item.name} at byte {item.offset} ends behind bucket {index} of "
+                        f"the slice of {item.name} at byte {item.offset} ends beyond bucket {index} of "
                         f"{bucket.num_bytes} bytes"
                     )
                 covered[item.name] += part.num_elements
@@ -175,7 +175,7 @@ def _entries(listed: Iterable[tuple[str, list[int], str]]) -> tuple[TensorEntry,
 
 
 def pack_whole(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[list[TensorEntry], BucketEntry]:
-    """Pack whole tensors into a bucket, one behind the other."""
+    """Pack whole tensors into a bucket, one after the other."""
     entries: list[TensorEntry] = []
     slices: list[BucketSlice] = []
     end = 0

@@ -89,7 +89,7 @@ def expert_names(stack: str, expert: int) -> tuple[str, ...]:
 
 
 def place_of(name: str) -> Place | None:
-    """Return where an expert's tensor lies if experts are stacked; None for any other tensor."""
+    """Return the position of an expert's tensor if experts are stacked; None for any other tensor."""
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None

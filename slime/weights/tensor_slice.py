@@ -118,7 +118,7 @@ class StridedSlice:
         """Return the index of the element of a whole tensor at ``offset``.
 
         Raises:
-            NotRectangularError: no element lies there.
+            NotRectangularError: the slice has no element there.
         """
         result = [0] * len(self.shape)
         for dim in sorted(range(len(self.shape)), key=lambda d: -self.strides[d]):
@@ -183,7 +183,7 @@ def clip(copy: StridedCopy, whole: StridedSlice, part: StridedSlice) -> list[Str
     """Clip ``copy`` to what it reads from ``part``, read where the elements of ``part`` lie.
 
     Args:
-        copy: reads from a tensor that lies as ``whole``.
+        copy: reads from a tensor with the layout of ``whole``.
         whole: the tensor.
         part: a slice of the tensor, kept elsewhere.
 

@@ -4,7 +4,7 @@
     {root}/weight_v000007-full/      version 7 once more, whole, so that a reader need not follow the changes
     {root}/.weight_v000008.part-.../ being written; a rename finalizes it
 
-Version 0 is the model that the engines started from, which lies elsewhere.  A version is written by several processes:
+Version 0 is the model that the engines started from, in its own folder.  A version is written by several processes:
 
     rank 0:       begin_version(...)                       makes the folder of the unfinished version
     every rank:   PartWriter(folder, rank).add(...) ...    its own tensors, into files of its own
@@ -78,7 +78,7 @@ def read_version(folder: Path) -> Version:
     """Return the version in ``folder``, from the metadata of its index.
 
     Raises:
-        WeightSyncError: the index is missing, or speaks of another version, or of a format that is not known.
+        WeightSyncError: the index is missing, names another version, or has an unknown format.
     """
     match = _NAME.match(folder.name)
     if match is None:
@@ -141,7 +141,7 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
     Args:
         root: the folder of versions.
         target: where to arrive; 0 is the model itself.
-        held: number and chain of the version at hand; None when there is none that can be trusted.
+        held: number and chain of the local version; None when there is none that can be trusted.
 
     Raises:
         WeightSyncError: versions on the way are missing; ``target`` is older than what is held of the same chain.
@@ -152,7 +152,7 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
     chain: str | None = None
     number, deltas = target, list[Version]()
     whole: tuple[Version, int] | None = None
-    """The newest whole version on the way back, and how many changes lie behind it."""
+    """The newest whole version on the way back, and the number of deltas after it."""
     while number:
         found = [read_version(path) for path in _finalized(root, number)]
         chain = found[0].chain if chain is None and found else chain
@@ -310,7 +310,7 @@ class PartWriter:
         self.files: list[PartFile] = []
 
     def add(self, name: str, tensor: Tensor, *, note: str | None = None) -> None:
-        """Take one tensor on the host; ``note`` stands under its name in the file's metadata."""
+        """Take one tensor on the host; ``note`` is stored under its name in the file's metadata."""
         size = tensor_bytes(tensor)
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             self.flush()

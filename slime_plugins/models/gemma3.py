@@ -37,7 +37,7 @@ def get_gemma3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | 
     """Return the layers of this pipeline stage.
 
     Args:
-        args: the norms behind attention and MLP.
+        args: the norms after attention and MLP.
         config: ``window_size`` and ``window_attn_skip_freq`` say which layers have a window.
         vp_stage: which virtual stage of this rank.
 

@@ -3,7 +3,7 @@
     --spec slime_plugins.models.minimax_m2 get_minimax_m2_spec --qk-layernorm
 
 Everything else is the decoder block that the flags describe: grouped-query attention with half of each head rotated,
-experts behind a sigmoid router with a bias, no shared expert.
+experts with a biased sigmoid router, no shared expert.
 
 Under tensor parallelism a rank has some of the heads, and the mean square is that of all of them, so each norm makes
 one sum over the group in either direction, of one number per token.

@@ -27,7 +27,7 @@ from slime.agent.trajectory import Message
 
 
 class OpenAIAdapter(BaseAdapter):
-    """``POST /v1/chat/completions``, streaming or not, for the ``openai`` client and what speaks like it."""
+    """``POST /v1/chat/completions``, streaming or not, for the ``openai`` client and compatible ones."""
 
     logger: ClassVar[logging.Logger] = logging.getLogger(__name__)
     log_prefix: ClassVar[str] = "openai"

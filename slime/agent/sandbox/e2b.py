@@ -1,4 +1,4 @@
-"""E2B, or a service that speaks like it, as a sandbox.  The package ``e2b`` is imported when a sandbox starts."""
+"""E2B, or a compatible service, as a sandbox.  The package ``e2b`` is imported when a sandbox starts."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ async def exec_and_wait(
     Raises:
         SandboxError: the sandbox is gone.
     """
-    # A name that no other job had: what lies under it was written by this one.
+    # A name that no other job had: what is under it was written by this one.
     stem = f"/tmp/slime-job-{tag}-{uuid.uuid4().hex[:8]}"
     out_file = out_file or f"{stem}.out"
     script, code_file, group_file = f"{stem}.sh", f"{stem}.code", f"{stem}.pgid"
@@ -201,7 +201,7 @@ async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
     """Make the user ``agent``, to whom ``workdir`` belongs: agents refuse to work unasked as root."""
     folder = shlex.quote(workdir)
     make = f"id -u {AGENT_USER} > /dev/null 2>&1 || useradd -m -s /bin/bash {AGENT_USER}"
-    # git refuses to work in a folder of somebody else.
+    # git refuses to work in another user's folder.
     own = f"mkdir -p {folder} && chown -R {AGENT_USER} {folder}"
     trust = f"(command -v git > /dev/null && git config --system --add safe.directory {folder}) || true"
     await sb.exec(f"{make}; {own}; {trust}", user="root", timeout=300, check=True)

@@ -194,7 +194,7 @@ def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last:
 
 
 def _remove_old(root: Path, iteration: int, keep_last: int) -> None:
-    """Remove checkpoints from before ``iteration``; later ones are of another run, which this one goes back behind."""
+    """Remove checkpoints from before ``iteration``; later ones are of another run, which this one goes back beyond."""
     saved = sorted(int(match[1]) for path in root.iterdir() if (match := _ITERATION_FOLDER.fullmatch(path.name)))
     for old in [number for number in saved if number <= iteration][:-keep_last]:
         folder = checkpoint_folder(root, old)

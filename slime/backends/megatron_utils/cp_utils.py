@@ -129,7 +129,7 @@ def zigzag_from_contiguous(
     all-reduce for all columns, differentiable; every context-parallel rank must call.
 
     Args:
-        columns: [R] values of this rank's contiguous part of the stream, samples one behind the other.
+        columns: [R] values of this rank's contiguous part of the stream, samples one after the other.
         positions: per sample, the positions in it of the tokens that those values belong to.
         total_lengths: tokens of each sample.
         response_lengths: response tokens of each.

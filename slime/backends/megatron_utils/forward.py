@@ -58,7 +58,7 @@ def forward_only(
         read: what to read.
         args: the run's arguments.
         model: this rank's chunks; in evaluation mode for the pass.
-        data_iterator: one for each chunk; begun anew.
+        data_iterator: one for each chunk; restarted.
         num_microbatches: of each step.
         store_prefix: put before the names of what was read (``"ref_"``).
 

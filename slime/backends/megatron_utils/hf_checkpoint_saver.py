@@ -93,7 +93,7 @@ def save_hf_model_to_path(
 def _as_stored(
     tensors: Iterable[tuple[str, torch.Tensor]], quantizer: Quantizer | None, bar: tqdm
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what stands for each tensor in the folder, and move the progress bar."""
+    """Yield the stored form of each tensor, and advance the progress bar."""
     for name, tensor in tensors:
         yield from [(name, tensor)] if quantizer is None else quantizer.quantize(name, tensor)
         bar.update(tensor_bytes(tensor))

@@ -1,7 +1,7 @@
-"""Makes ``megatron.core`` the installed wheel's, whatever else lies on the path.
+"""Make ``megatron.core`` the installed wheel's, whatever else is on the path.
 
 Recipes put a checkout of Megatron-LM on PYTHONPATH.  ``megatron`` is a namespace package, so the checkout's
-``megatron/core``, which stands earlier on the path, would be imported in place of the wheel's: another version, with
+``megatron/core``, which is earlier on the path, would be imported in place of the wheel's: another version, with
 other signatures.  ``megatron.training`` and the like of a checkout stay importable for plug-ins that want them.
 """
 

@@ -37,7 +37,7 @@ class Shard:
     key: str
     """``{chunk}.{name in the chunk}``: unique on this rank, but for the experts stacked in one parameter."""
     name: str
-    """Name in the whole model without a prefix; ``{}`` stands for the number of an expert."""
+    """Name in the whole model without a prefix; ``{}`` is replaced by the expert's index."""
     tensor: Tensor
     """The live tensor, or this expert's view of a stacked one."""
     parameter: Any
@@ -47,7 +47,7 @@ class Shard:
     expert_index: int | None = None
     """Position among the experts of this rank; None for a parameter that is not an expert's."""
     is_stacked: bool = False
-    """The live parameter holds all experts of this rank, one behind the other in its first dimension."""
+    """The live parameter holds all experts of this rank, one after the other in its first dimension."""
 
     @property
     def is_expert(self) -> bool:

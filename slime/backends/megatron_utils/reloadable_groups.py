@@ -2,7 +2,7 @@
 
 A NCCL communicator keeps 0.5 GiB and more on the card, and only goes with its process group; but megatron-core, the
 model, the gradient buffers and the optimizer all hold the group objects that they were given.  So they are given
-stand-ins: :class:`ReloadableProcessGroup` passes every call on to a group behind it, and exchanges that one.
+stand-ins: :class:`ReloadableProcessGroup` forwards every call to an inner group, which it replaces.
 
     make_groups_reloadable()          # after the parallel groups exist, before a model holds any
     ...

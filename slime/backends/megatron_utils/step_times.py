@@ -99,7 +99,7 @@ def optimizer_time(model: Sequence[torch.nn.Module]) -> AbstractContextManager[N
 
 
 def record_parts(seconds: dict[str, float], began: float, ended: float) -> None:
-    """Record the parts of a step as spans that lie one behind the other within it."""
+    """Record the parts of a step as spans that lie one after the other within it."""
     scale = min(1.0, (ended - began) / max(sum(seconds.values()), 1e-9))
     for name in PARTS:
         until = began + seconds.get(name, 0.0) * scale

@@ -100,7 +100,7 @@ class _Prefixed:
 
 
 def _checked_type(field_name: str, kind: Any) -> Any:
-    """Return the type of a flag of SGLang, whose numbers have no sign; -1 may stand for all, none or automatic."""
+    """Return the type of a flag of SGLang, whose numbers have no sign; -1 may mean all, none or automatic."""
     if kind is json.loads:
         return json_object
     if kind is int or kind is float:

@@ -54,7 +54,7 @@ class BucketShare:
         own = [segments[position] for position in positions]
         self._digests = DigestTable([begin for begin, _ in own], [size for _, size in own], device)
         self.ranges: list[tuple[int, int]] = []
-        """First byte, and the one behind the last, of what must be copied to read it."""
+        """First byte, and the one after the last, of what must be copied to read it."""
         for begin, size in sorted(own):
             if self.ranges and begin - self.ranges[-1][1] < JOIN_BYTES:
                 self.ranges[-1] = (self.ranges[-1][0], max(begin + size, self.ranges[-1][1]))

@@ -1,4 +1,4 @@
-"""Engines that somebody else runs (``--rollout-external-engine-addrs``): where they are, and what they are.
+"""External engines (``--rollout-external-engine-addrs``): their addresses and properties.
 
 Everything is asked of ``/server_info``.  Imports no SGLang, so that the flags can be checked without it.
 """

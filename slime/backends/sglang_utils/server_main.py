@@ -1,7 +1,7 @@
 """The engine's process: ``python -m slime.backends.sglang_utils.server_main OWNER_PID`` with ServerArgs on stdin.
 
 SGLang starts its scheduler and detokenizer with multiprocessing's spawn, which imports this module again in each of
-them, under the name ``__mp_main__`` and before anything of SGLang: so what stands at the top holds for the whole tree.
+them, under the name ``__mp_main__`` and before anything of SGLang: so the top of this file runs in every process.
 On a CPU they are forked instead (:func:`cpu_shim.fork_processes`) and inherit it.
 """
 

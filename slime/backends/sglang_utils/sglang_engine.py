@@ -196,7 +196,7 @@ class SGLangEngine(WeightVerbs):
         router_ip: str | None = None,
         router_port: int | None = None,
     ) -> None:
-        """Use a server that somebody else runs, and tell the router of it; its process is theirs to end."""
+        """Use an external server, and tell the router of it; its process is theirs to end."""
         self.server = ServerControl(url, api_key=self._secret, name=f"engine {self.rank} {url}")
         self._worker_key = self._secret
         self._tp_size = tp_size

@@ -281,7 +281,7 @@ class ReceivingRank:
         return flat
 
     def _near(self, model: nn.Module, flat: Tensor, ranges: Iterable[tuple[int, int]]) -> Tensor:
-        """Return the buffer; of one that lies on the GPU of another trainer rank, a copy of the ranges of its bytes.
+        """Return the buffer; of one on the GPU of another trainer rank, a copy of the ranges of its bytes.
 
         Memory of another process on another GPU can be copied from; kernels of this GPU cannot read it.
         """

@@ -50,7 +50,7 @@ class WeightVerbs(EngineVerbs):
     node_rank: int
     _tp_size: int = 1
     _push_id: str | None = None
-    """Of the push begun last and not committed: while it stands, the engine must not serve."""
+    """Of the push begun last and not committed: while it is set, the engine must not serve."""
     _acknowledged: str | None = None
     """Of the push whose last acknowledgement was complete and named no problem."""
     _num_buckets: int = 0

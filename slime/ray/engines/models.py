@@ -162,7 +162,7 @@ def _start_groups(args: Namespace, groups: list[EngineGroup]) -> list[ray.Object
 
 
 def _adopt_external_engines(args: Namespace) -> tuple[list[RolloutServer], list[ray.ObjectRef]]:
-    """Adopt engines that somebody else started: an actor without a GPU speaks for each.
+    """Adopt external engines: an actor without a GPU represents each.
 
     Raises:
         ConfigError: an engine lacks what this run needs of it.
@@ -223,13 +223,13 @@ def first_dead_engine(groups: Iterable[EngineGroup], timeout_s: float) -> str | 
 
 
 class ExternalGroup(EngineGroup):
-    """One engine that somebody else runs: adopted, updated and asked, but never started or ended here."""
+    """One external engine: adopted, updated and asked, but never started or ended here."""
 
     info: ExternalEngineInfo
 
     @property
     def gpus_per_actor(self) -> int:
-        """One actor speaks for all of the engine's nodes."""
+        """One actor represents all of the engine's nodes."""
         return self.num_gpus_per_engine
 
     @property

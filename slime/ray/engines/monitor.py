@@ -61,7 +61,7 @@ class HealthMonitor:
     def pause(self) -> None:
         """Check no more until :meth:`resume`; the verdict of a check that is under way does not count.
 
-        What is asked of an engine from now on reaches it behind every probe.
+        What is asked of an engine from now on reaches it after every probe.
         """
         with self._sending:
             self._num_pauses += 1
@@ -96,7 +96,7 @@ class HealthMonitor:
         """Probe every serving engine at once, so that a slow one does not delay the verdict on the others.
 
         A new engine that waits for its weights, or takes them, answers nothing, rightly: the push has deadlines of its
-        own, and its death is noticed without asking.  A probe that reached one behind the order to give its memory
+        own, and its death is noticed without asking.  A probe that reached one after the order to give its memory
         away would kill it.
         """
         with self._sending:

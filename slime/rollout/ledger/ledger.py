@@ -1,7 +1,7 @@
 """The ledger as the rollout manager holds it: a wrapper of the data source, and a journal.
 
     ledger = open_ledger(args, data_source)
-    ledger.start(first_rollout)                     once the data source stands where the checkpoint left it
+    ledger.start(first_rollout)                     once the data source is at the checkpoint's position
     ledger.make_samples(k, generate)                the recorded samples of rollout k, or those of generate()
     ledger.record_trained(k); ledger.save(k, position); ledger.record_published(k)
 

@@ -1,6 +1,6 @@
 """Recovery from the journal: rollouts to train again, and groups to go on with.
 
-The data source stands where the checkpoint left it, and gives the same groups again in the same order.  So nothing is
+The data source is at the checkpoint's position, and gives the same groups again in the same order.  So nothing is
 put into it: when it gives a group of which the journal has samples, they are brought to the recorded state.  A rollout
 whose train data was complete is not generated again: its calls of the data source are repeated, and the recorded
 samples handed over.
@@ -128,7 +128,7 @@ def _is_same_prompt(group: list[Any], state: GroupState) -> bool:
 class Recovery:
     """Everything recorded after a checkpoint and not used up yet.
 
-    Invariant: what is left of it lies in segments from ``first_segment`` on.
+    Invariant: what is left of it is in segments from ``first_segment`` on.
     """
 
     def __init__(

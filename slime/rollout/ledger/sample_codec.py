@@ -86,7 +86,7 @@ def snapshot(entry: Sample | list[Any], *, copy_lists: bool = False, pack_now: b
         entry: a Sample, or samples nested in lists.
         copy_lists: whether user code may change lists in place before they are written.  Our own code only replaces
             or extends them.
-        pack_now: pack tokens, log-probs and mask at once.  An answer that has just been parsed lies in the caches of
+        pack_now: pack tokens, log-probs and mask at once.  An answer that has just been parsed is in the caches of
             this core; for the writer's thread each number is a fetch from another core's.
     """
     if isinstance(entry, Sample):

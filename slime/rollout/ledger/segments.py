@@ -296,7 +296,7 @@ class JournalWriter:
         """Sleep before the next try after a failed write or open; set ``_failure`` once the time is up.
 
         Args:
-            cut_back: drop what a failed write left behind the last whole record.
+            cut_back: drop what a failed write left after the last whole record.
         """
         try:
             if cut_back:

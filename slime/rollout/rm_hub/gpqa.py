@@ -10,7 +10,7 @@ from typing import Any
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 
 _NO_PUNCTUATION = str.maketrans({mark: " " for mark in string.punctuation})
-# Tried in this order; {x} is a capital letter, or a lower-case one that ends its line or stands in brackets.
+# Tried in this order; {x} is a capital letter, or a lower-case one that ends its line or is in brackets.
 _LETTER = r"(?:\(\s*([A-Za-z])\s*\)|([A-Z])\b|([a-z])(?=\s*[.)]?\s*(?:$|\n)))"
 _PATTERNS = tuple(
     re.compile(pattern.replace("{x}", _LETTER), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Sympy behind a time limit: a small pool of child processes that compare expressions.
+"""Sympy with a time limit: a small pool of child processes that compare expressions.
 
 Simplifying what a policy wrote can take for ever, or all memory, inside C code that no thread can interrupt.  So it is
 done in child processes (``symbolic_worker.py``) that end themselves when their time is up; the next question starts a

@@ -78,7 +78,7 @@ def convert_checkpoint(
         megatron_model_type: the file of ``scripts/models`` that describes the model.
         multinode: run as one node of several: ``SLURM_JOB_NUM_NODES`` or ``SLIME_SCRIPT_NUM_NODES``,
             ``SLURM_NODEID``, ``MASTER_ADDR`` and ``MASTER_PORT`` say which.
-        hf_checkpoint: the model's folder, where it lies elsewhere.
+        hf_checkpoint: the model's folder, when it is another one.
     """
     target = Path(dir_dst) / f"{model_name}_torch_dist"
     if (target / "latest_checkpointed_iteration.txt").exists():
@@ -135,7 +135,7 @@ def execute_train(
     """Start a Ray cluster and run the job in it, to its end.
 
     Args:
-        train_args: flags, as they would stand in a shell.
+        train_args: flags, as written in a shell.
         megatron_model_type: the file of ``scripts/models`` whose flags come first; None for none.
         before_ray_job_submit: called right before, to start what the job needs.
         extra_env_vars: for all processes of the job.

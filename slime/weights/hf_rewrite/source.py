@@ -1,4 +1,4 @@
-"""A model folder that is read: its config and where every tensor lies, checked before anything is converted."""
+"""A model folder as input: its config and the file of every tensor, checked before anything is converted."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class CastItem:
     """``[source_rows, columns]``: a view of a live parameter, its last dimension contiguous.  The table reads this
     memory at every run; a parameter that has moved needs a new table."""
     row_run: int
-    """Rows that lie one behind the other."""
+    """Rows that lie one after the other."""
     run_stride: int
     """Rows of ``source`` from the start of one run to the start of the next."""
     rows: int
@@ -80,7 +80,7 @@ class CopyItem:
 
     @property
     def end(self) -> int:
-        """The first byte behind the last element."""
+        """The first byte after the last element."""
         if self.dst.numel() == 0:
             return self.src_offset
         last = sum((size - 1) * stride for size, stride in zip(self.dst.shape, self.src_strides, strict=True))
@@ -94,7 +94,7 @@ def check_bucket(bucket: Tensor, num_bytes: int, device: torch.device | None) ->
     if bucket.numel() < num_bytes:
         raise ValueError(f"the bucket has {bucket.numel()} bytes; the items of this table need {num_bytes}")
     if device is not None and bucket.device != device:
-        raise ValueError(f"the bucket lies on {bucket.device}; the tensors of this table on {device}")
+        raise ValueError(f"the bucket is on {bucket.device}; the tensors of this table on {device}")
 
 
 def _out_dtype(item: CastItem, out_dtype: torch.dtype) -> torch.dtype:
@@ -115,7 +115,7 @@ def check_cast(index: int, item: CastItem, out_dtype: torch.dtype) -> None:
         raise ValueError(f"{what}: rows, row_run ({item.row_run}) and columns are positive")
     last = item.rows - 1
     if last // item.row_run * item.run_stride + last % item.row_run >= source.size(0):
-        raise ValueError(f"{what}: runs of {item.row_run} rows every {item.run_stride} rows end behind the source")
+        raise ValueError(f"{what}: runs of {item.row_run} rows every {item.run_stride} rows end beyond the source")
     if item.kind != "copy" and not source.is_floating_point():
         raise ValueError(f"{what}: only floating-point numbers are cast or quantized")
     if item.out_offset < 0 or item.out_offset % _out_dtype(item, out_dtype).itemsize:

@@ -35,7 +35,7 @@ class CastTable:
         out_dtype: of the items that are cast.
         block: rows and columns that share a scale.
         use_triton: None takes Triton for CUDA tensors; True is for tests of the kernels in Triton's interpreter.
-        device: where the bucket lies; None for where the items do.  A GPU reads pinned host memory over the bus.
+        device: of the bucket; None for that of the items.  A GPU reads pinned host memory over the bus.
         segments: offset and bytes of what :meth:`run_with_digests` gives digests of; None for every matrix and every
             array of scales, in the order of the items.
 
@@ -66,7 +66,7 @@ class CastTable:
             source = item.source
             if source.device != self.device and not (source.device.type == "cpu" and source.is_pinned()):
                 raise ValueError(
-                    f"item {index} lies on {source.device}, which {self.device} cannot read; only host memory that is "
+                    f"item {index} is on {source.device}, which {self.device} cannot read; only host memory that is "
                     "pinned can be read from there"
                 )
         own = [segment for item in self.items for segment in item.segments(out_dtype, block)]

@@ -87,11 +87,11 @@ def _scale_of(absmax, is_ue8m0):
 
 @triton.jit
 def _source_rows(first, run, run_stride, BLOCK_ROWS: tl.constexpr):
-    """Return the rows of the source behind those of a block: the first, and the distance of each from it."""
+    """Return the rows of the source after those of a block: the first, and the distance of each from it."""
     offset = tl.arange(0, BLOCK_ROWS)
     first_source = first // run * run_stride + first % run
     if run % BLOCK_ROWS != 0:
-        # The block lies in several runs.
+        # The block spans several runs.
         offset = (first + offset) // run * run_stride + (first + offset) % run - first_source
     return first_source, offset
 

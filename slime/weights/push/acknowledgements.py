@@ -53,7 +53,7 @@ class DigestedBuckets:
         return dataclasses.replace(self.source.manifest, kept=self._kept)
 
     def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield what the source yields; a buffer may be written again by work that is queued behind its digest."""
+        """Yield what the source yields; a buffer may be written again by work that is queued after its digest."""
         for index, flat in self.source.iter_buckets():
             if index != NO_BUCKET:
                 self._take(index, flat)

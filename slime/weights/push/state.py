@@ -66,7 +66,7 @@ class TrainerRanks:
     """Pipeline stage."""
     num_stages: int = 1
     is_source: bool = True
-    """The one rank of its stage that speaks for it: rank 0 of data, context and tensor parallelism."""
+    """The one rank of its stage that acts for it: rank 0 of data, context and tensor parallelism."""
     ranks_per_host: int = 1
 
     def gather(self, own: Any) -> list[Any]:

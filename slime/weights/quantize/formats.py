@@ -1,4 +1,4 @@
-"""The formats in which checkpoints hold quantized weights: which tensors stand for one weight, and how to make them.
+"""Formats of quantized weights in checkpoints: the tensors that represent one weight, and how to make them.
 
 Every format turns ``X.weight`` into tensors called ``X.`` and one of the format's parts; :func:`read_weight` reads
 them back from the files of a checkpoint.
@@ -59,7 +59,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
-        """Return the tensors that stand for the weight.
+        """Return the tensors that represent the weight.
 
         Args:
             name: of the weight, for messages.
@@ -72,7 +72,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the bf16 weight that the parts stand for.
+        """Return the bf16 weight that the parts represent.
 
         Raises:
             DataError: their shapes do not fit each other.

@@ -1,7 +1,7 @@
 """MXFP4 (OCP Microscaling v1.0) as gpt-oss publishes its experts: 32 numbers of 4 bits share a power of two.
 
 A folder holds ``X_blocks`` [.., G, 16] uint8, two numbers a byte and the lower half first, and ``X_scales`` [.., G]
-uint8, the exponents plus 127; they stand for ``X`` with the last of its axes, of length 32 G, moved in front of the
+uint8, the exponents plus 127; they represent ``X`` with the last of its axes, of length 32 G, moved in front of the
 one before it.
 """
 

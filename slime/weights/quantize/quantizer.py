@@ -84,7 +84,7 @@ class Quantizer:
         return [(_part_name(name, part), part_shape, dtype) for part, (part_shape, dtype) in headers.items()]
 
     def quantize(self, name: str, tensor: Tensor) -> NamedTensors:
-        """Return a tensor as it travels: itself, or what stands for it quantized.
+        """Return a tensor as it is sent: itself, or its quantized form.
 
         Args:
             name: HF name.
@@ -252,7 +252,7 @@ class IgnoredModules:
     """Tells which modules a config leaves unquantized, in the way engines read its list.
 
     An fp8 list holds parts of paths (``mlp.gate``, ``model.layers.0``); one of compressed-tensors names in full, or
-    regular expressions behind ``re:``.
+    regular expressions after ``re:``.
     """
 
     def __init__(self, quantization_config: Config) -> None:

@@ -248,7 +248,7 @@ def sparse_attention_spec(
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the parts of all ranks, one behind the other in the first dimension; no gradient."""
+    """Gather the parts of all ranks, one after the other in the first dimension; no gradient."""
     if group.size() == 1:
         return x
     whole = x.new_empty(x.size(0) * group.size(), *x.shape[1:])

@@ -108,7 +108,7 @@ def _elements_per_row(query: Tensor, num_keys: int) -> int:
     return num_keys * (1 if is_kernel else query.shape[1])
 
 
-# Where the tokens of a packed micro-batch stand: the whole stream, cut contiguously over the ranks.
+# Positions of the tokens of a packed micro-batch: the whole stream, cut contiguously over the ranks.
 #
 # A micro-batch is one stream of T tokens, sequence after sequence.  Context-parallel rank r of c holds the r-th of c
 # equal parts of it; under sequence parallelism each tensor-parallel rank holds an equal part of that.  Keys are named

@@ -73,7 +73,7 @@ def index_scores_kernel(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
 
 
 def _listed(indices: Tensor) -> Tensor:
-    """Return [t] int32: how far the keys of each row reach in its list; what is behind that is all -1."""
+    """Return [t] int32: how far the keys of each row reach in its list; what is after that is all -1."""
     place = torch.arange(1, indices.shape[1] + 1, dtype=torch.int32, device=indices.device)
     return (place * (indices >= 0)).amax(dim=1).int() if indices.shape[1] else indices.new_zeros(len(indices))
 

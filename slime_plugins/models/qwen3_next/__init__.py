@@ -2,7 +2,7 @@
 
     --spec slime_plugins.models.qwen3_next get_qwen3_next_spec --attention-output-gate --apply-layernorm-1p
 
-Which layers have which attention, and the sizes of the delta nets, stand in megatron-core's own fields, which slime
+Which layers have which attention, and the sizes of the delta nets, are megatron-core's own fields, which slime
 fills from config.json of ``--hf-checkpoint``; everything else is the decoder block that the flags describe, the layer
 inside of an MTP layer included.
 

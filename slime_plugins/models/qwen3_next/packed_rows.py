@@ -1,7 +1,7 @@
 """Places of the tokens of packed sequences in the chunks of the delta rule and in the input of the convolution.
 
 A micro-batch is one stream of T tokens, sequence after sequence.  Both operations look back, and neither may see the
-sequence before: chunks begin anew with each sequence, and K - 1 rows of zeros stand in front of each in what is
+sequence before: chunks begin anew with each sequence, and K - 1 rows of zeros precede each in what is
 convolved.  All of it is index tensors, made once for a micro-batch.
 
 Shapes: T tokens, S sequences, N chunks of C tokens, K = width of the convolution.
@@ -24,12 +24,12 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Index tensors of one micro-batch; T stands for "no token", a row of zeros behind the last one."""
+    """Index tensors of one micro-batch; T means "no token", a row of zeros after the last one."""
 
     chunk_tokens: Tensor
     """[N, C] the tokens of each chunk; all first chunks of the sequences, then all second ones, and so on."""
     chunk_places: Tensor
-    """[T] where each token lies in ``chunk_tokens``, flattened."""
+    """[T] index of each token in ``chunk_tokens``, flattened."""
     chunks_of_step: tuple[int, ...]
     """Sequences that have a first chunk, a second one, ...; the longest sequences come first in each step."""
     conv_tokens: Tensor
@@ -95,6 +95,6 @@ class PackedRows:
 
 
 def rows_or_zeros(x: Tensor, index: Tensor) -> Tensor:
-    """Select ``x[index]`` along the first dimension; the index behind the last row gives zeros."""
+    """Select ``x[index]`` along the first dimension; the index after the last row gives zeros."""
     padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return padded.index_select(0, index.flatten()).unflatten(0, index.shape)

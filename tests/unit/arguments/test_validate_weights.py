@@ -41,7 +41,7 @@ def test_weights_may_travel_over_disk(make_args, words):
         (("--update-weight-disk-keep-files",), "--update-weight-disk-keep-files has no effect unless"),
         (("--weight-push-failure", "refill"), "which needs --use-fault-tolerance"),
         (("--update-weight-mode", "delta"), "travels over disk only, and --update-weight-transport is nccl"),
-        (DELTA[:-2], "say where it lies: --update-weight-local-checkpoint-dir"),
+        (DELTA[:-2], "name its folder: --update-weight-local-checkpoint-dir"),
         ((*DELTA, "--colocate"), "--update-weight-mode delta and --colocate exclude each other"),
         ((*DISK, "--update-weight-delta-encoding", "overwrite"), "no effect without --update-weight-mode delta"),
         (

@@ -294,7 +294,7 @@ def test_a_limit_truncates_and_keeps_what_was_drawn(stand_in, talk, limits):
         ("hang", "no turn within 0.3 s"),
         ("block", "no turn within 0.3 s"),
         ("score", "no reward within 0.2 s"),
-        ("silent", "it ended before the policy had spoken"),
+        ("silent", "it ended before the first request to the policy"),
     ],
 )
 def test_an_environment_that_breaks_costs_its_sample_and_no_other(stand_in, talk, fault, message):

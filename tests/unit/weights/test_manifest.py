@@ -57,7 +57,7 @@ def test_pieces_that_do_not_make_up_the_tensor_are_refused():
 
 def test_a_piece_behind_the_end_of_its_bucket_is_refused():
     tensor = TensorEntry("w", (4, 3), "float32")
-    with pytest.raises(WeightSyncError, match="ends behind bucket 0"):
+    with pytest.raises(WeightSyncError, match="ends beyond bucket 0"):
         Manifest((tensor,), (BucketEntry(47, (BucketSlice("w", 0, TensorSlice((0, 0), (4, 3))),)),))
 
 

@@ -198,7 +198,7 @@ def _kill_tree(root: int) -> None:
     me = os.getpid()
     stopped: set[int] = set()
     while new := {root, *_descendants(root)} - stopped - {me}:
-        for pid in new:  # a stopped process starts no other behind our back
+        for pid in new:  # a stopped process starts no other meanwhile
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
         stopped |= new

@@ -135,7 +135,7 @@ class CheckpointReader(dcp.FileSystemReader):
             or not entries
             or not isinstance(places, dict)
         ):
-            raise DataError(f"{path} does not say which tensor lies where. {OTHER_CHECKPOINT}")
+            raise DataError(f"{path} does not list the tensors' files. {OTHER_CHECKPOINT}")
         for index, place in places.items():
             name = getattr(place, "relative_path", None)
             if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
@@ -151,7 +151,7 @@ class CheckpointReader(dcp.FileSystemReader):
     # What torch calls
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return which tensor lies where."""
+        """Return the file and offset of each tensor."""
         if getattr(self.metadata, "storage_meta", None) is None:
             self.metadata.storage_meta = StorageMeta()
         return self.metadata

@@ -1,7 +1,7 @@
-"""Writing the files of a ``torch_dist`` checkpoint: while the caller waits, or behind the back of training.
+"""Writing the files of a ``torch_dist`` checkpoint: while the caller waits, or in the background.
 
     {folder}/__{rank}_{n}.distcp
-    {folder}/.metadata        which tensor lies where
+    {folder}/.metadata        the file and offset of each tensor
     {folder}/common.pt        arguments, scheduler, counters
     {folder}/digests.json     of all bytes, computed while they pass
     {folder}/metadata.json    the format's name, last of all: a folder without it is no checkpoint

@@ -58,7 +58,7 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         values |= {"activation_func": quick_gelu, "gated_linear_unit": True}
     layout = values.get("pipeline_model_parallel_layout")
     if args.mtp_num_layers and layout and "m" not in layout:
-        # MTP layers stand before the loss, whether the layout says so or not.
+        # MTP layers precede the loss, whether the layout says so or not.
         values["pipeline_model_parallel_layout"] = layout.removesuffix("L") + "m" * args.mtp_num_layers + "L"
     try:
         config = config_class(**values)
@@ -102,7 +102,7 @@ def _stages_of_layout(layout: str) -> list[list[LayerType]]:
         return PipelineParallelLayerLayout.parse_str_to_list(layout)
     except (ValueError, AssertionError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"--pipeline-model-parallel-layout {layout!r} cannot be read: {error}; stages stand between bars, E is "
+            f"--pipeline-model-parallel-layout {layout!r} cannot be read: {error}; stages are separated by bars, E is "
             "the embedding, t a layer, m an MTP layer, L the loss, as in 'Ett|tttL'."
         ) from error
 

@@ -2,7 +2,7 @@
 
 A field can be set and read by nobody: large parts of megatron-core act only inside TransformerEngine's layers,
 Megatron-FSDP, inference or Mamba, none of which this trainer builds.  Accepting such a flag in silence would be a lie,
-so each field that has no reader stands in one of two tables:
+so each field that has no reader is listed in one of two tables:
 
 * :data:`WITHOUT_EFFECT`: only speed or memory would differ; the flag is reset and one log line says what happens,
 * :data:`REFUSED`: results or promises would differ; an error.
@@ -67,7 +67,7 @@ WITHOUT_EFFECT: dict[str, str] = {
             *("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red"),
             *("fp8_dot_product_attention", "fp8_multi_head_attention", "fp4_recipe"),
         ),
-        "FP8 scales are those of the tensors at hand, and attention itself is not quantized",
+        "FP8 scales are those of the current tensors, and attention itself is not quantized",
     ),
     **dict.fromkeys(
         ("fp8_param", "fp8_param_gather"),

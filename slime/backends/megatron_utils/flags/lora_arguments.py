@@ -21,7 +21,7 @@ _SERVED = frozenset("q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate
 
 
 def is_linear(name: str) -> bool:
-    """Return True for the weight of a linear layer of the decoder: a Megatron name, whole or behind its layer's."""
+    """Return True for the weight of a linear layer of the decoder: a Megatron name, whole or after its layer's."""
     return _LINEAR.fullmatch(name) is not None
 
 

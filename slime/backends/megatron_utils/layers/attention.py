@@ -142,7 +142,7 @@ class PackedAttention(MegatronModule):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
     ) -> Tensor:
-        """Attend causally in packed sequences whose last query stands at their last key."""
+        """Attend causally in packed sequences whose last query is at their last key."""
         sinks = self.softmax_offset
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
             sizes = cu_q, cu_k, max_q, max_k
@@ -249,10 +249,10 @@ def _varlen_kernel() -> tuple[Any, bool]:
 
 # Context parallelism: each rank has two chunks of every sequence.
 #
-# A sequence of length L lies on the ranks in 2 cp chunks of c = L / (2 cp) tokens: rank r has the chunks r and
+# A sequence of length L is cut into 2 cp chunks of c = L / (2 cp) tokens: rank r has the chunks r and
 # 2 cp - 1 - r, so that all ranks have the same work ("zigzag"; the load balance of Llama 3, arXiv 2407.21783, 3.3.2).
 # Keys and values of all ranks are gathered.  Both chunks end where their visible keys end, so a rank's chunks are 2 S
-# ordinary causal problems of one packed call: queries as they lie, and a copy of the keys that each chunk sees.
+# ordinary causal problems of one packed call: queries as they are, and a copy of the keys that each chunk sees.
 #
 # Shapes: S = sequences of the micro-batch, t = tokens of this rank (t = sum of 2 c), h = heads, d = head dimension,
 # K = (2 cp + 1) t / 2 key rows that the rank's chunks see together.

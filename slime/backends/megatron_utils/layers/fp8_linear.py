@@ -243,7 +243,7 @@ def qkv_rows(config: TransformerConfig, num_rows: int) -> Rows:
     width = config.kv_channels
     assert width is not None
     if width % BLOCK == 0:
-        return Rows()  # a block lies in one head, wherever that stands
+        return Rows()  # a block is within one head
     groups = config.num_query_groups or config.num_attention_heads
     per_group = config.num_attention_heads // groups * width
     index = torch.arange(num_rows).view(-1, num_rows // _local_groups(num_rows, per_group + 2 * width))

@@ -40,7 +40,7 @@ _CODES, _SCALES = "weight_codes", "weight_scales"
 
 
 class FrozenWeight:
-    """The weight of a layer in fewer bits: buffers of the layer; with experts, one behind the other."""
+    """The weight of a layer in fewer bits: buffers of the layer; with experts, one after the other."""
 
     def __init__(self, layer: Any, precision: str) -> None:
         self._layer, self._precision = layer, precision

@@ -1,7 +1,7 @@
 """Multi-latent attention: queries, keys and values made from small latents (DeepSeek-V2, arXiv 2405.04434).
 
 Why not megatron-core's: without TransformerEngine its column-parallel down projections have wrong gradients under
-tensor parallelism (the gather behind them only splits the incoming gradient, so what the other ranks' heads add to the
+tensor parallelism (the gather after them only splits the incoming gradient, so what the other ranks' heads add to the
 shared rotary key is lost), its YaRN differs from the published models where ``mscale_all_dim`` is 0, and each of its
 layers asks the host for the sequence lengths.  The names of modules and parameters are megatron-core's.
 

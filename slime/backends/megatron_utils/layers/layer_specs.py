@@ -88,8 +88,8 @@ def get_layer_spec(
     Args:
         config: decides the kind of attention and its sizes.
         is_moe: experts in place of the MLP.
-        post_self_attn_layernorm: a norm behind attention, before its output is added (GLM-4).
-        post_mlp_layernorm: the same behind the MLP.
+        post_self_attn_layernorm: a norm after attention, before its output is added (GLM-4).
+        post_mlp_layernorm: the same after the MLP.
     """
     attention = latent_attention_spec(config) if config.multi_latent_attention else _attention_spec(config)
     keys_map = {}
@@ -154,7 +154,7 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-# The second half of a layer: a dense MLP, or experts behind a router.
+# The second half of a layer: a dense MLP, or experts with a router.
 
 
 def mlp_spec(*, is_moe: bool) -> ModuleSpec | type[RoutedExperts]:
@@ -179,7 +179,7 @@ class RoutedLayer(TransformerLayer):
 
 
 class RoutedExperts(MoELayer):
-    """MoELayer that gives its router the inputs of the pass at hand, with a token dispatcher of our own.
+    """MoELayer that gives its router the inputs of the current pass, with a token dispatcher of our own.
 
     Passes of several micro-batches interleave, and a recomputed pass comes back later: so the inputs belong to the
     pass, not to the layer.
@@ -200,7 +200,7 @@ class RoutedExperts(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: RouterInputs | None = None
     ) -> Any:
-        """Map [t, 1, hidden] to [t, 1, hidden], and the None that stands for a bias."""
+        """Map [t, 1, hidden] to [t, 1, hidden], and None in place of a bias."""
         run = partial(self._run, padding_mask or RouterInputs())
         if self.recomputes:
             return tensor_parallel.checkpoint(run, False, hidden_states)
@@ -229,7 +229,7 @@ GetResidualAdd = Callable[[bool, bool], ResidualAdd]
 
 @dataclass
 class SandwichLayerSubmodules(TransformerLayerSubmodules):
-    """The parts of a layer, with the norms behind attention and MLP; either may be left out."""
+    """The parts of a layer, with the norms after attention and MLP; either may be left out."""
 
     post_self_attn_layernorm: ModuleSpec | type = IdentityOp
     post_mlp_layernorm: ModuleSpec | type = IdentityOp

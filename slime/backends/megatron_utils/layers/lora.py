@@ -165,7 +165,7 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
         args: complete flags; nothing happens without ``--lora-rank``.
 
     Raises:
-        ConfigError: a module that was asked for by name is no layer that an adapter can stand on.
+        ConfigError: a module that was asked for by name is no layer that can have an adapter.
     """
     config = lora_config(args)
     if config is None:

@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers behind the model that predict further ahead, trained without touching the model.
+"""Multi-token prediction: layers after the model that predict further ahead, trained without touching the model.
 
 Layer k joins the hidden state of a position with the embedding of the token k places on, and passes the result
 through a transformer layer; the model's own vocabulary projection reads a prediction off it (DeepSeek-V3, arXiv
@@ -107,7 +107,7 @@ class MtpLayer(MultiTokenPredictionLayer):
         """Map [t, 1, h] (a slice of the tokens under sequence parallelism) to the same.
 
         Args:
-            hidden: of the model, behind its final norm, or of the MTP layer before this one.
+            hidden: of the model, after its final norm, or of the MTP layer before this one.
             embedded: of the tokens further ahead; without gradient.
             layer_arguments: of the transformer layer.
         """
@@ -137,7 +137,7 @@ class MtpBlock(MultiTokenPredictionBlock):
         """Return the hidden states [t, 1, h] of every depth.
 
         Args:
-            hidden: of the model, behind its final norm; detached here.
+            hidden: of the model, after its final norm; detached here.
             inputs: [1, T] token ids of every depth.
             embed: token ids to embeddings [t, 1, h].
             layer_arguments: of the transformer layers.

@@ -78,7 +78,7 @@ def rotary_tables(
         positions = packed_positions(cumulative_lengths(params), num_tokens, cp_rank=cp_rank, cp_size=cp_size)
         angles = freqs.flatten(1)
         angles = angles[:, ::2] if interleaved else angles[:, : angles.size(1) // 2]
-        # Padding behind the last sequence may lie beyond the longest one: its angle does not matter.
+        # Padding after the last sequence may be beyond the longest one: its angle does not matter.
         angles = angles.float()[positions.clamp_(max=angles.size(0) - 1)]
         tables = RotaryTables(angles.cos() * mscale, angles.sin() * mscale)
         setattr(kept, name, tables)

@@ -34,7 +34,7 @@ def make_sinks(config: TransformerConfig, tp_group: torch.distributed.ProcessGro
 
 
 def visible_keys(num_q: int, num_k: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the keys that each query sees, bool [num_q, num_k]; the last query stands at the last key.
+    """Return the keys that each query sees, bool [num_q, num_k]; the last query is at the last key.
 
     ``window`` counts the keys, its own among them; None for all up to its own.
     """
@@ -48,7 +48,7 @@ def sink_attention(
     """Attend in one sequence, on any device; the softmax is computed in fp32 (fp64 for fp64).
 
     Args:
-        query, key, value: [t, h, d]; keys and values may have fewer heads; the last query stands at the last key.
+        query, key, value: [t, h, d]; keys and values may have fewer heads; the last query is at the last key.
         sinks: [h] logits.
         scale: of the scores.
         window: keys that a query sees; None for all up to its own.

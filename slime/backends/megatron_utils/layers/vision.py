@@ -61,7 +61,7 @@ def place_images(tokens: Tensor, grids: Tensor, *, image_token: int, merge: int)
     """Return the rows of the tower's output that a sequence takes, and its positions.
 
     Text advances all axes by one a token.  An image has the axes of its own tokens, from where it begins, and what
-    follows begins behind its longer side.
+    follows begins after its longer side.
 
     Args:
         tokens: [L] ids.
@@ -87,9 +87,9 @@ def place_images(tokens: Tensor, grids: Tensor, *, image_token: int, merge: int)
         raise DataError(
             f"a sample has {int(is_image.sum())} image tokens ({image_token}) and images of {total}: "
             f"image_grid_thw is {grids.tolist()}. Tokens and images must come from the processor of --hf-checkpoint, "
-            "and a prompt must not be cut behind it."
+            "and a prompt must not be cut after it."
         )
-    row = count.clamp(max=total) - is_image.long()  # for text the first row that comes behind it
+    row = count.clamp(max=total) - is_image.long()  # for text the first row that comes after it
     image = torch.searchsorted(ends, row, right=True)
     saved = F.pad((sizes - torch.maximum(heights, widths)).cumsum(0), (1, 0))
     positions = (torch.arange(len(tokens)) - saved[image]).expand(3, -1).clone()
@@ -168,7 +168,7 @@ class _ReturnGradients(torch.autograd.Function):
     """Identity on the embeddings, through which the features that layers add get their gradients back.
 
     Layers read detached leaves, so that a recomputed layer, whose backward pass is one of its own, can do so too.  The
-    gradient of the embeddings comes behind those of all layers.
+    gradient of the embeddings comes after those of all layers.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """DeepSeek-V3 and what is laid out like it: R1, Kimi-K2, Moonlight, GLM-4.7-Flash; GLM-5, GLM-5.2 and DeepSeek-V3.2.
 
-Multi-latent attention, dense layers first, then experts behind a sigmoid router with a bias, and shared experts.
+Multi-latent attention, dense layers first, then experts with a biased sigmoid router, and shared experts.
 
 The last three add the indexer of sparse attention.  Its heads turn in their first dimensions in the checkpoint, and in
 their last ones here, as those of Megatron do.  With index sharing only the layers that choose keys have an indexer.

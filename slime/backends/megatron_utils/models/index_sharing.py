@@ -37,7 +37,7 @@ class IndexSharing:
     def source(self, layer: int) -> int:
         """Return the layer (from 1) whose choice ``layer`` attends to: itself when it computes.
 
-        A layer behind the last one (multi-token prediction) always computes: it is trained to stand alone.
+        A layer after the last one (multi-token prediction) always computes its own.
         """
         if layer > len(self.is_computing):
             return layer
@@ -103,7 +103,7 @@ def index_sharing(config: Mapping[str, Any], num_layers: int) -> IndexSharing:
 
 
 def _from_types(key: str, types: str | Sequence[str], num_layers: int) -> tuple[bool, ...]:
-    """Parse ``FSSF`` or ``["full", "shared", ...]``; entries behind the last layer belong to multi-token
+    """Parse ``FSSF`` or ``["full", "shared", ...]``; entries after the last layer belong to multi-token
     prediction.
     """
     known = {"F": True, "S": False, "full": True, "shared": False}

@@ -36,7 +36,7 @@ def too_short_a_stage(num_layers: int, depth: int) -> str:
 
 
 def tower_parameters(vision: Config) -> int:
-    """Return the parameters of the vision tower: patches, positions, blocks, and the mergers behind some of them."""
+    """Return the parameters of the vision tower: patches, positions, blocks, and the mergers after some of them."""
     hidden, inner, merged = (
         vision["hidden_size"],
         vision["intermediate_size"],

@@ -42,9 +42,9 @@ class Rule:
     """One Megatron parameter and the HF tensors it is made of."""
 
     megatron: str
-    """Name behind the prefix of its layer; ``{expert}`` stands for the number of an expert."""
+    """Name after the prefix of its layer; ``{expert}`` is replaced by the expert's index."""
     hf: tuple[str, ...]
-    """Names behind the HF prefix of the layer."""
+    """Names after the HF prefix of the layer."""
     merge: Merge = _merge_one
     """HF tensors, in the order of ``hf``, to the whole parameter (before vocabulary padding)."""
     split: Split = _split_one
@@ -90,15 +90,15 @@ class WeightMap:
     top: tuple[Rule, ...]
     """Outside of the layers; whole names on both sides."""
     layer: tuple[Rule, ...]
-    """Behind ``decoder.layers.{i}.`` and ``layer_prefix``."""
+    """After ``decoder.layers.{i}.`` and ``layer_prefix``."""
     mtp: tuple[Rule, ...] = ()
-    """Behind ``mtp.layers.{j}.`` and ``mtp_prefix``, beside its ``transformer_layer``, for which ``layer`` serves."""
+    """After ``mtp.layers.{j}.`` and ``mtp_prefix``, beside its ``transformer_layer``, for which ``layer`` serves."""
     layer_prefix: str = "model.layers.{layer}."
     mtp_prefix: Callable[[int, ModelDims], str] = layer_behind_the_last
     mtp_layer_prefix: Callable[[int, ModelDims], str] | None = None
     """In front of the tensors of its ``transformer_layer``, where that is not ``mtp_prefix``."""
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
-    """Megatron parameter outside of the layers -> its copy in the checkpoint, behind ``mtp_prefix``."""
+    """Megatron parameter outside of the layers -> its copy in the checkpoint, after ``mtp_prefix``."""
     ignored: tuple[str, ...] = field(default=(r".*rotary_emb\.inv_freq",))
     """Regular expressions of HF tensors that no model needs."""
     untrained: tuple[str, ...] = ()

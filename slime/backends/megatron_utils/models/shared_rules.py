@@ -55,7 +55,7 @@ MTP_COPIES = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
     "output_layer.weight": "shared_head.head.weight",
 }
-"""Megatron's parameter -> what its copy is called behind the prefix of an MTP layer."""
+"""Megatron's parameter -> what its copy is called after the prefix of an MTP layer."""
 
 
 def shared_expert_rules(name: str) -> tuple[Rule, ...]:

@@ -176,7 +176,7 @@ def _install_transfer_engine() -> None:
 
 
 def _install_triton_stub() -> None:
-    """Load SGLang's stand-in for triton, which it uses on macOS, without importing sglang.
+    """Load SGLang's substitute for triton, which it uses on macOS, without importing sglang.
 
     torch asks for triton as well and must hear the truth: it looks once and remembers, so it looks first.
     """

@@ -46,7 +46,7 @@ from slime.weights.versions import (
 
 DISK_FLAG = "--update-weight-disk-dir"
 WHOLE_FOLDER = -2
-"""Index of the step that stands for all buckets of a written version."""
+"""Index of the step that represents all buckets of a written version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class DiskTransport(FolderTransport):
         """Bytes of this rank's share that differ from the version before."""
 
     def prepare(self, push: Push, source: Buckets) -> Buckets:
-        """Write the version, unless it lies there from the last push, and bring it to all hosts."""
+        """Write the version, unless the last push wrote it, and copy it to all hosts."""
         if self.written is None or self.written.number != int(push.version):
             self.write(push, source)
         assert self.written is not None

@@ -88,7 +88,7 @@ class SharedMemoryTransport(Transport):
         push.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.form(push))
 
     def send(self, push: Push, index: int, flat: Tensor) -> None:
-        """Tell the neighbours where the bucket lies, hand it to the engine, broadcast it; wait until all have it."""
+        """Send the other ranks the bucket's handle, pass it to the engine, broadcast it; wait until all have it."""
         assert self._manifest is not None
         if self._neighbours is not None:
             self._hand_over(push, self._exchange_handles(index, flat), index, flat)
@@ -200,5 +200,5 @@ def neighbourhoods(engines: Sequence[EngineProxy], world_size: int, ranks_per_ho
 def collect_shared_memory() -> None:
     """Take back blocks that another process has mapped and dropped; the allocator uses them again."""
     if torch.cuda.is_available():
-        # No empty_cache here: while the trainer sleeps it could free a block of the memory saver behind its back.
+        # No empty_cache here: while the trainer sleeps it could free a block that the memory saver manages.
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

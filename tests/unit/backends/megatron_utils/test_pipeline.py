@@ -127,5 +127,5 @@ def test_a_column_that_a_user_added_reaches_the_loss() -> None:
 
 def test_a_pipeline_layout_says_how_many_stages_there_are() -> None:
     assert num_stages_of_layout("Ett|(tt|)*2L") == 4
-    with pytest.raises(ConfigError, match="stages stand between bars"):
+    with pytest.raises(ConfigError, match="stages are separated by bars"):
         num_stages_of_layout("Ex|L")

@@ -96,7 +96,7 @@ SOURCE = torch.zeros(4, 8)
     [
         (CastItem(SOURCE, 4, 0, 4, 0, "int4"), "the kind is one of copy, cast"),
         (CastItem(SOURCE.T, 8, 0, 8, 0, "copy"), "contiguous rows; strides [1, 8]"),
-        (CastItem(SOURCE, 2, 3, 4, 0, "copy"), "runs of 2 rows every 3 rows end behind the source"),
+        (CastItem(SOURCE, 2, 3, 4, 0, "copy"), "runs of 2 rows every 3 rows end beyond the source"),
         (CastItem(SOURCE, 0, 3, 4, 0, "copy"), "row_run (0)"),
         (CastItem(SOURCE.int(), 4, 0, 4, 0, "cast"), "only floating-point numbers"),
         (CastItem(SOURCE, 4, 0, 4, 2, "copy"), "the offset 2 is no multiple"),

@@ -5,7 +5,7 @@ bucket a table of all its slices.  A push is then one launch per bucket, which c
 from the parameters into the rank's one buffer.  That buffer stays where it is, so that engines map it once.
 
 Parameters for which this cannot be done (an fp8 block that two ranks share, quantisation other than by blocks) are
-named in the log once, and travel gathered, in buckets behind the others.
+named in the log once, and travel gathered, in buckets after the others.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class ShardBuckets:
         self._buffer, self._tables, self._pointers = None, [], []
 
     def _refresh_tables(self, host_weights: HostWeights | None) -> None:
-        """Make the tables, again when a parameter lies elsewhere than in the last push."""
+        """Make the tables, anew when a parameter's memory has moved since the last push."""
         pointers = [*map(Tensor.data_ptr, self._slices.tensors(host_weights))]
         if pointers == self._pointers:
             return
@@ -207,7 +207,7 @@ def describe_misfits(misfits: Mapping[str, str]) -> list[str]:
 class CollectedBuckets:
     """A source of buckets whose only sender is the first rank of each group; the others give it theirs.
 
-    The bucket of a turn is what the ranks of the group have in that turn, one behind the other in slots of equal size.
+    The bucket of a turn is what the ranks of the group have in that turn, one after the other in slots of equal size.
 
     Args:
         shards: what every rank fills, made ``by_stage``.

@@ -58,7 +58,7 @@ class RowRuns:
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """A slice of one HF tensor that this rank holds: row-major, ``rows`` one behind the other, from ``first_column``.
+    """A slice of one HF tensor that this rank holds: row-major, ``rows`` one after the other, from ``first_column``.
 
     A vector counts as a matrix of one column: its elements are rows.
     """
@@ -256,7 +256,7 @@ def _contiguous(own: Tensor, *, joins: bool) -> list[tuple[int, Tensor]]:
 
     Args:
         own: per index of the HF dimension the index in the part, -1 for none.
-        joins: neighbours may lie anywhere in the part; otherwise only one behind the other.
+        joins: neighbours may lie anywhere in the part; otherwise only one after the other.
     """
     is_start = torch.ones(own.numel(), dtype=torch.bool)
     is_start[1:] = (own[1:] < 0) != (own[:-1] < 0)
