@@ -33,7 +33,7 @@ from slime.utils.json_file import read_model_config, read_model_type
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
 from slime.weights.named_tensors import check_finite, config_dtype
 from slime.weights.quantize.formats import logical_names
-from slime.weights.stacked_experts import join_rows, row_of, stack_sizes, tensors_in
+from slime.weights.stacked_experts import find_stacks, join_rows, row_of, tensors_in
 from tools.cli import clean_exit
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def origin_dtypes(folder: Path) -> dict[str, torch.dtype]:
             header = file.get_slice(name)
             if dtype := SAFETENSORS_DTYPES.get(header.get_dtype()):
                 stored[name], shapes[name] = dtype, header.get_shape()
-    stacks = stack_sizes(shapes)
+    stacks = find_stacks(shapes)
     return {part: dtype for name, dtype in stored.items() for part in tensors_in(name, stacks)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import http.client
+import importlib
 import importlib.util
 import io
 import ipaddress
@@ -72,12 +73,13 @@ def tell_transformers() -> None:
     """Let a transformers that has already looked for torchvision look again.
 
     SGLang registers image processors with ``AutoImageProcessor`` at import; transformers replaces that class by a
-    placeholder when it finds no torchvision.
+    placeholder when it finds no torchvision; so it does with a module that the docstrings of its models look into.
     """
     loaded = sys.modules.get("transformers.utils.import_utils")
     if loaded is None:
         return
     loaded.is_torchvision_available.cache_clear()
+    importlib.import_module("transformers.models.auto.video_processing_auto")
     transformers = sys.modules["transformers"]
     if getattr(type(transformers.AutoImageProcessor), "is_dummy", False):
         from transformers.models.auto.image_processing_auto import AutoImageProcessor

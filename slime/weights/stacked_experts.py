@@ -5,6 +5,8 @@ Published Qwen3.5 checkpoints are laid out so:
     X.experts.gate_up_proj [E, 2 I, h]   =   X.experts.{e}.gate_proj.weight, X.experts.{e}.up_proj.weight [I, h] each
     X.experts.down_proj [E, h, I]        =   X.experts.{e}.down_proj.weight [h, I]
 
+Those of Qwen3-VL have every matrix transposed: [E, h, 2 I] and [E, I, h].  The shapes of both tensors tell.
+
 Everything in memory and on the wire has the names on the right; a folder is written as its source is.
 
 gpt-oss has such a tensor for biases too, and engines that load nothing else.  There ``X[3]`` names expert 3's row of
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +64,18 @@ def join_rows(tensors: Iterable[tuple[str, Tensor]], num_rows: int) -> Iterator[
         raise DataError(f"{name} is made of {num_rows} experts (--num-experts); number {min(rows)} did not come.")
 
 
+class Stack(NamedTuple):
+    """A tensor of all experts of a layer."""
+
+    num_experts: int
+    is_transposed: bool = False
+    """The matrices have their inputs in the rows."""
+
+    def matrices(self, rows: Tensor) -> Tensor:
+        """Return experts' matrices [..., out, in] for their rows of the stack, or the reverse."""
+        return rows.mT if self.is_transposed else rows
+
+
 class Place(NamedTuple):
     """The part of a stack that is one expert's tensor."""
 
@@ -102,26 +116,27 @@ class ExpertStacker:
     """Puts experts' tensors together again, as the folder ``like`` has them; holds those of unfinished stacks.
 
     Args:
-        sizes: number of experts by the name of a stack; empty where experts are not stacked.
+        stacks: of the folder, by name; empty where experts are not stacked.
     """
 
-    def __init__(self, sizes: dict[str, int]) -> None:
-        self._sizes = sizes
+    def __init__(self, stacks: Mapping[str, Stack]) -> None:
+        self._stacks = stacks
         self._matrices: dict[str, dict[tuple[int, int], Tensor]] = {}
 
     def stack(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors, a stack in the place of the last tensor of its experts."""
         for name, tensor in tensors:
             place = place_of(name)
-            if place is None or place.stack not in self._sizes:
+            if place is None or place.stack not in self._stacks:
                 yield name, tensor
                 continue
             held = self._matrices.setdefault(place.stack, {})
             # A copy: what is given may be a buffer that is filled anew.
             held[place.expert, place.half or 0] = tensor.detach().to("cpu", copy=True)
-            num_parts = len(expert_names(place.stack, 0))
-            if len(held) == self._sizes[place.stack] * num_parts:
-                yield place.stack, _join(self._matrices.pop(place.stack), num_parts)
+            stack, num_parts = self._stacks[place.stack], len(expert_names(place.stack, 0))
+            if len(held) == stack.num_experts * num_parts:
+                joined = _join(self._matrices.pop(place.stack), num_parts)
+                yield place.stack, stack.matrices(joined).contiguous()
 
     def finish(self) -> None:
         """Check that no expert is missing.
@@ -132,8 +147,8 @@ class ExpertStacker:
         if self._matrices:
             name, held = next(iter(self._matrices.items()))
             raise DataError(
-                f"{name} is made of {self._sizes[name]} experts, of which {len({expert for expert, _ in held})} came; "
-                "--num-experts is not that of the folder that names it."
+                f"{name} is made of {self._stacks[name].num_experts} experts, of which "
+                f"{len({expert for expert, _ in held})} came; --num-experts is not that of the folder that names it."
             )
 
 
@@ -142,34 +157,42 @@ def _join(held: dict[tuple[int, int], Tensor], num_parts: int) -> Tensor:
     return torch.stack([torch.cat([held[expert, part] for part in range(num_parts)]) for expert in experts])
 
 
-def tensors_in(name: str, stacks: Mapping[str, int]) -> list[str]:
+def tensors_in(name: str, stacks: Mapping[str, Stack]) -> list[str]:
     """Return the names of the tensors in one that a folder stores: its own, or those of all experts of a stack.
 
-    ``stacks`` are the folder's :func:`stack_sizes`.
+    ``stacks`` are the folder's :func:`find_stacks`.
     """
     if name not in stacks:
         return [name]
-    return [part for expert in range(stacks[name]) for part in expert_names(name, expert)]
+    return [part for expert in range(stacks[name].num_experts) for part in expert_names(name, expert)]
 
 
-def stack_sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the number of experts of each stack among the tensors of a folder.
+def find_stacks(shapes: Mapping[str, Sequence[int]]) -> dict[str, Stack]:
+    """Return the stacks among the tensors of a folder, given their shapes.
 
     A stack with biases beside it is gpt-oss's, whose experts have no names of their own.
     """
     return {
-        name: int(shape[0])
+        name: Stack(int(shape[0]), _is_transposed(name, shapes))
         for name, shape in shapes.items()
         if is_stack(name) and len(shape) == 3 and f"{name}_bias" not in shapes
     }
 
 
-def by_expert(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors with every stack taken apart into its experts'."""
-    for name, tensor in tensors:
-        if not is_stack(name) or tensor.dim() != 3:
+def _is_transposed(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Return True where gate and up, side by side, are twice as wide as down is high."""
+    layer = name.rpartition(".")[0]
+    gate_up, down = (tuple(shapes.get(f"{layer}.{part}_proj", ())) for part in ("gate_up", "down"))
+    return len(gate_up) == len(down) == 3 and (gate_up[1], gate_up[2]) == (down[2], 2 * down[1])
+
+
+def by_expert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a folder with every stack taken apart into its experts'."""
+    stacks = find_stacks({name: tensor.shape for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        if name not in stacks:
             yield name, tensor
             continue
-        for expert, matrix in enumerate(tensor):
+        for expert, matrix in enumerate(stacks[name].matrices(tensor)):
             names = expert_names(name, expert)
             yield from zip(names, matrix.chunk(len(names)), strict=True)

@@ -40,6 +40,7 @@ MODELS = {
     "qwen3_moe",
     "qwen3_next",
     "qwen3_vl",
+    "qwen3_vl_moe",
 }
 """Modules of SGLang's models that can be loaded here."""
 _DEEPSEEK = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}

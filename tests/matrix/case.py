@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime.utils.processing_utils import import_torchvision
+from slime.weights.stacked_experts import by_expert
 
 FAMILIES = Path(__file__).parent / "families"
 WEIGHT_STD = 0.12
@@ -236,7 +237,7 @@ def reference_logits(model: torch.nn.Module, tokens: Tensor, images: Mapping[str
 
 
 def gradients_by_checkpoint_name(model: torch.nn.Module) -> Tensors:
-    """The gradients of all parameters after a backward pass, named and shaped as the checkpoint's tensors are.
+    """The gradients of all parameters after a backward pass, named and shaped as a push has them.
 
     They are put in the parameters' place and saved by transformers, so that whatever it renames, splits or fuses on
     the way to a checkpoint is done to them too.  A parameter without gradient gives zeros.
@@ -254,4 +255,4 @@ def gradients_by_checkpoint_name(model: torch.nn.Module) -> Tensors:
             buffer.zero_()  # a router's bias is saved too, and has no gradient
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         gradients.save_pretrained(folder)
-        return read_tensors(Path(folder))
+        return dict(by_expert(read_tensors(Path(folder))))

@@ -44,6 +44,7 @@ SERVED = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_vl",
+    "qwen3_vl_moe",
     "gemma3",
     "gpt_oss",
 )

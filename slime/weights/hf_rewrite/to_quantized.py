@@ -7,7 +7,7 @@ The maths is that of the weights that a trainer pushes, so that both give the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from slime.weights.hf_rewrite.tensor_file import RowReader
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, WeightFormat
 from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline, modules_to_not_convert
-from slime.weights.stacked_experts import expert_names, is_stack, stack_sizes, tensors_in
+from slime.weights.stacked_experts import Stack, expert_names, find_stacks, is_stack, tensors_in
 from slime.weights.stored_tensors import StoredTensor, TensorInfo
 
 QUANTIZABLE = ("BF16", "F16", "F32")
@@ -54,7 +54,8 @@ class ToQuantized:
                 f"{source.folder} has biases beside stacked experts (gpt-oss): {shown(biased)}; no engine loads such "
                 "experts in this format"
             )
-        chosen = [name for name, stored in source.tensors.items() if self._chooses(stored)]
+        stacks = _stacks_of(source)
+        chosen = [name for name, stored in source.tensors.items() if self._chooses(stored, stacks)]
         wrong = [name for name in chosen if source.tensors[name].dtype not in QUANTIZABLE]
         if wrong:
             raise ConfigError(
@@ -66,10 +67,11 @@ class ToQuantized:
 
     def plan_tensor(self, source: HfSource, stored: StoredTensor) -> TensorPlan:
         """Quantize the weights of linear layers, those of stacked experts one by one; copy everything else."""
-        if not self._chooses(stored):
+        stacks = _stacks_of(source) if is_stack(stored.name) else {}
+        if not self._chooses(stored, stacks):
             return copied(stored)
-        if is_stack(stored.name):
-            return self._plan_stack(stored)
+        if stored.name in stacks:
+            return self._plan_stack(stored, stacks)
         prefix = stored.name.removesuffix("weight")
         parts = self.format.outputs(stored.name, stored.shape)
         outputs = tuple(TensorInfo.of(prefix + part, dtype, shape) for part, (shape, dtype) in parts.items())
@@ -79,28 +81,29 @@ class ToQuantized:
 
     def config(self, source: HfSource) -> dict[str, Any]:
         """Return the source's config with the quantization config of the result."""
-        stacks = stack_sizes({name: stored.shape for name, stored in source.tensors.items()})
+        stacks = _stacks_of(source)
         names = [part for name in source.tensors for part in tensors_in(name, stacks)]
         return {**source.config, "quantization_config": self.quantization_config(names)}
 
-    def _chooses(self, stored: StoredTensor) -> bool:
-        if is_stack(stored.name) and len(stored.shape) == 3:
+    def _chooses(self, stored: StoredTensor, stacks: Mapping[str, Stack]) -> bool:
+        if stored.name in stacks:
             return self.is_quantized(expert_names(stored.name, 0)[0], stored.shape[1:])
         return self.is_quantized(stored.name, stored.shape)
 
-    def _plan_stack(self, stored: StoredTensor) -> TensorPlan:
+    def _plan_stack(self, stored: StoredTensor, stacks: Mapping[str, Stack]) -> TensorPlan:
         """Give every expert tensors of its own: quantized weights have no stacked form."""
-        num_parts = len(expert_names(stored.name, 0))
-        shape = (stored.shape[1] // num_parts, stored.shape[2])
+        stack, num_parts = stacks[stored.name], len(expert_names(stored.name, 0))
+        num_rows, num_columns = reversed(stored.shape[1:]) if stack.is_transposed else stored.shape[1:]
+        shape = (num_rows // num_parts, num_columns)
         outputs = [
             TensorInfo.of(f"{name.removesuffix('weight')}{part}", dtype, size)
-            for name in tensors_in(stored.name, {stored.name: stored.shape[0]})
+            for name in tensors_in(stored.name, stacks)
             for part, (size, dtype) in self.format.outputs(name, shape).items()
         ]
 
         def convert(rows: RowReader) -> Iterator[OutputRows]:
-            for expert in range(stored.shape[0]):
-                weights = rows.read(stored, expert, 1)[0].chunk(num_parts)
+            for expert in range(stack.num_experts):
+                weights = stack.matrices(rows.read(stored, expert, 1)[0]).contiguous().chunk(num_parts)
                 for name, weight in zip(expert_names(stored.name, expert), weights, strict=True):
                     for part, tensor in self.format.quantize(name, weight, check_finite=True).items():
                         yield f"{name.removesuffix('weight')}{part}", 0, tensor
@@ -124,6 +127,10 @@ class ToQuantized:
                     yield prefix + part, first // multiple * per_multiple[part], tensor
         if SHAPE_PART in per_multiple:
             yield prefix + SHAPE_PART, 0, torch.tensor(stored.shape, dtype=torch.int32)
+
+
+def _stacks_of(source: HfSource) -> dict[str, Stack]:
+    return find_stacks({name: stored.shape for name, stored in source.tensors.items()})
 
 
 def require_plain(source: HfSource) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.weights.stacked_experts import ExpertStacker, by_expert, place_of
+from slime.weights.stacked_experts import ExpertStacker, Stack, by_expert, place_of
 from tests.matrix.case import FamilyCase, Tensors, random_tensor, read_config, read_tensors, write_tensors
 from tests.matrix.references.mtp import ModelWithMtp, MtpFormat, write_with_mtp
 
@@ -31,7 +31,7 @@ VISION = {
 def to_text(tensors: Mapping[str, Tensor]) -> Tensors:
     """The language model alone, expert by expert, under the names of a folder without a tower."""
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(TOWER)}
-    return {name.replace(TRUNK, TEXT, 1): tensor.clone() for name, tensor in by_expert(kept.items())}
+    return {name.replace(TRUNK, TEXT, 1): tensor.clone() for name, tensor in by_expert(kept)}
 
 
 def to_composite(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -61,7 +61,7 @@ def write_composite(
     kind = case.config["model_type"]
     text_case = replace(case, config={**case.config, "model_type": f"{kind}_text"})
     write_with_mtp(text_case, folder, seed, mtp)
-    tensors = dict(by_expert(read_tensors(folder).items()))
+    tensors = dict(by_expert(read_tensors(folder)))
     change(tensors)
     text = read_config(folder) | {
         "mtp_num_hidden_layers": case.config["num_nextn_predict_layers"],
@@ -78,8 +78,8 @@ def write_composite(
         "tie_word_embeddings": case.config["tie_word_embeddings"],
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    sizes = {place.stack: case.config["num_experts"] for place in map(place_of, tensors) if place}
-    stacked = dict(ExpertStacker(sizes).stack(tensors.items()))
+    stacks = {place.stack: Stack(case.config["num_experts"]) for place in map(place_of, tensors) if place}
+    stacked = dict(ExpertStacker(stacks).stack(tensors.items()))
     write_tensors(folder, {**to_composite(stacked), **_tower(kind, vision, seed)})
 
 
@@ -108,7 +108,6 @@ class CompositeModel(ModelWithMtp):
             super().__init__(Path(text), mtp)
 
     def save_pretrained(self, folder: str) -> None:
-        """All parameters under the names of a push."""
+        """All parameters under the names of a composite folder."""
         super().save_pretrained(folder)
-        tensors = dict(by_expert(read_tensors(Path(folder)).items()))
-        write_tensors(Path(folder), to_composite(tensors))
+        write_tensors(Path(folder), to_composite(read_tensors(Path(folder))))

@@ -6,12 +6,13 @@ import torch
 from slime.utils.errors import DataError
 from slime.weights.stacked_experts import (
     ExpertStacker,
+    Stack,
     by_expert,
     expert_names,
+    find_stacks,
     join_rows,
     place_of,
     row_of,
-    stack_sizes,
     tensors_in,
 )
 
@@ -25,7 +26,7 @@ STACKS = {
 
 
 def test_a_stack_is_the_gates_and_ups_of_its_experts():
-    parts = dict(by_expert(STACKS.items()))
+    parts = dict(by_expert(STACKS))
     values = {name: float(tensor.mean()) for name, tensor in parts.items()}
     assert values == {
         "m.mlp.experts.0.gate_proj.weight": 0.0,
@@ -44,9 +45,9 @@ def test_a_stack_is_the_gates_and_ups_of_its_experts():
 
 
 def test_stacks_come_back_in_whatever_order_the_experts_come():
-    sizes = stack_sizes({name: tensor.shape for name, tensor in STACKS.items()})
-    assert sizes == {GATE_UP: 2, DOWN: 2}
-    parts = list(by_expert(STACKS.items()))
+    sizes = find_stacks({name: tensor.shape for name, tensor in STACKS.items()})
+    assert sizes == {GATE_UP: Stack(2), DOWN: Stack(2)}
+    parts = list(by_expert(STACKS))
     stacker = ExpertStacker(sizes)
     again = dict(stacker.stack(reversed(parts)))
     stacker.finish()
@@ -54,9 +55,28 @@ def test_stacks_come_back_in_whatever_order_the_experts_come():
     assert all(torch.equal(again[name], tensor) for name, tensor in STACKS.items())
 
 
+@pytest.mark.parametrize(("width", "hidden"), [(2, 3), (3, 6), (4, 4)], ids=["apart", "2 I = h", "I = h"])
+def test_transposed_stacks_are_known_by_both_shapes_and_hold_the_same_experts(width, hidden):
+    stacks = {
+        GATE_UP: torch.randn(2, 2 * width, hidden),
+        DOWN: torch.randn(2, hidden, width),
+        "m.norm.weight": torch.ones(3),
+    }
+    transposed = {
+        name: tensor.mT.contiguous() if name != "m.norm.weight" else tensor for name, tensor in stacks.items()
+    }
+    found = find_stacks({name: tensor.shape for name, tensor in transposed.items()})
+    assert found == {GATE_UP: Stack(2, True), DOWN: Stack(2, True)}
+    parts, expected = dict(by_expert(transposed)), dict(by_expert(stacks))
+    assert parts.keys() == expected.keys()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in expected.items())
+    again = dict(ExpertStacker(found).stack(parts.items()))
+    assert all(torch.equal(again[name], tensor) for name, tensor in transposed.items())
+
+
 def test_a_missing_expert_is_an_error_and_other_folders_keep_their_names():
-    parts = list(by_expert(STACKS.items()))
-    stacker = ExpertStacker({GATE_UP: 2, DOWN: 2})
+    parts = list(by_expert(STACKS))
+    stacker = ExpertStacker({GATE_UP: Stack(2), DOWN: Stack(2)})
     assert DOWN in dict(stacker.stack(parts[1:]))
     with pytest.raises(DataError, match="made of 2 experts"):
         stacker.finish()
@@ -64,9 +84,11 @@ def test_a_missing_expert_is_an_error_and_other_folders_keep_their_names():
 
 
 def test_only_tensors_called_so_and_of_three_dimensions_are_stacks():
-    assert tensors_in(DOWN, {DOWN: 2}) == [name for e in (0, 1) for name in expert_names(DOWN, e)]
+    assert tensors_in(DOWN, {DOWN: Stack(2)}) == [name for e in (0, 1) for name in expert_names(DOWN, e)]
     assert tensors_in(DOWN, {}) == [DOWN]
-    assert tensors_in("m.mlp.shared_expert.down_proj.weight", {DOWN: 2}) == ["m.mlp.shared_expert.down_proj.weight"]
+    assert tensors_in("m.mlp.shared_expert.down_proj.weight", {DOWN: Stack(2)}) == [
+        "m.mlp.shared_expert.down_proj.weight"
+    ]
     assert place_of("m.mlp.shared_expert.down_proj.weight") is None
 
 
@@ -86,4 +108,4 @@ def test_rows_of_experts_are_joined_when_the_last_has_come_in_any_order():
 
 def test_a_stack_with_biases_beside_it_has_no_experts_with_names():
     shapes = {DOWN: (2, 3, 2), f"{DOWN}_bias": (2, 3)}
-    assert stack_sizes(shapes) == {} and stack_sizes({DOWN: (2, 3, 2)}) == {DOWN: 2}
+    assert find_stacks(shapes) == {} and find_stacks({DOWN: (2, 3, 2)}) == {DOWN: Stack(2)}

@@ -22,7 +22,7 @@ from slime.weights.manifest import TensorEntry
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
-from slime.weights.stacked_experts import expert_names, is_stack, place_of, row_of, stack_sizes
+from slime.weights.stacked_experts import Stack, find_stacks, is_stack, place_of, row_of, tensors_in
 from slime.weights.stored_tensors import STORED_DTYPES, read_layout
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -148,7 +148,7 @@ class HfTensors:
         if name not in self._file_of and (place := place_of(name)) and place.stack in self.stacks:
             part = self._handle(self._file_of[place.stack]).get_slice(place.stack)[place.expert]
             self._check(place.stack, part, row=place.expert)
-            return place.cut(part)
+            return place.cut(self.stacks[place.stack].matrices(part))
         return read_weight(name, self.get_stored, self._file_of, self._format)
 
     def _row_of_stored(self, name: str, row: int) -> Tensor:
@@ -181,19 +181,16 @@ class HfTensors:
             self._verdicts.popleft().result()
 
     @functools.cached_property
-    def stacks(self) -> dict[str, int]:
-        """Number of experts by the name of a tensor that stacks them."""
+    def stacks(self) -> dict[str, Stack]:
+        """The tensors that stack experts, by name."""
         names = [name for name in self._file_of if is_stack(name.removesuffix("_bias"))]
-        return stack_sizes({name: self._handle(self._file_of[name]).get_slice(name).get_shape() for name in names})
+        return find_stacks({name: self._handle(self._file_of[name]).get_slice(name).get_shape() for name in names})
 
     @functools.cached_property
     def _names(self) -> dict[str, None]:
         names: dict[str, None] = {}
         for name in logical_names(self._file_of):
-            if name not in self.stacks:
-                names[name] = None
-            for expert in range(self.stacks.get(name, 0)):
-                names.update(dict.fromkeys(expert_names(name, expert)))
+            names.update(dict.fromkeys(tensors_in(name, self.stacks)))
         return names
 
     @functools.cached_property

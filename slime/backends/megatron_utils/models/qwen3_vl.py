@@ -1,23 +1,27 @@
-"""Qwen3-VL, dense (2B to 32B): Qwen3 with positions in time, height and width, and a vision tower in front."""
+"""Qwen3-VL, dense or with experts: Qwen3 with positions in time, height and width, and a vision tower in front.
+
+Published folders stack the experts of a layer in one tensor, transposed (``slime.weights.stacked_experts``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config
-from slime.backends.megatron_utils.models.qwen import DENSE
+from slime.backends.megatron_utils.models.qwen import DENSE, QWEN_MOE, SOFTMAX
 from slime.backends.megatron_utils.models.qwen3_5 import TOP
 from slime.backends.megatron_utils.models.rotary_rules import hf_rope_settings
 
-QWEN3_VL = replace(
-    DENSE,
-    family="Qwen3-VL",
-    top=TOP,
-    layer_prefix="model.language_model.layers.{layer}.",
-    tower="model.visual.",
-)
+_COMPOSITE: dict[str, Any] = {
+    "top": TOP,
+    "layer_prefix": "model.language_model.layers.{layer}.",
+    "tower": "model.visual.",
+}
+QWEN3_VL = replace(DENSE, family="Qwen3-VL", **_COMPOSITE)
+QWEN3_VL_MOE = replace(QWEN_MOE, family="Qwen3-VL MoE", **_COMPOSITE)
 
 
 def interleaved_only(config: Config) -> Iterator[str]:
@@ -63,6 +67,21 @@ FAMILIES = (
         published={
             f"Qwen3-VL-{size}-{kind}": {"model_type": "qwen3_vl"}
             for size in ("2B", "4B", "8B", "32B")
+            for kind in ("Instruct", "Thinking")
+        },
+    ),
+    ModelFamily(
+        model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        weight_map=QWEN3_VL_MOE,
+        tower_parameters=tower_parameters,
+        always={**SOFTMAX, "qk_layernorm": True},
+        defaults={"norm_topk_prob": True},
+        class_defaults={"rope_theta": 500000.0},
+        fixed={**NO_BIASES, "norm_topk_prob": True},
+        flags=interleaved_only,
+        published={
+            f"Qwen3-VL-{size}-{kind}": {"model_type": "qwen3_vl_moe"}
+            for size in ("30B-A3B", "235B-A22B")
             for kind in ("Instruct", "Thinking")
         },
     ),

@@ -66,7 +66,7 @@ def test_stacked_experts_get_tensors_of_their_own(tmp_path):
     }
     source = write_folder(tmp_path / "plain", stacks, shards=1)
     rewrite_folder(to_fp8("block", [128, 128]), source, tmp_path / "fp8")
-    parts = dict(by_expert(stacks.items()))
+    parts = dict(by_expert(stacks))
     recipe = {name: quantize_block(tensor) for name, tensor in parts.items() if "experts" in name}
     expected = {name: quantized for name, (quantized, _) in recipe.items()}
     expected |= {f"{name}_scale_inv": scale for name, (_, scale) in recipe.items()}

@@ -19,8 +19,9 @@ from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
 from tests.matrix.case import read_tensors
-from tests.matrix.families.qwen3_vl import CASE, END, IMAGE, START
+from tests.matrix.families.qwen3_vl import CASE
 from tests.matrix.parity import one_process_world
+from tests.matrix.references.vision import END, IMAGE, START
 
 
 def place(tokens: list[int], grids: list[tuple[int, int, int]]) -> tuple[list[int], list[list[int]]]:
