@@ -30,8 +30,10 @@ class BucketSource(Protocol):
     def manifest(self) -> Manifest:
         """All tensors and buckets of the push, the same on all ranks; buckets are numbered over all senders."""
 
-    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's buckets with the weights of now: ``(index in the manifest, flat uint8 buffer)``.
+
+        Without the constant ones where these are not wanted.
 
         Collective over the ranks that send in one turn: all of them walk the iterator to its end, and it gives each of
         them equally many steps.  A step in which a rank has nothing to send is ``(NO_BUCKET, empty buffer)``.  One

@@ -72,11 +72,15 @@ class BucketEntry:
 
     num_bytes: int
     slices: tuple[BucketSlice, ...]
+    is_constant: bool = False
+    """No step changes its tensors: a push leaves it out where every engine holds it from an earlier one."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """All tensors and buckets of a push.
+
+    A tensor with a slice in a constant bucket has all of them in such.
 
     Raises:
         WeightSyncError: a slice is outside its tensor or its bucket, or names a tensor that is not listed; the
@@ -124,6 +128,11 @@ class Manifest:
         """Tensor entries by HF name."""
         return {tensor.name: tensor for tensor in self.tensors}
 
+    @cached_property
+    def constants(self) -> tuple[int, ...]:
+        """Indices of the constant buckets; a push sends or leaves out all of them."""
+        return tuple(index for index, bucket in enumerate(self.buckets) if bucket.is_constant)
+
     def segments(self, bucket_index: int) -> list[tuple[int, int]]:
         """Return first byte and number of bytes of each slice of a bucket, in the order in which they are digested."""
         return [
@@ -142,12 +151,15 @@ class Manifest:
         }
         if self.kept:
             content["kept"] = [[t.name, t.shape, t.dtype] for t in self.kept]
+        if self.constants:
+            content["constants"] = self.constants
         return json.dumps(content, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Return the manifest that :meth:`to_json` wrote; its :attr:`id` is that of the text."""
         content = json.loads(text)
+        constants = set(content.get("constants", ()))
         manifest = cls(
             tensors=_entries(content["tensors"]),
             kept=_entries(content.get("kept", ())),
@@ -158,8 +170,9 @@ class Manifest:
                         BucketSlice(name, offset, TensorSlice(tuple(offsets), tuple(sizes)))
                         for name, offset, offsets, sizes in slices
                     ),
+                    index in constants,
                 )
-                for size, slices in content["buckets"]
+                for index, (size, slices) in enumerate(content["buckets"])
             ),
         )
         vars(manifest)["id"] = _digest(text)

@@ -108,12 +108,14 @@ class DiskEngine:
         self.pulls.append(self._copy.pull(target_version, rebuild=rebuild))
         return str(self._copy.folder)
 
-    def _begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
+    def _begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> Any:
         assert self.is_paused
         if manifest_json is not None:
             self._manifest = Manifest.from_json(manifest_json)
         self._push_id, self._is_acknowledged = push_id, False
-        return self._manifest is not None and self._manifest.id == manifest_id
+        if self._manifest is None or self._manifest.id != manifest_id:
+            return None
+        return [""] * len(self._manifest.buckets)
 
     def _receive_weight_folder(self, push_id: str, folder: str) -> None:
         assert push_id == self._push_id

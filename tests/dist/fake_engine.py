@@ -130,7 +130,7 @@ class _Server(HoldingEngine):
             parameter.data.fill_(float("nan"))
         self.groups: dict[str, Any] = {}
 
-    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
+    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> Any:
         """One model stands for those of all of the engine's GPUs."""
         if manifest_json is not None:
             names = [tensor.name for tensor in Manifest.from_json(manifest_json).tensors]

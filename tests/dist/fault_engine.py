@@ -197,18 +197,18 @@ class HoldingEngine:
         self.note_served()
         self.at("continue:after")
 
-    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
+    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> Any:
         self.at("begin:before")
         manifest = self.manifest if manifest_json is None else Manifest.from_json(manifest_json)
         if manifest is None or manifest.id != manifest_id:
-            return False
+            return None
         assert {(t.name, t.shape) for t in manifest.tensors} == {
             (name, tuple(tensor.shape)) for name, tensor in self.held[0].items()
         }
         self.manifest, self.push_id, self.acknowledged = manifest, push_id, None
         self.loaded, self.problems = set(), []
         self.at("begin:after")
-        return True
+        return [""] * len(manifest.buckets)
 
     def receive_weight_bucket(self, push_id: str, bucket_index: int, group_name: str) -> None:
         assert self.manifest is not None

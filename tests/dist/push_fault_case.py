@@ -70,7 +70,7 @@ class FixedBuckets:
         self._own = owned[dist.get_rank()]
         self._num_steps = max(map(len, owned))
 
-    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
         """As the protocol says."""
         weights = values(self._updater.version)
         for step in range(self._num_steps):

@@ -149,9 +149,10 @@ class Buckets:
 
     def __init__(self, model: Model) -> None:
         self._model, self.manifest, self._sent = model, MANIFEST, {}
+        self.constant_digests: dict[int, int] = {}
         self.source = self
 
-    def iter_buckets(self) -> Iterator[tuple[int, Any]]:
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Any]]:
         for index in range(NUM_BUCKETS):
             self._sent[index] = WORLD[0].digest(self._model.state, index)
             yield index, self._model.state

@@ -21,6 +21,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
+from slime.backends.megatron_utils.models.rule import TOWER
 from slime.utils.distributed_utils import get_gloo_group
 from slime.weights.digest import MASK_64, WORD_BYTES, as_signed, digest_tensor, mix
 
@@ -90,6 +91,12 @@ def iter_shards(
             match = _LAYER.match(local_name)
             name = f"decoder.layers.{layers[int(match[1])]}.{match[2]}" if match else local_name
             yield from _shards_of(f"{chunk_index}.{local_name}", name, tensor)
+
+
+def frozen_tower(model: Sequence[torch.nn.Module]) -> frozenset[str]:
+    """Return the names (:attr:`Shard.name`) of this rank's parameters of a vision tower that are not trained."""
+    tower = [shard for shard in iter_shards(model) if shard.name.startswith(TOWER)]
+    return frozenset(shard.name for shard in tower if not shard.parameter.requires_grad)
 
 
 def is_of_adapter(name: str) -> bool:

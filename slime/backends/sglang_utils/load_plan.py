@@ -128,6 +128,29 @@ class LoadPlan:
                 self.writes.pop(member, None)
                 self.stock.setdefault(member, reason)
 
+    def constant_memory(self) -> list[Tensor] | None:
+        """Return the bytes of the storages that constant buckets are loaded to.
+
+        None where they are not known, or hold another tensor as well.
+        """
+        buckets = self.manifest.buckets
+        names = {part.name for index in self.manifest.constants for part in buckets[index].slices}
+        if not names:
+            return []
+        if names & self.stock.keys():
+            return None
+        own, others = dict[int, Tensor](), set[int]()
+        for name, writes in self.writes.items():
+            for write in writes:
+                storage = write.target.untyped_storage()
+                if name in names:
+                    own[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=write.target.device).set_(
+                        storage
+                    )
+                else:
+                    others.add(storage.data_ptr())
+        return None if own.keys() & others else list(own.values())
+
     def fits(self, model: nn.Module) -> bool:
         """Return True while the model's parameters are still at the addresses the plan was made for."""
         return self._fingerprint == fingerprint(model)

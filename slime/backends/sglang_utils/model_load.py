@@ -20,7 +20,7 @@ from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
 from slime.backends.sglang_utils.stored_plans import StoredPlans, sample
 from slime.backends.sglang_utils.weight_check import differing_names, fill_parameters_with_nan, find_nan_in
 from slime.utils.errors import WeightSyncError
-from slime.weights.kernels.tables import CopyTable
+from slime.weights.kernels.tables import CopyTable, DigestTable
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, pack_whole
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,11 @@ class ModelLoad:
         self._taken: list[bytes] = []
         self._held: HeldTensors | None = None
         self._loaded: set[int] = set()
+        self.holds_constants = False
+        """The memory of the constant buckets is as a complete push left it, and this push has loaded none of them."""
+        self._constants: Tensor | None = None
+        """Digests of that memory after the last complete push."""
+        self._constant_memory: list[tuple[DigestTable, Tensor]] | None = None
         self._pending: list[tuple[list[PlannedItem], Tensor]] = []
         """Copies made and how many bytes of each differ, which the device may still be counting."""
 
@@ -161,6 +166,7 @@ class ModelLoad:
             # The old plan would keep memory alive that the parameters have left.
             plan = self.plan = None
             self._tables, self._taken, self._is_proven = {}, [], False
+            self._constants = self._constant_memory = None
             trace = self._stored.find(self.model, manifest) if self._stored else None
             plan = self.plan = LoadPlan(self.model, manifest, trace)
             names = sample(plan.writes) if trace else ()
@@ -172,6 +178,8 @@ class ModelLoad:
             for fill in plan.fills:
                 fill.target.copy_(fill.value)
             fill_parameters_with_nan(self.model, plan.unaccounted)
+        now = None if self._constants is None else self._digest_constants()
+        self.holds_constants = now is not None and self._constants is not None and torch.equal(now, self._constants)
 
     def taken(self) -> list[bytes]:
         """Return, for each bucket of the manifest, a byte for each slice: 1 where the model reads something of it."""
@@ -209,6 +217,7 @@ class ModelLoad:
                 "loader, and take more memory than waiting tensors may"
             )
         self._loaded.add(index)
+        self.holds_constants = self.holds_constants and not bucket.is_constant
 
     def finish(self) -> None:
         """Rebuild what the model derives from its weights; wait for the device; collect what is wrong."""
@@ -223,7 +232,8 @@ class ModelLoad:
             self.problems += _differences(planned, counts)
         self._pending = []
         self._held = HeldTensors(plan.manifest, plan.groups)
-        is_complete = len(self._loaded) == len(plan.manifest.buckets)
+        present = self._loaded.union(plan.manifest.constants if self.holds_constants else ())
+        is_complete = len(present) == len(plan.manifest.buckets)
         if self._sample and self._stored and plan.is_distrusted:
             self.problems.append("the load plan on disk was wrong; it is removed, and the next push does without it")
             self._stored.forget(self.model, plan.manifest)
@@ -232,6 +242,18 @@ class ModelLoad:
             if self._stored and not self._sample and not plan.is_distrusted:
                 self._stored.keep(self.model, plan.manifest, plan.trace)
             self._is_proven, self._sample, self._taken = True, frozenset(), []
+        self._constants = self._digest_constants() if is_complete and not self.problems else None
+
+    def _digest_constants(self) -> Tensor | None:
+        """Return digests of the memory of the constant buckets, int64; None where it is not known."""
+        if self._constant_memory is None:
+            plan, _ = self._begun()
+            memory = plan.constant_memory()
+            if memory is None:
+                return None
+            self._constant_memory = [(DigestTable([0], [flat.numel()], flat.device), flat) for flat in memory]
+        digests = [table.run(flat) for table, flat in self._constant_memory]
+        return torch.cat(digests) if digests else torch.empty(0, dtype=torch.int64)
 
     def _begun(self) -> tuple[LoadPlan, HeldTensors]:
         if self.plan is None or self._held is None:

@@ -68,6 +68,8 @@ class ReceivingRank:
         self._push_id: str | None = None
         self._digests: dict[int, Tensor] = {}
         """Digests of this rank's share of each bucket that arrived, on its device."""
+        self._constants: dict[int, str] = {}
+        """Digests of the constant buckets that the engine told last."""
         self._problems: list[str] = []
         """Of the push, beside those of the models."""
         self._message_problems: list[str] = []
@@ -154,6 +156,7 @@ class ReceivingRank:
             "manifest_id": None if shares is None else shares.manifest.id,
             "taken": None if shares is None else shares.newly_taken(loads, position_among_ranks()),
             "digests": {index: digests.cpu().numpy().tobytes() for index, digests in self._digests.items()},
+            "holds_constants": all(load.holds_constants for load in loads),
             "problems": self._own_problems(),
             "seconds": self._times.seconds(),
         }
@@ -176,15 +179,23 @@ class ReceivingRank:
             shares.deal([rank["taken"] for rank in ranks])
             told["buckets"], differing = shares.merge([rank["digests"] for rank in ranks])
             told["problems"] += differing
+            self._tell_constants(told, are_held=all(rank["holds_constants"] for rank in ranks))
         return [json.dumps(told)]
 
     # --- what the verbs are made of -------------------------------------------------------------------------------
+
+    def _tell_constants(self, told: dict[str, Any], *, are_held: bool) -> None:
+        """Tell the digests of constant buckets that are held from an earlier push, and keep those of all."""
+        texts, constants = told["buckets"], self._known_shares().manifest.constants
+        for index in constants if are_held else ():
+            texts[index] = self._constants.get(index, "")
+        self._constants = {} if told["problems"] else {index: texts[index] for index in constants}
 
     def _begin(self, message: dict[str, Any]) -> None:
         self._push_id = message["push_id"]
         self._digests, self._problems, self._used, self._times = {}, [], set(), DeviceTimes()
         if self._shares is None or self._shares.manifest.id != message["manifest_id"]:
-            self._shares = None
+            self._shares, self._constants = None, {}
             if "manifest" not in message:
                 return
             manifest = Manifest.from_json(zlib.decompress(base64.b64decode(message["manifest"])).decode())

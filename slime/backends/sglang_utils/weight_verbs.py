@@ -66,19 +66,22 @@ class WeightVerbs(EngineVerbs):
 
     # A push in two phases
 
-    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
+    def begin_weight_update(
+        self, manifest_id: str, push_id: str, manifest_json: str | None = None
+    ) -> list[str] | None:
         self._push_id, self._acknowledged = push_id, None
         if self.node_rank != 0:
-            return True
+            return []
         content = {"manifest_id": manifest_id}
         if manifest_json is not None:
             content["manifest"] = base64.b64encode(zlib.compress(manifest_json.encode(), 1)).decode("ascii")
         report = self._ask_loader("begin_weight_update", push_id, **content)
         if report["needs_manifest"] and manifest_json is None:
-            return False
+            return None
         self._refuse_problems(report, "cannot take this push")
-        self._num_buckets = len(report["buckets"])
-        return True
+        held: list[str] = report["buckets"]
+        self._num_buckets = len(held)
+        return held
 
     def receive_weight_bucket(self, push_id: str, bucket_index: int, group_name: str) -> None:
         self._require_push(push_id)

@@ -25,11 +25,15 @@ class Buckets(Protocol):
     def manifest(self) -> Manifest:
         """All tensors and buckets, the same on all ranks."""
 
-    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+    @property
+    def constant_digests(self) -> Mapping[int, int]:
+        """Digests of the constant buckets that this rank has walked over; none where a push must send them."""
+
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's buckets; see ``slime.weights.buckets.BucketSource``."""
 
     def digests(self) -> dict[int, int]:
-        """Return the digest of each bucket that this rank has walked over since the last time."""
+        """Return the digest of each bucket that this rank has walked over since the last time, or left out."""
 
 
 class DigestedBuckets:
@@ -42,6 +46,8 @@ class DigestedBuckets:
 
     def __init__(self, source: BucketSource, kept: tuple[TensorEntry, ...] = ()) -> None:
         self.source = source
+        self.constant_digests: dict[int, int] = {}
+        """As the protocol says."""
         self._kept = kept
         self._tables: dict[int, DigestTable] = {}
         self._taken: dict[int, Tensor] = {}
@@ -52,9 +58,9 @@ class DigestedBuckets:
         """That of the source, and what is kept."""
         return dataclasses.replace(self.source.manifest, kept=self._kept)
 
-    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Yield what the source yields; a buffer may be written again by work that is queued after its digest."""
-        for index, flat in self.source.iter_buckets():
+        for index, flat in self.source.iter_buckets(with_constants=with_constants):
             if index != NO_BUCKET:
                 self._take(index, flat)
             yield index, flat
@@ -78,7 +84,9 @@ class DigestedBuckets:
     def digests(self) -> dict[int, int]:
         """Return the digests as the protocol says."""
         taken, self._taken = self._taken, {}
-        return {index: combine_wrapped(digests) for index, digests in taken.items()}
+        found = {index: combine_wrapped(digests) for index, digests in taken.items()}
+        self.constant_digests |= {index: found[index] for index in self.manifest.constants if index in found}
+        return self.constant_digests | found
 
 
 def check_acknowledgements(

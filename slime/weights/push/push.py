@@ -77,9 +77,9 @@ def push_weights(push: Push, source: Buckets, transport: Transport, plain: Bucke
     report = push.report(buckets.manifest)
     if push.ranks.rank == 0:
         logger.info(
-            "Pushed weight version %s to %d engines: %d tensors, %.1f MiB in %d buckets, %.2f s.%s",
+            "Pushed weight version %s to %d engines: %d tensors, %.1f MiB in %d buckets, %.2f s.%s%s",
             push.version, report.num_engines, report.num_tensors, report.num_bytes / 2**20, report.num_buckets,
-            report.elapsed_s,
+            report.elapsed_s, " They hold the frozen ones." if push.leaves_out_constants else "",
             " Every engine's weights equal the trainer's." if push.checks and plain is not None else "",
         )  # fmt: skip
     return report
@@ -90,7 +90,7 @@ def send_buckets(push: Push, buckets: Buckets, transport: Transport, *, by_stage
 
     @torch.no_grad()
     def walk() -> None:
-        steps = buckets.iter_buckets()
+        steps = buckets.iter_buckets(with_constants=not push.leaves_out_constants)
         while True:
             with push.step("fill"):
                 bucket = next(steps, None)
@@ -105,7 +105,8 @@ def send_buckets(push: Push, buckets: Buckets, transport: Transport, *, by_stage
         push.id = f"{push.ranks.from_main(uuid.uuid4().hex[:8])}-v{push.version}"
         push.must_repeat, push.digests = False, {}
         with push.step("begin"):
-            push.on_main_rank("beginning the push", lambda: begin(push, buckets.manifest))
+            push.on_main_rank("beginning the push", lambda: begin(push, buckets))
+            push.leaves_out_constants = push.ranks.from_main(push.leaves_out_constants)
         transport.open(push, buckets.manifest)
         while push.must_repeat:
             push.must_repeat = False
@@ -152,13 +153,21 @@ def pause(push: Push) -> None:
         _repack(push, restore_weights_before_load=True, post_process_quantization=False)
 
 
-def begin(push: Push, manifest: Manifest) -> None:
-    """Tell what will come; from here an engine holds neither the old nor the new weights."""
-    engines, what = push.participants, "beginning the push"
-    knows = engines.ask(what, lambda one: one.begin_weight_update(manifest.id, push.id), engines.acknowledging)
-    if unknowing := [engine for engine in engines.acknowledging if not knows[engine.index]]:
+def begin(push: Push, buckets: Buckets) -> None:
+    """Tell what will come; from here an engine holds neither the old nor the new weights.
+
+    Constant buckets are left out where all engines say that they hold just these.
+    """
+    engines, manifest, what = push.participants, buckets.manifest, "beginning the push"
+    held = engines.ask(what, lambda one: one.begin_weight_update(manifest.id, push.id), engines.acknowledging)
+    if unknowing := [engine for engine in engines.acknowledging if held[engine.index] is None]:
         text = manifest.to_json()
-        engines.ask(what, lambda one: one.begin_weight_update(manifest.id, push.id, text), unknowing)
+        held |= engines.ask(what, lambda one: one.begin_weight_update(manifest.id, push.id, text), unknowing)
+    wanted = {index: f"{digest:016x}" for index, digest in buckets.constant_digests.items()}
+    push.leaves_out_constants = bool(wanted) and all(
+        engine.acknowledges and all(held[engine.index][index] == digest for index, digest in wanted.items())
+        for engine in engines.good
+    )
 
 
 def acknowledge(push: Push, manifest: Manifest) -> None:

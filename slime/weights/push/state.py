@@ -20,7 +20,7 @@ Span = tuple[str, float, float]
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """The sizes and times of one push, and the engines that it excluded."""
+    """The sizes and times of one push, what it left out not counted, and the engines that it excluded."""
 
     version: int
     num_tensors: int
@@ -102,6 +102,8 @@ class Push:
     num_attempts: int = 0
     must_repeat: bool = False
     """A broadcast broke: what the others of its group hold is unknown."""
+    leaves_out_constants: bool = False
+    """Every engine holds the constant buckets, so that this attempt does not send them."""
     failures: list[Exception] = field(default_factory=list)
     """Errors of this rank that are no engine's fault; the next meeting raises it on all ranks."""
     digests: dict[int, int] = field(default_factory=dict)
@@ -165,9 +167,10 @@ class Push:
 
     def report(self, manifest: Manifest) -> PushReport:
         """Return what is told of the push once it is over."""
+        sent = [bucket for bucket in manifest.buckets if not (self.leaves_out_constants and bucket.is_constant)]
         return PushReport(
-            int(self.version), len(manifest.tensors), len(manifest.buckets),
-            sum(bucket.num_bytes for bucket in manifest.buckets), self.participants.clock.elapsed_s,
+            int(self.version), len({part.name for bucket in sent for part in bucket.slices}), len(sent),
+            sum(bucket.num_bytes for bucket in sent), self.participants.clock.elapsed_s,
             num_engines=len(self.participants.good), num_attempts=self.num_attempts,
             excluded=self.participants.excluded, spans=tuple(self.spans), engine_seconds=self.engine_seconds,
             metrics=self.metrics,

@@ -103,7 +103,9 @@ class EngineVerbs(Protocol):
     # A push in two phases, through our loader inside the engine
 
     @verb(in_loader=True)
-    def begin_weight_update(self, manifest_id: str, push_id: str, manifest_json: str | None = None) -> bool:
+    def begin_weight_update(
+        self, manifest_id: str, push_id: str, manifest_json: str | None = None
+    ) -> list[str] | None:
         """Prepare for the buckets of a ``Manifest`` and forget any unfinished push.
 
         The engine checks that it can place every tensor of the manifest and that these fill all its parameters.
@@ -114,7 +116,9 @@ class EngineVerbs(Protocol):
             manifest_json: the manifest itself, for an engine that does not know it.
 
         Returns:
-            False where it must be asked again with the manifest itself, which it does not know.
+            As ``buckets`` of ``acknowledge_weight_update``: digests of the constant buckets where the engine's memory
+            still holds them from an earlier push, "" for all others; they need not be sent.  None where it must be
+            asked again with the manifest itself, which it does not know.
 
         Raises:
             WeightSyncError: its model has no place for a tensor, or a place that no tensor fills.

@@ -36,6 +36,13 @@ def test_tensors_that_engines_keep_are_named_and_in_no_bucket():
     assert "visual.w" not in manifest.by_name
 
 
+def test_constant_buckets_are_named_in_the_text_form():
+    plain = two_halves()
+    manifest = dataclasses.replace(plain, buckets=(dataclasses.replace(plain.buckets[0], is_constant=True),))
+    assert Manifest.from_json(manifest.to_json()) == manifest and manifest.constants == (0,)
+    assert manifest.id != plain.id and plain.constants == ()
+
+
 def test_whole_tensors_lie_behind_each_other_at_aligned_offsets():
     entries, bucket = pack_whole(iter([("a", (3,), torch.bfloat16), ("b", (2, 2), torch.float32)]))
     assert [entry.dtype for entry in entries] == ["bfloat16", "float32"]

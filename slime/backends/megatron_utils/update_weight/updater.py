@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.hf_to_megatron.tensors import untrained_tenso
 from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.parameters import frozen_tower
 from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstimate
 from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
@@ -201,6 +202,7 @@ class WeightUpdater:
             dtype=dtype,
             quantizer=checkpoint_quantizer(args.hf_checkpoint, self._quantization, dtype=dtype),
             bucket_bytes=args.update_weight_buffer_size,
+            constants=frozenset().union(*trainer_ranks(args).gather(frozen_tower(self._model))),
         )
 
     @property

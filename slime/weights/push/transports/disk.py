@@ -65,7 +65,12 @@ class WrittenVersion:
     """The engines repack quantised weights around a push."""
     metrics: Mapping[str, float]
 
-    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+    @property
+    def constant_digests(self) -> Mapping[int, int]:
+        """Return none: the folder holds the whole model, and engines read all of it."""
+        return {}
+
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Yield one step for the whole folder."""
         yield WHOLE_FOLDER, torch.empty(0, dtype=torch.uint8)
 

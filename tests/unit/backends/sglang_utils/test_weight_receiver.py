@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -24,7 +25,8 @@ from slime.weights.channel import WeightChannel
 from slime.weights.push import wire
 from slime.weights.push.verbs import RECEIVER
 from slime.weights.push.wire import PUSH_REPORT, encode, flatten_reports
-from tests.loaded_model.buckets import cut_buckets, digests, fill, whole_buckets
+from slime.weights.tensor_slice import TensorSlice
+from tests.loaded_model.buckets import cut_buckets, digests, fill, manifest_of, whole_buckets
 from tests.unit.backends.sglang_utils.toy_models import Fused, Joined
 
 
@@ -57,8 +59,10 @@ class InProcess(WeightVerbs):
 
     def push(self, manifest, flats, push_id, order=None, at_once=False):
         """Everything but the commit; gives the acknowledgement."""
-        if not self.begin_weight_update(manifest.id, push_id):
-            assert self.begin_weight_update(manifest.id, push_id, manifest.to_json())
+        held = self.begin_weight_update(manifest.id, push_id)
+        if held is None:
+            held = self.begin_weight_update(manifest.id, push_id, manifest.to_json())
+        self.held = held
         if at_once:
             self.receive_weight_buckets(push_id, {index: [handle_of(flat)] for index, flat in enumerate(flats)})
         else:
@@ -404,3 +408,86 @@ def test_answers_that_the_server_nests_are_one_list():
     assert flatten_reports([["a", "b"], [], ["c"]]) == ["a", "b", "c"]
     assert flatten_reports(["a"]) == ["a"]
     assert flatten_reports(None) == flatten_reports([[], []]) == []
+
+
+def with_constant_embedding(number=0):
+    """All but the embedding times ``1 + number``, the embedding in a constant bucket; pushed whole at first."""
+    tensors = {name: tensor * (1 + number * (name != "embed")) for name, tensor in Fused.tensors().items()}
+    names = [[(name, TensorSlice.whole(t.shape)) for name, t in tensors.items() if name != "embed"]]
+    manifest = manifest_of(tensors, [*names, [("embed", TensorSlice.whole(tensors["embed"].shape))]])
+    trained, constant = manifest.buckets
+    manifest = replace(manifest, buckets=(trained, replace(constant, is_constant=True)))
+    return tensors, manifest, fill(manifest, tensors)
+
+
+def test_a_constant_bucket_need_not_come_again_and_is_acknowledged_with_the_rest():
+    engine = InProcess(Fused())
+    for number in range(3):
+        tensors, manifest, flats = with_constant_embedding(number)
+        answer = engine.push(manifest, flats, f"p{number}", order=[0, 1] if number == 0 else [0])
+        assert engine.held == ["", digests(manifest, flats)[1] if number else ""]
+        assert answer == {"push_id": f"p{number}", "buckets": digests(manifest, flats), "problems": []}
+        engine.commit_weight_update(f"p{number}", str(number))
+        assert_holds(engine.models[0], tensors)
+
+
+@pytest.mark.parametrize("loss", ["overwritten", "in other memory", "another engine"])
+def test_an_engine_that_lost_a_constant_bucket_says_so_and_serves_nothing_without_it(loss):
+    engine = InProcess(Fused())
+    tensors, manifest, flats = with_constant_embedding()
+    engine.push(manifest, flats, "p0")
+    if loss == "overwritten":
+        engine.models[0].embed.data[0, 0] += 1
+    elif loss == "in other memory":
+        engine.models[0].embed.data = torch.zeros_like(engine.models[0].embed)
+    else:
+        engine.models = (Fused(),)
+        weight_receiver._RANK = ReceivingRank()
+    answer = engine.push(manifest, flats, "p1", order=[0])
+    assert engine.held == ["", ""] and answer["buckets"] == [digests(manifest, flats)[0], ""]
+    with pytest.raises(WeightSyncError, match="engine 0 will not serve push p1"):
+        engine.commit_weight_update("p1", "1")
+    answer = engine.push(manifest, flats, "p2")
+    assert answer["buckets"] == digests(manifest, flats) and not answer["problems"]
+    assert_holds(engine.models[0], tensors)
+    engine.push(manifest, flats, "p3", order=[0])
+    assert engine.held == ["", digests(manifest, flats)[1]]
+
+
+def test_a_constant_bucket_that_comes_again_is_judged_by_what_came():
+    engine = InProcess(Fused())
+    _, manifest, flats = with_constant_embedding()
+    engine.push(manifest, flats, "p0")
+    other = [flats[0], flats[1] ^ 1]
+    answer = engine.push(manifest, other, "p1")
+    assert engine.held[1] == digests(manifest, flats)[1]
+    assert answer["buckets"] == digests(manifest, other) != digests(manifest, flats)
+
+
+def test_a_constant_bucket_whose_memory_another_tensor_shares_is_never_held():
+    engine = InProcess(Fused())
+    tensors, _, _ = made()
+    parts = [[n for n in tensors if n != "q"], ["q"]]
+    manifest = manifest_of(tensors, [[(n, TensorSlice.whole(tensors[n].shape)) for n in part] for part in parts])
+    trained, constant = manifest.buckets
+    manifest = replace(manifest, buckets=(trained, replace(constant, is_constant=True)))
+    for push_id in ("p0", "p1"):
+        assert engine.push(manifest, fill(manifest, tensors), push_id)["problems"] == []
+        assert engine.held == ["", ""]
+
+
+def test_a_constant_bucket_is_held_by_all_ranks_of_an_engine_or_by_none(monkeypatch):
+    engine, second_lacks_it = InProcess(Fused()), [False]
+    _, manifest, flats = with_constant_embedding()
+
+    def two_ranks(own):
+        one = own | {"taken": own["taken"] and [b"\1" * len(mask) for mask in own["taken"]]}
+        return [one, one | {"holds_constants": own["holds_constants"] and not second_lacks_it[0]}]
+
+    monkeypatch.setattr(weight_receiver, "gather_over_ranks", two_ranks)
+    engine.push(manifest, flats, "p0")
+    engine.push(manifest, flats, "p1", order=[0])
+    assert engine.held == ["", digests(manifest, flats)[1]]
+    second_lacks_it[0] = True
+    engine.push(manifest, flats, "p2")
+    assert engine.held == ["", ""]

@@ -33,7 +33,7 @@ class OneBucket:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
 
-    def iter_buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, torch.Tensor]]:
         yield 0, self.flat
         yield NO_BUCKET, self.flat[:0]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class SentWeights:
     """The quantizer of the tensors that engines hold quantized; None for none."""
     bucket_bytes: int
     """``--update-weight-buffer-size``: no bucket of several tensors is larger."""
+    constants: frozenset[str] = frozenset()
+    """:attr:`Shard.name` of parameters that no step changes, the same on all ranks; their buckets are constant."""
 
     @property
     def device(self) -> torch.device:
@@ -59,10 +61,34 @@ class SentWeights:
         return next(iter(self.model[0].parameters())).device
 
 
+@dataclass(frozen=True)
+class _Others:
+    """The names in ``only`` (None: all) that are not in ``without``."""
+
+    only: Container[str] | None
+    without: frozenset[str]
+
+    def __contains__(self, name: object) -> bool:
+        return name not in self.without and (self.only is None or name in self.only)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A walk over some of the parameters, whose tensors are in buckets of their own."""
+
+    only: Container[str] | None
+    turn: range
+    """Buckets of this rank's stage."""
+    names: frozenset[str]
+    """HF tensors of this rank's stage."""
+    is_constant: bool
+
+
 class GatheredBuckets:
     """Whole tensors, gathered, converted and quantised one after the other, then laid into flat buffers.
 
     With ``across_stages`` every rank has every bucket; otherwise the ranks of each pipeline stage have that stage's.
+    The constant ones come last.
 
     Args:
         weights: what to send; a tensor larger than ``bucket_bytes`` has a bucket of its own.
@@ -72,30 +98,39 @@ class GatheredBuckets:
 
     def __init__(self, weights: SentWeights, *, across_stages: bool, only: Container[str] | None = None) -> None:
         self._weights, self._quantizer = weights, weights.quantizer
-        self._across_stages, self._only = across_stages, only
+        self._across_stages = across_stages
         weight_map, shape = find_weight_map(weights.model_name), model_dims(weights.args)
-        stages = hf_headers(weights.args, weights.model, model_name=weights.model_name, dtype=weights.dtype, only=only)
-        present = {name for headers in stages for name, _, _ in headers}
+        present: set[str] = set()
 
         def together(name: str) -> tuple[str, ...]:
             names = weight_map.together_with(name, shape)
             return names if only is None else tuple(name for name in names if name in present)
 
         self._together = together
-        if across_stages:
-            stages = [[header for headers in stages for header in headers]]
         tensors: list[TensorEntry] = []
         buckets: list[BucketEntry] = []
-        turns: list[range] = []
-        for headers in stages:
-            planned_tensors, planned_buckets = plan_buckets(self._planned(headers), weights.bucket_bytes)
-            turns.append(range(len(buckets), len(buckets) + len(planned_buckets)))
-            tensors += planned_tensors
-            buckets += planned_buckets
-        self._turn = turns[0 if across_stages else mpu.get_pipeline_model_parallel_rank()]
-        self._own = {header[0] for header in stages[0 if across_stages else mpu.get_pipeline_model_parallel_rank()]}
+        self._walks: list[_Walk] = []
+        chosen: list[Container[str] | None] = [only]
+        if weights.constants:
+            chosen = [_Others(only, weights.constants), weights.constants]
+        for part in chosen:
+            is_constant = part is weights.constants
+            stages = hf_headers(
+                weights.args, weights.model, model_name=weights.model_name, dtype=weights.dtype, only=part
+            )
+            present |= {name for headers in stages for name, _, _ in headers}
+            if across_stages:
+                stages = [[header for headers in stages for header in headers]]
+            for stage, headers in enumerate(stages):
+                planned_tensors, planned_buckets = plan_buckets(self._planned(headers), weights.bucket_bytes)
+                turn = range(len(buckets), len(buckets) + len(planned_buckets))
+                if across_stages or stage == mpu.get_pipeline_model_parallel_rank():
+                    self._walks.append(_Walk(part, turn, frozenset(name for name, _, _ in headers), is_constant))
+                tensors += planned_tensors
+                buckets += [replace(bucket, is_constant=is_constant) for bucket in planned_buckets]
         self._manifest = Manifest(tuple(tensors), tuple(buckets))
-        self.buffer_bytes = max((buckets[bucket].num_bytes for bucket in self._turn), default=0)
+        own = [buckets[index].num_bytes for walk in self._walks for index in walk.turn]
+        self.buffer_bytes = max(own, default=0)
         """Of the largest bucket of this rank."""
         self._buffer: Tensor | None = None
 
@@ -116,19 +151,27 @@ class GatheredBuckets:
         return self._quantizer.outputs(name, shape)
 
     @torch.no_grad()
-    def iter_buckets(self, buffer: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+    def iter_buckets(
+        self, buffer: Tensor | None = None, *, with_constants: bool = True
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield index and bytes of buckets; collective over the stage, or with ``across_stages`` over all ranks.
 
         Args:
             buffer: memory of at least :attr:`buffer_bytes` for all of them; by default its own, which stays.
+            with_constants: also the constant ones.
         """
-        indices = iter(self._turn)
-        index, entry, places, flat = NO_BUCKET, BucketEntry(0, ()), {}, None
         if buffer is None:
             if self._buffer is None:
                 self._buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._weights.device)
             buffer = self._buffer
-        for name, tensor in self._tensors():
+        for walk in self._walks:
+            if with_constants or not walk.is_constant:
+                yield from self._iter_walk(walk, buffer)
+
+    def _iter_walk(self, walk: _Walk, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
+        indices = iter(walk.turn)
+        index, entry, places, flat = NO_BUCKET, BucketEntry(0, ()), {}, None
+        for name, tensor in self._tensors(walk):
             if name not in places:
                 if flat is not None:
                     self._check_full(index, places)
@@ -143,8 +186,8 @@ class GatheredBuckets:
             self._check_full(index, places)
             yield index, flat
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of the tensors to send, in the order of the plan."""
+    def _tensors(self, walk: _Walk) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value of the tensors of a walk, in the order of the plan."""
         weights = self._weights
         converted = iter_hf_tensors(
             weights.args,
@@ -153,9 +196,9 @@ class GatheredBuckets:
             dtype=weights.dtype,
             host_weights=weights.get_host_weights(),
             across_stages=self._across_stages,
-            only=self._only,
+            only=walk.only,
         )
-        wanted = ((name, tensor) for name, tensor in converted if name in self._own)
+        wanted = ((name, tensor) for name, tensor in converted if name in walk.names)
         for unit in iter_units(wanted, self._together):
             for name, tensor in unit:
                 if self._quantizer is None or not self._quantizer.is_quantized(name):

@@ -5,7 +5,7 @@ bucket a table of all its slices.  A push is then one launch per bucket, which c
 from the parameters into the rank's one buffer.  That buffer stays where it is, so that engines map it once.
 
 Parameters for which this cannot be done (an fp8 block that two ranks share, quantisation other than by blocks) are
-named in the log once, and travel gathered, in buckets after the others.
+named in the log once, and travel gathered, in buckets after the others; so do those that no step changes.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class ShardBuckets:
             failure = error
         stages, held, self.misfits = self._exchange(by_stage, failure)
         self._slices.exclude(self.misfits)
+        self._slices.exclude(weights.constants)
         groups = [[rank for rank, stage in enumerate(stages) if stage == turn] for turn in sorted(set(stages))]
         self.plan: ShardPlan = plan_shards(
             held,
@@ -80,8 +81,8 @@ class ShardBuckets:
         self._own: tuple[PlannedBucket, ...] = self.plan.buckets[dist.get_rank()]
         self._manifest = self.plan.manifest
         self._gathered: GatheredBuckets | None = None
-        if self.misfits:
-            self._gathered = GatheredBuckets(weights, across_stages=not by_stage, only=frozenset(self.misfits))
+        if gathered := weights.constants.union(self.misfits):
+            self._gathered = GatheredBuckets(weights, across_stages=not by_stage, only=gathered)
             rest = self._gathered.manifest
             self._manifest = Manifest(
                 (*self.plan.manifest.tensors, *rest.tensors), (*self.plan.manifest.buckets, *rest.buckets)
@@ -120,16 +121,18 @@ class ShardBuckets:
         for rank, (*_, reason) in enumerate(ranks):
             if reason is not None:
                 raise WeightSyncError(f"trainer rank {rank} cannot plan its buckets: {reason}") from failure
-        misfits = {name: reason for _, _, found, _ in ranks for name, reason in found.items()}
-        held = [[header for name, header in listed if name not in misfits] for _, listed, _, _ in ranks]
+        constants = self._weights.constants
+        misfits = {n: reason for _, _, found, _ in ranks for n, reason in found.items() if n not in constants}
+        gathered = constants.union(misfits)
+        held = [[header for name, header in listed if name not in gathered] for _, listed, _, _ in ranks]
         return [stage for stage, *_ in ranks], held, misfits
 
     @torch.no_grad()
-    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Yield index and bytes of this rank's own buckets, then of the gathered ones, which all ranks have."""
         for bucket, flat in self.iter_turns():
             yield (NO_BUCKET if bucket is None else bucket.index), flat
-        yield from self.iter_gathered()
+        yield from self.iter_gathered(with_constants=with_constants)
 
     @torch.no_grad()
     def iter_turns(self) -> Iterator[tuple[PlannedBucket | None, Tensor]]:
@@ -151,11 +154,12 @@ class ShardBuckets:
                 torch.cuda.current_stream().synchronize()  # another process reads it next
             yield bucket, flat
 
-    def iter_gathered(self) -> Iterator[tuple[int, Tensor]]:
+    def iter_gathered(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Yield index and bytes of the gathered buckets, which are the same on all ranks of the group."""
         if self._gathered is not None:
             num_own = len(self.plan.manifest.buckets)
-            yield from ((num_own + index, flat) for index, flat in self._gathered.iter_buckets(self.buffer()))
+            buckets = self._gathered.iter_buckets(self.buffer(), with_constants=with_constants)
+            yield from ((num_own + index, flat) for index, flat in buckets)
 
     def buffer(self) -> Tensor:
         """Return the rank's one buffer; it stays at its address until :meth:`release`."""
@@ -246,7 +250,7 @@ class CollectedBuckets:
         return self._manifest
 
     @torch.no_grad()
-    def iter_buckets(self) -> Iterator[tuple[int, Tensor]]:
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Yield the buckets as ``BucketSource`` says; only the first rank of the group has any."""
         is_source = dist.get_rank() == self._source_rank
         nothing = self.shards.buffer()[:0]
@@ -260,7 +264,7 @@ class CollectedBuckets:
             dist.gather(part, list(joined.split(slot)), dst=self._source_rank, group=self._group)
             yield index, joined
         num_own = len(self.shards.plan.manifest.buckets)
-        for index, flat in self.shards.iter_gathered():
+        for index, flat in self.shards.iter_gathered(with_constants=with_constants):
             if is_source:
                 yield index - num_own + self._num_joined, flat
             else:

@@ -36,7 +36,7 @@ class Buckets:
         headers = [[(name, tuple(tensor.shape), tensor.dtype)] for name, tensor in tensors.items()]
         self.manifest = Manifest(*map(tuple, plan_buckets(headers, 600)))
 
-    def iter_buckets(self) -> Any:
+    def iter_buckets(self, *, with_constants: bool = True) -> Any:
         for index, bucket in enumerate(self.manifest.buckets):
             flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
             for piece in bucket.slices:
