@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from argparse import Namespace
+from typing import Any
 
 import torch
 
@@ -17,8 +18,9 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 
 from slime.backends.megatron_utils.adam import choose_adam
@@ -26,6 +28,7 @@ from slime.backends.megatron_utils.checkpoint import load_checkpoint
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.backends.megatron_utils.models.rule import TOWER
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +88,25 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
     config = optimizer_config_from_args(args)
     # Shards of fp32 parameters are views, which the offloading optimizer takes only as leaves.
     with torch.no_grad() if config.optimizer_cpu_offload else contextlib.nullcontext():
-        optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=args.enable_gloo_process_groups)
+        optimizer = get_megatron_optimizer(
+            config,
+            model,
+            config_overrides=_parameter_groups(args, config),
+            use_gloo_process_groups=args.enable_gloo_process_groups,
+        )
     choose_adam(args, optimizer)
     return optimizer
+
+
+def _parameter_groups(args: Namespace, config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Return what megatron-core sets apart by default, and the vision tower where it has learning rates of its own."""
+    groups = get_standard_config_overrides(config)
+    factor = args.vision_tower_lr_mult
+    if factor != 1:
+        # The schedule reads the ends; checkpoints tell groups apart by ``lr_mult``.
+        rates: Any = {"lr_mult": factor, "max_lr": args.lr * factor, "min_lr": args.min_lr * factor}
+        groups[ParamKey(name=f"*{TOWER}*")] = rates
+    return groups
 
 
 def total_train_iters(args: Namespace) -> int:
