@@ -6,10 +6,37 @@ micro-batches counts FLOPs and must not import the backend.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 AttentionKind = Literal["grouped", "latent", "sparse"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerDims:
+    """Sizes of a vision tower: patches, blocks with attention within an image, and mergers of neighbours."""
+
+    depth: int
+    hidden_size: int
+    ffn_hidden_size: int
+    patch_size: int
+    """Values of a patch."""
+    merge: int
+    """Patches along a side of what becomes one token."""
+    out_size: int
+    """Width of what the language model takes."""
+    num_mergers: int = 1
+    """That of the last block, and those of blocks whose features layers take."""
+    is_gated: bool = False
+
+    def forward_flops(self, patches: int) -> int:
+        """Return the FLOPs of one forward pass over an image, or a frame, of ``patches`` patches."""
+        hidden, merged = self.hidden_size, self.hidden_size * self.merge**2
+        mlp = (2 + self.is_gated) * self.ffn_hidden_size
+        block = 2 * patches * hidden * (4 * hidden + mlp) + 4 * patches * patches * hidden
+        merger = 2 * (patches // self.merge**2) * merged * (merged + self.out_size)
+        return 2 * patches * self.patch_size * hidden + self.depth * block + self.num_mergers * merger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +67,7 @@ class ModelDims:
     """Elements of each token that each layer keeps for them until the backward pass, whole on every rank."""
     tower_parameters: int = 0
     """Of a vision tower beside the layers, which the first pipeline stage has, whole on every rank."""
+    tower: TowerDims | None = None
     trains_tower: bool = False
     learned_positions: int = 0
     """Rows of a learned position embedding."""
@@ -163,6 +191,18 @@ class ModelDims:
         mlp = 6 * length * self.hidden_size * mlp_width
         head = 2 * length * self.hidden_size * self.vocab_size
         return attention + mlp + head
+
+    def tower_flops(self, images: Iterable[int]) -> int:
+        """Return the FLOPs of one forward pass of the vision tower; see :meth:`train_flops` for more.
+
+        Args:
+            images: patches of each image.
+        """
+        return 0 if self.tower is None else sum(map(self.tower.forward_flops, images))
+
+    def train_flops(self, text: float, tower: float) -> float:
+        """Return the FLOPs of forward and backward passes, from those of the forward passes."""
+        return 3 * text + (3 if self.trains_tower else 1) * tower
 
     def _attention_flops(self, length: int) -> int:
         widths = self.query_width * (1 + self.has_output_gate) + 2 * self.key_width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from slime.algorithms.value_loss import explained_variance, explained_variance_s
 from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_masks
 from slime.backends.megatron_utils.data import DataIterator, current_device
+from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.flags.observability import metrics_config
 from slime.observability.metric_utils import dict_add_prefix
@@ -142,6 +143,16 @@ def _reduce_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: total / max(count, 1e-12) for name, (total, count) in zip(sums, table.tolist(), strict=True)}
 
 
+def image_patches(inputs: Iterable[Mapping[str, Any] | None]) -> list[int]:
+    """Return the patches of every image of the samples, and of every frame of a longer one.
+
+    Args:
+        inputs: ``multimodal_train_inputs`` of each sample.
+    """
+    grids = [row for one in inputs if one and "image_grid_thw" in one for row in one["image_grid_thw"].tolist()]
+    return [int(height * width) for time, height, width in grids for _ in range(int(time))]
+
+
 def perf_metrics(
     args: Namespace,
     rollout_data: DeviceBatch,
@@ -159,13 +170,14 @@ def perf_metrics(
         seconds: of each timer that ran.
         world_size: ranks that share the work.
     """
-    flops = model_dims(args)
+    flops = model_dims(args, read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None)
     local = torch.tensor(
         [
             sum(rollout_data.total_lengths),
             data_iterator.token_count.real,
             data_iterator.token_count.packed,
             float(sum(flops.forward_flops(length) for length in rollout_data.total_lengths)),
+            float(flops.tower_flops(image_patches(rollout_data.get("multimodal_train_inputs") or ()))),
         ],
         dtype=torch.float64,
         device=current_device(),
@@ -173,14 +185,14 @@ def perf_metrics(
     # The ranks of a context-parallel group count the same.  The group of data parallelism alone would do without the
     # division, but nothing else uses it, and every group that is used costs half a gigabyte of the accelerator.
     dist.all_reduce(local, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    num_tokens, real, packed, forward_flops = (local / mpu.get_context_parallel_world_size()).tolist()
+    num_tokens, real, packed, text, tower = (local / mpu.get_context_parallel_world_size()).tolist()
     metrics: dict[str, float] = {}
     for name, elapsed_s in seconds.items():
         metrics[f"perf/{name}_time"] = elapsed_s
         metrics[f"perf/time_{name}_s"] = elapsed_s
         if elapsed_s > 0 and name in (*FORWARD_PASSES, "actor_train"):
-            passes = 3 if name == "actor_train" else 1
-            metrics[f"perf/{name}_tflops"] = passes * forward_flops / elapsed_s / world_size / 1e12
+            work = flops.train_flops(text, tower) if name == "actor_train" else text + tower
+            metrics[f"perf/{name}_tflops"] = work / elapsed_s / world_size / 1e12
     if packed:
         metrics["perf/packing_efficiency"] = real / packed
     if args.use_dynamic_batch_size:

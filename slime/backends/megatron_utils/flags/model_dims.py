@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models import family_of, family_of_spec
-from slime.train_data.model_dims import AttentionKind, ModelDims
+from slime.train_data.model_dims import AttentionKind, ModelDims, TowerDims
 
 
 def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> ModelDims:
@@ -62,8 +62,28 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
     seeing = family_of(hf_config) if hf_config and hf_config.get("vision_config") else None
     if hf_config and seeing is not None and seeing.tower_parameters is not None:
         tower = seeing.tower_parameters(hf_config["vision_config"])
-        dims = replace(dims, tower_parameters=tower, trains_tower=bool(get("train_vision_tower")))
+        dims = replace(
+            dims,
+            tower_parameters=tower,
+            tower=_tower_dims(hf_config["vision_config"]),
+            trains_tower=bool(get("train_vision_tower")),
+        )
     return dims
+
+
+def _tower_dims(vision: Mapping[str, Any]) -> TowerDims:
+    """Return the sizes of the tower from ``vision_config`` of config.json."""
+    frames = vision["temporal_patch_size"]
+    return TowerDims(
+        depth=vision["depth"],
+        hidden_size=vision["hidden_size"],
+        ffn_hidden_size=vision["intermediate_size"],
+        patch_size=vision["in_channels"] * frames * vision["patch_size"] ** 2,
+        merge=vision["spatial_merge_size"],
+        out_size=vision["out_hidden_size"],
+        num_mergers=1 + len(vision.get("deepstack_visual_indexes") or ()),
+        is_gated=vision.get("hidden_act") == "silu",
+    )
 
 
 def _expert_sizes(args: Namespace) -> dict[str, Any]:

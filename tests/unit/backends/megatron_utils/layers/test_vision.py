@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.layers.vision import VisionModel, place_images
+from slime.backends.megatron_utils.train_metrics import image_patches
 from slime.planning.parameters import model_size
 from slime.utils.errors import DataError
 from slime.utils.processing_utils import full_pixels
@@ -95,6 +97,20 @@ def test_a_plan_counts_the_tower_exactly(tmp_path: Path):
     assert dims.trains_tower
     whole = replace(dims, padded_vocab_size=dims.vocab_size)
     assert model_size(whole) == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_a_towers_operations_are_those_that_torch_counts(tmp_path: Path):
+    CASE.write_checkpoint(tmp_path)
+    tower = CASE.load_reference(tmp_path).model.visual
+    dims = model_dims(trainer.make_args(CASE, tmp_path), read_hf_config(str(tmp_path)))
+    for grid in ([(1, 2, 6)], [(1, 4, 2), (1, 6, 10), (1, 2, 2)]):
+        patches = [height * width for _, height, width in grid]
+        with FlopCounterMode(display=False) as counter:
+            tower(torch.randn(sum(patches), dims.tower.patch_size), grid_thw=torch.tensor(grid))
+        assert dims.tower_flops(patches) == counter.get_total_flops()
+    assert dims.train_flops(1.0, 5.0) == 18.0
+    assert replace(dims, trains_tower=False).train_flops(1.0, 5.0) == 8.0
+    assert image_patches([None, {"image_grid_thw": torch.tensor([[1, 2, 6], [2, 4, 2]])}, {}]) == [12, 8, 8]
 
 
 def test_pixels_in_bytes_are_those_in_floats(tmp_path: Path):
