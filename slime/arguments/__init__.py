@@ -171,17 +171,22 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
                 setattr(role_args, name, value)
 
 
-def args_to_resume(args: Namespace, *, weight_version: int, checkpoint: int | None) -> Namespace:
+def args_to_resume(
+    args: Namespace, *, weight_version: int, checkpoint: int | None, copied: int | None = None
+) -> Namespace:
     """Return the args of a trainer that takes the place of one of the same run.
 
     Args:
         args: of the run; they stay as they are.
         weight_version: of the last push, above which the new trainer counts on.
         checkpoint: of this run, from which the new trainer goes on; None: it starts as the first one did.
+        copied: the rollout after which its ranks have their state already, and read no checkpoint.
     """
     resumed = Namespace(**vars(args))
     resumed.update_weight_start_version = weight_version
-    if checkpoint is not None:
+    if copied is not None:
+        resumed.start_rollout_id = copied + 1
+    elif checkpoint is not None:
         resumed.load = args.save
         resumed.ckpt_step = checkpoint
         resumed.finetune = False

@@ -21,6 +21,7 @@ from slime.utils import distributed_utils, env
 from slime.utils.errors import ProcessError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 from slime.weights.push.verbs import EngineProxy
+from slime.weights.state_copy import StateCopy
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ class TrainWorker(ABC):
     role: str
     rank: int
     world_size: int
+    state_copy: StateCopy | None = None
+    """The rank's state after a rollout (``--trainer-recovery memory``); where there is one before :meth:`init`, the
+    rank goes on from it instead of a checkpoint."""
 
     def set_rendezvous(
         self, world_size: int, rank: int, master_addr: str, master_port: int, local_rank: int = 0

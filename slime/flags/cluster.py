@@ -13,7 +13,15 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.flags.config import backend_flags
-from slime.flags.kinds import gpu_count, minutes, non_negative_int, positive_gpu_count, wait_s, wait_s_or_zero
+from slime.flags.kinds import (
+    gpu_count,
+    minutes,
+    non_negative_int,
+    positive_gpu_count,
+    positive_int,
+    wait_s,
+    wait_s_or_zero,
+)
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.utils.async_utils import STALL_TIMEOUT_S
 
@@ -104,10 +112,17 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("fault tolerance", "Health checks, and restarts of engines and of the trainer.")
     group.add_argument(
         "--trainer-recovery",
-        choices=["off", "checkpoint"],
+        choices=["off", "checkpoint", "memory"],
         help="What happens when a trainer rank dies: off ends the run; checkpoint starts the trainer again from its "
-        "last checkpoint and trains again on the rollouts since, while engines stay up. Default: checkpoint with "
-        "--save and --save-interval, without a critic.",
+        "last checkpoint and trains again on the rollouts since, while engines stay up; memory does so from copies of "
+        "every rank's state in the memory of its host and of another node's, and from the checkpoint where those are "
+        "lost. Default: checkpoint with --save and --save-interval, without a critic.",
+    )
+    group.add_argument(
+        "--memory-checkpoint-interval",
+        type=positive_int,
+        help="Rollouts between two copies of --trainer-recovery memory, which are trained again after a death; twice "
+        "as many when it comes while a copy is on its way. Default: 1.",
     )
     group.add_argument(
         "--max-recoveries",
@@ -197,6 +212,15 @@ def derive_trainer_recovery(args: Namespace) -> None:
         has_state = not args.no_save_optim or args.use_stateless_adam
         goes_on = args.save is not None and args.save_interval is not None and has_state
         args.trainer_recovery = "checkpoint" if goes_on and not args.use_critic else "off"
+    if args.trainer_recovery == "memory" and args.memory_checkpoint_interval is None:
+        args.memory_checkpoint_interval = 1
+
+
+def is_copy_due(args: Namespace, role: str, rollout_id: int) -> bool:
+    """Return True when the ranks of a trainer copy their state after ``rollout_id`` (--trainer-recovery memory)."""
+    if args.trainer_recovery != "memory" or role != "actor":
+        return False
+    return (rollout_id + 1) % args.memory_checkpoint_interval == 0
 
 
 def derive_on_nan(args: Namespace) -> None:
@@ -221,7 +245,7 @@ def check_on_nan(args: Namespace) -> Iterator[str]:
     if given != "skip" and not backend_flags(args).check_for_nan_in_loss_and_grad:
         yield f"--no-check-for-nan-in-loss-and-grad finds nothing for --on-nan {given}; drop one of them."
     back = checkpoints_to_go_back(args)
-    if back and args.trainer_recovery != "checkpoint":
+    if back and args.trainer_recovery == "off":
         yield f"--on-nan {given} goes back by --trainer-recovery checkpoint; give that, or use stop or skip."
     if back and args.keep_last is not None and args.keep_last < back:
         yield f"--on-nan {given} needs as many checkpoints, and --keep-last is {args.keep_last}; raise it."
@@ -229,14 +253,23 @@ def check_on_nan(args: Namespace) -> Iterator[str]:
 
 def check_trainer_recovery(args: Namespace) -> Iterator[str]:
     """Yield one message for each flag without which a trainer cannot be restarted."""
-    if args.trainer_recovery != "checkpoint":
+    mode, every = args.trainer_recovery, args.memory_checkpoint_interval
+    if mode != "memory" and every is not None:
+        yield f"--memory-checkpoint-interval {every} is of --trainer-recovery memory, which is {mode}; drop one."
+    if mode == "off":
         return
     if args.save is None or args.save_interval is None:
-        yield "--trainer-recovery checkpoint restarts from a checkpoint; give --save and --save-interval, or use off."
+        fallback = "where its copies are lost it " if mode == "memory" else ""
+        yield (
+            f"--trainer-recovery {mode}: {fallback}restarts from a checkpoint; give --save and --save-interval, or "
+            "use off."
+        )
     if args.no_save_optim and not args.use_stateless_adam:
-        yield "--trainer-recovery checkpoint needs the optimizer's state; drop --no-save-optim, or use off."
+        yield f"--trainer-recovery {mode} needs the optimizer's state; drop --no-save-optim, or use off."
     if args.use_critic:
-        yield "--trainer-recovery checkpoint does not restart a critic; use off with --advantage-estimator ppo."
+        yield f"--trainer-recovery {mode} does not restart a critic; use off with --advantage-estimator ppo."
+    if mode == "memory" and args.release_train:
+        yield "--trainer-recovery memory: --release-train saves every rollout, and its ranks end; use checkpoint."
 
 
 def derive_distributed_backend(args: Namespace) -> None:

@@ -47,6 +47,7 @@ from slime.planning.trainer_memory import (
     add_hosts,
     rank_host_memory,
     rank_memory,
+    state_copies,
 )
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import SlimeError
@@ -323,6 +324,7 @@ def plan_host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], pl
             parked_copies=parked_copies(args),
             is_offloaded=bool(args.offload_train),
             saves_in_background=bool(args.async_save),
+            state_copies=state_copies(args, sizes),
             trains_critic=bool(args.use_critic),
             has_engine=bool(args.colocate and places),
         )

@@ -191,6 +191,7 @@ def _host(plan: Plan) -> str:
         ("parked weights, pinned", gib(host.parked_weights)),
         ("what sleeps, pinned", gib(host.asleep)),
         ("a save in the background", gib(host.save)),
+        ("copies of the ranks' state", gib(host.copies)),
         ("processes (estimate)", gib(host.processes)),
         ("together", gib(host.total)),
     ]

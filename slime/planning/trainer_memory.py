@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from slime.planning.activations import MicroBatch, Recompute, backward_work, chunk_activations, head_activations
-from slime.planning.layout import ParallelSizes, StageChunk
+from slime.planning.layout import ParallelSizes, StageChunk, rank_places
 from slime.planning.parameters import ParameterCount
 from slime.train_data.model_dims import ModelDims
 
@@ -104,6 +104,8 @@ class RankMemory:
     host_optimizer: int
     """Master weights and moments on the host."""
     host_gradients: int
+    copied: int
+    """What --trainer-recovery memory copies of the rank: master weights, moments, weights that are not trained."""
     details: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -171,6 +173,7 @@ def rank_memory(
         communicators=communicator_bytes(sizes, has_experts=count.expert > 0),
         host_optimizer=offloaded,
         host_gradients=int(4 * owned * settings.offloaded_fraction),
+        copied=owned * (settings.moments_bytes + 4) + (0 if count.frozen_matrices else frozen),
         details=head,
     )
 
@@ -216,12 +219,14 @@ class HostMemory:
     asleep: int
     """The sleeping trainer's part of the cards, pinned."""
     save: int
+    copies: int
+    """Of the ranks' state, for --trainer-recovery memory: each rank's own, pinned, and those in the keepers."""
     processes: int
 
     @property
     def total(self) -> int:
         """The sum, at its largest moment."""
-        return self.optimizer + self.gradients + self.parked_weights + self.asleep + self.save + self.processes
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 def rank_host_memory(
@@ -230,6 +235,7 @@ def rank_host_memory(
     parked_copies: int,
     is_offloaded: bool,
     saves_in_background: bool,
+    state_copies: int,
     trains_critic: bool,
     has_engine: bool,
 ) -> HostMemory:
@@ -241,6 +247,7 @@ def rank_host_memory(
             adapters leave as it is counts once, where the trainer sleeps.
         is_offloaded: the trainer sleeps; what is on the card is copied to the host while it does.
         saves_in_background: ``--async-save`` writes a copy of what a save holds.
+        state_copies: of ``--trainer-recovery memory``.
         trains_critic: a second trainer of the same shape on the same GPUs.
         has_engine: an engine's process uses the same GPU.
     """
@@ -253,16 +260,23 @@ def rank_host_memory(
         parked_weights=int((own * parked_copies + memory.frozen * is_offloaded) * PINNED_SHARE),
         asleep=times * memory.static if is_offloaded else 0,
         save=(own + state) if saves_in_background else 0,
+        copies=state_copies * memory.copied,
         processes=times * TRAINER_PROCESS_BYTES + has_engine * ENGINE_PROCESS_BYTES,
     )
+
+
+def state_copies(args: Namespace, sizes: ParallelSizes) -> int:
+    """Count the copies of its state that a rank adds to the nodes' memory (``--trainer-recovery memory``).
+
+    Its own, and two in each keeper: that on its node, and on another one where there is one.
+    """
+    if args.trainer_recovery != "memory":
+        return 0
+    nodes = {place.node for place in rank_places(sizes, args.num_gpus_per_node)}
+    return 1 + 2 * min(2, len(nodes))
 
 
 def add_hosts(parts: Iterable[HostMemory]) -> HostMemory:
     """Add up the ranks of one node."""
     items = list(parts)
-    return HostMemory(
-        *(
-            sum(getattr(item, name) for item in items)
-            for name in ("optimizer", "gradients", "parked_weights", "asleep", "save", "processes")
-        )
-    )
+    return HostMemory(*(sum(getattr(item, part.name) for item in items) for part in fields(HostMemory)))

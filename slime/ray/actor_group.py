@@ -19,6 +19,7 @@ from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.heartbeats import Heartbeats
+from slime.ray.memory_checkpoints import MemoryCheckpoints
 from slime.ray.train_actor import remote_class, trainer_environment
 from slime.ray.utils import ray_transport
 from slime.ray.waiting import forget, wait_for, watch
@@ -84,24 +85,24 @@ class RayTrainGroup:
         """The engines that the last push excluded and that were not reported yet."""
         self.start_rollout_id: int = 0
         self._run_args = args
-        self._was_created = False
-        self._is_connected = False
+        self._was_created = self._is_connected = False
         self._published: set[int] = set()
         self._left_out: set[int] = set()
         self._version = VersionCount()
+        self._copies = MemoryCheckpoints(args, role)
 
     # Life
 
     def create(self) -> int:
         """Start every rank, load the model, and return the first rollout to run (equal on all ranks).
 
-        After the first time the ranks go on from the last checkpoint of this job; without one they start as they did
-        first.
+        After the first time the ranks go on from their copies in memory (``--trainer-recovery memory``), else from
+        the last checkpoint of this job; without one they start as they did first.
         """
-        if self._was_created:
-            version, checkpoint = self._version.number, self.last_checkpoint
-            self.args = args_to_resume(self._run_args, weight_version=version, checkpoint=checkpoint)
         self._spawn()
+        if self._was_created:
+            version, checkpoint, copied = self._version.number, self.last_checkpoint, self._copies.fetch(self.actors)
+            self.args = args_to_resume(self._run_args, weight_version=version, checkpoint=checkpoint, copied=copied)
         start_ids = self._on_all(
             "init", self.args, self.role, self.with_ref, self.with_opd_teacher, what="model set-up"
         )
@@ -126,7 +127,8 @@ class RayTrainGroup:
         return max(self._written_checkpoints(), default=None)
 
     def leave_out_checkpoints(self, number: int) -> None:
-        """Go on from an older one after the next start: so many of the newest no longer count."""
+        """Go on from an older one after the next start: so many of the newest, and copies, no longer count."""
+        self._copies.drop()
         self._left_out.update(sorted(self._written_checkpoints(), reverse=True)[:number])
 
     def _written_checkpoints(self) -> set[int]:
@@ -198,6 +200,7 @@ class RayTrainGroup:
         ``external_data`` is for all ranks, or a list, of what a critic's ranks return or of references to it: each
         rank gets its own.
         """
+        self._copies.settle_before(rollout_id)
         is_list = isinstance(external_data, list)
         per_rank = self.deal_external_data(external_data) if is_list else [external_data] * len(self.actors)
         return [
@@ -214,6 +217,7 @@ class RayTrainGroup:
         """Wait for what ``async_train`` started; return what each rank returned."""
         results = self._wait(refs, what=f"training on rollout {rollout_id}")
         self._version.rollout_id = rollout_id
+        self._copies.begin(rollout_id, self.actors)
         return results
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:

@@ -19,6 +19,7 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.train_worker import TrainWorker
 from slime.observability.pulse import Beat, Pulse
 from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.memory_checkpoints import COPY_GROUP, CopyingRank
 from slime.ray.utils import (
     COMMON_ACTOR_ENV,
     NOSET_VISIBLE_DEVICES,
@@ -42,7 +43,7 @@ PRELOAD_LIBRARY = "torch_memory_saver_hook_mode_preload{}.abi3.so"
 """One for each major version of CUDA (``_cu12``, ``_cu13``); older releases have a single one, without a suffix."""
 
 
-class TrainRayActor(Watched, RayActor):
+class TrainRayActor(CopyingRank, Watched, RayActor):
     """Mixed in before a ``TrainWorker`` subclass by :func:`remote_class`."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -81,7 +82,7 @@ class TrainRayActor(Watched, RayActor):
 def remote_class(worker_class: type[TrainWorker]) -> Any:
     """Return the Ray actor class of a trainer: ``worker_class`` with the Ray-side verbs of :class:`TrainRayActor`."""
     combined = type(worker_class.__name__, (TrainRayActor, worker_class), {"__module__": worker_class.__module__})
-    return ray.remote(num_gpus=1, concurrency_groups={WATCH_GROUP: 1, PULSE_GROUP: 1})(combined)
+    return ray.remote(num_gpus=1, concurrency_groups={WATCH_GROUP: 1, PULSE_GROUP: 1, COPY_GROUP: 1})(combined)
 
 
 def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:

@@ -134,7 +134,7 @@ class TrainJob:
         What its engines had answered comes back from the ledger, and nothing is drawn again; the trainer keeps its
         weights and pushes them.
         """
-        is_on = self.args.trainer_recovery == "checkpoint" and not self.args.no_rollout_ledger
+        is_on = self.args.trainer_recovery != "off" and not self.args.no_rollout_ledger
         death = find_death([MANAGER], timeout_s=NOTICE_S) if is_on and self._background is None else None
         if death is None:
             raise error

@@ -1,7 +1,8 @@
 """Trainers that die are started again and brought back to the step that they were taken from.
 
-    a rank dies, or does not go on -> its trainer's other ranks are killed -> all start again, from the last checkpoint
-                -> they train again on the rollouts since that checkpoint -> the interrupted step is taken again
+    a rank dies, or does not go on -> its trainer's other ranks are killed
+                -> all start again, from copies of their state in memory, or from the last checkpoint
+                -> they train again on the rollouts since -> the interrupted step is taken again
 
 The engines keep their weights and go on generating; no token is drawn twice.  The driver keeps references to the train
 data since the last checkpoint, which stay in Ray's object store (it spills to disk when memory is short).
@@ -53,7 +54,7 @@ class TrainerRecovery:
         self.must_save = False
         """The trainer went back to an older checkpoint, which the next save is to replace."""
         self._actor, self._train = actor, train
-        self._is_on = args.trainer_recovery == "checkpoint"
+        self._is_on = args.trainer_recovery != "off"
         self._trained: list[tuple[int, list[Box]]] = []
         self._num_rollbacks = 0
         self._deaths: list[tuple[float, str]] = []
@@ -117,7 +118,7 @@ class TrainerRecovery:
     def _take_down(self, death: SlimeError, error: Exception | None = None) -> None:
         """Kill the ranks that are left, unless there were too many deaths."""
         self.count(death, error)
-        logger.error("%s. The trainer is started again from a checkpoint (--trainer-recovery).", death)
+        logger.error("%s. The trainer is started again (--trainer-recovery %s).", death, self.args.trainer_recovery)
         self._actor.release()
         self.is_down = True
 
@@ -132,7 +133,7 @@ class TrainerRecovery:
         self._deaths.append((now, str(death).splitlines()[0]))
 
     def _restart(self) -> None:
-        """Start the trainer from the last checkpoint and train again on what came after it."""
+        """Start the trainer from its last copies or checkpoint and train again on what came after that."""
         begin, began = time.monotonic(), time.time()
         self._actor.release()  # ranks of a restart that failed half-way
         if cluster_has_accelerators():

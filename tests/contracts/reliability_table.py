@@ -52,6 +52,20 @@ PROMISES = (
         ),
     ),
     Promise(
+        fails="the same, with `--trainer-recovery memory`",
+        promise="no checkpoint is read: at most `--memory-checkpoint-interval` rollouts are trained again, twice as "
+        "many when the death comes while a copy is on its way; where copies are lost, or have another digest, as "
+        "above, and the log says so",
+        cost="32 s, all but 2 for the ranks' processes to start; a step waits for the copy to its own host, and the "
+        "next copy until that one has reached the keepers; what a rank owns lies three times in the hosts' memory, "
+        "over several nodes five times",
+        tests=(
+            "tests/dist/test_memory_copy.py::test_all_that_training_changes_comes_back_to_the_bit",
+            "tests/dist/test_memory_checkpoints.py::test_a_death_in_the_middle_of_a_copy_leaves_every_rank_with_the_one_before",
+            "tests/e2e/test_job_cpu.py::test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer",
+        ),
+    ),
+    Promise(
         fails="a rank of the trainer stops or hangs",
         promise="found `--trainer-hang-timeout-s` after it last answered, or beyond twice the longest micro-batch or "
         "step; named; then as above",
@@ -168,15 +182,30 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=DRIVER,
-        waits="The same, when the actor is a rank of the trainer (--trainer-recovery checkpoint)",
+        waits="The same, when the actor is a rank of the trainer (--trainer-recovery checkpoint, memory)",
         code=("slime.ray.trainer_recovery.TrainerRecovery",),
         bounds=("slime.ray.trainer_recovery.NOTICE_S", "--max-recoveries"),
         deadline="for an error of another rank: until Ray has noticed the death behind it",
         raises="EngineDiedError",
         log="driver, with the rank and its trainer's way back",
-        outcome="the trainer starts again from its last checkpoint; after too many deaths within an hour the run ends",
+        outcome="the trainer starts again from its copies in memory or its last checkpoint; after too many deaths "
+        "within an hour the run ends",
         tests=(
             "tests/unit/ray/test_trainer_recovery.py::test_a_step_is_taken_again_after_a_death_and_what_came_before_it",
+        ),
+    ),
+    Edge(
+        area=DRIVER,
+        waits="Driver for copies of the trainer's state, before the next ones and after a death; ranks for keepers",
+        code=("slime.ray.memory_checkpoints.MemoryCheckpoints", "slime.ray.memory_checkpoints.CopyingRank"),
+        bounds=("--train-timeout-s",),
+        deadline="for each chunk of a copy",
+        raises="DataError",
+        log="driver: that a keeper is lost, or that the trainer goes on from its last checkpoint",
+        outcome="another keeper is started for the next copy; copies that are lost are made up for by the checkpoint",
+        tests=(
+            "tests/dist/test_memory_checkpoints.py::test_a_dead_keeper_means_the_checkpoint",
+            "tests/dist/test_memory_checkpoints.py::test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy",
         ),
     ),
     Edge(

@@ -109,7 +109,14 @@ def new_updater(worker: Any) -> Any:
 
 
 def start_worker(
-    args: Namespace, rank: int, world_size: int, port: int, *, role: str = "actor", **options: Any
+    args: Namespace,
+    rank: int,
+    world_size: int,
+    port: int,
+    *,
+    role: str = "actor",
+    state_copy: Any = None,
+    **options: Any,
 ) -> Any:
     """A trainer; in a process that had one before, a new one in the same default group and in groups of its own."""
     import torch.distributed as dist
@@ -129,6 +136,7 @@ def start_worker(
         Timer().end("train_wait")
     worker = Worker()
     worker.set_rendezvous(world_size, rank, "127.0.0.1", port)
+    worker.state_copy = state_copy
     worker.init(args, role, **options)
     return worker
 

@@ -41,13 +41,14 @@ def make_task(folder: Path) -> None:
             )
 
 
-def measure(work_dir: Path, case: str) -> None:
+def measure(work_dir: Path, case: str, recovery: str) -> None:
     """Run one case to its end and print what it took."""
-    save = work_dir / case
+    save = work_dir / f"{case}_{recovery}"
     save.mkdir(parents=True)
     hook = f"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.{case}"
     flags = grpo_flags(
-        work_dir, save, *"--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --num-rollout 4 --save-interval 2".split(),
+        work_dir, save, *"--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --num-rollout 4".split(),
+        *f"--save-interval {2 if recovery == 'checkpoint' else 100} --trainer-recovery {recovery}".split(),
         *(hook.split() if case in HOOKS else ["--supervise"]),
         *f"--on-nan {ON_NAN.get(case, 'stop')}".split(),
     )  # fmt: skip
@@ -68,7 +69,11 @@ def measure(work_dir: Path, case: str) -> None:
         job.kill_everything()
     said = re.findall(r"^.*(?:is started again|is back after).*$", job.text(), flags=re.MULTILINE)
     steps = [row["train/step"] for row in records(save, "train/step")]
-    print(f"{case}: {took_s:.1f} s to the next trained step, exit code {code}, steps {steps}", *said, sep="\n  ")
+    print(
+        f"{case}, {recovery}: {took_s:.1f} s to the next trained step, exit code {code}, steps {steps}",
+        *said,
+        sep="\n  ",
+    )
 
 
 def preempt(work_dir: Path, case: str) -> None:
@@ -104,11 +109,15 @@ def main() -> None:
     """Measure the cases that were named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, required=True)
+    parser.add_argument("--trainer-recovery", choices=["checkpoint", "memory"], default="checkpoint")
     parser.add_argument("cases", nargs="+", choices=[*FAILURES, *PREEMPTIONS])
     options = parser.parse_args()
     make_task(options.work_dir)
     for case in options.cases:
-        (measure if case in FAILURES else preempt)(options.work_dir.resolve(), case)
+        if case in FAILURES:
+            measure(options.work_dir.resolve(), case, options.trainer_recovery)
+        else:
+            preempt(options.work_dir.resolve(), case)
 
 
 if __name__ == "__main__":

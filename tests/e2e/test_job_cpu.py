@@ -91,22 +91,31 @@ def test_a_step_of_that_run_is_taken_again_to_the_bit(run_folder):
     assert "Step 3 is the same to the bit" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("recovery", "back_at", "taken"),
+    [
+        ("checkpoint --save-interval 2", [("0", "1"), ("2", "1")], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]),
+        ("memory --save-interval 100", [("1", "0"), ("3", "0")], [0, 1, 2, 2, 3, 4, 5, 6, 6, 7]),
+    ],
+)
 def test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer(
-    task, run_folder, tmp_path
+    task, run_folder, tmp_path, recovery, back_at, taken
 ):
     """It dies in the middle of a rollout twice: before the first checkpoint, and one rollout after it."""
     dumps = f"{run_folder}/dump/{{rollout_id}}.pt"
     flags = replay_flags(
-        task, tmp_path, dumps, *"--actor-num-gpus-per-node 1 --num-rollout 4 --save-interval 2".split(),
+        task, tmp_path, dumps, *f"--actor-num-gpus-per-node 1 --num-rollout 4 --trainer-recovery {recovery}".split(),
         *"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.die_once_in_rollouts_1_and_3".split(),
     )  # fmt: skip
     job = Job("train.py", flags, tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
     went_on = re.findall(r"went on from rollout (\d+) and trained again on (\d+) rollouts", job.text())
-    assert went_on == [("0", "1"), ("2", "1")]
+    assert went_on == back_at
+    if recovery.startswith("memory"):
+        assert re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text()) == ["0", "2"]
     original = {row["train/step"]: row for row in records(run_folder, "train/step")}
     steps = records(tmp_path, "train/step")
-    assert [row["train/step"] for row in steps] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
+    assert [row["train/step"] for row in steps] == taken
     for row in steps:
         for name in ("train/loss", "train/grad_norm", "train/kl_loss"):
             assert row[name] == original[row["train/step"]][name], (row["train/step"], name)

@@ -22,9 +22,11 @@ from slime.backends.megatron_utils import checkpoint, initialize, memory, reload
 from slime.backends.megatron_utils.adapters import save_peft
 from slime.backends.megatron_utils.advantages import choose_teachers, compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
+from slime.backends.megatron_utils.checkpoints.memory_copy import copy_state
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.expert_load import ExpertLoad
 from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
+from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies, teacher_tag
@@ -35,6 +37,7 @@ from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater, model_name
 from slime.backends.train_worker import TrainWorker
+from slime.flags.cluster import is_copy_due
 from slime.flags.distillation import trainer_teachers
 from slime.flags.weight_version import version_before
 from slime.observability.logging_utils import configure_logger
@@ -75,7 +78,8 @@ class MegatronTrainRayActor(TrainWorker):
             reloadable_groups.make_groups_reloadable()
         self._hf_config = read_model_config(args.hf_checkpoint or "")
         with timer("init"):
-            self.model, self.optimizer, self.scheduler, iteration = initialize_model_and_optimizer(args, role)
+            built = initialize_model_and_optimizer(args, role, self.state_copy)
+            self.model, self.optimizer, self.scheduler, iteration = built
             self.weights = ModelSwitch(self.model, role)
             self._policies = Policies(args, self.model, self.weights)
             if role == "actor":
@@ -162,6 +166,9 @@ class MegatronTrainRayActor(TrainWorker):
             train = self._train_critic if self.role == "critic" else self._train_actor
             outcome: Any = train(rollout_id, data, iterators, external_data or {})
         self._profiler.step(rollout_id)
+        if is_copy_due(self.args, self.role, rollout_id):
+            with timer("copy_state"):
+                self.state_copy = copy_state(rollout_id, self.model, self.optimizer, self.scheduler, self.state_copy)
         metrics = self._reports.performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
         del data, iterators  # memory freed later, while the trainer sleeps, would not be returned
@@ -326,22 +333,12 @@ class MegatronTrainRayActor(TrainWorker):
             parts = self.model, self.optimizer, self.scheduler
             checkpoint.save_checkpoint(args, rollout_id, *parts, background=background)
             if args.save_hf and self.role == "actor":
-                self._save_hf(rollout_id)
+                folder = args.save_hf.format(rollout_id=rollout_id)
+                save_hf_model_to_path(args, folder, self.model, model_name=model_name(args, self._hf_config))
             if args.lora_save and self.role == "actor":
                 save_peft(args, args.lora_save.format(rollout_id=rollout_id), self.model)
             self._rest()
         self._reports.span(rollout_id, "save_model")
-
-    def _save_hf(self, rollout_id: int) -> None:
-        from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
-
-        save_hf_model_to_path(
-            self.args,
-            self.args.save_hf.format(rollout_id=rollout_id),
-            self.model,
-            model_name=model_name(self.args, self._hf_config),
-            quantization_config=self._hf_config.get("quantization_config"),
-        )
 
     def publish_checkpoint(self, rollout_id: int) -> None:
         """Make the checkpoint count, with ``--async-save`` once it is on disk; rank 0 writes."""

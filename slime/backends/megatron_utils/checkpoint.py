@@ -274,6 +274,17 @@ def load_checkpoint(
     """
     if not has_adapters(model):
         return _load(args, model, optimizer, opt_param_scheduler, load_arg)
+    base = load_frozen(args, model)
+    if args.load != base:
+        return _load(args, model, optimizer, opt_param_scheduler, "load", adapters=True)
+    if args.lora_load is not None:
+        load_peft(args, model, args.lora_load)
+    _refresh(optimizer)
+    return 0
+
+
+def load_frozen(args: Namespace, model: list[torch.nn.Module]) -> str:
+    """Load the model that adapters are added to, and return where it lies.  Collective."""
     base = lora_base(args)
     weights_only = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
     frozen = Namespace(**{**vars(args), **weights_only, "load": base})
@@ -281,12 +292,7 @@ def load_checkpoint(
         frozen.ckpt_step = args.ref_ckpt_step
     _load(frozen, model, None, None, "load")
     hold_quantized(model, args)
-    if args.load != base:
-        return _load(args, model, optimizer, opt_param_scheduler, "load", adapters=True)
-    if args.lora_load is not None:
-        load_peft(args, model, args.lora_load)
-    _refresh(optimizer)
-    return 0
+    return base
 
 
 def _load(

@@ -25,10 +25,12 @@ from megatron.core.transformer.module import Float16Module
 
 from slime.backends.megatron_utils.adam import choose_adam
 from slime.backends.megatron_utils.checkpoint import load_checkpoint
+from slime.backends.megatron_utils.checkpoints.memory_copy import restore_state
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.models.rule import TOWER
+from slime.weights.state_copy import StateCopy
 
 logger = logging.getLogger(__name__)
 
@@ -159,13 +161,16 @@ def setup_model_and_optimizer(
 
 
 def initialize_model_and_optimizer(
-    args: Namespace, role: str = "actor"
+    args: Namespace, role: str = "actor", copy: StateCopy | None = None
 ) -> tuple[ModelChunks, MegatronOptimizer | None, OptimizerParamScheduler | None, int]:
-    """Build model, optimizer and schedule, and load the checkpoint of ``--load`` into them.
+    """Build model, optimizer and schedule, and give them the state of ``copy``, or of the checkpoint of ``--load``.
 
     Returns:
-        model chunks, optimizer, schedule, and the iteration (rollout) of the checkpoint.
+        model chunks, optimizer, schedule, and the iteration (rollout) of that state.
     """
     model, optimizer, scheduler = setup_model_and_optimizer(args, role)
-    iteration = load_checkpoint(args, model, optimizer, scheduler)
+    if copy is not None:
+        iteration = restore_state(args, copy, model, optimizer, scheduler)
+    else:
+        iteration = load_checkpoint(args, model, optimizer, scheduler)
     return model, optimizer, scheduler, iteration

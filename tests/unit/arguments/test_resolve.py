@@ -9,7 +9,7 @@ import pytest
 from slime.arguments import args_to_resume
 from slime.arguments.resolve import resolve
 from slime.flags.checkpoint import TRACKER
-from slime.flags.cluster import check_on_nan
+from slime.flags.cluster import check_on_nan, check_trainer_recovery
 from slime.flags.config import backend_flags
 
 
@@ -160,6 +160,31 @@ def test_the_trainer_of_a_run_goes_on_from_its_own_checkpoint_once_there_is_one(
     assert (later.load, later.finetune, later.no_load_optim, later.no_load_rng) == ("/ckpt", False, False, False)
     assert (later.ckpt_step, later.start_rollout_id, later.update_weight_start_version) == (7, None, 2)
     assert vars(args) == before
+
+
+def test_a_trainer_that_has_its_state_reads_no_checkpoint(resolved):
+    args = resolved("--load", "/begin", "--save", "/ckpt")
+    resumed = args_to_resume(args, weight_version=2, checkpoint=1, copied=5)
+    assert (resumed.load, resumed.start_rollout_id) == (args.load, 6)
+
+
+def test_copies_in_memory_need_a_checkpoint_behind_them_and_no_critic(resolved):
+    saves = ("--save", "/ckpt", "--save-interval", "9")
+    memory = ("--trainer-recovery", "memory")
+    args = resolved(*memory, *saves)
+    assert args.memory_checkpoint_interval == 1 and list(check_trainer_recovery(args)) == []
+    for flags, message in {
+        memory: "--trainer-recovery memory: where its copies are lost it restarts from a checkpoint; give --save",
+        (*memory, *saves, "--no-save-optim"): "--trainer-recovery memory needs the optimizer's state",
+        (*memory, *saves, "--advantage-estimator", "ppo"): "--trainer-recovery memory does not restart a critic",
+        (*memory, *saves, "--release-train"): "--trainer-recovery memory: --release-train saves every rollout",
+        (
+            *saves,
+            "--memory-checkpoint-interval",
+            "3",
+        ): "--memory-checkpoint-interval 3 is of --trainer-recovery memory",
+    }.items():
+        assert any(line.startswith(message) for line in check_trainer_recovery(resolved(*flags))), flags
 
 
 def test_a_trainer_without_optimizer_state_is_restarted_where_its_optimizer_has_none(resolved):

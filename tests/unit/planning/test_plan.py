@@ -121,6 +121,18 @@ def test_the_optimizer_on_the_host_leaves_the_card(capsys):
     assert here["host"]["optimizer"] == 0
 
 
+def test_copies_of_the_state_in_memory_are_counted_on_each_node(capsys):
+    """Three of 12 bytes for each parameter that a rank owns; with a second node, two more of another node's rank."""
+    saves = "--trainer-recovery memory --save /c --save-interval 9"
+    for nodes, num_copies in ((1, 3), (2, 5)):
+        flags = f"{COLOCATED} --actor-num-nodes {nodes}"
+        plain, copying = (document_of(capsys, words)[1]["plan"] for words in (flags, f"{flags} {saves}"))
+        owned = plain["stages"][0]["memory"]["optimizer"]
+        assert plain["host"]["copies"] == 0
+        assert copying["host"]["copies"] == 8 * num_copies * owned
+        assert copying["host"]["total"] - plain["host"]["total"] == copying["host"]["copies"]
+
+
 def test_the_reference_costs_a_parked_copy_and_a_pass(capsys):
     plain = document_of(capsys, COLOCATED)[1]["plan"]
     with_reference = document_of(capsys, f"{COLOCATED} --use-kl-loss")[1]["plan"]

@@ -22,6 +22,7 @@ class Trainer:
         self.weights: list[int] = []
         self.saved: dict[int, list[int]] = {}
         self.left_out: set[int] = set()
+        self.copy_every, self.copied = 0, (-1, [])
         self.is_dead, self.num_starts = False, 1
 
     @property
@@ -29,6 +30,7 @@ class Trainer:
         return max(self.saved.keys() - self.left_out, default=None)
 
     def leave_out_checkpoints(self, number: int) -> None:
+        self.copied = (-1, [])
         self.left_out.update(sorted(self.saved.keys() - self.left_out)[len(self.saved) - number :])
 
     def release(self) -> None:
@@ -37,6 +39,9 @@ class Trainer:
     def create(self) -> int:
         self.is_dead, self.num_starts = False, self.num_starts + 1
         last = self.last_checkpoint
+        if self.copied[0] >= 0:
+            self.weights = list(self.copied[1])
+            return self.copied[0] + 1
         self.weights = [] if last is None else list(self.saved[last])
         return 0 if last is None else last + 1
 
@@ -46,6 +51,8 @@ class Trainer:
         if data == "NaN":
             raise StepError(f"rollout {rollout_id}, optimizer step 0: the loss is nan on rank 0")
         self.weights.append(data)
+        if self.copy_every and (rollout_id + 1) % self.copy_every == 0:
+            self.copied = rollout_id, list(self.weights)
 
     def save(self, rollout_id: int) -> None:
         if self.is_dead:
@@ -87,6 +94,30 @@ def test_a_step_is_taken_again_after_a_death_and_what_came_before_it(trainer, st
     deaths = {"train": 2, "push": 2, "save": {1: 2, 2: 2, 100: 0}[saves_every]}[step]
     assert trainer.num_starts == 1 + deaths
     assert len(job._trained) == {1: 0, 2: 0, 100: 6}[saves_every]
+
+
+@pytest.mark.parametrize("copy_every", [1, 2, 4])
+def test_from_copies_in_memory_only_what_came_after_them_is_trained_again(trainer, copy_every):
+    job = recovery(trainer, trainer_recovery="memory")
+    trainer.copy_every, taken = copy_every, []
+    job._train = lambda rollout_id, data: (trainer.train(rollout_id, data), taken.append(rollout_id))
+    for rollout_id in range(6):
+        trainer.is_dead = rollout_id == 3
+        job.train(rollout_id, 10 * rollout_id)  # type: ignore[arg-type]
+    again = {1: [], 2: [2], 4: [0, 1, 2]}[copy_every]
+    assert taken == [0, 1, 2, *again, 3, 4, 5]
+    assert trainer.weights == [0, 10, 20, 30, 40, 50]
+    assert len(job._trained) == 6  # until a checkpoint: the copies may be lost
+
+
+def test_a_rollback_does_not_go_on_from_copies_in_memory(trainer):
+    job = recovery(trainer, trainer_recovery="memory", on_nan=["rollback", "1"])
+    trainer.copy_every = 1
+    job.train(0, 7)  # type: ignore[arg-type]
+    save(job, trainer, 0)
+    job.train(1, 8)  # type: ignore[arg-type]
+    job.train(2, "NaN")  # type: ignore[arg-type]
+    assert trainer.weights == [7]
 
 
 def test_a_wait_for_engines_on_the_same_gpus_goes_on_without_a_trainer(trainer):

@@ -31,7 +31,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
-from slime.backends.megatron_utils.adam import MOMENTS, LowPrecisionAdam
+from slime.backends.megatron_utils.adam import MOMENTS, LowPrecisionAdam, StatelessAdam
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import load_sharded
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.utils.distributed_utils import init_gloo_group
@@ -134,6 +134,55 @@ def refresh_master_weights(optimizer: MegatronOptimizer) -> None:
             member.reload_model_params()
 
 
+def own_tensors(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
+    """Return this rank's part of an optimizer as live tensors: master weights, moments, step counters.
+
+    Their names are the same for every optimizer of the same flags and layout.
+    """
+    return {
+        f"optimizer.{number}.{bucket_number}.{place}.{name}": tensor
+        for number, member in enumerate(_members(optimizer))
+        for live in [_LiveStates(member)]
+        for bucket_number, bucket in enumerate(_buckets(member))
+        for place, parameter in enumerate(bucket.local)
+        for name, tensor in live.tensors(parameter).items()
+    }
+
+
+def own_settings(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return what :func:`own_tensors` lacks: the numbers of the parameter groups, the loss scaler."""
+    return [
+        (
+            [
+                {name: group[name] for name in GROUP_NUMBERS if name in group}
+                for group in member.optimizer.param_groups
+            ],
+            member.grad_scaler.state_dict() if member.grad_scaler else None,
+        )
+        for member in _members(optimizer)
+    ]
+
+
+@torch.no_grad()
+def take_over_own(optimizer: MegatronOptimizer, settings: list[Any]) -> None:
+    """Have a fresh optimizer and this rank's shards of the weights follow :func:`own_tensors`, written to before."""
+    for member, (groups, scaler) in zip(_members(optimizer), settings, strict=True):
+        for group, numbers in zip(member.optimizer.param_groups, groups, strict=True):
+            group.update(numbers)
+        if member.grad_scaler:
+            member.grad_scaler.load_state_dict(scaler)
+        live = _LiveStates(member)
+        for bucket in _buckets(member):
+            for parameter in bucket.local:
+                live.show(parameter)
+        member._copy_main_params_to_model_params()
+
+
+def trained_parameters(optimizer: MegatronOptimizer) -> set[torch.nn.Parameter]:
+    """Return the parameters whose weights follow from the master weights of all ranks."""
+    return {p for member in _members(optimizer) for bucket in _buckets(member) for p in bucket.ranges}
+
+
 def _members(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """Return the chained optimizers, that of the experts and that of the dense parameters, without empty ones."""
     members = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -175,6 +224,19 @@ class _LiveStates:
         group_index, order = self._member.model_param_group_index_map[parameter]
         return self._member.optimizer.param_groups[group_index]["params"][order]
 
+    def tensors(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return the master weight and everything that its Adam keeps, as it is kept."""
+        master = self._master(parameter)
+        if isinstance(self._home[master][0], StatelessAdam):
+            return {MASTER: master}
+        return {MASTER: master, **self._state(parameter)[2]}
+
+    def show(self, parameter: torch.nn.Parameter) -> None:
+        """Have the model's own memory follow a master weight that is a copy on the host."""
+        master, held = self._master(parameter), self.held(parameter)
+        if held.data_ptr() != master.data_ptr():
+            held.copy_(master)
+
     def read(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
         """Return the master weight or a moment in fp32."""
         master, adam, state = self._state(parameter)
@@ -187,9 +249,7 @@ class _LiveStates:
         master, adam, state = self._state(parameter)
         if name == MASTER:
             master.copy_(value)
-            held = self.held(parameter)
-            if held.data_ptr() != master.data_ptr():
-                held.copy_(master)  # the master is a copy on the host
+            self.show(parameter)
         elif isinstance(adam, LowPrecisionAdam):
             adam.set_moment(master, name, value)
         else:
@@ -199,13 +259,15 @@ class _LiveStates:
         """Set the parameter's own step counter."""
         self._state(parameter)[2]["step"].fill_(step)
 
+    def _master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        held = self.held(parameter)
+        return self._hybrid.param_to_inner_param[held] if self._hybrid else held
+
     def _state(
         self, parameter: torch.nn.Parameter
     ) -> tuple[torch.Tensor, torch.optim.Optimizer, dict[str, torch.Tensor]]:
         """Return the master weight, its Adam and the state there, made as at a first step where missing."""
-        master = self.held(parameter)
-        if self._hybrid:
-            master = self._hybrid.param_to_inner_param[master]
+        master = self._master(parameter)
         part, group = self._home[master]
         if isinstance(part, LowPrecisionAdam):
             return master, part, part.initialize(master)

@@ -95,7 +95,7 @@ def load_generators(reader: CheckpointReader, common: dict[str, Any]) -> None:
             f"--load: the random generators of {reader.folder} cannot be loaded: {first_cause(error)}. Pass "
             "--no-load-rng to start them from --seed."
         ) from error
-    _restore(state["rng_state"])
+    set_generators(state["rng_state"])
 
 
 def rng_state() -> ShardedObject:
@@ -111,7 +111,7 @@ def rng_state() -> ShardedObject:
     return ShardedObject("rng_state", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
-def _restore(state: dict[str, Any]) -> None:
+def set_generators(state: dict[str, Any]) -> None:
     """Put every generator of this rank back into a saved state."""
     random.setstate(state["random"])
     np.random.set_state(state["numpy"])

@@ -1,0 +1,114 @@
+"""A rank's own state on its host, and back (``--trainer-recovery memory``): what of a checkpoint this rank works on.
+
+    master weights, moments, step counters of its shards; weights that are not trained, buffers;
+    numbers of the parameter groups, position on the schedule, random generators
+
+A checkpoint gathers whole tensors over the ranks, and is read in any layout; this goes back to the same rank of the
+same layout.  The trained weights are made of the master weights of all ranks.  What adapters are added to comes from
+where the run has it from.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from typing import Any
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+import torch
+from megatron.core.utils import unwrap_model
+
+from slime.backends.megatron_utils.checkpoint import load_frozen
+from slime.backends.megatron_utils.checkpoints.optimizer_state import (
+    own_settings,
+    own_tensors,
+    take_over_own,
+    trained_parameters,
+)
+from slime.backends.megatron_utils.checkpoints.resumed_state import load_schedule, rng_state, set_generators
+from slime.backends.megatron_utils.layers.lora import has_adapters
+from slime.utils.errors import CheckpointError
+from slime.weights.state_copy import StateCopy
+
+logger = logging.getLogger(__name__)
+
+
+def copy_state(
+    rollout_id: int, model: list[torch.nn.Module], optimizer: Any, scheduler: Any, last: StateCopy | None = None
+) -> StateCopy:
+    """Copy this rank's state to the host; training may go on when this returns.
+
+    Args:
+        rollout_id: that was trained on last.
+        model: this rank's chunks.
+        optimizer: of the model.
+        scheduler: of the optimizer.
+        last: the copy before, which is not needed any more: its memory is used again.
+    """
+    started = time.monotonic()
+    untrained = _untrained(model, optimizer)
+    tensors = {name: value for name, value in untrained.items() if isinstance(value, torch.Tensor)}
+    values = {
+        "others": {name: value for name, value in untrained.items() if name not in tensors},
+        "optimizer": own_settings(optimizer),
+        "opt_param_scheduler": scheduler.state_dict(),
+        "rng_state": rng_state().data,
+    }
+    tensors |= own_tensors(optimizer)
+    copy = StateCopy.take(rollout_id, tensors, values, room=last.data if last is not None else None)
+    seconds = time.monotonic() - started
+    logger.info("copied %.3f GiB of state after rollout %d in %.2f s", copy.data.numel() / 2**30, rollout_id, seconds)
+    return copy
+
+
+@torch.no_grad()
+def restore_state(
+    args: Namespace, copy: StateCopy, model: list[torch.nn.Module], optimizer: Any, scheduler: Any
+) -> int:
+    """Give freshly built parts the state of a copy, and return its rollout.  Collective.
+
+    Raises:
+        CheckpointError: the copy is of another model or layout.
+    """
+    if has_adapters(model):
+        load_frozen(args, model)
+    saved, values = copy.read()
+    live = own_tensors(optimizer)
+    chunks = unwrap_model(model)
+    untrained = {name: saved[name] for name in saved.keys() - live.keys()} | values["others"]
+    wanted = {name: tensor.shape for name, tensor in live.items()}
+    if untrained.keys() != _untrained(model, optimizer).keys() or any(
+        name not in saved or saved[name].shape != shape for name, shape in wanted.items()
+    ):
+        raise CheckpointError(
+            f"the copy of the state after rollout {copy.rollout_id} has {len(saved)} tensors, of another model or "
+            "layout"
+        )
+    for index, chunk in enumerate(chunks):
+        prefix = f"{index}."
+        own = {name.removeprefix(prefix): value for name, value in untrained.items() if name.startswith(prefix)}
+        chunk.load_state_dict(own, strict=False)
+    for name, tensor in live.items():
+        tensor.copy_(saved[name])
+    take_over_own(optimizer, values["optimizer"])
+    for wrapped in model:
+        wrapped.start_param_sync(force_sync=True)
+    load_schedule(args, values, scheduler)
+    set_generators(values["rng_state"])
+    logger.info("went on from the copy of the state after rollout %d", copy.rollout_id)
+    return copy.rollout_id
+
+
+def _untrained(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
+    """Return what the chunks hold beside trained weights, and beside what adapters are added to."""
+    if has_adapters(model):
+        return {}
+    trained = trained_parameters(optimizer)
+    held: dict[str, Any] = {}
+    for index, chunk in enumerate(unwrap_model(model)):
+        left_out = {name for name, p in chunk.named_parameters(remove_duplicate=False) if p in trained}
+        held |= {f"{index}.{name}": value for name, value in chunk.state_dict().items() if name not in left_out}
+    return held

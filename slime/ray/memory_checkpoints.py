@@ -1,0 +1,305 @@
+"""Copies of the trainer's state in the memory of hosts, which outlive its ranks (``--trainer-recovery memory``).
+
+    a step ends -> each rank copies its state to its host -> the next step begins
+                        behind it: -> a keeper on the rank's node and one on the next node -> every rank's is there
+                                   -> this copy counts, and the one before gives its room to the next
+
+A keeper is an actor that does nothing else.  It holds two copies of a rank: the one that counts, and the one that
+comes.  So a death in the middle of a copy leaves all ranks with the same earlier one.  When a node dies, the copies of
+its ranks are on the next node, and those of the other ranks on their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slime.flags.cluster import is_copy_due
+from slime.ray.waiting import wait_for
+from slime.utils.errors import DataError, DeadlineError, EngineDiedError
+from slime.weights.file_digests import digest_of
+from slime.weights.state_copy import StateCopy
+
+logger = logging.getLogger(__name__)
+
+COPY_GROUP = "copy"
+"""Concurrency group in which a rank sends its copy, beside its real work."""
+CHUNK_BYTES = 64 << 20
+"""Bytes that are sent, and digested, at a time."""
+CHUNKS_UNDER_WAY = 2
+"""Chunks of a rank that lie in Ray's object store at a time."""
+KEEPER_CALLS = 8
+"""Ranks that a keeper serves at a time."""
+KEEPER_ERRORS = (EngineDiedError, DeadlineError, RayError)
+"""Of calls to a keeper that has died, or cannot start."""
+
+
+@dataclass(eq=False, slots=True)
+class KeptCopy:
+    """A rank's state in a keeper."""
+
+    rollout_id: int
+    header: bytes
+    data: np.ndarray
+    """[num_bytes], uint8."""
+    digests: list[str] = field(default_factory=list)
+    """Of the header and of every chunk; complete, last of all, when everything is there."""
+
+
+class _Keeper:
+    """Holds copies of the ranks of one node or two; a call of one rank does not wait for another's."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, list[KeptCopy]] = {}
+
+    def begin(self, rank: int, rollout_id: int, header: bytes, num_bytes: int, counting: int | None) -> None:
+        """Make room for a copy; of the others of the rank the one after rollout ``counting`` stays."""
+        others = self._copies.get(rank, [])
+        kept = [copy for copy in others if copy.rollout_id == counting and copy.digests]
+        free = [copy.data for copy in others if copy not in kept and copy.data.size == num_bytes]
+        data = free[0] if free else np.zeros(num_bytes, dtype=np.uint8)
+        self._copies[rank] = [*kept, KeptCopy(rollout_id, header, data)]
+
+    def write(self, rank: int, begin: int, chunk: np.ndarray) -> None:
+        """Take a part of the copy that was begun."""
+        self._copies[rank][-1].data[begin : begin + chunk.size] = chunk
+
+    def finish(self, rank: int, digests: list[str]) -> None:
+        """Take the digests of the copy that was begun: it is whole."""
+        self._copies[rank][-1].digests = digests
+
+    def describe(self, rank: int, rollout_id: int) -> tuple[bytes, int, list[str]] | None:
+        """Return header, size and digests of a whole copy; None where there is none."""
+        copy = self._find(rank, rollout_id)
+        return (copy.header, copy.data.size, copy.digests) if copy is not None else None
+
+    def read(self, rank: int, rollout_id: int, begin: int) -> np.ndarray:
+        """Return a chunk of a whole copy."""
+        copy = self._find(rank, rollout_id)
+        assert copy is not None, (rank, rollout_id)
+        return copy.data[begin : begin + CHUNK_BYTES]
+
+    def _find(self, rank: int, rollout_id: int) -> KeptCopy | None:
+        copies = self._copies.get(rank, [])
+        return next((copy for copy in copies if copy.rollout_id == rollout_id and copy.digests), None)
+
+
+Keeper: Any = ray.remote(num_cpus=0, num_gpus=0, max_concurrency=KEEPER_CALLS)(_Keeper)
+"""``Keeper.remote()`` starts one."""
+
+
+class CopyingRank:
+    """Mixin of a trainer's rank: its way to and from keepers."""
+
+    rank: int
+    state_copy: StateCopy | None
+
+    def node_id(self) -> str:
+        """Return Ray's name of the node."""
+        return ray.get_runtime_context().get_node_id()
+
+    @ray.method(concurrency_group=COPY_GROUP)
+    def send_copy(self, keepers: Sequence[Any], counting: int | None, timeout_s: float) -> list[bool]:
+        """Send the rank's copy to every keeper; its memory must not change meanwhile.
+
+        Args:
+            keepers: their actors.
+            counting: the rollout after which the copy is that must stay.
+            timeout_s: of each call.
+
+        Returns:
+            for each keeper, whether it has the copy.
+        """
+        copy = self.state_copy
+        assert copy is not None, "the step before has made none"
+        return [_send(copy, self.rank, keeper, counting, timeout_s) for keeper in keepers]
+
+    def fetch_copy(self, rollout_id: int, keepers: Sequence[Any], timeout_s: float) -> None:
+        """Take the rank's copy from the first keeper that has it whole, for ``init``.
+
+        Raises:
+            DataError: none has.
+        """
+        problems = []
+        for keeper in keepers:
+            try:
+                self.state_copy = _fetch(self.rank, rollout_id, keeper, timeout_s)
+                return
+            except (DataError, *KEEPER_ERRORS) as error:
+                problems.append(str(error).splitlines()[0])
+        raise DataError(f"rank {self.rank} has no whole copy of its state any more: {'; '.join(problems)}")
+
+    def drop_copy(self) -> None:
+        """Forget the copy: ``init`` goes on from a checkpoint."""
+        self.state_copy = None
+
+
+def _chunks(copy: StateCopy) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield where each chunk begins, and a view of it."""
+    whole = copy.data.numpy()
+    for begin in range(0, whole.size, CHUNK_BYTES):
+        yield begin, whole[begin : begin + CHUNK_BYTES]
+
+
+def _send(copy: StateCopy, rank: int, keeper: Any, counting: int | None, timeout_s: float) -> bool:
+    try:
+        begun = keeper.begin.remote(rank, copy.rollout_id, copy.header, copy.data.numel(), counting)
+        wait_for(begun, what="a keeper to make room", timeout_s=timeout_s)
+        digests = [digest_of(copy.header)]
+        under_way: deque[ray.ObjectRef] = deque()
+        for begin, chunk in _chunks(copy):
+            under_way.append(keeper.write.remote(rank, begin, chunk))
+            digests.append(digest_of(chunk))
+            if len(under_way) == CHUNKS_UNDER_WAY:
+                wait_for(under_way.popleft(), what="a keeper to take a chunk", timeout_s=timeout_s)
+        wait_for(list(under_way), what="a keeper to take the last chunks", timeout_s=timeout_s)
+        wait_for(keeper.finish.remote(rank, digests), what="a keeper to end a copy", timeout_s=timeout_s)
+    except KEEPER_ERRORS as error:
+        logger.warning("a keeper did not take the state after rollout %d: %s", copy.rollout_id, error)
+        return False
+    return True
+
+
+def _fetch(rank: int, rollout_id: int, keeper: Any, timeout_s: float) -> StateCopy:
+    """Return the copy that a keeper has.
+
+    Raises:
+        DataError: it has none, or not the one that was sent.
+    """
+    described = wait_for(keeper.describe.remote(rank, rollout_id), what="a keeper's copy", timeout_s=timeout_s)
+    if described is None:
+        raise DataError(f"its keeper has none after rollout {rollout_id}")
+    header, size, (header_digest, *digests) = described
+    data = torch.empty(size, dtype=torch.uint8)
+    is_whole = digest_of(header) == header_digest
+    coming = keeper.read.remote(rank, rollout_id, 0)
+    for index, digest in enumerate(digests):
+        begin = index * CHUNK_BYTES
+        chunk = wait_for(coming, what="a chunk of a keeper's copy", timeout_s=timeout_s)
+        if index + 1 < len(digests):
+            coming = keeper.read.remote(rank, rollout_id, begin + CHUNK_BYTES)
+        is_whole = is_whole and digest_of(chunk) == digest
+        data.numpy()[begin : begin + CHUNK_BYTES] = chunk
+    if not is_whole:
+        raise DataError(f"the copy after rollout {rollout_id} has not the digest that it was sent with")
+    return StateCopy(rollout_id, header, data)
+
+
+class MemoryCheckpoints:
+    """The driver's side: starts the keepers, has copies sent, and knows which one counts.
+
+    Invariant: every rank's copy after rollout :attr:`newest` is whole with one of the keepers that took it, unless
+    those have died since.
+    """
+
+    def __init__(self, args: Namespace, role: str) -> None:
+        self.newest: int | None = None
+        """The rollout after which the copy is that counts."""
+        self._args, self._role = args, role
+        self._keepers: dict[str, Any] = {}
+        """By node."""
+        self._takers: list[list[Any]] = []
+        """Of each rank: the keepers that have its copy after :attr:`newest`."""
+        self._under_way: tuple[int, list[list[str]], list[ray.ObjectRef]] | None = None
+        """Rollout, each rank's nodes of keepers, and what each rank will return."""
+
+    @property
+    def _timeout_s(self) -> float:
+        return float(self._args.train_timeout_s)
+
+    def begin(self, rollout_id: int, ranks: Sequence[Any]) -> None:
+        """Have the copies sent that the ranks have made after ``rollout_id``, if they have; returns at once."""
+        if not ranks or not is_copy_due(self._args, self._role, rollout_id):
+            return
+        nodes = wait_for([rank.node_id.remote() for rank in ranks], what="the ranks' nodes", timeout_s=self._timeout_s)
+        around = list(dict.fromkeys(nodes))
+        following = dict(zip(around, around[1:] + around[:1], strict=True))
+        for node in around:
+            if node not in self._keepers:
+                where = NodeAffinitySchedulingStrategy(node, soft=False)
+                self._keepers[node] = Keeper.options(scheduling_strategy=where).remote()
+        places = [list(dict.fromkeys([node, following[node]])) for node in nodes]
+        sends = [
+            rank.send_copy.remote([self._keepers[node] for node in place], self.newest, self._timeout_s)
+            for rank, place in zip(ranks, places, strict=True)
+        ]
+        self._under_way = rollout_id, places, sends
+
+    def settle_before(self, rollout_id: int) -> None:
+        """Wait for the copies under way, if training on ``rollout_id`` writes over them; count them then.
+
+        Raises:
+            EngineDiedError: a rank died.
+        """
+        if self._under_way is not None and is_copy_due(self._args, self._role, rollout_id):
+            sends = self._under_way[2]
+            self._count(wait_for(sends, what="the copies of the trainer's state", timeout_s=self._timeout_s))
+
+    def _count(self, results: list[list[bool]]) -> None:
+        """Have the copies count that were under way, if each rank's is with a keeper."""
+        assert self._under_way is not None
+        (rollout_id, places, _), self._under_way = self._under_way, None
+        takers = [
+            [self._keepers[node] for node, took in zip(place, result, strict=True) if took]
+            for place, result in zip(places, results, strict=True)
+        ]
+        lost = {node for place, took in zip(places, results, strict=True) for node, ok in zip(place, took) if not ok}
+        if all(takers):
+            self.newest, self._takers = rollout_id, takers
+        for node in lost:
+            logger.error("The keeper of copies on node %s is lost; the next copy starts another.", node)
+            ray.kill(self._keepers.pop(node))
+
+    def fetch(self, ranks: Sequence[Any]) -> int | None:
+        """Have fresh ranks take their copies.
+
+        Returns:
+            the rollout after which these are; None where the ranks are to go on from a checkpoint.
+        """
+        self._settle_after_death()
+        if self.newest is None:
+            return None
+        began = time.monotonic()
+        fetched = [
+            rank.fetch_copy.remote(self.newest, takers, self._timeout_s)
+            for rank, takers in zip(ranks, self._takers, strict=True)
+        ]
+        try:
+            wait_for(fetched, what="the copies of the trainer's state", timeout_s=self._timeout_s)
+        except DataError as error:
+            logger.error("The copies in memory are lost, and the trainer goes on from its last checkpoint: %s", error)
+            self.drop()
+            wait_for([rank.drop_copy.remote() for rank in ranks], what="the ranks", timeout_s=self._timeout_s)
+            return None
+        logger.warning(
+            "The trainer goes on from the copies in memory after rollout %d; they came in %.1f s.",
+            self.newest, time.monotonic() - began,
+        )  # fmt: skip
+        return self.newest
+
+    def _settle_after_death(self) -> None:
+        """Count the copies that were under way when a rank died, if they came to their end all the same."""
+        if self._under_way is None:
+            return
+        sends = self._under_way[2]
+        try:
+            if not ray.wait(sends, num_returns=len(sends), timeout=0)[1]:
+                self._count(ray.get(sends, timeout=60))
+        except RayError as error:
+            logger.warning("a copy in memory did not come to its end: %s", str(error).splitlines()[0])
+        self._under_way = None
+
+    def drop(self) -> None:
+        """Forget all copies; the next start is from a checkpoint."""
+        self.newest, self._takers, self._under_way = None, [], None

@@ -1,0 +1,72 @@
+"""The state of one trainer rank as one run of bytes on its host, from which a rank in its place goes on."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes; every tensor begins at a multiple, so that it is a view of the run."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """What a rank's tensors and other values were after a rollout."""
+
+    rollout_id: int
+    header: bytes
+    """Pickled: the tensors' places, and the other values.  A rank reads only what a rank of its own job has made."""
+    data: Tensor
+    """[num_bytes], uint8: all tensors, one after the other."""
+
+    @classmethod
+    def take(
+        cls, rollout_id: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, room: Tensor | None = None
+    ) -> StateCopy:
+        """Copy ``tensors`` to the host; they may change when this returns.
+
+        Args:
+            rollout_id: after which the state is so.
+            tensors: on any device, of any shape and dtype.
+            values: what can be pickled.
+            room: ``data`` of a copy that is not needed any more, taken where it has the size; pinned with CUDA.
+        """
+        places, size = [], 0
+        for name, tensor in tensors.items():
+            places.append(_Place(name, tensor.dtype, tensor.shape, size))
+            size += -(-places[-1].num_bytes // ALIGNMENT) * ALIGNMENT
+        has_cuda = torch.cuda.is_available()
+        if room is None or room.numel() != size or room.is_pinned() != has_cuda:
+            room = torch.zeros(size, dtype=torch.uint8, pin_memory=has_cuda)
+        for place in places:
+            _view(room, place).copy_(tensors[place.name].detach(), non_blocking=True)
+        if has_cuda:
+            torch.cuda.synchronize()
+        return cls(rollout_id, pickle.dumps((places, dict(values))), room)
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors, as views of :attr:`data`, and the other values."""
+        places, values = pickle.loads(self.header)
+        return {place.name: _view(self.data, place) for place in places}, values
+
+
+def _view(data: Tensor, place: _Place) -> Tensor:
+    return data[place.begin : place.begin + place.num_bytes].view(place.dtype).view(place.shape)

@@ -1,0 +1,211 @@
+"""Copies of ranks in the memory of keepers, over a real (private) Ray: what counts after a death, and what is lost."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from slime.ray import memory_checkpoints
+from slime.ray.memory_checkpoints import COPY_GROUP, CopyingRank, MemoryCheckpoints
+from slime.ray.waiting import wait_for
+from slime.utils.errors import DataError, EngineDiedError
+from slime.weights.state_copy import StateCopy
+
+pytestmark = pytest.mark.dist
+
+# Ray's workers cannot import a test module by its name: its classes travel as code.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+CHUNK = memory_checkpoints.CHUNK_BYTES
+ARGS = Namespace(trainer_recovery="memory", memory_checkpoint_interval=1, train_timeout_s=120.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def tensors_after(rank: int, rollout_id: int) -> dict[str, torch.Tensor]:
+    """More than a chunk, and a number, different for every rank and rollout."""
+    generator = torch.Generator().manual_seed(100 * rank + rollout_id)
+    many = torch.randint(0, 255, (CHUNK + 1000,), generator=generator, dtype=torch.uint8)
+    return {"many": many, "one": torch.tensor(rank + rollout_id / 10), "none": torch.zeros(0, 3)}
+
+
+class _Rank(CopyingRank):
+    """A rank whose state is the number of the last rollout."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.state_copy, self.dies_in_copy = rank, None, False
+
+    def train(self, rollout_id: int) -> None:
+        last = self.state_copy
+        tensors = tensors_after(self.rank, rollout_id)
+        self.state_copy = StateCopy.take(
+            rollout_id, tensors, {"steps": rollout_id}, room=last.data if last is not None else None
+        )
+
+    def die_in_the_next_copy(self) -> None:
+        self.dies_in_copy = True
+
+    @ray.method(concurrency_group=COPY_GROUP)
+    def send_copy(self, keepers: Any, counting: int | None, timeout_s: float) -> list[bool]:
+        if self.dies_in_copy:
+            whole = self.state_copy
+            begun = keepers[0].begin.remote(self.rank, whole.rollout_id, whole.header, whole.data.numel(), counting)
+            ray.get([begun, keepers[0].write.remote(self.rank, 0, whole.data.numpy()[:CHUNK])], timeout=60)
+            os._exit(1)
+        return super().send_copy(keepers, counting, timeout_s)
+
+    def holds(self, rollout_id: int) -> bool:
+        """Whether the state is the one after a rollout, to the bit."""
+        expected = tensors_after(self.rank, rollout_id)
+        tensors, values = self.state_copy.read()
+        is_same = all(tensors[name].equal(tensor) for name, tensor in expected.items())
+        return is_same and tensors.keys() == expected.keys() and values == {"steps": rollout_id}
+
+    def has_copy(self) -> bool:
+        return self.state_copy is not None
+
+
+Rank = ray.remote(num_cpus=0, concurrency_groups={COPY_GROUP: 1})(_Rank)
+
+
+def ask(refs: Any) -> Any:
+    return wait_for(refs, what="the test's actors", timeout_s=120)
+
+
+def train(copies: MemoryCheckpoints, ranks: list[Any], *rollouts: int) -> None:
+    for rollout_id in rollouts:
+        copies.settle_before(rollout_id)
+        ask([rank.train.remote(rollout_id) for rank in ranks])
+        copies.begin(rollout_id, ranks)
+
+
+@pytest.fixture(scope="module")
+def living(cluster) -> list[Any]:
+    return [Rank.remote(0), Rank.remote(1)]
+
+
+@pytest.fixture
+def ranks(living) -> list[Any]:
+    """Two ranks without a state; what they know of it is gone as if they were new."""
+    return anew(living)
+
+
+def anew(ranks: list[Any]) -> list[Any]:
+    ask([rank.drop_copy.remote() for rank in ranks])
+    return ranks
+
+
+@pytest.fixture
+def copies():
+    made = MemoryCheckpoints(ARGS, "actor")
+    yield made
+    for keeper in made._keepers.values():
+        ray.kill(keeper)
+
+
+def test_new_ranks_get_the_last_state_of_those_before_them(ranks, copies):
+    train(copies, ranks, 0, 1, 2)
+    copies.settle_before(3)
+    anew(ranks)
+    assert copies.fetch(ranks) == 2
+    assert ask([rank.holds.remote(2) for rank in ranks]) == [True, True]
+    # They go on, and the keeper takes what comes next beside what counts.
+    train(copies, ranks, 3)
+    copies.settle_before(4)
+    assert copies.newest == 3
+
+
+def test_nothing_is_copied_between_intervals_or_without_memory():
+    every_third = MemoryCheckpoints(Namespace(**vars(ARGS) | {"memory_checkpoint_interval": 3}), "actor")
+    off = MemoryCheckpoints(Namespace(**vars(ARGS) | {"trainer_recovery": "checkpoint"}), "actor")
+    for copies, rollouts in ((every_third, (0, 1, 3)), (off, (0, 1)), (MemoryCheckpoints(ARGS, "critic"), (0, 1))):
+        for rollout_id in rollouts:
+            copies.begin(rollout_id, ["a rank that nobody asks"])
+        assert copies._under_way is None and copies.fetch([]) is None
+
+
+def test_a_death_in_the_middle_of_a_copy_leaves_every_rank_with_the_one_before(ranks, copies):
+    ranks = [ranks[0], Rank.remote(1)]
+    train(copies, ranks, 0)
+    copies.settle_before(1)
+    ask(ranks[1].die_in_the_next_copy.remote())
+    train(copies, ranks, 1)
+    with pytest.raises(EngineDiedError):
+        copies.settle_before(2)
+    ranks = [ranks[0], Rank.remote(1)]
+    assert copies.fetch(anew(ranks)) == 0
+    assert ask([rank.holds.remote(0) for rank in ranks]) == [True, True]
+    # The first rank had sent the whole of the lost one; it does not take the place of the one that counts.
+    train(copies, ranks, 1)
+    assert copies.fetch(anew(ranks)) in (0, 1)
+    assert ask([rank.holds.remote(copies.newest) for rank in ranks]) == [True, True]
+
+
+def damage(keeper: Any) -> None:
+    """One bit of the second rank's copy changes."""
+
+    def flip(held: Any) -> None:
+        held._copies[1][-1].data[CHUNK + 17] ^= 1
+
+    ask(keeper.__ray_call__.remote(flip))
+
+
+def test_a_copy_with_another_digest_is_not_used_and_all_ranks_take_the_checkpoint(ranks, copies, caplog):
+    train(copies, ranks, 0)
+    copies.settle_before(1)
+    (keeper,) = copies._keepers.values()
+    damage(keeper)
+    anew(ranks)
+    assert copies.fetch(ranks) is None and copies.newest is None
+    assert ask([rank.has_copy.remote() for rank in ranks]) == [False, False]
+    assert "goes on from its last checkpoint" in caplog.text and "rank 1 has no whole copy" in caplog.text
+    train(copies, ranks, 0)  # and the next copy counts again
+    copies.settle_before(1)
+    assert copies.newest == 0
+
+
+def test_a_keeper_on_another_node_serves_where_the_first_one_is_damaged(ranks):
+    keepers = [memory_checkpoints.Keeper.remote() for _ in range(3)]
+    ask([rank.train.remote(5) for rank in ranks])
+    assert ask([rank.send_copy.remote(keepers, None, 60.0) for rank in ranks]) == [[True] * 3] * 2
+    damage(keepers[0])
+    ray.kill(keepers[1])
+    anew(ranks)
+    ask([rank.fetch_copy.remote(5, keepers, 60.0) for rank in ranks])
+    assert ask([rank.holds.remote(5) for rank in ranks]) == [True, True]
+    with pytest.raises(DataError, match="digest.*died"):
+        ask(ranks[1].fetch_copy.remote(5, keepers[:2], 60.0))
+    with pytest.raises(DataError, match="has none after rollout 4"):
+        ask(ranks[1].fetch_copy.remote(4, keepers, 60.0))
+
+
+def test_a_dead_keeper_means_the_checkpoint(ranks, copies, caplog):
+    train(copies, ranks, 0)
+    copies.settle_before(1)
+    (keeper,) = copies._keepers.values()
+    ray.kill(keeper)
+    anew(ranks)
+    assert copies.fetch(ranks) is None
+    assert "goes on from its last checkpoint" in caplog.text
+
+
+def test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy(ranks, copies, caplog):
+    train(copies, ranks, 0)
+    copies.settle_before(1)
+    ray.kill(next(iter(copies._keepers.values())))
+    train(copies, ranks, 1, 2)
+    copies.settle_before(3)
+    assert "is lost; the next copy starts another" in caplog.text
+    anew(ranks)
+    assert copies.fetch(ranks) == 2
