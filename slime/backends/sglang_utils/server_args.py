@@ -155,6 +155,8 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
             "max_loras_per_batch": NUM_ADAPTER_SLOTS,
             "enable_weights_cpu_backup": bool(args.offload_rollout),  # no push brings the base back
         }
+        if "gate_proj" in modules:  # a shared expert that is one of the routed ones has no adapter there
+            decided["disable_shared_experts_fusion"] = True
     return decided
 
 

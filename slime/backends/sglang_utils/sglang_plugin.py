@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.cpu_shim import native_layers
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
 from slime.utils.sglang_meta import TOP_P_ASK
 from slime.weights.push.adapter import ADAPTER_PREFIX
@@ -62,6 +64,8 @@ def register() -> None:
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
     ):
         HookRegistry.register(target, hook, kind)
+    for target, name in native_layers.HOOKED.items() if cpu_shim.is_needed() else ():
+        HookRegistry.register(target, getattr(native_layers, name), HookType.AROUND)
 
 
 def _mark(info: Any, cls: type, batch: Any, *args: Any, **options: Any) -> None:

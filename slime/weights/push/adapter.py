@@ -21,6 +21,14 @@ from slime.weights.push.wire import StockWire, as_text
 ADAPTER_PREFIX = "slime-"
 """An adapter is called by this and its version, for engines."""
 
+_ENGINE_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""Last name of a module in Mixtral's layout -> the one by which engines know its adapter."""
+
+
+def as_engines_call(module: str) -> str:
+    """Return a module's name, or that of its adapter's tensor, as engines have it."""
+    return ".".join(_ENGINE_NAMES.get(part, part) for part in module.split("."))
+
 
 def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str, Any], wire: StockWire) -> PushReport:
     """Have the engines serve an adapter under the version of the push; collective.

@@ -16,9 +16,6 @@ _LINEAR = re.compile(
     r"(?:decoder\.layers\.\d+\.)?((?:self_attention|mlp)\.(?:\w+\.)*(?:linear_\w+|in_proj|out_proj))\.weight(\d+|\{expert\})?"
 )
 
-_SERVED = frozenset("q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj".split())
-"""Modules of dense layers whose adapters SGLang serves."""
-
 
 def is_linear(name: str) -> bool:
     """Return True for the weight of a linear layer of the decoder: a Megatron name, whole or after its layer's."""
@@ -77,37 +74,6 @@ def check_lora_arguments(args: Namespace) -> None:
                 f"--lora-target-modules has {target!r}, which no linear layer of {weight_map.family} is called; "
                 f"there are {', '.join(sorted(names))}, and all-linear for all of them."
             )
-
-
-def engine_modules(args: Namespace) -> list[str] | None:
-    """Return the last names of the modules with adapters, by which engines know them; None where they get merged ones.
-
-    Raises:
-        ConfigError: SGLang does not serve adapters on them.
-    """
-    config = lora_config(args)
-    if config is None or args.lora_push != "adapter":
-        return None
-    chosen = [
-        (rule, name.removesuffix(".weight").rpartition(".")[2])
-        for rule in _weight_map(args).layer
-        if is_linear(rule.megatron) and (args.num_experts is not None or "expert" not in rule.megatron)
-        for name, is_chosen in zip(rule.hf, chosen_parts(config, rule.megatron, rule.hf), strict=True)
-        if is_chosen
-    ]
-    names = {name for _, name in chosen}
-    if others := sorted({name for rule, name in chosen if name not in _SERVED or "expert" in rule.megatron}):
-        raise ConfigError(
-            f"--lora-push adapter: adapters on {', '.join(others)} of experts, latent or linear attention are not "
-            "known to be served right by SGLang; use --lora-push merged, or other --lora-target-modules."
-        )
-    for joined in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}):
-        if names & joined and not joined <= names:
-            raise ConfigError(
-                f"--lora-push adapter: SGLang joins {', '.join(sorted(joined))}, of which --lora-target-modules has "
-                f"{', '.join(sorted(names & joined))} alone; name all, or use --lora-push merged."
-            )
-    return sorted(names)
 
 
 def _weight_map(args: Namespace) -> WeightMap:

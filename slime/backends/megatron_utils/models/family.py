@@ -99,6 +99,9 @@ class ModelFamily:
     engine_hides_experts: bool = False
     """SGLang's recorder of routed experts does not know the layers of this family (0.5.15.post1)."""
 
+    engine_without_adapters: tuple[str, ...] = ()
+    """Last names of modules on which SGLang serves this family no adapters, though it does others."""
+
     def with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``config`` with ``defaults`` where it has no value."""
         return {**self.defaults, **{key: value for key, value in config.items() if value is not None}}

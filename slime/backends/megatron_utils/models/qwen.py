@@ -72,6 +72,8 @@ FAMILIES = (
         always={**SOFTMAX, "moe_shared_expert_gate": True, "add_qkv_bias": True},
         class_defaults={"norm_topk_prob": False},
         fixed={**PLAIN, "qkv_bias": True},
+        # They would be on its shared expert too, which SGLang's adapters take to be as wide as a dense MLP.
+        engine_without_adapters=("gate_proj", "up_proj", "down_proj"),
     ),
     ModelFamily(
         model_types=("qwen3_moe",),

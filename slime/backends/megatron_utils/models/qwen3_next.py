@@ -175,6 +175,8 @@ FAMILIES = (
         always={**SOFTMAX, **GATED, "moe_shared_expert_gate": True},
         class_defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
         flags=linear_flags,
+        # SGLang's adapters know neither the gate of attention nor the width of the shared expert.
+        engine_without_adapters=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
         # The published config.json does not speak of the MTP layer that every checkpoint has.
         defaults={"full_attention_interval": 4, "num_nextn_predict_layers": 1, **_DELTA_NETS},
         published={

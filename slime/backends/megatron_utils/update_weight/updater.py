@@ -34,7 +34,7 @@ from slime.weights.buckets import BucketSource
 from slime.weights.named_tensors import pushed_dtype
 from slime.weights.peft_folder import peft_config
 from slime.weights.push.acknowledgements import DigestedBuckets
-from slime.weights.push.adapter import push_adapter
+from slime.weights.push.adapter import as_engines_call, push_adapter
 from slime.weights.push.participants import ExcludedEngine, Participants, PushClock
 from slime.weights.push.push import push_weights
 from slime.weights.push.state import Push, PushReport, TrainerRanks
@@ -240,7 +240,7 @@ class WeightUpdater:
 
     def _push_adapter(self, push: Push) -> PushReport:
         tensors = peft_tensors(self.args, self._model, host_weights=self._weights_getter())
-        own = {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
+        own = {as_engines_call(name): tensor.to(self._dtype) for name, tensor in tensors.items()}
         config = lora_config(self.args)
         assert config is not None
         return push_adapter(push, own, peft_config(own, config, base_model=self.args.hf_checkpoint), sglang)

@@ -2,9 +2,10 @@
 
 SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``triton`` and, where it is not installed,
 ``torchvision`` at the top of its modules.  A model on a CPU calls none of their functions: SGLang takes its native
-torch path.  So the shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  Only
-Mooncake's transfer engine is more than names, because prefill/decode disaggregation does call it.  No file of SGLang
-is changed, a package that is installed and works is left alone, and nothing happens on a machine with CUDA.
+torch path.  So the shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  More
+than names are Mooncake's transfer engine, which prefill/decode disaggregation does call, and ``native_layers``, for
+latent attention and adapters.  No file of SGLang is changed, a package that is installed and works is left alone, and
+nothing happens on a machine with CUDA.
 
 Three ways in, for three kinds of process:
 

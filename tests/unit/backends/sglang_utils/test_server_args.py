@@ -182,3 +182,6 @@ def test_engines_that_get_adapters_start_with_room_for_two_and_keep_their_base()
     assert (built["enable_lora"], built["max_lora_rank"], built["max_loras_per_batch"]) == (True, 8, 3)
     assert built["lora_target_modules"] == ["k_proj", "q_proj"] and built["enable_weights_cpu_backup"]
     assert built["lora_backend"] == "torch_native" and build(args)["lora_backend"] == "csgmv"
+    assert "disable_shared_experts_fusion" not in built
+    args.lora_engine_modules.append("gate_proj")
+    assert build(args)["disable_shared_experts_fusion"]

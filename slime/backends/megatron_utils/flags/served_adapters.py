@@ -1,0 +1,94 @@
+"""Which adapters engines take (``--lora-push adapter``), as SGLang 0.5.15.post1 serves them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts, is_linear
+from slime.backends.megatron_utils.models import family_of, find_weight_map
+from slime.flags.config import backend_flags
+from slime.flags.lora import lora_config
+from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_type
+from slime.weights.push.adapter import as_engines_call
+
+EXPERT = "experts.{expert}"
+_SERVED = frozenset(
+    "q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj "
+    "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj".split()
+)
+_JOINED = (
+    # Modules that SGLang joins, or whose adapters it applies together, and the end of the name of what they are in.
+    ({"q_proj", "k_proj", "v_proj"}, ""),
+    ({"q_a_proj", "kv_a_proj_with_mqa"}, ""),
+    ({"gate_proj", "up_proj"}, ""),
+    ({"gate_proj", "up_proj", "down_proj"}, EXPERT),
+)
+
+
+def engine_modules(args: Namespace) -> list[str] | None:
+    """Return the last names of the modules with adapters, by which engines know them; None where they get merged ones.
+
+    Raises:
+        ConfigError: SGLang does not serve adapters on them.
+    """
+    config = lora_config(args)
+    if config is None or args.lora_push != "adapter":
+        return None
+    model_name = args.model_name or read_model_type(args.hf_checkpoint)
+    weight_map, family = find_weight_map(model_name), family_of({"model_type": model_name})
+    by_parent: dict[str, set[str]] = {}
+    refused: set[str] = set()
+    for rule in weight_map.layer:
+        if not is_linear(rule.megatron) or not _is_there(rule.megatron, args):
+            continue
+        if "linear_kv_up" in rule.megatron and family is not None and family.sparse_architecture:
+            continue  # absorbed into others, without an adapter
+        for hf_name, is_chosen in zip(rule.hf, chosen_parts(config, rule.megatron, rule.hf), strict=True):
+            if not is_chosen:
+                continue
+            parent, _, module = hf_name.removesuffix(".weight").rpartition(".")
+            module = as_engines_call(module)
+            by_parent.setdefault(parent, set()).add(module)
+            is_stacked = not hf_name.endswith(".weight")
+            unserved = family.engine_without_adapters if family is not None else ()
+            # Without a latent of queries SGLang takes these for parts of matrices that such a model has not.
+            is_misread = rule.megatron.endswith(("linear_q_proj.weight", "linear_kv_down_proj.weight"))
+            if is_stacked or module not in _SERVED or module in unserved or (is_misread and args.q_lora_rank is None):
+                refused.add(module)
+    if refused:
+        raise ConfigError(
+            f"--lora-push adapter: SGLang serves no adapters on {', '.join(sorted(refused))} of {weight_map.family}; "
+            "use --lora-push merged, or other --lora-target-modules."
+        )
+    for problem in [*_half_joined(by_parent), *_engine_problems(args, by_parent)]:
+        raise ConfigError(f"--lora-push adapter: {problem}, or use --lora-push merged.")
+    return sorted(set().union(*by_parent.values()))
+
+
+def _is_there(name: str, args: Namespace) -> bool:
+    """Return whether this model has a layer of the family's table: experts, and one of two forms of queries."""
+    if "shared_experts" in name:
+        return args.moe_shared_expert_intermediate_size is not None
+    if "experts" in name:
+        return args.num_experts is not None
+    if "linear_q_proj" in name:
+        return args.q_lora_rank is None
+    return args.q_lora_rank is not None or ("linear_q_down" not in name and "linear_q_up" not in name)
+
+
+def _half_joined(by_parent: dict[str, set[str]]) -> Iterator[str]:
+    for parent, names in by_parent.items():
+        for joined, where in _JOINED:
+            if names & joined and not joined <= names and parent.endswith(where):
+                yield (
+                    f"SGLang joins {', '.join(sorted(joined))}, of which --lora-target-modules has "
+                    f"{', '.join(sorted(names & joined))} alone; name all"
+                )
+
+
+def _engine_problems(args: Namespace, by_parent: dict[str, set[str]]) -> Iterator[str]:
+    backend = backend_flags(args).sglang_moe_a2a_backend
+    if backend not in (None, "none") and any(parent.endswith(EXPERT) for parent in by_parent):
+        yield f"--sglang-moe-a2a-backend {backend} applies no adapters of experts; drop it"

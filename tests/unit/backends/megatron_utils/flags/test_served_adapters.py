@@ -1,0 +1,70 @@
+"""Which adapters are pushed to engines, and which are refused before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slime.backends.megatron_utils.flags.served_adapters import engine_modules
+from slime.utils.errors import ConfigError
+from tests.matrix.case import load_cases
+from tests.matrix.trainer import make_args
+
+ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
+MLP = ["down_proj", "gate_proj", "up_proj"]
+LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
+
+
+def modules(family: str, folder: Path, *targets: str, **engine_flags: str) -> list[str] | None:
+    case = load_cases([family])[family]
+    case.write_checkpoint(folder)
+    frozen = replace(case, flags=lambda path: [flag for flag in case.flags(path) if flag != "--enable-mtp-training"])
+    lora = ("--lora-rank", 4, "--moe-router-bias-update-rate", 0, "--lora-target-modules", *targets)
+    args = make_args(frozen, folder, *lora)
+    vars(args).update(lora_push="adapter", **engine_flags)  # without a trainer alone they are not read
+    return engine_modules(args)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "served"),
+    [
+        ("qwen3_moe", ["all-linear"], sorted(ATTENTION + MLP)),
+        ("glm4_moe", ["all-linear"], sorted(ATTENTION + MLP)),
+        ("minimax_m2", ["all-linear"], sorted(ATTENTION + MLP)),
+        ("minimax_m2", ["w1", "w2", "w3"], MLP),
+        ("deepseek_v3", ["all-linear"], sorted(LATENT + MLP)),
+        ("moonlight", ["kv_b_proj", "o_proj"], ["kv_b_proj", "o_proj"]),
+        ("qwen2_moe", ["q_proj", "k_proj", "v_proj"], ["k_proj", "q_proj", "v_proj"]),
+    ],
+)  # fmt: skip
+def test_engines_are_told_the_modules_under_their_own_names(
+    family: str, targets: list[str], served: list[str], tmp_path: Path
+) -> None:
+    assert modules(family, tmp_path, *targets) == served
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "says"),
+    [
+        ("qwen3_moe", ["gate_proj", "up_proj"], "joins down_proj, gate_proj, up_proj, of which .* gate_proj, up_proj"),
+        ("deepseek_v3", ["q_a_proj", "q_b_proj"], "joins kv_a_proj_with_mqa, q_a_proj, of which .* q_a_proj alone"),
+        ("moonlight", ["all-linear"], "no adapters on kv_a_proj_with_mqa, q_proj of DeepSeek"),
+        ("qwen2_moe", ["all-linear"], "no adapters on down_proj, gate_proj, up_proj of Qwen2"),
+        ("qwen3_next", ["all-linear"], "no adapters on down_proj, gate_proj, in_proj_ba, in_proj_qkvz, k_proj"),
+        ("gpt_oss", ["all-linear"], r"no adapters on .*gate_up_proj.* of gpt-oss"),
+    ],
+)
+def test_what_engines_do_not_serve_is_refused_with_the_flag_to_change(
+    family: str, targets: list[str], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"--lora-push adapter: .*{says}.*--lora-push merged"):
+        modules(family, tmp_path, *targets)
+
+
+def test_experts_behind_deepep_get_no_adapters(tmp_path: Path) -> None:
+    deepep = {"sglang_moe_a2a_backend": "deepep"}
+    assert modules("qwen3_moe", tmp_path, "q_proj", "k_proj", "v_proj", **deepep)
+    with pytest.raises(ConfigError, match="--sglang-moe-a2a-backend deepep applies no adapters of experts"):
+        modules("qwen3_moe", tmp_path, "all-linear", **deepep)
