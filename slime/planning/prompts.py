@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,14 @@ from slime.flags.rollout import VERIFIERS_PREFIXES
 from slime.flags.security import trusts_remote_code
 from slime.planning.traffic import reference_lengths
 from slime.rollout import gym
-from slime.rollout.mixture import sources_of
+from slime.rollout.mixture import Mixture, is_mix, sources_of
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import split_path
 from slime.rollout.tools import toolbox
 from slime.utils.processing_utils import load_tokenizer
 
 ROWS_READ = 4096
-"""Of the file; the prompts of a larger one are not all read for a plan."""
+"""Of a file, and prompts taken of a mixture; those of a larger one are not all read for a plan."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -38,30 +38,45 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
     """
     if not args.rollout_global_dataset or args.prompt_data is None or args.debug_train_only:
         return ()
-    source = sources_of(args.prompt_data)[0]  # of several, the first stands for all
-    name, rows = split_path(source["path"])
-    is_here = name.startswith((gym.PREFIX, *VERIFIERS_PREFIXES)) or Path(name).is_file()
-    if not is_here or not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
+    if not all(_is_here(source["path"]) for source in sources_of(args.prompt_data)):
+        return ()
+    if not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
         return ()
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=trusts_remote_code(args))
-    dataset = Dataset(
-        f"{name}@[0:{ROWS_READ}]" if rows == slice(None) else source["path"],
-        tokenizer,
-        None,
-        args.rollout_max_prompt_len,
-        prompt_key=source.get("input_key", args.input_key),
-        label_key=source.get("label_key", args.label_key),
-        tool_key=args.tool_key,
-        metadata_key=args.metadata_key,
-        seed=args.rollout_seed,
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-        tools=toolbox(args).schemas,
-    )
-    if args.rollout_shuffle:
-        dataset.shuffle(0)
-    texts = [_text(sample.prompt) for sample in dataset.samples]
+
+    def open_one(source: Mapping[str, Any]) -> Dataset:
+        name, rows = split_path(source["path"])
+        return Dataset(
+            f"{name}@[0:{ROWS_READ}]" if rows == slice(None) else source["path"],
+            tokenizer,
+            None,
+            args.rollout_max_prompt_len,
+            prompt_key=source.get("input_key", args.input_key),
+            label_key=source.get("label_key", args.label_key),
+            tool_key=args.tool_key,
+            metadata_key=args.metadata_key,
+            seed=args.rollout_seed,
+            apply_chat_template=args.apply_chat_template,
+            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            tools=toolbox(args).schemas,
+        )
+
+    if is_mix(args.prompt_data):
+        mixture = Mixture(args.prompt_data, open_one, is_shuffled=args.rollout_shuffle)
+        samples = mixture.take(ROWS_READ)
+    else:
+        dataset = open_one({"path": args.prompt_data})
+        if args.rollout_shuffle:
+            dataset.shuffle(0)
+        samples = dataset.samples
+    texts = [_text(sample.prompt) for sample in samples]
     return tuple(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+
+
+def _is_here(path: str) -> bool:
+    """Return whether the rows of a data set are on this machine, or are made on it."""
+    name, _ = split_path(path)
+    return name.startswith((gym.PREFIX, *VERIFIERS_PREFIXES)) or Path(name).is_file()
 
 
 def _text(prompt: Any) -> str:

@@ -310,6 +310,25 @@ def test_prompts_are_counted_where_data_and_tokenizer_are_at_hand(capsys, tmp_pa
     assert not any("No prompt is counted" in note for note in document["notes"])
 
 
+def test_the_prompts_of_a_mixture_are_those_of_all_its_data_sets_by_weight(capsys, tmp_path):
+    more = data_of(tmp_path, [100] * 4)
+    rows = [json.dumps({"question": " ".join(["w1"] * length)}) for length in (900, 1500)]
+    (tmp_path / "long.jsonl").write_text("\n".join(rows) + "\n")
+    sets = f"[{{path: {tmp_path}/data.jsonl, weight: 3}}, {{path: {tmp_path}/long.jsonl, input_key: question}}]"
+    (tmp_path / "mix.yaml").write_text(f"datasets: {sets}\n")
+    flags = f"{COLOCATED} --rollout-max-response-len 64 {more}".replace("data.jsonl", "mix.yaml")
+    code, document = document_of(capsys, flags)
+    work = document["plan"]["work"]
+    assert code == EXIT_OK
+    assert work["longest"] == 1500 + 64
+    # Of 32 prompts three quarters have 100 tokens, and those of the other set take turns.
+    prompts = 8 * (24 * 100 + 4 * 900 + 4 * 1500)
+    assert prompts < work["num_tokens"] <= prompts + 256 * 64
+    (tmp_path / "long.jsonl").unlink()
+    _, document = document_of(capsys, flags)
+    assert any("No prompt is counted" in note for note in document["notes"])
+
+
 def test_rows_that_hold_their_responses_are_the_samples():
     args = Namespace(n_samples_per_prompt=1)
     args.rollout_max_context_len = args.rollout_max_response_len = args.rollout_max_prompt_len = None
