@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def page_of(run: Run, *, samples_mb: float = 5.0, is_live: bool = False) -> str:
     """Return the page of a run as HTML."""
     data = json.dumps(data_of(run, samples_mb=samples_mb) | {"live": is_live}, allow_nan=False, separators=(",", ":"))
-    policy = "connect-src 'self'; " if is_live else ""
+    policy = "img-src data:; " + ("connect-src 'self'; " if is_live else "")
     page = fill_page("page.html", SCRIPTS, STYLES, policy=policy, TITLE=html.escape(f"slime: {run.folder.name}"))
     # No text of the run can end the element that holds it.
     head, tail = page.split("@@DATA@@")

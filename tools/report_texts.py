@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from slime.observability.run_reader import Run, read_samples
+from slime.observability.sample_pictures import MAX_PICTURES, picture_url
 from slime.utils.processing_utils import load_tokenizer
 from tools.report_samples import Rollout
 
@@ -40,13 +42,14 @@ def samples_of(rollouts: Sequence[Rollout], pieces: Pieces, *, budget: int) -> d
     of_text = {digest: "" for digest in prompts}
     with_texts = [shown[i] for i in sorted(_spread(len(shown))[:MAX_TEXT_FILES])]
     texts: list[dict[str, Any]] = []
+    pictures = Pictures()
     used = begin = 0
     begins = {}
     for one in shown:
         begins[id(one)] = begin
         begin += len(one.facts["tokens"])
     for position, one in enumerate(with_texts):
-        rows, spent = _texts_of(one, pieces, of_text, (budget - used) // (len(with_texts) - position))
+        rows, spent = _texts_of(one, pieces, pictures, of_text, (budget - used) // (len(with_texts) - position))
         used += spent
         texts += [row | {"k": row["k"] + begins[id(one)]} for row in rows]
     return {
@@ -68,6 +71,7 @@ def samples_of(rollouts: Sequence[Rollout], pieces: Pieces, *, budget: int) -> d
         "prompts": list(of_text.values()),
         "texts": texts,
         "pieces": pieces.texts,
+        "pictures": list(pictures.places),
     }
 
 
@@ -88,7 +92,7 @@ def _short(value: float) -> float | int | None:
 
 
 def _texts_of(
-    rollout: Rollout, pieces: Pieces, prompts: dict[int, str], budget: int
+    rollout: Rollout, pieces: Pieces, pictures: Pictures, prompts: dict[int, str], budget: int
 ) -> tuple[list[dict[str, Any]], int]:
     """Return rows of whole groups, spread over the rollout, and the bytes that they take, about."""
     groups, spent, found = rollout.facts["group"], 0, []
@@ -97,12 +101,17 @@ def _texts_of(
         table = table.filter(pc.equal(table["evaluation"], rollout.evaluation))
     if table is None or table.num_rows != len(groups):
         return [], 0
+    copies = copies_in(table)
     members = np.split(np.argsort(groups, kind="stable"), np.flatnonzero(np.diff(np.sort(groups))) + 1)
     for place in _spread(len(members)):
         if spent >= budget:
             break
         for k, row in zip(members[place].tolist(), table.take(members[place]).to_pylist()):
             shown = _text(row, pieces) | {"k": k}
+            size = pictures.size
+            if places := pictures.of(row.get("picture_ids") or (), copies):
+                shown["im"] = places
+            spent += pictures.size - size
             digest, prompt = rollout.facts["prompt"][k], row["prompt"][:MAX_TEXT]
             if not prompts[digest]:
                 prompts[digest] = prompt
@@ -145,6 +154,34 @@ def _rounded(values: Sequence[float] | None, digits: int = 3) -> list[float | No
     if not np.isfinite(short).all():
         return [value if math.isfinite(value) else None for value in short.tolist()]
     return float(short[0]) if (short == short[0]).all() else short.tolist()
+
+
+def copies_in(table: pa.Table) -> dict[str, bytes]:
+    """Return the pictures of a file of samples by their ids."""
+    if not {"picture_ids", "pictures"} <= set(table.column_names):
+        return {}
+    rows = zip(table["picture_ids"].to_pylist(), table["pictures"].to_pylist())
+    pairs = (pair for ids, copies in rows for pair in zip(ids or (), copies or ()))
+    return {name: data for name, data in pairs if name and data}
+
+
+class Pictures:
+    """Pictures of samples as ``data:`` URLs; the page has each once."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, int] = {}
+        """By URL, its place."""
+        self.size = 0
+        """Bytes of all of them."""
+
+    def of(self, ids: Sequence[str], copies: Mapping[str, bytes]) -> list[int]:
+        """Return the places of those pictures, at most ``MAX_PICTURES``, that may be shown."""
+        urls = [picture_url(copies[name]) for name in ids[:MAX_PICTURES] if name in copies]
+        for url in urls:
+            if url is not None and url not in self.places:
+                self.places[url] = len(self.places)
+                self.size += len(url)
+        return [self.places[url] for url in urls if url is not None]
 
 
 class Pieces:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from slime.flags.observability import RecordConfig
 from slime.observability import run_record
 from slime.observability.rollout_metrics import REQUEST_SPANS
+from slime.observability.sample_pictures import SmallCopies
 from slime.utils.atomic_file import replace_file
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -36,11 +37,12 @@ ROLLOUT_SCHEMA = pa.schema(
         ("engine_log_probs", _FLOATS), ("weight_versions", pa.list_(pa.string())), ("call_tokens", _INTS),
         ("engines", pa.list_(pa.string())), ("start", pa.float64()), ("end", pa.float64()), ("execution", pa.int64()),
         ("is_removed", pa.bool_()), ("teacher_log_probs", _FLOATS), ("metadata", pa.string()),
-        ("lacks", pa.list_(pa.string())),
+        ("lacks", pa.list_(pa.string())), ("picture_ids", pa.list_(pa.string())), ("pictures", pa.list_(pa.binary())),
     ]
 )  # fmt: skip
 """``call_tokens[i]`` response tokens were drawn in the engine call with ``weight_versions[i]``, by ``engines[i]``
-(host:port; empty where an engine does not say)."""
+(host:port; empty where an engine does not say).  ``pictures[i]`` is null where an earlier row has
+``picture_ids[i]``."""
 EVALUATION_SCHEMA = ROLLOUT_SCHEMA.append(pa.field("evaluation", pa.string()))
 """``evaluation`` is the name of the data set; a ``position`` is one in its answers."""
 TRAIN_SCHEMA = pa.schema(
@@ -53,6 +55,8 @@ TOO_LARGE = (
     "rollout_top_p_token_ids", "rollout_routed_experts", "multimodal_train_inputs",
 )  # fmt: skip
 """Fields of a sample that training reads and that take more than a record may."""
+MAX_SOURCE = 2048
+"""Characters of a path or address of a picture; what is longer holds the picture itself."""
 BEFORE_ALL = -1
 """The rollout after which the first evaluation of a run comes."""
 STRAGGLER_SHARE = 0.03
@@ -97,8 +101,9 @@ def record_rollout(
         began_s = time.thread_time()
         if not is_loaded:
             record_phases(samples)
-        rows = [_row(rollout_id, i, sample, None, trained[i]) for i, sample in enumerate(samples[:limit])]
-        rows += [_row(rollout_id, None, sample, reason, None) for sample, reason in dropped[:limit]]
+        copies = SmallCopies()
+        rows = [_row(rollout_id, i, sample, None, trained[i], copies) for i, sample in enumerate(samples[:limit])]
+        rows += [_row(rollout_id, None, sample, reason, None, copies) for sample, reason in dropped[:limit]]
         path = samples_path(folder / run_record.SAMPLES_FOLDER, rollout_id)
         _write_table(path, rows, ROLLOUT_SCHEMA, config, began_s)
 
@@ -119,9 +124,9 @@ def record_evaluation(config: RecordConfig, rollout_id: int, data: Mapping[str, 
         return
 
     def work(folder: Path) -> None:
-        began_s = time.thread_time()
+        began_s, copies = time.thread_time(), SmallCopies()
         rows = [
-            _row(rollout_id, position, sample, None, None) | {"evaluation": _text(name)}
+            _row(rollout_id, position, sample, None, None, copies) | {"evaluation": _text(name)}
             for name, samples in answers.items()
             for position, sample in enumerate(samples)
         ]
@@ -233,11 +238,15 @@ def rollout_of(path: Path) -> int:
 
 
 def _row(
-    rollout_id: int, position: int | None, sample: Sample, drop_reason: str | None, train_reward: float | None
+    rollout_id: int,
+    position: int | None,
+    sample: Sample,
+    drop_reason: str | None,
+    train_reward: float | None,
+    copies: SmallCopies,
 ) -> dict[str, Any]:
     reward = sample.reward
     calls = list(_requests([sample]))
-    prompt = sample.prompt if isinstance(sample.prompt, str) else json.dumps(sample.prompt, ensure_ascii=False)
     metadata, lacks = _metadata(sample)
     return {
         "rollout": rollout_id,
@@ -249,7 +258,7 @@ def _row(
         "reward": float(reward) if isinstance(reward, Real) else None,
         "reward_json": None if reward is None or isinstance(reward, Real) else json.dumps(reward, default=_number),
         "train_reward": train_reward,
-        "prompt": _text(prompt),
+        "prompt": _text(_prompt(sample.prompt)),
         "response": _text(sample.response),
         "label": None if sample.label is None else _text(str(sample.label)),
         "tokens": sample.tokens,
@@ -266,6 +275,32 @@ def _row(
         "teacher_log_probs": sample.teacher_log_probs,
         "metadata": metadata,
         "lacks": [*lacks, *(name for name in TOO_LARGE if getattr(sample, name) is not None)],
+        **copies.columns(sample),
+    }
+
+
+def _prompt(prompt: Any) -> str:
+    """Return a prompt as text; messages as JSON, in which a picture that is no path or address is a word."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = [
+        {**one, "content": [_without_pixels(part) for part in one["content"]]}
+        if isinstance(one, Mapping) and isinstance(one.get("content"), list)
+        else one
+        for one in (prompt if isinstance(prompt, list) else [prompt])
+    ]
+    whole = messages if isinstance(prompt, list) else messages[0]
+    return json.dumps(whole, ensure_ascii=False, default=lambda value: f"({type(value).__name__})")
+
+
+def _without_pixels(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    return {
+        name: f"({len(value)} characters)"
+        if name in ("image", "image_url", "url", "bytes") and isinstance(value, str) and len(value) > MAX_SOURCE
+        else _without_pixels(value)
+        for name, value in part.items()
     }
 
 

@@ -180,7 +180,9 @@ function sampleBox(k, choosePrompt) {
     const group = [];
     for (let other = Math.max(0, k - 500); other < Math.min(samples.count, k + 500); other++) if (facts.g[other] === facts.g[k] && facts.f[other] === facts.f[k] && facts.t[other] >= 0) group.push(other);
     const beside = el("div", { class: "beside", tabindex: "0", role: "region", "aria-label": "The group side by side" }, ...group.map((other) => el("div", {}, el("strong", { text: `${other === k ? "this one, " : ""}reward ${show(rewardOf(other))}, ${facts.n[other]} tokens, ${visible(samples.statuses[facts.s[other]])}` }), el("pre", { text: visible(short(responseOf(textOf(other)), 3000)) }))));
+    const pictures = (text.im || []).map((place, i, all) => el("img", { src: data.samples.pictures[place], alt: `Picture ${i + 1} of ${all.length}` }));
     box.append(el("h3", { text: "Prompt" }), el("pre", { tabindex: "0", role: "group", "aria-label": "Prompt", text: visible(samples.prompts[facts.p[k]]) }),
+      pictures.length ? el("div", { class: "pictures" }, ...pictures) : "",
       el("h3", { text: "Response" }), ...responsePart(text), el("p", { text: visible(said.filter(Boolean).join(" · ")) }));
     if (group.length > 1) box.append(more(`The group side by side (${group.length})`, beside));
     pending.length = 0;

@@ -11,8 +11,11 @@ import urllib.request
 from argparse import Namespace
 from contextlib import contextmanager
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
 from slime.flags.observability import RecordConfig
 from slime.observability import run_record, sample_record
@@ -99,6 +102,66 @@ def test_of_many_samples_the_page_has_all_facts_and_some_texts_of_every_rollout(
     assert samples["all"] == 200 * NUM_STEPS == len(step_of) > len(samples["texts"])
     assert {step_of[text["k"]] for text in samples["texts"]} == set(range(1, NUM_STEPS + 1))
     assert len(json.dumps(data)) < 0.6e6
+
+
+def write_run_with_pictures(folder, *, num_groups=4, side=64):
+    """A run whose samples have pictures: one of their group, and one of all."""
+    run_record.start_recording(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
+    append_record(folder / "metrics.jsonl", {"rollout/step": 0})
+    of_all = Image.new("RGB", (40, 20), (200, 30, 40))
+    samples = []
+    for group in range(num_groups):
+        own = Image.effect_noise((side, side), 100).convert("RGB")
+        samples += [
+            Sample(
+                index=2 * group + i, group_index=group, prompt=f"p {group}", response="a", reward=0.0,
+                response_length=1, tokens=[0, 1], status=Sample.Status.COMPLETED,
+                multimodal_inputs={"images": [own, of_all]},
+            )
+            for i in range(2)
+        ]  # fmt: skip
+    sample_record.record_rollout(ALL, 0, samples, None)
+    run_record.stop_recording()
+    return folder
+
+
+def test_pictures_stand_beside_their_answers_each_once_and_nothing_else_may_be_shown(tmp_path):
+    folder = write_run_with_pictures(tmp_path / "seen")
+    page = report.page_of(read_run(folder))
+    samples = data_in(page)["samples"]
+    assert len(samples["pictures"]) == 5 == len(set(samples["pictures"]))
+    assert all(re.match(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+$", url) for url in samples["pictures"])
+    shown = [text["im"] for text in samples["texts"]]
+    assert (
+        shown[::2] == shown[1::2]
+        and {one[1] for one in shown} == {shown[0][1]}
+        and len({one[0] for one in shown}) == 4
+    )
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert "img-src data:;" in policy and "default-src 'none'" in policy and "connect-src" not in policy
+
+
+def test_pictures_of_a_record_that_somebody_changed_are_left_out(tmp_path):
+    folder = write_run_with_pictures(tmp_path / "hostile", num_groups=1)
+    path = folder / "samples/rollout_000000.parquet"
+    rows = pq.read_table(path)
+    hostile = [[b"<svg onload=alert(1)>", b"\x89PNG" * 100_000], None]
+    column = pa.array(hostile, rows.schema.field("pictures").type)
+    pq.write_table(rows.set_column(rows.column_names.index("pictures"), "pictures", column), path)
+    samples = data_in(report.page_of(read_run(folder)))["samples"]
+    assert (
+        samples["pictures"] == [] and all("im" not in text for text in samples["texts"]) and len(samples["texts"]) == 2
+    )
+
+
+def test_pictures_share_the_room_of_the_texts(tmp_path):
+    folder = write_run_with_pictures(tmp_path / "many", num_groups=60, side=192)
+    page = report.page_of(read_run(folder), samples_mb=0.2)
+    samples = data_in(page)["samples"]
+    assert 2 < len(samples["pictures"]) < 60 and samples["all"] == 120
+    assert sum(map(len, samples["pictures"])) < 0.25e6
+    of_page = data_in(report.page_of(read_run(write_run(tmp_path / "blind"))))["samples"]
+    assert of_page["pictures"] == []
 
 
 def test_figures_of_a_rollout_are_over_all_of_its_samples(tmp_path):

@@ -19,7 +19,7 @@ from slime.observability.metrics_file import append_record
 from slime.observability.run_reader import read_run
 from tests.contracts.source_tree import REPO
 from tests.unit.tools.prepared_runs import write_prepared_run
-from tests.unit.tools.test_report import record_evaluations, write_run
+from tests.unit.tools.test_report import record_evaluations, write_run, write_run_with_pictures
 from tools import report, watch
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -199,6 +199,24 @@ def test_hostile_texts_are_shown_as_text_and_run_nothing(open_page, tmp_path):
     page.locator("details.sample > summary").first.click()
     assert len(page.get_by_role("group", name="Text of the response").inner_text()) < 30_000
     assert page.title().startswith("slime: hostile")
+
+
+def test_pictures_are_shown_beside_their_answer_and_none_from_elsewhere(open_page, tmp_path):
+    page = open_page(write_page(write_run_with_pictures(tmp_path / "seen")))
+    page.get_by_role("tab", name="Samples").click()
+    page.locator("details.sample > summary").first.click()
+    pictures = page.locator("details.sample[open] .pictures img")
+    assert [one.get_attribute("alt") for one in pictures.all()] == ["Picture 1 of 2", "Picture 2 of 2"]
+    assert [one.evaluate("node => [node.naturalWidth, node.naturalHeight]") for one in pictures.all()] == [
+        [64, 64],
+        [40, 20],
+    ]
+    assert page.said == []
+    page.evaluate("""() => { for (const src of ["https://example.org/x.png", "x.png"])
+        document.body.append(Object.assign(document.createElement("img"), { src })); }""")
+    page.wait_for_timeout(300)
+    assert len(page.said) == 2 and all("Content Security Policy" in text for text in page.said)
+    page.said.clear()
 
 
 def test_a_run_that_is_under_way_or_was_cut_off_in_a_line_is_shown_as_far_as_it_went(open_page, tmp_path):
