@@ -62,9 +62,6 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "if self._failed_resends >= MAX_FAILED_RESENDS:",
         "if True:",
     ),
-    "monitors go on during a push": _bug(
-        "slime.ray.actor_group:RayTrainGroup.update_weights", 'self._ask_manager("health_monitoring_pause")', "pass"
-    ),
     "a push that no engine took is not repeated": _bug(
         "slime.ray.actor_group:RayTrainGroup._push_until_taken", "num_failed == MAX_PUSHES", "True"
     ),

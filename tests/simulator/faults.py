@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 DEFAULT = "slime.rollout.sglang_rollout.generate_rollout"
@@ -109,15 +110,21 @@ LASTS_S = (0.5, 3.0, 8.0, 20.0, 90.0, 400.0, 4000.0, 4000.0)
 DISK_FAULTS = ("full", "ioerror", "half", "after")
 
 
-def draw_fault(rng: random.Random, setup: Setup, sites: Counter[str], end_s: float) -> Fault:
-    """Draw a fault; each site is as likely as any other, however often it is passed."""
+def draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int, int]], end_s: float) -> Fault:
+    """Draw a fault; each site is as likely as any other, however often it is passed.
+
+    Args:
+        sites: by name, how often each was passed before the time at which a fault may strike, and until its end.
+        end_s: of that time, for faults that strike wherever the job is.
+    """
     if rng.random() < 0.15 or not sites:
         kind = rng.choice(("kill", "kill", "hang", "slow", "cut", "clock"))
         return Fault(
             kind, at_s=round(rng.uniform(0, end_s), 3), target=rng.choice(roles(setup)), amount=_amount(rng, kind)
         )
     site = rng.choice(sorted(sites))
-    nth = rng.randint(1, sites[site])
+    passed, last = sites[site]
+    nth = rng.randint(passed + 1, last)
     if site.startswith("http"):
         kind = rng.choice(("refuse", "lose", "status", "garbage", "double", "kill", "kill", "hang", "cut", "slow"))
     elif site.startswith("file"):
@@ -141,7 +148,35 @@ def draw_faults(seed: int, setup: Setup, sites: Counter[str], end_s: float) -> l
     """Return the faults of a seed."""
     rng = random.Random(seed * 31 + 7)
     count = rng.choice((1, 1, 1, 2, 2, 3, 5))
-    return [draw_fault(rng, setup, sites, end_s) for _ in range(count)]
+    everywhere = {site: (0, passed) for site, passed in sites.items()}
+    return [draw_fault(rng, setup, everywhere, end_s) for _ in range(count)]
+
+
+def strikes_recovery(seed: int) -> bool:
+    """Return whether the faults of a seed, after the first, strike while the job recovers from that."""
+    return random.Random(seed * 31 + 5).random() < 0.3
+
+
+def draw_faults_of_recovery(seed: int, setup: Setup, sites: Mapping[str, tuple[int, int]]) -> list[Fault]:
+    """Return one or two faults that strike while the job recovers from the first of a seed."""
+    rng = random.Random(seed * 31 + 11)
+    return [fault for _ in range(rng.choice((1, 1, 2))) if (fault := draw_fault(rng, setup, sites, 0.0)).site]
+
+
+def victim(fault: Fault) -> str:
+    """Return the role that a fault hits; "" where that is not known."""
+    if fault.target != "self" and fault.kind not in ("refuse", "lose", "status", "garbage", "double"):
+        return fault.target
+    if fault.site.startswith("train "):
+        return "trainer"
+    return fault.site.split()[1].partition(".")[0] if fault.site else ""
+
+
+def may_cost_an_engine(fault: Fault, setup: Setup) -> bool:
+    """Return whether an engine may be replaced because of a fault."""
+    if fault.kind == "clock" or fault.kind in DISK_FAULTS:
+        return False
+    return fault.kind != "kill" or not victim(fault).startswith(("trainer", "driver", "manager"))
 
 
 def EXCUSES(fault: Fault, setup: Setup) -> bool:  # noqa: N802
@@ -150,11 +185,7 @@ def EXCUSES(fault: Fault, setup: Setup) -> bool:  # noqa: N802
         return False
     if fault.kind in DISK_FAULTS:
         return True
-    role = fault.target
-    if role == "self" or fault.kind in ("refuse", "lose", "status", "garbage", "double"):
-        role = fault.site.split()[1].partition(".")[0] if fault.site else ""
-        if fault.site.startswith("train "):
-            role = "trainer"
+    role = victim(fault)
     if role.startswith("trainer"):
         return setup.recovery == "off" or fault.kind == "cut"
     if role.startswith(("engine", "server", "router")):

@@ -39,7 +39,8 @@ class Process:
         self.is_alive = True
         self.frozen_until_s = 0.0
         """It is stopped (SIGSTOP, a hanging GPU) until then."""
-        self.globals: dict[Any, Any] = {}
+        self.globals: list[Any] = []
+        """Values of the module globals of which it has its own, while other processes run."""
         self.owned: list[Process] = []
         self.on_death: list[Callable[[], None]] = []
         self.end_s: float | None = None
@@ -220,15 +221,14 @@ class Kernel:
 
     def _load(self, process: Process | None) -> None:
         """Put the module globals of a process into the modules."""
-        before = self._loaded
-        for key in self.globals_of_process:
-            holder, name, make = key
-            if before is not None:
-                before.globals[key] = getattr(holder, name)
-            if process is not None:
-                if key not in process.globals:
-                    process.globals[key] = make()
-                setattr(holder, name, process.globals[key])
+        before, slots = self._loaded, self.globals_of_process
+        if before is not None:
+            before.globals = [getattr(holder, name) for holder, name, _ in slots]
+        if process is not None:
+            if not process.globals:
+                process.globals = [make() for _, _, make in slots]
+            for (holder, name, _), value in zip(slots, process.globals, strict=True):
+                setattr(holder, name, value)
         self._loaded = process
 
     def describe_waits(self) -> str:

@@ -24,7 +24,7 @@ from slime.rollout import fully_async_rollout, sglang_rollout  # noqa: F401 - be
 from slime.rollout.ledger.journal import Journal
 from slime.utils.misc import SingletonMeta
 from tests.simulator.fake_ray import RemoteClass, patch_ray
-from tests.simulator.faults import Fault, Setup, draw_faults, setup_of
+from tests.simulator.faults import Fault, Setup, draw_faults, draw_faults_of_recovery, setup_of, strikes_recovery
 from tests.simulator.files import patch_files
 from tests.simulator.kernel import Kernel, Patches, Process, running
 from tests.simulator.network import AsyncSession, SyncSession
@@ -35,6 +35,8 @@ from tests.simulator.world import Outcome, World
 from tests.unit.rollout.fake_cluster import FakeTokenizer
 
 MEMORY = Path("/dev/shm")
+NO_SIGTERM_S = 60.0
+"""No process gets SIGTERM here: looking for it every second would be every fifth event."""
 
 
 def world() -> World:
@@ -94,6 +96,7 @@ def install() -> Patches:
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.engines import actor as engine_actor
     from slime.ray.engines import fleet, models
+    from slime.ray.engines.group import EngineGroup
     from slime.ray.gpus import GpuSlice
     from slime.rollout import (
         data_source,
@@ -159,11 +162,21 @@ def install() -> Patches:
         (state, "_tune_garbage_collection", nothing),
         (data_source, "load_tokenizer", lambda *_, **__: FakeTokenizer()),
         (data_source, "load_processor", nothing),
+        (waiting, "SIGTERM_POLL_S", NO_SIGTERM_S),
+        (sglang_engine, "POLL_S", 1.0),
         (async_utils, "_arm", nothing),
         (async_utils.faulthandler, "cancel_dump_traceback_later", nothing),
         (uuid, "uuid4", lambda: uuid.UUID(int=world().kernel.rng("uuid").getrandbits(128))),
     ):
         patches.set(holder, name, value)
+    evict = EngineGroup._evict
+
+    @functools.wraps(evict)
+    def evicted(group: EngineGroup, index: int, event: Any, reason: str) -> None:
+        world().evicted(group.name_of(index), reason)
+        evict(group, index, event, reason)
+
+    patches.set(EngineGroup, "_evict", evicted)
     record_finished = Journal.record_finished
 
     def recorded(journal: Journal, group: list[Any]) -> None:
@@ -304,7 +317,11 @@ def schedule_of(seed: int) -> tuple[Setup, list[Fault]]:
     """Return job and faults of a seed."""
     setup = setup_of(seed)
     plain = undisturbed(setup)
-    return setup, draw_faults(seed, setup, plain.sites, plain.virtual_s - 30.0)
+    faults = draw_faults(seed, setup, plain.sites, plain.virtual_s - 30.0)
+    if strikes_recovery(seed):
+        first = run_schedule(seed, setup, faults[:1])
+        faults = faults[:1] + draw_faults_of_recovery(seed, setup, first.recovery_sites)
+    return setup, faults
 
 
 def run_seed(seed: int) -> Outcome:

@@ -9,25 +9,22 @@ import traceback
 import zlib
 from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import train
 import train_async
-from slime.flags.checkpoint import TRACKER, derive_starting_point, has_finished_save, inspect_checkpoint
+from slime.flags.checkpoint import derive_starting_point, has_finished_save, inspect_checkpoint
 from slime.ray import job
-from slime.rollout.base_types import first_index
-from slime.rollout.data_source import groups_from_state
-from slime.rollout.ledger.ledger import position_path
-from slime.rollout.state_file import read_state
 from tests.scripted_engine.script import Script, split_prompt
 from tests.simulator.fake_ray import Cluster
-from tests.simulator.faults import DISK_FAULTS, EXCUSES, Fault, Setup
+from tests.simulator.faults import DISK_FAULTS, EXCUSES, Fault, Setup, may_cost_an_engine
 from tests.simulator.files import Files
-from tests.simulator.job import base_args, is_dull
+from tests.simulator.job import base_args
 from tests.simulator.kernel import Kernel, Process, StuckError
 from tests.simulator.network import Server
+from tests.simulator.oracles import check_checkpoint, check_end, check_journal, watch_bounds
 from tests.simulator.servers import LOG_PROB_UNIT, EngineServer
 from tests.simulator.trainer import NUM_BUCKETS
 
@@ -35,6 +32,8 @@ DEBUG = False
 LIFE_HORIZON_S = 6 * 3600.0
 """Virtual time after which a job that has not ended hangs."""
 ORPHANS_AFTER_S = 30.0
+RECOVERY_S = 60.0
+"""Time after a fault in which others strike the recovery from it."""
 LEDGER_S = 10.0
 """Time in which the ledger writes what it was given, however slow its disk."""
 NUM_PROMPTS = 64
@@ -63,6 +62,9 @@ class Outcome:
     num_events: int = 0
     num_fired: int = 0
 
+    recovery_sites: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Site -> how often it was passed until the first fault, and until RECOVERY_S later, where that is more."""
+
     @property
     def digest(self) -> int:
         """A number that is equal for equal stories."""
@@ -83,6 +85,8 @@ class World:
         self.story: list[str] = []
         self.violations: list[str] = []
         self.sites: Counter[str] = Counter()
+        self.peaks: Counter[str] = Counter()
+        """The largest sizes of what may not grow without bound."""
         self.cluster = Cluster(kernel, self.at, self.note)
         self.files = Files(self, folder)
         self.servers: dict[int, Server] = {}
@@ -112,6 +116,8 @@ class World:
         self.fired_in_life: list[Fault] = []
         self.is_started = False
         """The engines got weights in this life."""
+        self._sites_before: Counter[str] = Counter()
+        self._sites_after: Counter[str] = Counter()
         self._by_site: dict[str, list[Fault]] = {}
         for fault in faults:
             if fault.site:
@@ -127,6 +133,12 @@ class World:
         """Tell what must not be."""
         self.note(f"VIOLATION: {text}")
         self.violations.append(text)
+
+    def within(self, what: str, size: int, bound: int) -> None:
+        """Note the size of something that may not grow above a bound."""
+        self.peaks[what] = max(self.peaks[what], size)
+        if size > bound:
+            self.violate(f"{size} {what}, of which there may be {bound}")
 
     # Faults
 
@@ -145,6 +157,9 @@ class World:
     def strike(self, fault: Fault, process: Process | None) -> str | None:
         """Let a fault happen; return what the place where it happens must do itself."""
         lasts_s = fault.amount if fault.kind in ("hang", "cut", "full") else 0.0
+        if not self.fired:
+            self._sites_before = self.sites.copy()
+            self.kernel.call_later(RECOVERY_S, lambda: self._sites_after.update(self.sites))
         self.fired.append((fault, self.kernel.now_s + lasts_s))
         self.fired_in_life.append(fault)
         self.had_early_fault |= not self.is_started
@@ -169,6 +184,10 @@ class World:
                         if server.process is target:
                             server.slowness = fault.amount
         return None
+
+    def _recovery_sites(self) -> dict[str, tuple[int, int]]:
+        before, after = self._sites_before, self._sites_after
+        return {site: (before[site], after[site]) for site in after if after[site] > before[site]}
 
     def _role(self, fault: Fault, process: Process | None) -> str:
         return self.cluster.role_of(process) if fault.target == "self" and process else fault.target
@@ -201,6 +220,11 @@ class World:
 
         self.engines.append(server)
         self.kernel.call_later(3.0, take)
+
+    def evicted(self, engine: str, reason: str) -> None:
+        """A manager gives an engine up: not one to which nothing happened."""
+        if not any(may_cost_an_engine(fault, self.setup) for fault in self.fired_in_life):
+            self.violate(f"{engine} is replaced ({reason}) though only {self.fired_in_life} happened")
 
     def tokens_drawn(self, server: EngineServer, state: int | None, version: str, request: Any, count: int) -> None:
         """An engine answered a request of the rollout."""
@@ -303,10 +327,10 @@ class World:
                 break
             is_done = self._live()
         if is_done and not self.violations:
-            self._check_end()
+            check_end(self)
         return Outcome(
             self.violations, self.story, self.sites, self.num_lives, self.kernel.now_s, self.kernel.num_events,
-            len(self.fired),
+            len(self.fired), self._recovery_sites(),
         )  # fmt: skip
 
     def _live(self) -> bool:
@@ -318,6 +342,7 @@ class World:
         kernel.horizon_s = began_s + LIFE_HORIZON_S
         driver = Process(kernel, "driver" if self.num_lives == 1 else f"driver#{self.num_lives}")
         self.cluster.roles[driver] = "driver"
+        watch_bounds(self, driver)
         codes: list[Any] = []
         self.note(f"the command is given (time {self.num_lives})")
 
@@ -343,7 +368,8 @@ class World:
         is_excused = self.had_early_fault or any(EXCUSES(fault, self.setup) for fault in self.fired_in_life)
         if code not in (0, -9) and not is_excused:
             self.violate(f"the run ended ({type(error).__name__}: {error}) though only {self.fired_in_life} happened")
-        self._check_checkpoint()
+        check_checkpoint(self)
+        check_journal(self)
         self._pass_time(ORPHANS_AFTER_S)
         for process in kernel.processes:
             if process.is_alive:
@@ -370,66 +396,6 @@ class World:
         if has_finished_save(args.load):
             inspect_checkpoint(args.load, "--load")
         return args
-
-    # What must hold
-
-    def _check_checkpoint(self) -> None:
-        """The checkpoint that counts is whole, at every end of a life."""
-        root = self.folder / "save"
-        if not (root / TRACKER).exists():
-            return
-        iteration = -1
-        try:
-            iteration = int((root / TRACKER).read_text())
-            folder = root / f"iter_{iteration:07d}"
-            for rank in range(self.setup.trainer_ranks):
-                json.loads((folder / f"__{rank}_0.distcp").read_bytes())
-            if not (folder / "metadata.json").exists():
-                raise FileNotFoundError("metadata.json")
-            read_state(root / "rollout" / f"global_dataset_state_dict_{iteration}.pt", what="position")
-            read_state(position_path(str(root), iteration), what="ledger position")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint is of no use
-            self.violate(f"the checkpoint of rollout {iteration} cannot be loaded: {type(error).__name__}: {error}")
-
-    def _check_end(self) -> None:
-        """Every rollout was trained once, in order, no sample twice, and no prompt is lost."""
-        setup, root = self.setup, self.folder / "save"
-        last = setup.num_rollout - 1
-        if int((root / TRACKER).read_text()) != last:
-            self.violate(f"the last checkpoint is of rollout {(root / TRACKER).read_text()}, not of {last}")
-            return
-        number = json.loads((root / f"iter_{last:07d}" / "__0_0.distcp").read_bytes())["state"]
-        chain: list[State] = []
-        while (state := self.states[number]) is not None:
-            chain.append(state)
-            number = state.parent
-        chain.reverse()
-        if [state.rollout_id for state in chain] != list(range(setup.num_rollout)):
-            self.violate(f"trained were the rollouts {[state.rollout_id for state in chain]}")
-        indices = Counter(index for state in chain for index, _ in state.samples)
-        if twice := [index for index, count in indices.items() if count > 1]:
-            self.violate(f"samples {twice[:8]} were trained twice")
-        groups = {index // setup.samples_per_prompt for index in indices}
-        if len(indices) != len(groups) * setup.samples_per_prompt or len(groups) != setup.num_rollout * setup.batch:
-            self.violate(f"{len(indices)} samples of {len(groups)} groups were trained")
-        if setup.is_exact and groups != set(range(setup.num_rollout * setup.batch)):
-            self.violate(f"trained were the groups {sorted(groups)}")
-        position = read_state(root / "rollout" / f"global_dataset_state_dict_{last}.pt", what="position")
-        ledger = read_state(position_path(str(root), last), what="ledger position")
-        held = {first_index(g) for g in groups_from_state(position.get("buffer") or []) if g}
-        held |= {first_index(g) for g in groups_from_state(ledger["open"]) if g}
-        held_groups = {index // setup.samples_per_prompt for index in held}
-        if both := held_groups & groups:
-            self.violate(f"groups {sorted(both)[:8]} were trained and are to be drawn again")
-        if not setup.discards:
-            issued = set(range(position["sample_group_index"]))
-            lost = {g for g in issued - groups - held_groups if not is_dull(g)}
-            if setup.is_filtered:
-                pass
-            else:
-                lost = issued - groups - held_groups
-            if lost:
-                self.violate(f"the prompts of groups {sorted(lost)[:8]} are lost")
 
 
 @dataclass

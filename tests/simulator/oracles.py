@@ -1,0 +1,119 @@
+"""What must hold at the end of each life of a job, at its end, and of the sizes of everything that grows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from slime.flags.checkpoint import TRACKER
+from slime.rollout.base_types import first_index
+from slime.rollout.data_source import groups_from_state
+from slime.rollout.ledger.ledger import position_path
+from slime.rollout.state_file import read_state
+from tests.simulator.faults import Setup
+from tests.simulator.job import is_dull
+from tests.simulator.kernel import Process
+
+if TYPE_CHECKING:
+    from tests.simulator.world import State, World
+
+LOOK_EVERY_S = 5.0
+MAX_THREADS = 16
+"""Of one process; twice of what any needs."""
+MAX_LEDGER_BYTES, MAX_LEDGER_FILES = 60_000, 32
+"""Three rollouts and their records take a third of that."""
+
+
+def groups_at_a_time(setup: Setup) -> int:
+    """Return the number of groups that a rollout draws at once; what is ahead of it is as much."""
+    return 2 * (setup.batch + setup.over_sampling)
+
+
+def watch_bounds(world: World, driver: Process) -> None:
+    """See now and then, for as long as the driver lives, that nothing grows without bound."""
+    kernel, setup = world.kernel, world.setup
+    requests = 2 * groups_at_a_time(setup) * setup.samples_per_prompt
+
+    def look() -> None:
+        if not driver.is_alive:
+            return
+        threads = Counter(strand.process for strand in kernel.strands if strand.process.is_alive and not strand.dead)
+        for process, count in threads.items():
+            world.within(f"threads of {world.cluster.role_of(process).rstrip('0123456789')}", count, MAX_THREADS)
+        for server in world.engines:
+            if server.process.is_alive:
+                world.within("requests of an engine", len(server.running) + len(server.queue), requests)
+        kernel.call_later(LOOK_EVERY_S, look)
+
+    look()
+
+
+def check_journal(world: World) -> None:
+    """The ledger holds what came after the checkpoint, and not the whole run."""
+    folder = world.folder / "save" / "ledger"
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    world.within("bytes of the ledger", sum(path.stat().st_size for path in files), MAX_LEDGER_BYTES)
+    world.within("files of the ledger", len(files), MAX_LEDGER_FILES)
+
+
+def check_checkpoint(world: World) -> None:
+    """The checkpoint that counts is whole, at every end of a life."""
+    root = world.folder / "save"
+    if not (root / TRACKER).exists():
+        return
+    iteration = -1
+    try:
+        iteration = int((root / TRACKER).read_text())
+        folder = root / f"iter_{iteration:07d}"
+        for rank in range(world.setup.trainer_ranks):
+            json.loads((folder / f"__{rank}_0.distcp").read_bytes())
+        if not (folder / "metadata.json").exists():
+            raise FileNotFoundError("metadata.json")
+        read_state(root / "rollout" / f"global_dataset_state_dict_{iteration}.pt", what="position")
+        read_state(position_path(str(root), iteration), what="ledger position")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint is of no use
+        world.violate(f"the checkpoint of rollout {iteration} cannot be loaded: {type(error).__name__}: {error}")
+
+
+def check_end(world: World) -> None:
+    """Every rollout was trained once, in order, no sample twice, and no prompt is lost."""
+    setup, root = world.setup, world.folder / "save"
+    last = setup.num_rollout - 1
+    if int((root / TRACKER).read_text()) != last:
+        world.violate(f"the last checkpoint is of rollout {(root / TRACKER).read_text()}, not of {last}")
+        return
+    number = json.loads((root / f"iter_{last:07d}" / "__0_0.distcp").read_bytes())["state"]
+    chain: list[State] = []
+    while (state := world.states[number]) is not None:
+        chain.append(state)
+        number = state.parent
+    chain.reverse()
+    if [state.rollout_id for state in chain] != list(range(setup.num_rollout)):
+        world.violate(f"trained were the rollouts {[state.rollout_id for state in chain]}")
+    indices = Counter(index for state in chain for index, _ in state.samples)
+    if twice := [index for index, count in indices.items() if count > 1]:
+        world.violate(f"samples {twice[:8]} were trained twice")
+    groups = {index // setup.samples_per_prompt for index in indices}
+    if len(indices) != len(groups) * setup.samples_per_prompt or len(groups) != setup.num_rollout * setup.batch:
+        world.violate(f"{len(indices)} samples of {len(groups)} groups were trained")
+    if setup.is_exact and groups != set(range(setup.num_rollout * setup.batch)):
+        world.violate(f"trained were the groups {sorted(groups)}")
+    position = read_state(root / "rollout" / f"global_dataset_state_dict_{last}.pt", what="position")
+    ledger = read_state(position_path(str(root), last), what="ledger position")
+    world.within("groups in the buffer", len(position.get("buffer") or []), groups_at_a_time(setup))
+    world.within("groups open in the ledger", len(ledger["open"]), 2 * groups_at_a_time(setup))
+    held = {first_index(g) for g in groups_from_state(position.get("buffer") or []) if g}
+    held |= {first_index(g) for g in groups_from_state(ledger["open"]) if g}
+    held_groups = {index // setup.samples_per_prompt for index in held}
+    if both := held_groups & groups:
+        world.violate(f"groups {sorted(both)[:8]} were trained and are to be drawn again")
+    if not setup.discards:
+        issued = set(range(position["sample_group_index"]))
+        lost = {g for g in issued - groups - held_groups if not is_dull(g)}
+        if setup.is_filtered:
+            pass
+        else:
+            lost = issued - groups - held_groups
+        if lost:
+            world.violate(f"the prompts of groups {sorted(lost)[:8]} are lost")
