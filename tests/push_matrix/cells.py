@@ -43,6 +43,8 @@ SERVED = (
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen3_5_vl",
+    "qwen3_5_vl_moe",
     "qwen3_vl",
     "qwen3_vl_moe",
     "gemma3",

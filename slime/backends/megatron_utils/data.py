@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.cp_utils import cp_layout, slice_log_prob_with_cp
 from slime.backends.megatron_utils.layers.vision import ImageBatch
+from slime.backends.megatron_utils.models import has_tower
 from slime.train_data.columns import COLUMNS, RankBatch
 from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.train_data.split import sample_name
 from slime.utils.errors import DataError
+from slime.utils.json_file import read_model_config
 from slime.utils.processing_utils import full_pixels
 
 PER_TOKEN_COLUMNS = frozenset(
@@ -218,10 +221,18 @@ def packed_lengths(
     ]
 
 
+@lru_cache(maxsize=2)
+def _config_of(folder: str) -> dict[str, Any]:
+    return read_model_config(folder)
+
+
 def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments of the model's forward for a batch of :func:`get_batch`.
 
     A user's model gets pixels and the like joined over the samples, on the device; slime's own take what they need.
+
+    Raises:
+        DataError: there are images, and the model has no vision tower.
     """
     inputs = batch.get("multimodal_train_inputs")
     multimodal: dict[str, Any] = {}
@@ -232,6 +243,13 @@ def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
             joined = torch.cat([sample[name] for sample in inputs if sample and name in sample])
             multimodal[name] = joined.to(batch["tokens"].device)
     elif inputs:
+        config = _config_of(args.hf_checkpoint)
+        if not has_tower(args, config):
+            raise DataError(
+                f"samples have images, but the trainer's {config.get('model_type')} has no vision tower; give "
+                "--multimodal-keys or --train-vision-tower for a family that has one (docs/models.md), else "
+                "--custom-model-provider-path."
+            )
         multimodal["images"] = ImageBatch(batch["host_tokens"], inputs)
     mtp = {"mtp_inputs": batch["mtp_inputs"]} if batch.get("mtp_inputs") is not None else {}
     return {

@@ -28,8 +28,8 @@ from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
 from slime.backends.megatron_utils.layers.lora import add_adapters
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
-from slime.backends.megatron_utils.layers.vision import VisionModel
-from slime.backends.megatron_utils.models import family_of
+from slime.backends.megatron_utils.layers.vision import VisionModel, VisionModelWithMtp
+from slime.backends.megatron_utils.models import has_tower
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_model_config
 from slime.utils.misc import load_function
@@ -130,17 +130,19 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
         "post_mlp_layernorm": args.post_mlp_layernorm,
     }
     spec_source = load_spec(args.spec) if args.spec else None
-    vision_model = _vision_model(args)
+    vision_options = _vision_options(args)
 
     def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         spec = get_block_spec(config, vp_stage, **sandwich)
         if spec_source is not None:
             spec = resolve_spec(spec_source, args, config, vp_stage)
-        model_class: Callable[..., GPTModel] = vision_model or GPTModel
+        model_class: Callable[..., GPTModel] = VisionModel if vision_options else GPTModel
         if config.mtp_num_layers:
+            mtp_class = VisionModelWithMtp if vision_options else GPTModelWithMtp
             mtp_spec = get_mtp_spec(config, spec)
-            model_class = partial(GPTModelWithMtp, mtp_spec=mtp_spec, trains_mtp=args.enable_mtp_training)
+            model_class = partial(mtp_class, mtp_spec=mtp_spec, trains_mtp=args.enable_mtp_training)
         model = model_class(
+            **vision_options,
             config=config,
             transformer_layer_spec=spec,
             vocab_size=args.padded_vocab_size,
@@ -165,15 +167,12 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
     return build
 
 
-def _vision_model(args: Namespace) -> Callable[..., GPTModel] | None:
-    """Return the class of a model with a vision tower, by the config.json of ``--hf-checkpoint``; None for others."""
-    if not args.hf_checkpoint:
-        return None
-    config = read_model_config(args.hf_checkpoint)
-    family = family_of(config)
-    if family is None or not family.weight_map.tower or "vision_config" not in config:
-        return None
-    return partial(VisionModel, folder=args.hf_checkpoint, hf_config=config, trains_tower=args.train_vision_tower)
+def _vision_options(args: Namespace) -> dict[str, Any]:
+    """Return the arguments that a model with a vision tower takes beside GPTModel's; none for a model without."""
+    config = read_model_config(args.hf_checkpoint) if args.hf_checkpoint else {}
+    if not has_tower(args, config):
+        return {}
+    return {"folder": args.hf_checkpoint, "hf_config": config, "trains_tower": args.train_vision_tower}
 
 
 def _custom_provider(args: Namespace, role: str) -> ModelProvider:

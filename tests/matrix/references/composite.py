@@ -19,6 +19,7 @@ from torch import Tensor
 from slime.weights.stacked_experts import ExpertStacker, Stack, by_expert, place_of
 from tests.matrix.case import FamilyCase, Tensors, random_tensor, read_config, read_tensors, write_tensors
 from tests.matrix.references.mtp import ModelWithMtp, MtpFormat, write_with_mtp
+from tests.matrix.references.vision import END, IMAGE, START
 
 TRUNK, TEXT, TOWER = "model.language_model.", "model.", "model.visual."
 VISION = {
@@ -75,6 +76,7 @@ def write_composite(
         "architectures": [case.architecture],
         "model_type": kind,
         **{"text_config": text, "vision_config": vision, "dtype": dtype},
+        **{"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END},
         "tie_word_embeddings": case.config["tie_word_embeddings"],
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))

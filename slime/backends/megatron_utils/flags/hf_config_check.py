@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.flags.config_flags import add_config_flags, f
 from slime.backends.megatron_utils.flags.model_dims import linear_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
-from slime.backends.megatron_utils.models import FAMILIES, family_of, find_weight_map
+from slime.backends.megatron_utils.models import FAMILIES, family_of, find_weight_map, has_tower
 from slime.backends.megatron_utils.models.family import ModelFamily, differs
 from slime.backends.megatron_utils.models.flag_rules import Flag, shared_rules
 from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
@@ -190,11 +190,15 @@ def check_hf_config(args: Namespace) -> None:
 
 def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what asks for a vision tower that the trainer's model does not have."""
-    family = family_of(config)
     if args.custom_model_provider_path:
         return
-    if family is not None and family.weight_map.tower:
-        yield from _features_without_layers(args, config.get("vision_config") or {})
+    if has_tower(args, config):
+        yield from _features_without_layers(args, config["vision_config"])
+        if args.enable_mtp_training:
+            yield (
+                "--enable-mtp-training is given for a model with a vision tower; its MTP layers can be kept as they "
+                "are (--mtp-num-layers alone). Drop the flag."
+            )
         return
     towers = ", ".join(sorted(kind for kind, known in FAMILIES.items() if known.weight_map.tower))
     for flag, value in (

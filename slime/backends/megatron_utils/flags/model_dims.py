@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slime.backends.megatron_utils.models import family_of, family_of_spec
+from slime.backends.megatron_utils.models import family_of, family_of_spec, has_tower
 from slime.train_data.model_dims import AttentionKind, ModelDims, TowerDims
 
 
@@ -59,7 +59,7 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
         trains_mtp=bool(get("enable_mtp_training")),
     )
     dims = dims if family is None else replace(dims, **family.dims(args, hf_config))
-    seeing = family_of(hf_config) if hf_config and hf_config.get("vision_config") else None
+    seeing = family_of(hf_config) if hf_config and has_tower(args, hf_config) else None
     if hf_config and seeing is not None and seeing.tower_parameters is not None:
         tower = seeing.tower_parameters(hf_config["vision_config"])
         dims = replace(

@@ -18,7 +18,7 @@ from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_config
 from slime.weights.file_digests import FolderDigests
 from slime.weights.hf_digests import check_header, check_tensor
-from slime.weights.manifest import TensorEntry
+from slime.weights.manifest import Manifest, TensorEntry
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
@@ -49,15 +49,16 @@ def tensor_names(folder: str) -> frozenset[str]:
         return frozenset(tensors.names())
 
 
-def untrained_tensors(folder: str, weight_map: WeightMap) -> tuple[TensorEntry, ...]:
-    """Return the tensors of a checkpoint that belong to parts that the trainer does not have."""
+def untrained_tensors(folder: str, weight_map: WeightMap, pushed: Manifest) -> tuple[TensorEntry, ...]:
+    """Return the tensors of a checkpoint that belong to parts that the trainer does not have, and so does not push."""
     if not weight_map.untrained or not stored_names(folder):
         return ()
+    own = {entry.name for entry in pushed.tensors}
     dtypes = {code: name for name, code in STORED_DTYPES.items()}
     return tuple(
         TensorEntry(name, tuple(stored.shape), dtypes[stored.dtype])
         for name, stored in sorted(read_layout(folder).items())
-        if weight_map.is_untrained(name)
+        if weight_map.is_untrained(name) and name not in own
     )
 
 

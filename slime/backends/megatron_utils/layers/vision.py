@@ -31,14 +31,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
 from slime.backends.megatron_utils.layers.rotary import RotaryTables
+from slime.backends.megatron_utils.models import family_of
 from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
 from slime.train_data.microbatch import pack_thd
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels, import_torchvision
-
-DEFAULT_SECTION = (24, 20, 20)
-"""Frequencies that turn by time, height and width, where config.json does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +163,22 @@ class PlacedImages:
         return places, rows[places] - (ends - sizes)[image] + before[image], needed.tolist()
 
 
+def rotary_axes(section: Sequence[int], *, interleaved: bool) -> Tensor:
+    """Return int64 [r / 2]: 0, 1 or 2 where a frequency turns by time, height or width.
+
+    Args:
+        section: frequencies of each axis.
+        interleaved: frequencies 1, 4, ... turn by height, 2, 5, ... by width, as far as their sections go; else the
+            axes have runs of them, one behind the other.
+    """
+    if not interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(section))
+    axes = torch.zeros(sum(section), dtype=torch.long)
+    for offset in (1, 2):
+        axes[offset : 3 * section[offset] : 3] = offset
+    return axes
+
+
 class _ReturnGradients(torch.autograd.Function):
     """Identity on the embeddings, through which the features that layers add get their gradients back.
 
@@ -213,8 +228,11 @@ class VisionModel(GPTModel):
         vision, text = hf_config["vision_config"], hf_config["text_config"]
         self.image_token = int(hf_config["image_token_id"])
         self.merge = int(vision["spatial_merge_size"])
+        family = family_of(hf_config)
+        assert family is not None, "only families have towers"
         rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-        self.section: Sequence[int] = rope.get("mrope_section") or DEFAULT_SECTION
+        section = rope.get("mrope_section") or family.rotary_section
+        self.axes = rotary_axes(section, interleaved=family.has_interleaved_axes)
         if not self.pre_process:
             return
         self.vision_model = _build_tower(folder).requires_grad_(trains_tower)
@@ -254,20 +272,17 @@ class VisionModel(GPTModel):
         if placed is not None:
             params.rotary_tables = self._rotary_tables(placed.positions_3T.to(input_ids.device))
         if self.pre_process:
-            kwargs["decoder_input"] = self._embed(input_ids, placed, params)
+            kwargs["decoder_input"] = self._embed_images(input_ids, placed, params)
         return super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _rotary_tables(self, positions_3T: Tensor) -> RotaryTables:
-        """Return [T, r / 2]: frequencies 1, 4, ... turn by height, 2, 5, ... by width, as far as their sections go."""
+        """Return [T, r / 2]."""
         frequencies = self.rotary_pos_emb.inv_freq.float().to(positions_3T.device)
-        axis = torch.zeros(len(frequencies), dtype=torch.long)
-        for offset in (1, 2):
-            axis[offset : 3 * self.section[offset] : 3] = offset
-        turning = positions_3T[axis.to(positions_3T.device)].T.contiguous()  # the kernel of a GPU reads row by row
+        turning = positions_3T[self.axes.to(positions_3T.device)].T.contiguous()  # a GPU's kernel reads row by row
         angles = turning.float() * frequencies
         return RotaryTables(angles.cos(), angles.sin())
 
-    def _embed(self, input_ids: Tensor, placed: PlacedImages | None, params: Any) -> Tensor:
+    def _embed_images(self, input_ids: Tensor, placed: PlacedImages | None, params: Any) -> Tensor:
         """Return the embeddings [T, 1, h] (of this rank's rows under sequence parallelism), images in their places."""
         embeddings = self.embedding(input_ids=input_ids, position_ids=None)
         is_trained = self.training and any(x.requires_grad for x in self.vision_model.parameters())
@@ -306,28 +321,36 @@ class VisionModel(GPTModel):
 
         tower = self.vision_model
         device = next(tower.parameters()).device
-        indices, weights = vision_utils.get_vision_bilinear_indices_and_weights(
-            grids, num_grid_per_side=tower.num_grid_per_side, spatial_merge_size=self.merge
-        )
+        positions: dict[str, Tensor] = {}
+        if hasattr(tower, "pos_embed"):  # others look into their table themselves
+            indices, weights = vision_utils.get_vision_bilinear_indices_and_weights(
+                grids, num_grid_per_side=tower.num_grid_per_side, spatial_merge_size=self.merge
+            )
+            positions = {"bilinear_indices": indices.to(device), "bilinear_weights": weights.to(device)}
         output = tower(
             torch.cat([full_pixels(part, device) for part in pixels]),
             grid_thw=grids,
-            bilinear_indices=indices.to(device),
-            bilinear_weights=weights.to(device),
             position_ids=vision_utils.get_vision_position_ids(grids, self.merge).to(device),
             cu_seqlens=vision_utils.get_vision_cu_seqlens(grids),  # read by the host, layer by layer
             return_dict=True,
+            **positions,
         )
-        return [output.pooler_output, *(output.deepstack_features or ())]
+        return [output.pooler_output, *(output.get("deepstack_features") or ())]
 
 
-def _build_tower(folder: str) -> torch.nn.Module:
+class VisionModelWithMtp(VisionModel, GPTModelWithMtp):  # type: ignore[misc]  # one names the first argument
+    """Both; its MTP layers are not trained, since the last stage does not have the images."""
+
+
+def _build_tower(folder: str) -> Any:
     """Return transformers' tower for the config.json in ``folder``, in fp32, with random weights."""
     import_torchvision()  # transformers looks for it
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(folder).vision_config
-    tower: torch.nn.Module = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    tower: Any = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    if hasattr(tower, "embeddings"):  # it takes lengths and sizes of the images, which are on the host
+        tower.embeddings.register_forward_pre_hook(lambda module, args: tuple(x.to(args[0].device) for x in args))
     return tower
 
 

@@ -15,7 +15,7 @@ NamedTensor = tuple[str, Tensor]
 
 
 def in_layout_of(source: Path | None, weight_map: WeightMap, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Yield the tensors as the folder ``source`` has them, and behind them its tensors that are not trained.
+    """Yield the tensors as the folder ``source`` has them, and behind them those of its parts that did not come.
 
     Args:
         source: the folder whose config goes with them; None, or one without safetensors, changes nothing.
@@ -30,8 +30,10 @@ def in_layout_of(source: Path | None, weight_map: WeightMap, tensors: Iterable[N
         return
     with HfTensors(source) as stored:
         stacker = ExpertStacker(stored.stacks)
-        yield from stacker.stack(tensors)
+        missing = {name for name in stored.stored_names() if weight_map.is_untrained(name)}
+        for name, tensor in stacker.stack(tensors):
+            missing.discard(name)
+            yield name, tensor
         stacker.finish()
-        for name in sorted(stored.stored_names()):
-            if weight_map.is_untrained(name):
-                yield name, stored.get_stored(name)
+        for name in sorted(missing):
+            yield name, stored.get_stored(name)

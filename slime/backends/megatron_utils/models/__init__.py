@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import PurePath
@@ -51,6 +52,21 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
 def family_of_spec(spec: Sequence[str] | None) -> ModelFamily | None:
     """Return the family whose layers ``--spec`` (module and function) builds; None for a plug-in's own, or none."""
     return next((family for family in FAMILIES.values() if spec and family.is_built_by(spec[0])), None)
+
+
+def has_tower(args: Namespace, config: Mapping[str, Any]) -> bool:
+    """Return True when the trainer's model has the vision tower of its checkpoint.
+
+    Args:
+        args: of a run or a tool; a family may have its tower only where a flag asks for it.
+        config: config.json.
+    """
+    family, get = family_of(config), vars(args).get
+    if family is None or not family.weight_map.tower or not config.get("vision_config"):
+        return False
+    spec = get("spec") or ("",)
+    asked = get("train_vision_tower") or get("multimodal_keys") or spec[0] == family.tower_spec.partition(" ")[0]
+    return bool(asked) or not family.tower_spec
 
 
 def published_config(checkpoint: str) -> Mapping[str, Any]:

@@ -69,6 +69,12 @@ class ModelFamily:
     """Gives the fields of ``ModelDims`` that follow from ``spec``; called with args and, where known, config.json."""
     tower_parameters: Callable[[Mapping[str, Any]], int] | None = None
     """``vision_config`` of config.json -> parameters of the vision tower that the trainer has."""
+    tower_spec: str = ""
+    """Another ``spec``, which asks for the vision tower; without one, every model of the family has its tower."""
+    rotary_section: tuple[int, int, int] = (24, 20, 20)
+    """Frequencies that turn by time, height and width, where config.json does not say (``mrope_section``)."""
+    has_interleaved_axes: bool = True
+    """The three axes take turns among the frequencies; otherwise each has a run of them."""
     sparse_architecture: str = ""
     """Entry of ``architectures`` in config.json, of a family whose attention chooses keys with an indexer."""
     has_linear_attention: bool = False
@@ -141,4 +147,5 @@ class ModelFamily:
     def is_built_by(self, spec: str) -> bool:
         """Return True when ``spec``, the module that ``--spec`` names, has this family's layers."""
         module = self.spec.partition(" ")[0]
-        return bool(module) and spec in (module, module.rpartition(".")[0])
+        names = (module, module.rpartition(".")[0], self.tower_spec.partition(" ")[0])
+        return bool(module) and spec in names

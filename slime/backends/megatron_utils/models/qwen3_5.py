@@ -4,6 +4,9 @@ The projections into a delta net are four matrices here, each of all heads; quer
 of the convolution's channels.  Published folders stack the experts of a layer in one tensor
 (``slime.weights.stacked_experts``); pushes name them one by one, which SGLang loads as well.
 
+Their vision tower is Qwen3-VL's, without features for layers.  A run has it when it asks for it
+(``models.has_tower``); others leave it to the engines.
+
 Shapes: H = key heads, r = value heads of a key head, dk and dv = widths of their keys and values, h = hidden size.
 """
 
@@ -19,8 +22,16 @@ from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, Flag
 from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SOFTMAX
 from slime.backends.megatron_utils.models.qwen3_next import DELTA_NET, GATED, GATED_ATTENTION, MTP, linear_flags
+from slime.backends.megatron_utils.models.qwen3_vl import tower_parameters
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.shared_rules import EXPERTS, MLP, NORMS, ROUTER
+from slime.backends.megatron_utils.models.shared_rules import (
+    COMPOSITE_LAYER,
+    COMPOSITE_TOP,
+    EXPERTS,
+    MLP,
+    NORMS,
+    ROUTER,
+)
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
 from slime.train_data.model_dims import ModelDims
 
@@ -56,21 +67,16 @@ IN_PROJ = Rule(
     merge=merge_in_proj,
     split=split_in_proj,
 )
-TOP = (
-    Rule("embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",)),
-    Rule("output_layer.weight", ("lm_head.weight",)),
-    Rule("decoder.final_layernorm.weight", ("model.language_model.norm.weight",)),
-)
-
 QWEN3_5 = WeightMap(
     family="Qwen3.5 and Qwen3.6",
-    top=TOP,
+    top=COMPOSITE_TOP,
     layer=(*NORMS, *GATED_ATTENTION, IN_PROJ, *DELTA_NET[1:], *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
     mtp=MTP,
-    layer_prefix="model.language_model.layers.{layer}.",
+    layer_prefix=COMPOSITE_LAYER,
     mtp_prefix=lambda index, shape: "mtp.",
     mtp_layer_prefix=lambda index, shape: f"mtp.layers.{index}.",
     untrained=(r"model\.visual\..+",),
+    tower="model.visual.",
 )
 
 
@@ -106,6 +112,9 @@ FAMILIES = (
         model_types=(_DENSE, f"{_DENSE}_text", _EXPERTS, f"{_EXPERTS}_text"),
         weight_map=QWEN3_5,
         spec="slime_plugins.models.qwen3_5 get_qwen3_5_spec",
+        tower_spec="slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider",
+        tower_parameters=tower_parameters,
+        rotary_section=(11, 11, 10),
         has_linear_attention=True,
         defaults=_DELTA_NETS,
         always={**SOFTMAX, **GATED},

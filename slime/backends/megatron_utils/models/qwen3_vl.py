@@ -12,12 +12,12 @@ from typing import Any
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config
 from slime.backends.megatron_utils.models.qwen import DENSE, QWEN_MOE, SOFTMAX
-from slime.backends.megatron_utils.models.qwen3_5 import TOP
 from slime.backends.megatron_utils.models.rotary_rules import hf_rope_settings
+from slime.backends.megatron_utils.models.shared_rules import COMPOSITE_LAYER, COMPOSITE_TOP
 
 _COMPOSITE: dict[str, Any] = {
-    "top": TOP,
-    "layer_prefix": "model.language_model.layers.{layer}.",
+    "top": COMPOSITE_TOP,
+    "layer_prefix": COMPOSITE_LAYER,
     "tower": "model.visual.",
 }
 QWEN3_VL = replace(DENSE, family="Qwen3-VL", **_COMPOSITE)

@@ -102,8 +102,8 @@ class WeightMap:
     ignored: tuple[str, ...] = field(default=(r".*rotary_emb\.inv_freq",))
     """Regular expressions of HF tensors that no model needs."""
     untrained: tuple[str, ...] = ()
-    """Regular expressions of HF tensors of parts that the trainer does not have (a vision tower); engines read them
-    from ``--hf-checkpoint``, every export copies them from there."""
+    """Regular expressions of HF tensors of parts that a trainer may go without (a vision tower); engines then read
+    them from ``--hf-checkpoint``, and exports copy them from there."""
     tower: str = ""
     """Prefix of the HF tensors of a vision tower that the trainer has, as transformers has it; empty for none."""
     together: tuple[tuple[str, ...], ...] = ()
@@ -125,7 +125,7 @@ class WeightMap:
         return tuple(self.mtp_prefix(index, shape) + self.mtp_copies[name] for index in range(shape.num_mtp_layers))
 
     def is_untrained(self, hf_name: str) -> bool:
-        """Return True for a HF tensor of a part that the trainer does not have."""
+        """Return True for a HF tensor of a part that a trainer may go without."""
         return any(re.fullmatch(pattern, hf_name) for pattern in self.untrained)
 
     def has_place(self, hf_name: str, shape: ModelDims) -> bool:

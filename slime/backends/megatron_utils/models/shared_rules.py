@@ -9,6 +9,13 @@ TOP = (
     Rule("output_layer.weight", ("lm_head.weight",)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
 )
+COMPOSITE_TOP = (
+    # Of folders in which the language model is one part; ``COMPOSITE_LAYER`` is the prefix of its layers.
+    Rule("embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",)),
+    Rule("output_layer.weight", ("lm_head.weight",)),
+    Rule("decoder.final_layernorm.weight", ("model.language_model.norm.weight",)),
+)
+COMPOSITE_LAYER = "model.language_model.layers.{layer}."
 NORMS = (
     # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
     Rule("input_layernorm.weight", ("input_layernorm.weight",)),

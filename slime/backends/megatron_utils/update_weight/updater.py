@@ -175,7 +175,8 @@ class WeightUpdater:
             takes_slices = self._takes_slices and not has_adapters(self._model)  # slices are read from the weights
             source = self._slices() if takes_slices else self.make_plain_source()
             weight_map = find_weight_map(model_name(self.args, self._hf_config))
-            self._buckets = DigestedBuckets(source, untrained_tensors(self.args.hf_checkpoint, weight_map))
+            beside = untrained_tensors(self.args.hf_checkpoint, weight_map, source.manifest)
+            self._buckets = DigestedBuckets(source, beside)
             if isinstance(source, ShardBuckets):
                 source.record_digests = self._buckets.record
             memory.freeze_long_lived_objects()  # some for each of the model's tensors

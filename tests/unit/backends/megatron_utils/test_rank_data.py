@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_by_name(token):
         prepare_rollout_data(data, vocab_size=100)
 
 
-def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats():
+def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats(tmp_path: Path):
     limits = torch.tensor([127.5, 127.5])
     in_bytes = {"pixel_values": torch.tensor([[0], [255]], dtype=torch.uint8), "pixel_range": limits}
     inputs = [
@@ -37,6 +39,13 @@ def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats():
     assert given["pixel_values"].tolist() == [[-1.0], [1.0], [0.5]]
     assert given["image_grid_thw"].tolist() == [[1, 1, 2], [1, 1, 1]]
     assert "pixel_range" not in given and "images" not in given
-    own = forward_arguments(Namespace(custom_model_provider_path=None), batch)["images"]
+    for kind in ("qwen3_vl", "qwen3_5"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"depth": 1}}))
+    args = Namespace(custom_model_provider_path=None, hf_checkpoint=str(tmp_path / "qwen3_vl"))
+    own = forward_arguments(args, batch)["images"]
     assert own.inputs is inputs and own.sequences == ["ids"] * 3
     assert "images" not in forward_arguments(Namespace(), {**batch, "multimodal_train_inputs": None})
+    args.hf_checkpoint = str(tmp_path / "qwen3_5")  # whose tower nothing asks for
+    with pytest.raises(DataError, match="trainer's qwen3_5 has no vision tower; give --multimodal-keys"):
+        forward_arguments(args, batch)

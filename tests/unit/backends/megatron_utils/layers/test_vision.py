@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,19 +12,24 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from slime.backends.megatron_utils import initialize
-from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.layers.vision import VisionModel, place_images
+from slime.backends.megatron_utils.layers.vision import VisionModel, place_images, rotary_axes
+from slime.backends.megatron_utils.megatron_to_hf.folder_layout import in_layout_of
+from slime.backends.megatron_utils.models import find_weight_map, has_tower
 from slime.backends.megatron_utils.train_metrics import image_patches
 from slime.planning.parameters import model_size
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
-from tests.matrix.case import read_tensors
-from tests.matrix.families.qwen3_vl import CASE
+from tests.matrix.case import ROUTER_BIAS, FamilyCase, load_cases, read_config, read_tensors
+from tests.matrix.families import qwen3_5_vl, qwen3_vl
 from tests.matrix.parity import one_process_world
 from tests.matrix.references.vision import END, IMAGE, START
+
+CASE = qwen3_vl.CASE
+SEEING = (*qwen3_vl.CASES, *qwen3_5_vl.CASES)
 
 
 def place(tokens: list[int], grids: list[tuple[int, int, int]]) -> tuple[list[int], list[list[int]]]:
@@ -43,10 +49,11 @@ def test_an_image_has_axes_from_where_it_begins_and_text_goes_on_behind_its_long
     ]
 
 
-def test_positions_are_those_of_transformers(tmp_path: Path):
-    CASE.write_checkpoint(tmp_path)
-    model = CASE.load_reference(tmp_path)
-    data = make_train_data(CASE.vocab_size, add_images=CASE.add_images)
+@pytest.mark.parametrize("case", SEEING, ids=lambda case: case.name)
+def test_positions_are_those_of_transformers(case: FamilyCase, tmp_path: Path):
+    case.write_checkpoint(tmp_path)
+    model = case.load_reference(tmp_path)
+    data = make_train_data(case.vocab_size, add_images=case.add_images)
     for tokens, images in zip(data["tokens"], data["multimodal_train_inputs"], strict=True):
         if images is None:
             continue
@@ -87,16 +94,45 @@ def test_a_frozen_tower_gets_no_gradient_and_text_gets_the_same(tmp_path: Path):
             assert torch.equal(gradient, gradients[0][name])
 
 
-def test_a_plan_counts_the_tower_exactly(tmp_path: Path):
-    CASE.write_checkpoint(tmp_path)
+@pytest.mark.parametrize("case", SEEING, ids=lambda case: case.name)
+def test_a_plan_counts_the_tower_exactly(case: FamilyCase, tmp_path: Path):
+    case.write_checkpoint(tmp_path)
     tensors = read_tensors(tmp_path)
-    args = trainer.make_args(CASE, tmp_path)
+    args = trainer.make_args(case, tmp_path)
     dims = model_dims(args, read_hf_config(str(tmp_path)))
     names = [name for name in tensors if name.startswith("model.visual.")]
     assert dims.tower_parameters == sum(tensors[name].numel() for name in names)
     assert dims.trains_tower
     whole = replace(dims, padded_vocab_size=dims.vocab_size)
-    assert model_size(whole) == sum(tensor.numel() for tensor in tensors.values())
+    biases = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(ROUTER_BIAS))  # no parameters
+    assert model_size(whole) == sum(tensor.numel() for tensor in tensors.values()) - biases
+
+
+def test_a_tower_that_is_not_asked_for_is_left_out(tmp_path: Path):
+    case = load_cases(["qwen3_5_vl"])["qwen3_5_vl"]
+    case.write_checkpoint(tmp_path)
+    config = read_config(tmp_path)
+    args = trainer.make_args(case, tmp_path)
+    args.train_vision_tower = False
+    assert not has_tower(args, config) and not model_dims(args, config).tower_parameters
+    for asked in ({"multimodal_keys": {"image": "images"}}, {"spec": ["slime_plugins.models.qwen3_5_vl", "any"]}):
+        seeing = Namespace(**{**vars(args), **asked})
+        assert has_tower(seeing, config) and model_dims(seeing, config).tower_parameters
+    assert not has_tower(seeing, {key: value for key, value in config.items() if key != "vision_config"})
+    seeing.enable_mtp_training = True
+    with pytest.raises(ConfigError, match="--enable-mtp-training is given for a model with a vision tower"):
+        check_hf_config(seeing)
+
+
+def test_an_export_has_the_tower_of_the_trainer_or_else_that_of_the_folder(tmp_path: Path):
+    case = load_cases(["qwen3_5_vl"])["qwen3_5_vl"]
+    case.write_checkpoint(tmp_path)
+    stored, name = read_tensors(tmp_path), "model.visual.merger.norm.weight"
+    mine = {key: tensor for key, tensor in stored.items() if not key.startswith("model.visual.") or key == name}
+    mine[name] = stored[name] + 1
+    exported = list(in_layout_of(tmp_path, find_weight_map("qwen3_5"), mine.items()))
+    assert len(exported) == len(stored) and dict(exported).keys() == stored.keys()
+    assert torch.equal(dict(exported)[name], mine[name])
 
 
 def test_a_towers_operations_are_those_that_torch_counts(tmp_path: Path):
@@ -146,9 +182,15 @@ def test_a_model_in_bf16_keeps_the_frequencies_of_its_tower(tmp_path: Path):
 
 
 def test_rotary_tables_lie_row_by_row_as_the_kernel_of_a_gpu_reads_them():
-    model = SimpleNamespace(rotary_pos_emb=SimpleNamespace(inv_freq=torch.tensor([1.0, 0.5, 0.25])), section=(1, 1, 1))
+    frequencies = SimpleNamespace(inv_freq=torch.tensor([1.0, 0.5, 0.25]))
+    model = SimpleNamespace(rotary_pos_emb=frequencies, axes=rotary_axes((1, 1, 1), interleaved=True))
     positions = torch.tensor([[0, 1, 2, 3], [0, 10, 20, 30], [0, 100, 200, 300]])
     tables = VisionModel._rotary_tables(model, positions)
     assert tables.cos.is_contiguous() and tables.sin.is_contiguous()
     angles = torch.tensor([[1, 5, 25]]) * torch.arange(4)[:, None]
     torch.testing.assert_close(tables.sin, angles.float().sin())
+
+
+def test_axes_take_turns_among_the_frequencies_or_have_a_run_of_them_each():
+    assert rotary_axes((4, 2, 1), interleaved=True).tolist() == [0, 1, 2, 0, 1, 0, 0]
+    assert rotary_axes((1, 2, 3), interleaved=False).tolist() == [0, 1, 1, 2, 2, 2]

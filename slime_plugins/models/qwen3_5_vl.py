@@ -1,0 +1,13 @@
+"""Qwen3.5 with its vision tower: the layers of ``qwen3_5``, under the name that asks for the tower too.
+
+    --spec slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider
+
+``--multimodal-keys`` and ``--train-vision-tower`` ask for it as well.
+"""
+
+from __future__ import annotations
+
+from slime_plugins.models.qwen3_5 import check_stages
+from slime_plugins.models.qwen3_5 import get_qwen3_5_spec as get_qwen3_5_vl_model_provider
+
+__all__ = ["check_stages", "get_qwen3_5_vl_model_provider"]
