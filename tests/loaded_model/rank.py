@@ -29,6 +29,8 @@ MODELS = {
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm4v",
+    "glm4v_moe",
     "gpt_oss",
     "llama",
     "mimo",

@@ -37,6 +37,8 @@ SERVED = (
     "qwen3_moe",
     "glm4",
     "glm4_moe",
+    "glm4v",
+    "glm4v_moe",
     "deepseek_v3",
     "kimi_k2",
     "minimax_m2",

@@ -54,7 +54,9 @@ def modules_to_not_convert(names: Iterable[str]) -> list[str]:
         names: of all tensors of the unquantized checkpoint.
 
     Returns:
-        Module names in full, sorted, without those of norms, which no engine would quantize.
+        Module names in full, sorted, without those of norms, which no engine would quantize; a vision tower also as a
+        whole, by the name that it has in engines.
     """
-    kept = (name for name in names if name.endswith(SUFFIX) and not is_quantized_offline(name))
-    return sorted({name.removesuffix(SUFFIX) for name in kept if "norm" not in name})
+    kept = [name for name in names if name.endswith(SUFFIX) and not is_quantized_offline(name)]
+    towers = {"visual"} if any("visual." in name for name in kept) else set()
+    return sorted({name.removesuffix(SUFFIX) for name in kept if "norm" not in name} | towers)

@@ -69,6 +69,8 @@ class ModelFamily:
     """Gives the fields of ``ModelDims`` that follow from ``spec``; called with args and, where known, config.json."""
     tower_parameters: Callable[[Mapping[str, Any]], int] | None = None
     """``vision_config`` of config.json -> parameters of the vision tower that the trainer has."""
+    tower_ffn_key: str = "intermediate_size"
+    """Key of ``vision_config`` for the width of the MLPs in the tower's blocks."""
     tower_spec: str = ""
     """Another ``spec``, which asks for the vision tower; without one, every model of the family has its tower."""
     rotary_section: tuple[int, int, int] = (24, 20, 20)

@@ -42,12 +42,13 @@ GLM4_MOE = WeightMap(
 )
 
 HALF_TURNS = {"partial_rotary_factor": 0.5}
+SANDWICH = {"rotary_interleaved": True, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}
 
 FAMILIES = (
     ModelFamily(
         model_types=("glm4",),
         weight_map=GLM4,
-        always={"rotary_interleaved": True, "post_self_attn_layernorm": True, "post_mlp_layernorm": True},
+        always=SANDWICH,
         class_defaults=HALF_TURNS,
         spec="slime_plugins.models.glm4 get_glm_spec",
         is_spec_optional=True,

@@ -24,12 +24,12 @@ from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
 from tests.matrix.case import ROUTER_BIAS, FamilyCase, load_cases, read_config, read_tensors
-from tests.matrix.families import qwen3_5_vl, qwen3_vl
+from tests.matrix.families import glm4v, qwen3_5_vl, qwen3_vl
 from tests.matrix.parity import one_process_world
 from tests.matrix.references.vision import END, IMAGE, START
 
 CASE = qwen3_vl.CASE
-SEEING = (*qwen3_vl.CASES, *qwen3_5_vl.CASES)
+SEEING = (*qwen3_vl.CASES, *qwen3_5_vl.CASES, *glm4v.CASES)
 
 
 def place(tokens: list[int], grids: list[tuple[int, int, int]]) -> tuple[list[int], list[list[int]]]:
