@@ -43,6 +43,15 @@ def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
         "adapters alone without a pause.",
     )
     group.add_argument(
+        "--lora-engine-adapters",
+        nargs="+",
+        type=file_path,
+        default=[],
+        metavar="NAME=DIR",
+        help="PEFT folders that engines serve beside the trained adapter, with --lora-push adapter. A request runs on "
+        'one with "lora_path": NAME, which generate functions set.',
+    )
+    group.add_argument(
         "--lora-base-precision",
         choices=["fp8", "int4"],
         help="Hold the matrices under the adapters quantized (QLoRA): FP8 with a scale a block of 128 x 128, int4 "
@@ -88,6 +97,11 @@ def lora_config(args: Namespace) -> LoraConfig | None:
     )
 
 
+def engine_adapters(args: Namespace) -> dict[str, str]:
+    """Return the folders of ``--lora-engine-adapters`` by name."""
+    return {name: folder for name, _, folder in (given.partition("=") for given in args.lora_engine_adapters)}
+
+
 def lora_base(args: Namespace) -> str:
     """Return the checkpoint of the weights under the adapters: what the run began with, or begins with now."""
     if args.ref_load is not None:
@@ -117,8 +131,24 @@ def _adapter_push_problems(args: Namespace) -> Iterator[str]:
         )
 
 
+def _engine_adapter_problems(args: Namespace) -> Iterator[str]:
+    given = args.lora_engine_adapters
+    if given and (args.lora_rank is None or args.lora_push != "adapter"):
+        yield (
+            f"--lora-engine-adapters {' '.join(given)}: engines keep the base model of these adapters with "
+            "--lora-rank R --lora-push adapter alone; give both, or drop it."
+        )
+    for one in given:
+        name, _, folder = one.partition("=")
+        if not name or not folder or name.startswith("slime-"):
+            yield f"--lora-engine-adapters {one}: write NAME=DIR; names that begin with slime- are those of pushes."
+    if len(engine_adapters(args)) < len(given):
+        yield f"--lora-engine-adapters {' '.join(given)}: two have one name; give each its own."
+
+
 def check_lora(args: Namespace) -> Iterator[str]:
     """Yield one message for each flag that does not go with adapters, or has no effect without."""
+    yield from _engine_adapter_problems(args)
     if args.lora_rank is None:
         for flag in ("lora_alpha", "lora_load", "lora_save", "lora_base_precision"):
             if getattr(args, flag) is not None:

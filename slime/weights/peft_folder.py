@@ -68,6 +68,27 @@ def write_peft_folder(
     write_atomically(folder / CONFIG_FILE, lambda file: file.write(text), what="Adapters", flag=flag)
 
 
+def read_peft_config(folder: str | Path, *, flag: str) -> dict[str, Any]:
+    """Return the content of a folder's adapter_config.json.
+
+    Args:
+        folder: of ``peft``.
+        flag: that named the folder, for errors.
+
+    Raises:
+        DataError: it is missing or damaged, or means another formula than plain LoRA.
+    """
+    try:
+        content = parse_object((Path(folder) / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{flag}: {CONFIG_FILE} cannot be read: {error}") from error
+    if content.get("peft_type") != "LORA" or content.get("bias", "none") != "none":
+        raise DataError(f"{flag}: {CONFIG_FILE} is not that of a LoRA adapter without biases.")
+    if others := [name for name in _OTHER_FORMULAS if content.get(name)]:
+        raise DataError(f"{flag}: {CONFIG_FILE} has {others[0]} {content[others[0]]}; only plain LoRA is known here.")
+    return content
+
+
 def read_peft_folder(folder: str | Path, config: LoraConfig) -> dict[str, Tensor]:
     """Return the tensors of a folder.
 
@@ -79,15 +100,11 @@ def read_peft_folder(folder: str | Path, config: LoraConfig) -> dict[str, Tensor
         DataError: files are missing or damaged, or mean another formula, rank or scale than this run's.
     """
     flag = f"--lora-load {folder}"
+    content = read_peft_config(folder, flag=flag)
     try:
-        content = parse_object((Path(folder) / CONFIG_FILE).read_bytes())
         tensors = load_file(Path(folder) / TENSOR_FILE)
     except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"{flag}: {CONFIG_FILE} or {TENSOR_FILE} cannot be read: {error}") from error
-    if content.get("peft_type") != "LORA" or content.get("bias", "none") != "none":
-        raise DataError(f"{flag}: {CONFIG_FILE} is not that of a LoRA adapter without biases.")
-    if others := [name for name in _OTHER_FORMULAS if content.get(name)]:
-        raise DataError(f"{flag}: {CONFIG_FILE} has {others[0]} {content[others[0]]}; only plain LoRA is known here.")
+        raise DataError(f"{flag}: {TENSOR_FILE} cannot be read: {error}") from error
     ours = (config.rank, config.alpha)
     if (theirs := (content.get("r"), content.get("lora_alpha"))) != ours:
         raise DataError(

@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.flags.hf_config_check import (
 )
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
-from slime.backends.megatron_utils.flags.served_adapters import engine_modules
+from slime.backends.megatron_utils.flags.served_adapters import served_adapters
 
 __all__ = [
     "add_megatron_arguments",
@@ -57,6 +57,6 @@ def validate_megatron_arguments(args: argparse.Namespace) -> None:
         check_hf_config(args)
     vars(args).update(derived_arguments(args))
     check_arguments(args)
-    args.lora_engine_modules = engine_modules(args)
+    args.lora_engine_modules, args.lora_engine_rank = served_adapters(args) or (None, None)
     if args.hf_checkpoint:
         check_other_models(args)

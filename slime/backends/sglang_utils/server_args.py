@@ -42,7 +42,7 @@ NOT_FIELDS = frozenset(
 """Attributes of args that begin like an engine's flag and do not reach it; ``server_guard`` looks after its keys."""
 
 NUM_ADAPTER_SLOTS = 3
-"""The last two adapters, and the model without one."""
+"""The last two adapters pushed, and the model without one."""
 
 OWN_DRAFTS = ("EAGLE", "NEXTN")
 """Speculative algorithms whose draft is the checkpoint's own MTP layers, when no other is named."""
@@ -150,9 +150,10 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
     if modules := vars(args).get("lora_engine_modules"):
         decided |= {
             "enable_lora": True,
-            "max_lora_rank": args.lora_rank,
+            "max_lora_rank": args.lora_engine_rank,
             "lora_target_modules": modules,
-            "max_loras_per_batch": NUM_ADAPTER_SLOTS,
+            "lora_paths": list(args.lora_engine_adapters),
+            "max_loras_per_batch": NUM_ADAPTER_SLOTS + len(args.lora_engine_adapters),
             "enable_weights_cpu_backup": bool(args.offload_rollout),  # no push brings the base back
         }
         if "gate_proj" in modules:  # a shared expert that is one of the routed ones has no adapter there

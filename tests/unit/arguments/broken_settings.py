@@ -75,6 +75,11 @@ ALGORITHM = (
         says=("SGLang joins k_proj, q_proj, v_proj", "has q_proj, v_proj alone"),
     ),
     Broken(
+        mistake="frozen adapters for engines whose base changes, two of one name, and one of a push's",
+        flags="--lora-rank 8 --lora-engine-adapters a=x a=y slime-7=z",
+        says=("with --lora-rank R --lora-push adapter alone", "two have one name", "slime-7=z: write NAME=DIR"),
+    ),
+    Broken(
         mistake="adapters on a layer that has another name",
         flags="--lora-rank 8 --lora-target-modules query_proj",
         says=("'query_proj', which no linear layer of", "o_proj, q_proj"),

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts, is_linear
 from slime.backends.megatron_utils.models import family_of, find_weight_map
 from slime.flags.config import backend_flags
-from slime.flags.lora import lora_config
-from slime.utils.errors import ConfigError
+from slime.flags.lora import LoraConfig, engine_adapters, lora_config
+from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_type
+from slime.weights.peft_folder import read_peft_config
 from slime.weights.push.adapter import as_engines_call
 
 EXPERT = "experts.{expert}"
@@ -27,19 +28,41 @@ _JOINED = (
 )
 
 
-def engine_modules(args: Namespace) -> list[str] | None:
-    """Return the last names of the modules with adapters, by which engines know them; None where they get merged ones.
+def served_adapters(args: Namespace) -> tuple[list[str], int] | None:
+    """Return what engines make room for: last names of modules, as engines have them, and the largest rank.
+
+    That is of the adapters pushed and of those in folders; None where pushes are merged.
 
     Raises:
-        ConfigError: SGLang does not serve adapters on them.
+        ConfigError: SGLang does not serve adapters on their modules.
+        DataError: a folder of ``--lora-engine-adapters`` is not one of plain LoRA.
     """
     config = lora_config(args)
     if config is None or args.lora_push != "adapter":
         return None
+    asked = [("--lora-push adapter", "use --lora-push merged, or other --lora-target-modules", config)]
+    for name, folder in engine_adapters(args).items():
+        flag = f"--lora-engine-adapters {name}={folder}"
+        content = read_peft_config(folder, flag=flag)
+        rank, targets = content.get("r"), content.get("target_modules")
+        if type(rank) is not int or not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+            raise DataError(
+                f"{flag}: adapter_config.json has r {rank!r} and target_modules {targets!r}; engines want a number "
+                "and a list of names."
+            )
+        asked.append((flag, "leave it out", LoraConfig(rank=rank, alpha=1.0, dropout=0.0, targets=tuple(targets))))
+    modules: set[str] = set()
+    for flag, remedy, one in asked:
+        modules |= _modules(args, one, flag=flag, remedy=remedy)
+    return sorted(modules), max(one.rank for _, _, one in asked)
+
+
+def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> set[str]:
     model_name = args.model_name or read_model_type(args.hf_checkpoint)
     weight_map, family = find_weight_map(model_name), family_of({"model_type": model_name})
     by_parent: dict[str, set[str]] = {}
     refused: set[str] = set()
+    met: set[str] = set()
     for rule in weight_map.layer:
         if not is_linear(rule.megatron) or not _is_there(rule.megatron, args):
             continue
@@ -48,6 +71,9 @@ def engine_modules(args: Namespace) -> list[str] | None:
         for hf_name, is_chosen in zip(rule.hf, chosen_parts(config, rule.megatron, rule.hf), strict=True):
             if not is_chosen:
                 continue
+            met |= {
+                target for target in config.targets if f".{hf_name}".removesuffix(".weight").endswith(f".{target}")
+            }
             parent, _, module = hf_name.removesuffix(".weight").rpartition(".")
             module = as_engines_call(module)
             by_parent.setdefault(parent, set()).add(module)
@@ -57,14 +83,15 @@ def engine_modules(args: Namespace) -> list[str] | None:
             is_misread = rule.megatron.endswith(("linear_q_proj.weight", "linear_kv_down_proj.weight"))
             if is_stacked or module not in _SERVED or module in unserved or (is_misread and args.q_lora_rank is None):
                 refused.add(module)
+    if flag.startswith("--lora-engine-adapters"):  # the run's own are known to be there
+        refused |= {target for target in config.targets if target not in met}
     if refused:
         raise ConfigError(
-            f"--lora-push adapter: SGLang serves no adapters on {', '.join(sorted(refused))} of {weight_map.family}; "
-            "use --lora-push merged, or other --lora-target-modules."
+            f"{flag}: SGLang serves no adapters on {', '.join(sorted(refused))} of {weight_map.family}; {remedy}."
         )
     for problem in [*_half_joined(by_parent), *_engine_problems(args, by_parent)]:
-        raise ConfigError(f"--lora-push adapter: {problem}, or use --lora-push merged.")
-    return sorted(set().union(*by_parent.values()))
+        raise ConfigError(f"{flag}: {problem}, or {remedy}.")
+    return set().union(*by_parent.values())
 
 
 def _is_there(name: str, args: Namespace) -> bool:

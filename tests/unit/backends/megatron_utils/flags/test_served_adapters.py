@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from slime.backends.megatron_utils.flags.served_adapters import engine_modules
+from slime.backends.megatron_utils.flags.served_adapters import served_adapters
 from slime.backends.sglang_utils import cpu_shim
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, SlimeError
 from slime.weights.push.adapter import as_engines_call
 from tests.matrix.case import load_cases
 from tests.matrix.trainer import make_args
@@ -21,14 +23,20 @@ MLP = ["down_proj", "gate_proj", "up_proj"]
 LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
 
 
-def modules(family: str, folder: Path, *targets: str, **engine_flags: str) -> list[str] | None:
+def modules(family: str, folder: Path, *targets: str, **engine_flags: Any) -> list[str]:
+    return engine_room(family, folder, *targets, **engine_flags)[0]
+
+
+def engine_room(family: str, folder: Path, *targets: str, **engine_flags: Any) -> tuple[list[str], int]:
     case = load_cases([family])[family]
     case.write_checkpoint(folder)
     frozen = replace(case, flags=lambda path: [flag for flag in case.flags(path) if flag != "--enable-mtp-training"])
     lora = ("--lora-rank", 4, "--moe-router-bias-update-rate", 0, "--lora-target-modules", *targets)
     args = make_args(frozen, folder, *lora)
     vars(args).update(lora_push="adapter", **engine_flags)  # without a trainer alone they are not read
-    return engine_modules(args)
+    room = served_adapters(args)
+    assert room is not None
+    return room
 
 
 @pytest.mark.parametrize(
@@ -88,6 +96,37 @@ def test_sglang_joins_the_adapters_of_experts_that_are_called_as_mixtrals() -> N
     for matrix in "AB":
         halves = [tensors[f"{parent}{module}.lora_{matrix}.weight"] for module in ("gate_proj", "up_proj")]
         assert placed[f"{parent}gate_up_proj.lora_{matrix}.weight"].equal(torch.cat(halves))
+
+
+def folder_of(folder: Path, **content: Any) -> list[str]:
+    plain = {"peft_type": "LORA", "r": 16, "lora_alpha": 8, "target_modules": ["down_proj", "gate_proj", "up_proj"]}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(plain | content))
+    return [f"old={folder}"]
+
+
+def test_engines_make_room_for_the_modules_and_the_rank_of_folders_too(tmp_path: Path) -> None:
+    given = folder_of(tmp_path / "peft")
+    room = engine_room("qwen3_moe", tmp_path / "hf", "q_proj", "k_proj", "v_proj", lora_engine_adapters=given)
+    assert room == (sorted([*MLP, "q_proj", "k_proj", "v_proj"]), 16)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"target_modules": ["q_proj", "o_proj"]}, "joins k_proj, q_proj, v_proj.* or leave it out"),
+        ({"target_modules": ["o_proj", "lm_head"]}, "no adapters on lm_head of Qwen2 MoE and Qwen3 MoE; leave it out"),
+        ({"target_modules": "all-linear"}, "target_modules 'all-linear'; engines want"),
+        ({"use_dora": True}, "only plain LoRA"),
+        ({"r": None}, "has r None"),
+    ],
+)
+def test_a_folder_that_engines_cannot_serve_is_refused_by_its_name(
+    content: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    given = folder_of(tmp_path / "peft", **content)
+    with pytest.raises(SlimeError, match=f"--lora-engine-adapters old=.*{says}"):
+        engine_room("qwen3_moe", tmp_path / "hf", "o_proj", lora_engine_adapters=given)
 
 
 def test_experts_behind_deepep_get_no_adapters(tmp_path: Path) -> None:
