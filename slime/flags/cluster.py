@@ -116,7 +116,7 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
         help="What happens when a trainer rank dies: off ends the run; checkpoint starts the trainer again from its "
         "last checkpoint and trains again on the rollouts since, while engines stay up; memory does so from copies of "
         "every rank's state in the memory of its host and of another node's, and from the checkpoint where those are "
-        "lost. Default: checkpoint with --save and --save-interval, without a critic.",
+        "lost (not with a critic). Default: checkpoint with --save and --save-interval.",
     )
     group.add_argument(
         "--memory-checkpoint-interval",
@@ -211,7 +211,7 @@ def derive_trainer_recovery(args: Namespace) -> None:
     if args.trainer_recovery is None:
         has_state = not args.no_save_optim or args.use_stateless_adam
         goes_on = args.save is not None and args.save_interval is not None and has_state
-        args.trainer_recovery = "checkpoint" if goes_on and not args.use_critic else "off"
+        args.trainer_recovery = "checkpoint" if goes_on else "off"
     if args.trainer_recovery == "memory" and args.memory_checkpoint_interval is None:
         args.memory_checkpoint_interval = 1
 
@@ -266,8 +266,8 @@ def check_trainer_recovery(args: Namespace) -> Iterator[str]:
         )
     if args.no_save_optim and not args.use_stateless_adam:
         yield f"--trainer-recovery {mode} needs the optimizer's state; drop --no-save-optim, or use off."
-    if args.use_critic:
-        yield f"--trainer-recovery {mode} does not restart a critic; use off with --advantage-estimator ppo."
+    if mode == "memory" and args.use_critic:
+        yield "--trainer-recovery memory does not copy a critic; use checkpoint with --advantage-estimator ppo."
     if mode == "memory" and args.release_train:
         yield "--trainer-recovery memory: --release-train saves every rollout, and its ranks end; use checkpoint."
 

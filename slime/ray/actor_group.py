@@ -71,9 +71,9 @@ class RayTrainGroup:
         self.with_ref = with_ref
         self.with_opd_teacher = with_opd_teacher
         self.world_size = num_nodes * num_gpus_per_node
-        self._pg = pg
-        self._num_gpus_per_actor = num_gpus_per_actor
-        self._actor_cls = actor_cls
+        self._pg, self._num_gpus_per_actor, self._actor_cls = pg, num_gpus_per_actor, actor_cls
+        self.leader: RayTrainGroup | None = None
+        """The trainer whose checkpoints say where this one goes on."""
         self._manager: Any = None
         self._layouts: list[dict[str, int]] = []
         self._failed_resends = 0
@@ -124,7 +124,7 @@ class RayTrainGroup:
     @property
     def last_checkpoint(self) -> int | None:
         """The rollout of the newest checkpoint of this job; with ``--async-save`` only one that is written."""
-        return max(self._written_checkpoints(), default=None)
+        return max((self.leader or self)._written_checkpoints(), default=None)
 
     def leave_out_checkpoints(self, number: int) -> None:
         """Go on from an older one after the next start: so many of the newest, and copies, no longer count."""

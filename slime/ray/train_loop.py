@@ -66,7 +66,7 @@ class TrainJob:
         self._step_line = StepLine.follow(args)
         self._metrics_page = self._serve_metrics() if args.prometheus_port is not None else None
         self.actor, self.critic = create_training_models(args, gpus, self.manager)
-        self._recovery = TrainerRecovery(args, self.actor, self._train)
+        self._recovery = TrainerRecovery(args, self.actor, self._train, self.critic)
         self._unsaved: int | None = None
         """The last rollout that was trained on since the last save."""
         NOTICE.grace_s, NOTICE.save = args.preemption_grace_s, self._save_and_leave

@@ -45,15 +45,24 @@ class TrainerRecovery:
         args: the run's arguments.
         actor: the trainer.
         train: trains on one rollout, as the job does.
+        critic: of the actor; both start again when a rank of either dies.
     """
 
-    def __init__(self, args: Namespace, actor: RayTrainGroup, train: Callable[[int, list[Box]], None]) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        actor: RayTrainGroup,
+        train: Callable[[int, list[Box]], None],
+        critic: RayTrainGroup | None = None,
+    ) -> None:
         self.args = args
         self.is_down = False
         """The trainer died and was not started again yet."""
         self.must_save = False
         """The trainer went back to an older checkpoint, which the next save is to replace."""
         self._actor, self._train = actor, train
+        self._trainers = [actor] if critic is None else [actor, critic]
+        """In the order in which they start."""
         self._is_on = args.trainer_recovery != "off"
         self._trained: list[tuple[int, list[Box]]] = []
         self._num_rollbacks = 0
@@ -89,7 +98,7 @@ class TrainerRecovery:
                     raise
                 self._take_down(error)
             except Exception as error:  # a death shows first in whatever the other ranks were doing
-                death = find_death(self._actor.names, timeout_s=NOTICE_S) if self._is_on else None
+                death = find_death(self._names, timeout_s=NOTICE_S) if self._is_on else None
                 if death is None:
                     raise
                 self._take_down(death, error)
@@ -115,11 +124,19 @@ class TrainerRecovery:
         """Keep other references to the train data since the last checkpoint: the owner of those before died."""
         self._trained = trained
 
+    @property
+    def _names(self) -> list[str]:
+        return [name for trainer in self._trainers for name in trainer.names]
+
+    def _release(self) -> None:
+        for trainer in self._trainers:
+            trainer.release()
+
     def _take_down(self, death: SlimeError, error: Exception | None = None) -> None:
         """Kill the ranks that are left, unless there were too many deaths."""
         self.count(death, error)
         logger.error("%s. The trainer is started again (--trainer-recovery %s).", death, self.args.trainer_recovery)
-        self._actor.release()
+        self._release()
         self.is_down = True
 
     def count(self, death: SlimeError, error: Exception | None = None) -> None:
@@ -135,10 +152,11 @@ class TrainerRecovery:
     def _restart(self) -> None:
         """Start the trainer from its last copies or checkpoint and train again on what came after that."""
         begin, began = time.monotonic(), time.time()
-        self._actor.release()  # ranks of a restart that failed half-way
+        self._release()  # ranks of a restart that failed half-way
         if cluster_has_accelerators():
             time.sleep(RELEASE_GRACE_S)
-        start = self._actor.create()
+        start, *others = [trainer.create() for trainer in self._trainers]
+        assert others in ([], [start]), (start, others)
         again = [kept for kept in self._trained if kept[0] >= start]
         for rollout_id, rollout_data in again:
             self._train(rollout_id, rollout_data)

@@ -44,11 +44,12 @@ class Promise:
 PROMISES = (
     Promise(
         fails="a rank of the trainer dies",
-        promise="with `--save` and `--save-interval` the trainer starts again from its last checkpoint; engines stay "
-        "up, no token is drawn again, and on a CPU the weights are the same bit for bit",
+        promise="with `--save` and `--save-interval` the trainer, and its critic, start again from their last "
+        "checkpoint; engines stay up, no token is drawn again, and on a CPU the weights are the same bit for bit",
         cost="48 s; the optimizer steps since the save are taken again",
         tests=(
             "tests/e2e/test_job_cpu.py::test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer",
+            "tests/e2e/test_job_cpu.py::test_a_death_of_the_critic_or_of_its_actor_takes_both_back_and_changes_no_loss",
         ),
     ),
     Promise(
@@ -111,8 +112,7 @@ PROMISES = (
 
 ENDS_A_RUN = (
     "more recoveries within an hour than `--max-recoveries`",
-    "a death before the first rollout, of the manager outside of generation, or of a rank of a run with a critic or "
-    "without checkpoints",
+    "a death before the first rollout, of the manager outside of generation, or of a rank without checkpoints",
     "a node that dies: no GPUs are kept in reserve",
     "bad input, a full disk at a save, and what the rows below say",
 )

@@ -121,15 +121,25 @@ def test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_death
             assert row[name] == original[row["train/step"]][name], (row["train/step"], name)
 
 
-def test_ppo_trains_its_critic_first_on_the_same_gpu_saves_both_and_takes_a_step_again(task, run_folder, tmp_path):
-    roles = tmp_path / "roles.yaml"
+def ppo_flags(task: Path, run_folder: Path, save: Path) -> list[str]:
+    """Of a run on the recorded rollouts: the engines' part is tested above."""
+    roles = save / "roles.yaml"
     roles.write_text("megatron:\n  - {name: values, role: critic, overrides: {lr: 1e-3}}\n")
-    flags = replay_flags(
-        task, tmp_path, f"{run_folder}/dump/{{rollout_id}}.pt",  # the engines' part is tested above
+    return replay_flags(
+        task, save, f"{run_folder}/dump/{{rollout_id}}.pt",
         *"--actor-num-gpus-per-node 1 --advantage-estimator ppo --num-critic-only-steps 1".split(),
         *("--megatron-config-path", str(roles)),
     )  # fmt: skip
-    job = Job("train.py", flags, tmp_path / "log.txt")
+
+
+@pytest.fixture(scope="module")
+def ppo_folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ppo")
+
+
+def test_ppo_trains_its_critic_first_on_the_same_gpu_saves_both_and_takes_a_step_again(task, run_folder, ppo_folder):
+    tmp_path = ppo_folder
+    job = Job("train.py", ppo_flags(task, run_folder, tmp_path), tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
     critic_steps = records(tmp_path, "train/critic-value_loss")
     assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 3]
@@ -146,3 +156,17 @@ def test_ppo_trains_its_critic_first_on_the_same_gpu_saves_both_and_takes_a_step
     run, replayed = read_run(tmp_path), read_run(tmp_path / "replays/step_2")
     assert (replayed.digests, replayed.critic_digests) == ({1: run.digests[1]}, {1: run.critic_digests[1]})
     again.seconds_until_gone(GONE_S)
+
+
+def test_a_death_of_the_critic_or_of_its_actor_takes_both_back_and_changes_no_loss(
+    task, run_folder, ppo_folder, tmp_path
+):
+    hook = "--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.die_once_in_rollouts_1_and_3"
+    job = Job("train.py", [*ppo_flags(task, run_folder, tmp_path), *hook.split()], tmp_path / "log.txt")
+    assert job.finish(JOB_S) == 0, job.text()[-4000:]
+    assert re.findall(r"(\w+) rank 0 died", job.text())[:2] == ["critic", "actor"]
+    for name, taken in (("train/critic-value_loss", [0, 1, 2, 2, 3, 2, 3]), ("train/pg_loss", [2, 2, 3])):
+        original = {row["train/step"]: row[name] for row in records(ppo_folder, name)}
+        steps = records(tmp_path, name)
+        assert [row["train/step"] for row in steps] == taken
+        assert all(row[name] == original[row["train/step"]] for row in steps)

@@ -176,7 +176,7 @@ def test_copies_in_memory_need_a_checkpoint_behind_them_and_no_critic(resolved):
     for flags, message in {
         memory: "--trainer-recovery memory: where its copies are lost it restarts from a checkpoint; give --save",
         (*memory, *saves, "--no-save-optim"): "--trainer-recovery memory needs the optimizer's state",
-        (*memory, *saves, "--advantage-estimator", "ppo"): "--trainer-recovery memory does not restart a critic",
+        (*memory, *saves, "--advantage-estimator", "ppo"): "--trainer-recovery memory does not copy a critic",
         (*memory, *saves, "--release-train"): "--trainer-recovery memory: --release-train saves every rollout",
         (
             *saves,

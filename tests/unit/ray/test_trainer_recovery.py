@@ -110,6 +110,32 @@ def test_from_copies_in_memory_only_what_came_after_them_is_trained_again(traine
     assert len(job._trained) == 6  # until a checkpoint: the copies may be lost
 
 
+def test_a_critic_and_its_actor_go_back_together(trainer, monkeypatch):
+    critic, taken = Trainer(), []
+    critic.names = ["critic rank 0"]
+
+    def death(names: list[str], timeout_s: float) -> EngineDiedError | None:
+        dead = [name for one in (trainer, critic) if one.is_dead for name in one.names if name in names]
+        return EngineDiedError(f"{dead[0]} died") if dead else None
+
+    def train(rollout_id: int, data: Any) -> None:
+        for one in (critic, trainer):
+            one.train(rollout_id, data)
+        taken.append(rollout_id)
+
+    monkeypatch.setattr(trainer_recovery, "find_death", death)
+    job = TrainerRecovery(recovery(trainer).args, trainer, train, critic)  # type: ignore[arg-type]
+    for rollout_id in range(5):
+        critic.is_dead, trainer.is_dead = rollout_id == 1, rollout_id == 4  # the actor: after the critic's steps
+        job.train(rollout_id, 10 * rollout_id)  # type: ignore[arg-type]
+        if rollout_id == 2:
+            for one in (critic, trainer):
+                job.run(lambda one=one: one.save(2))
+            job.record_saved()
+    assert trainer.weights == critic.weights == [0, 10, 20, 30, 40]
+    assert taken == [0, 0, 1, 2, 3, 3, 4] and trainer.num_starts == critic.num_starts == 3
+
+
 def test_a_rollback_does_not_go_on_from_copies_in_memory(trainer):
     job = recovery(trainer, trainer_recovery="memory", on_nan=["rollback", "1"])
     trainer.copy_every = 1
