@@ -40,9 +40,16 @@ def latent_way(original: Callable[..., Any], registry: type, backend: str) -> Ca
 def experts_forward(
     original: Callable[..., Any], layer: Any, hidden_states: Tensor, topk_output: Any, **options: Any
 ) -> Tensor:
-    """Return the experts' outputs [T, h], each token's with the adapter of its request."""
-    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    """Return the experts' outputs [T, h], each token's with the adapter of its request.
 
+    Raises:
+        NotImplementedError: SGLang has packed the weights for AMX.
+    """
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    from sglang.srt.utils import use_intel_amx_backend
+
+    if use_intel_amx_backend(layer.base_layer):
+        raise NotImplementedError("no adapters of experts whose weights are packed for AMX; use --lora-push merged")
     output = torch.empty_like(hidden_states)
     slot_of_token = layer.lora_backend.batch_info.moe_lora_info.token_lora_mapping
     for slot in slot_of_token.unique().tolist():
