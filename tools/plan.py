@@ -32,6 +32,14 @@ from slime.utils.errors import ConfigError
 from tools.cli import clean_exit
 
 
+def image_size(text: str) -> tuple[int, int]:
+    """Return height and width of ``1024x768``."""
+    sides = text.lower().split("x")
+    if len(sides) != 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
+        raise argparse.ArgumentTypeError(f"{text!r}: give height and width in pixels, as 1024x768")
+    return int(sides[0]), int(sides[1])
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's own flags; all others are the run's."""
     parser = argparse.ArgumentParser(
@@ -45,6 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--mfu", type=positive_fraction, default=0.35, help="utilisation of the trainer's FLOPs, for times (0.35)"
     )
     parser.add_argument("--lengths", metavar="FILE", help="JSON list: tokens of each sample of a rollout")
+    parser.add_argument(
+        "--image", type=image_size, action="append", default=[], metavar="HxW",
+        help="pixels of an image of every sample; given again for each further one",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     parser.add_argument(
         "--trust-script", action="store_true", help="run SCRIPT even where no namespace can hold it back"
@@ -87,7 +99,9 @@ def main() -> None:
             if called := dict.fromkeys(call.split()[0] for call in recipe.calls):
                 print(f"{script} also calls {', '.join(called)}: written down, not done.", file=sys.stderr)
         lengths = read_lengths(options.lengths) if options.lengths else None
-        settings = PlanOptions(card=card, mfu=options.mfu, lengths=lengths, environment=environment)
+        settings = PlanOptions(
+            card=card, mfu=options.mfu, lengths=lengths, images=tuple(options.image), environment=environment
+        )
         if asks_to_fit(words):
             words, table = fitted(words, settings, options.gpus)
             print(table, file=sys.stderr)

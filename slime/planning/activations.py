@@ -40,6 +40,8 @@ class MicroBatch:
     tokens: int
     """T, padding included."""
     element_bytes: int = 2
+    patches: int = 0
+    """Of the images that this rank computes."""
 
 
 Terms = dict[str, int]
@@ -234,6 +236,28 @@ def chunk_activations(
         return Kept(count * boundary + sum(each[count:]), max(each[:count], default=0))
     groups = [each[start : start + recompute.num_layers] for start in range(0, len(each), recompute.num_layers)]
     return Kept(len(groups) * boundary, max(map(sum, groups), default=0))
+
+
+def tower_activations(dims: ModelDims, batch: MicroBatch) -> Kept:
+    """Return the activations of the vision tower (``transformers``' modules, never recomputed) for the images.
+
+    A frozen one keeps its output, and has those of one block at once.
+    """
+    tower, size = dims.tower, batch.element_bytes
+    if tower is None or not batch.patches:
+        return Kept(0, 0)
+    hidden = tower.hidden_size
+    # Inputs of both norms and of four products, queries, keys and values before and after they are turned, the
+    # output of attention; the MLP's inner tensors.
+    elements = 11 * hidden + (2 + 2 * tower.is_gated) * tower.ffn_hidden_size
+    block = size * elements + 16 + 4 * tower.num_heads  # statistics of norms and softmax
+    angles = 8 * hidden // tower.num_heads  # cosines and sines of a head in fp32, for all blocks
+    mergers = size * (3 * tower.num_mergers + 1) * hidden
+    output = size * tower.num_mergers * tower.out_size // tower.merge**2
+    if not dims.trains_tower:
+        return Kept(batch.patches * output, batch.patches * (block + angles))
+    pixels = (size + 4) * tower.patch_size
+    return Kept(batch.patches * (tower.depth * block + angles + mergers + output + pixels), 0)
 
 
 def backward_work(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layers: tuple[int, ...]) -> int:

@@ -27,6 +27,7 @@ from slime.planning.engines import (
     placement_problems,
     quantized_bytes,
 )
+from slime.planning.images import image_patches, patches_of_rank, with_image_tokens
 from slime.planning.layout import (
     ParallelSizes,
     PipelineSplit,
@@ -41,22 +42,20 @@ from slime.planning.prompts import longest_sample, sample_lengths
 from slime.planning.traffic import PushTraffic, StepWork, push_traffic, step_work
 from slime.planning.trainer_memory import (
     CONTEXT_BYTES,
+    ENGINE_GROUPS_BYTES,
     GIB,
+    TRAINER_ASLEEP_BYTES,
     HostMemory,
     TrainerSettings,
     add_hosts,
+    push_buffer_bytes,
     rank_host_memory,
     rank_memory,
     state_copies,
+    trainer_bytes_beside_engine,
 )
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import SlimeError
-
-TRAINER_ASLEEP_BYTES = int(0.8 * GIB)
-GROUPS_ASLEEP_BYTES = int(1.3 * GIB)
-"""Memory of a sleeping trainer on the card, and the addition with more than one rank (measured)."""
-ENGINE_GROUPS_BYTES = int(1.4 * GIB)
-"""Additional memory of a released engine that spans several GPUs (measured with two)."""
 
 
 def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions) -> Plan:
@@ -75,13 +74,17 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     if not args.debug_rollout_only:
         check_expert_layout(args)
     dims, sizes = model_dims(args, hf_config), ParallelSizes.from_args(args)
+    images = image_patches(dims, options)
+    options = with_image_tokens(dims, options, images)
     split = stage_chunks(PipelineSplit.from_args(args))
-    work = plan_work(args, sizes, options, problems)
+    work = plan_work(args, dims, sizes, options, problems, images)
+    tokens = micro_batch_tokens(args, sizes, work, options.prompts)
     settings = TrainerSettings.from_args(
         args,
         sizes,
-        tokens=micro_batch_tokens(args, sizes, work, options.prompts),
+        tokens=tokens,
         num_microbatches=min(work.num_microbatches) if work else sizes.pipeline,
+        patches=patches_of_rank(tokens, sum(images), sizes, work),
     )
     stages = [plan_stage(args, number, chunks, dims, sizes, settings) for number, chunks in enumerate(split)]
     trains = not args.debug_rollout_only
@@ -132,7 +135,10 @@ def _notes(args: Namespace, options: PlanOptions) -> Iterator[str]:
         )
 
 
-def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, problems: list[str]) -> StepWork | None:
+def plan_work(
+    args: Namespace, dims: ModelDims, sizes: ParallelSizes, options: PlanOptions, problems: list[str],
+    images: Sequence[int] = (),
+) -> StepWork | None:  # fmt: skip
     """Return the work that the trainer's scheduler makes of the rollout's samples; None when nothing is trained.
 
     Batches that cannot be dealt out are appended to ``problems``.
@@ -152,11 +158,12 @@ def plan_work(args: Namespace, sizes: ParallelSizes, options: PlanOptions, probl
         return step_work(
             lengths,
             schedule=schedule,
-            flops=model_dims(args),
+            flops=dims,
             global_batch_size=args.global_batch_size,
             pipeline=sizes.pipeline,
             forward_passes=forward_passes(args),
             recomputes_everything=args.recompute_granularity == "full",
+            images=images,
         )
     except SlimeError as error:
         problems.append(f"Batches: {error}")
@@ -175,11 +182,16 @@ def forward_passes(args: Namespace) -> int:
 
 
 def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOptions) -> float | None:
-    """Return the seconds of the trainer's passes, the slowest rank's, its waits in the pipeline included."""
+    """Return the seconds of the trainer's passes, the slowest rank's, its waits in the pipeline included.
+
+    The other stages wait for the vision tower on the first, which every tensor-parallel rank computes whole but for
+    sequence parallelism.
+    """
     if work is None:
         return None
     rate = sizes.world * options.card.bf16_flops * options.mfu * (1 - work.bubble)
-    return work.hardware_flops * work.imbalance / rate
+    copies = sizes.pipeline * (1 if sizes.sequence_parallel else sizes.tensor)
+    return (work.hardware_flops - work.tower_flops + work.tower_flops * copies) * work.imbalance / rate
 
 
 def micro_batch_tokens(
@@ -211,18 +223,6 @@ def plan_stage(
         number, [chunk.as_text() for chunk in chunks], layers[0] + 1 if layers else None, len(layers), count, memory,
         forward,
     )  # fmt: skip
-
-
-def trainer_bytes_beside_engine(args: Namespace, sizes: ParallelSizes) -> int:
-    """Return the bytes that an idle trainer keeps on an engine's card."""
-    if not args.colocate or args.debug_rollout_only:
-        return 0
-    return TRAINER_ASLEEP_BYTES + (GROUPS_ASLEEP_BYTES if sizes.world > 1 else 0) + push_buffer_bytes(args)
-
-
-def push_buffer_bytes(args: Namespace) -> int:
-    """Return the bytes of the bucket that an engine on the same card maps: it stays, asleep and awake."""
-    return int(args.update_weight_buffer_size) if args.colocate and not args.debug_train_only else 0
 
 
 def plan_engines(

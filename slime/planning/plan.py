@@ -63,6 +63,8 @@ class PlanOptions:
     """Tokens of each sample of a rollout; None for the reference distribution."""
     prompts: tuple[int, ...] = ()
     """Tokens of prompts of the data, in the order of a rollout; empty where they are not known."""
+    images: tuple[tuple[int, int], ...] = ()
+    """Height and width in pixels of each image of a sample."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of the job."""
 

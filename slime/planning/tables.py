@@ -208,6 +208,7 @@ def _work(plan: Plan) -> str:
         ("optimizer steps; micro-batches of a rank in each", f"{len(work.num_microbatches)}; {counts}"),
         ("model FLOPs, forward and backward", f"{work.model_flops:.3g}"),
         (f"with {work.forward_passes} passes without gradients and recompute", f"{work.hardware_flops:.3g}"),
+        *([("those of the vision tower", f"{work.tower_flops:.3g}")] if work.tower_flops else []),
         ("pipeline bubble", f"{work.bubble:.1%}"),
         ("rank with the most work, over the mean", f"{work.imbalance:.2f}"),
     ]

@@ -29,6 +29,8 @@ class StepWork:
     """Part of a pipeline rank's time in which it waits, were all micro-batches alike."""
     imbalance: float
     """Work of the rank with the most, over the mean."""
+    tower_flops: int = 0
+    """Those of ``hardware_flops`` that the vision tower on the first stage takes."""
 
 
 def reference_lengths(num_samples: int, longest: int) -> list[int]:
@@ -46,6 +48,7 @@ def step_work(
     pipeline: int,
     forward_passes: int,
     recomputes_everything: bool,
+    images: Sequence[int] = (),
 ) -> StepWork:
     """Return the work that the trainer's own scheduler makes of samples of these lengths.
 
@@ -57,21 +60,24 @@ def step_work(
         pipeline: stages.
         forward_passes: over all samples, without gradients.
         recomputes_everything: full recompute makes a third forward pass of every layer.
+        images: patches of each image of a sample, the same for all.
     """
     one_each = range(len(lengths))
     plan = build_dp_schedule(schedule, lengths, global_batch_size=global_batch_size, rollout_indices=one_each)
     per_rank = [sum(flops.forward_flops(lengths[i]) for i in partition) for partition in plan.partitions]
-    forward = sum(per_rank)
+    forward, tower = sum(per_rank), len(lengths) * flops.tower_flops(images)
+    tower_work = int(flops.train_flops(0, tower)) + forward_passes * tower
     return StepWork(
         num_samples=len(lengths),
         num_tokens=sum(lengths),
         longest=max(lengths),
         num_microbatches=tuple(plan.num_microbatches),
         forward_passes=forward_passes,
-        model_flops=3 * forward,
-        hardware_flops=forward * (3 + recomputes_everything + forward_passes),
+        model_flops=int(flops.train_flops(forward, tower)),
+        hardware_flops=forward * (3 + recomputes_everything + forward_passes) + tower_work,
         bubble=_bubble(plan, pipeline, schedule.vpp_size),
         imbalance=max(per_rank) * len(per_rank) / forward,
+        tower_flops=tower_work,
     )
 
 

@@ -6,7 +6,15 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-from slime.planning.activations import MicroBatch, Recompute, backward_work, chunk_activations, head_activations
+from slime.planning.activations import (
+    Kept,
+    MicroBatch,
+    Recompute,
+    backward_work,
+    chunk_activations,
+    head_activations,
+    tower_activations,
+)
 from slime.planning.layout import ParallelSizes, StageChunk, rank_places
 from slime.planning.parameters import ParameterCount
 from slime.train_data.model_dims import ModelDims
@@ -48,7 +56,7 @@ class TrainerSettings:
 
     @classmethod
     def from_args(
-        cls, args: Namespace, sizes: ParallelSizes, *, tokens: int, num_microbatches: int
+        cls, args: Namespace, sizes: ParallelSizes, *, tokens: int, num_microbatches: int, patches: int = 0
     ) -> TrainerSettings:
         """Read the settings from complete flags.
 
@@ -57,10 +65,11 @@ class TrainerSettings:
             sizes: of the groups.
             tokens: of the largest micro-batch on a rank.
             num_microbatches: of a step and rank.
+            patches: of the images in it that the rank computes.
         """
         element = 4 if args.fp32 else 2
         return cls(
-            batch=MicroBatch(tokens=tokens, element_bytes=element),
+            batch=MicroBatch(tokens=tokens, element_bytes=element, patches=patches),
             recompute=Recompute(
                 granularity=args.recompute_granularity,
                 method=args.recompute_method,
@@ -156,12 +165,16 @@ def rank_memory(
     kept = [chunk_activations(chunk.layers, dims, sizes, batch, recompute) for chunk in chunks]
     in_flight = micro_batches_in_flight(stage, sizes, settings)
     activations = sum(item.kept for item in kept) * in_flight // len(kept)
+    seen = Kept(0, 0)
+    if any(chunk.has_embedding for chunk in chunks):
+        seen = tower_activations(dims, batch)
+        activations += seen.kept * -(-in_flight // len(kept))
     head: dict[str, int] = {}
     if any(chunk.has_head for chunk in chunks):
         head = head_activations(dims, sizes, batch, mtp_chunk=settings.mtp_chunk, recompute=recompute)
     frozen = (count.frozen - count.frozen_matrices) * settings.weight_bytes + 4 * count.buffers_fp32
     frozen += int(count.frozen_matrices * settings.matrix_bytes)
-    work = max(item.again for item in kept) + backward_work(dims, sizes, batch, layers)
+    work = max(max(item.again for item in kept) + backward_work(dims, sizes, batch, layers), seen.again)
     return RankMemory(
         weights=count.trained * settings.weight_bytes + frozen,
         frozen=frozen if count.frozen_matrices else 0,
@@ -280,3 +293,22 @@ def add_hosts(parts: Iterable[HostMemory]) -> HostMemory:
     """Add up the ranks of one node."""
     items = list(parts)
     return HostMemory(*(sum(getattr(item, part.name) for item in items) for part in fields(HostMemory)))
+
+
+TRAINER_ASLEEP_BYTES = int(0.8 * GIB)
+GROUPS_ASLEEP_BYTES = int(1.3 * GIB)
+"""Memory of a sleeping trainer on the card, and the addition with more than one rank (measured)."""
+ENGINE_GROUPS_BYTES = int(1.4 * GIB)
+"""Additional memory of a released engine that spans several GPUs (measured with two)."""
+
+
+def trainer_bytes_beside_engine(args: Namespace, sizes: ParallelSizes) -> int:
+    """Return the bytes that an idle trainer keeps on an engine's card."""
+    if not args.colocate or args.debug_rollout_only:
+        return 0
+    return TRAINER_ASLEEP_BYTES + (GROUPS_ASLEEP_BYTES if sizes.world > 1 else 0) + push_buffer_bytes(args)
+
+
+def push_buffer_bytes(args: Namespace) -> int:
+    """Return the bytes of the bucket that an engine on the same card maps: it stays, asleep and awake."""
+    return int(args.update_weight_buffer_size) if args.colocate and not args.debug_train_only else 0

@@ -20,8 +20,11 @@ class TowerDims:
     depth: int
     hidden_size: int
     ffn_hidden_size: int
+    num_heads: int
     patch_size: int
     """Values of a patch."""
+    patch_side: int
+    """Pixels."""
     merge: int
     """Patches along a side of what becomes one token."""
     out_size: int
@@ -29,6 +32,11 @@ class TowerDims:
     num_mergers: int = 1
     """That of the last block, and those of blocks whose features layers take."""
     is_gated: bool = False
+
+    def patches_of(self, height: int, width: int) -> int:
+        """Return the patches of an image of these pixels, whose sides become multiples of a token's."""
+        side = self.patch_side * self.merge
+        return max(1, round(height / side)) * max(1, round(width / side)) * self.merge**2
 
     def forward_flops(self, patches: int) -> int:
         """Return the FLOPs of one forward pass over an image, or a frame, of ``patches`` patches."""

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.planning.activations import MicroBatch, Recompute, chunk_activations, layer_bytes, layer_terms
+from slime.backends.megatron_utils.flags.model_dims import model_dims, tower_dims
+from slime.planning.activations import (
+    Kept,
+    MicroBatch,
+    Recompute,
+    chunk_activations,
+    layer_bytes,
+    layer_terms,
+    tower_activations,
+)
 from slime.planning.layout import ParallelSizes, StageChunk
 from slime.planning.parameters import chunk_parameters
 from slime.planning.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
-from slime.train_data.model_dims import ModelDims
+from slime.train_data.model_dims import ModelDims, TowerDims
+from tests.matrix.case import hide_broken_torchvision
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 TOKENS = 512
@@ -151,3 +161,54 @@ def test_micro_batches_in_flight_follow_the_schedule():
     assert [micro_batches_in_flight(stage, virtual, settings) for stage in range(4)] == [11, 9, 7, 5]
     one = TrainerSettings(batch=MicroBatch(tokens=1), num_microbatches=1)
     assert micro_batches_in_flight(0, plain, one) == 1
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("deep", [[], [0, 2]])
+def test_a_trained_tower_keeps_what_autograd_counts(tmp_path: Path, element_bytes: int, deep: list[int]) -> None:
+    hide_broken_torchvision()
+    import transformers
+
+    vision = {
+        **{"depth": 3, "hidden_size": 64, "intermediate_size": 160, "num_heads": 4, "in_channels": 3},
+        **{"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 256},
+        **{"out_hidden_size": 96, "deepstack_visual_indexes": deep},
+    }
+    config = transformers.Qwen3VLConfig(vision_config=vision).vision_config
+    model = transformers.AutoModel.from_config(
+        config, dtype=torch.bfloat16 if element_bytes == 2 else torch.float32, attn_implementation="sdpa"
+    )
+    dims = replace(qwen3(64, 64, 4, 2), tower=tower_dims(vision), trains_tower=True)
+    assert dims.tower is not None
+    batch = MicroBatch(tokens=512, element_bytes=element_bytes, patches=dims.tower.patches_of(32 * 4 + 3, 32 * 4))
+    assert batch.patches == 1024
+    pixels = torch.randn(batch.patches, dims.tower.patch_size).to(model.dtype)
+    counted = bytes_that_autograd_keeps(
+        lambda: model(pixels, grid_thw=torch.tensor([[1, 32, 32]])), [pixels, *model.parameters(), *model.buffers()]
+    )
+    # Beside the graph: the pixels in fp32 and in the model's dtype, and what the language model takes.
+    output = element_bytes * (1 + len(deep)) * 96 // 4
+    beside = batch.patches * ((element_bytes + 4) * dims.tower.patch_size + output)
+    assert tower_activations(dims, batch).kept - beside == pytest.approx(counted, rel=0.005)
+
+
+def test_a_frozen_tower_keeps_its_output_and_one_block_at_once() -> None:
+    tower = TowerDims(
+        depth=27, hidden_size=1152, ffn_hidden_size=4304, num_heads=16, patch_size=1536, patch_side=16, merge=2,
+        out_size=4096, num_mergers=4,
+    )  # fmt: skip
+    dims = replace(qwen3(4096, 12288, 32, 36), tower=tower)
+    patches = tower.patches_of(1024, 1024)
+    assert patches == 4096
+    found = tower_activations(dims, MicroBatch(tokens=2048, patches=patches))
+    assert found.kept == 4096 * 2 * 4 * 4096 // 4
+    assert found.again == 4096 * (2 * (11 * 1152 + 2 * 4304) + 16 + 64 + 8 * 72)
+    assert tower_activations(dims, MicroBatch(tokens=2048)) == Kept(0, 0)
+    first, last = (StageChunk((0,), has_embedding=has) for has in (True, False))
+    settings = TrainerSettings(batch=MicroBatch(tokens=2048, patches=patches))
+    sizes = ParallelSizes()
+    of_stage = [
+        rank_memory([chunk], 0, chunk_parameters([chunk], dims, sizes), dims, sizes, settings)
+        for chunk in (first, last)
+    ]
+    assert of_stage[0].activations - of_stage[1].activations == found.kept

@@ -404,3 +404,76 @@ def test_an_incomplete_run_still_tells_what_is_missing(tmp_path):
     run = complete_run(["--hf-checkpoint", "/base/x", "--rollout-batch-size", "4"], tmp_path)
     assert run.args is None
     assert any("--num-layers" in problem for problem in run.problems)
+
+
+VISION = {
+    **{"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "in_channels": 3},
+    **{"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304},
+    **{"out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]},
+}
+"""The tower of Qwen3-VL-4B."""
+
+
+@pytest.fixture
+def seeing(tmp_path) -> str:
+    """The flags of a run of Qwen3-VL-4B, whose config.json is there."""
+    text = {
+        **{"model_type": "qwen3_vl_text", "num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+        **{
+            "rope_theta": 5000000,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 262144,
+        },
+    }
+    config = {
+        **{"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655},
+        **{"tie_word_embeddings": True, "text_config": text, "vision_config": VISION, "torch_dtype": "bfloat16"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return f"{COLOCATED} --hf-checkpoint {tmp_path} --ref-load {tmp_path} --pipeline-model-parallel-size 2"
+
+
+def planned(capsys: pytest.CaptureFixture[str], flags: str, *images: tuple[int, int]) -> Any:
+    code = run_plan(flags.split(), dataclasses.replace(H100, images=images), as_json=True)
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (code, document["problems"]) == (EXIT_OK, [])
+    return document["plan"]
+
+
+def test_images_cost_work_time_and_memory_of_the_first_stage(seeing, capsys):
+    blind, one, trained = (
+        planned(capsys, seeing),
+        planned(capsys, seeing, (1024, 1024)),
+        planned(capsys, f"{seeing} --train-vision-tower", (1024, 1024)),
+    )
+    samples, patches, hidden = 256, 4096, 1152
+    block = 2 * patches * hidden * (4 * hidden + 2 * 4304) + 4 * patches**2 * hidden
+    mergers = 4 * 2 * (patches // 4) * 4 * hidden * (4 * hidden + 2560)
+    forward = samples * (2 * patches * 3 * 2 * 16**2 * hidden + 27 * block + mergers)
+    passes = one["work"]["forward_passes"]
+    assert one["work"]["tower_flops"] == forward * (passes + 1)
+    assert trained["work"]["tower_flops"] == forward * (passes + 3)
+    assert blind["work"]["tower_flops"] == 0
+    assert one["work"]["num_tokens"] == blind["work"]["num_tokens"] + samples * patches // 4
+    assert one["train_seconds"] < trained["train_seconds"]
+    first, last = (
+        [plan["stages"][stage]["memory"]["activations"] for plan in (blind, one, trained)] for stage in (0, 1)
+    )
+    assert first[0] < first[1] < first[2] and last[1] == last[2]
+
+
+def test_more_images_are_the_sum_of_each(seeing, capsys):
+    two = planned(capsys, seeing, (1024, 1024), (512, 256))["work"]["tower_flops"]
+    each = [planned(capsys, seeing, size)["work"]["tower_flops"] for size in ((1024, 1024), (512, 256))]
+    assert two == sum(each)
+
+
+def test_images_for_a_model_without_eyes_and_sizes_that_are_none_are_refused(capsys, monkeypatch):
+    code, document = document_of(capsys, COLOCATED, dataclasses.replace(H100, images=((64, 64),)))
+    assert code == EXIT_ILLEGAL and "the trainer has no vision tower for this model" in document["problems"][0]
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--image", "64", *words(COLOCATED)])
+    with pytest.raises(SystemExit):
+        plan_tool.main()
+    assert "'64': give height and width in pixels, as 1024x768" in capsys.readouterr().err

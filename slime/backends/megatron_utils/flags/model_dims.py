@@ -65,19 +65,21 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
         dims = replace(
             dims,
             tower_parameters=tower,
-            tower=_tower_dims(hf_config["vision_config"], seeing.tower_ffn_key),
+            tower=tower_dims(hf_config["vision_config"], seeing.tower_ffn_key),
             trains_tower=bool(get("train_vision_tower")),
         )
     return dims
 
 
-def _tower_dims(vision: Mapping[str, Any], ffn_key: str) -> TowerDims:
+def tower_dims(vision: Mapping[str, Any], ffn_key: str = "intermediate_size") -> TowerDims:
     """Return the sizes of the tower from ``vision_config`` of config.json."""
     frames = vision["temporal_patch_size"]
     return TowerDims(
         depth=vision["depth"],
         hidden_size=vision["hidden_size"],
         ffn_hidden_size=vision[ffn_key],
+        num_heads=vision["num_heads"],
+        patch_side=vision["patch_size"],
         patch_size=vision["in_channels"] * frames * vision["patch_size"] ** 2,
         merge=vision["spatial_merge_size"],
         out_size=vision["out_hidden_size"],
