@@ -1,7 +1,10 @@
 """Samples to columns, and columns to ranks."""
 
+import pickle
+
 import pytest
 import torch
+from ray import cloudpickle
 
 from slime.train_data.columns import COLUMNS, TrainBatch
 from slime.train_data.convert import samples_to_train_data
@@ -107,6 +110,19 @@ def test_each_rank_gets_its_samples_in_micro_batch_order():
     assert first.rollout_mask_sums.tolist() == [3.0, 1.0]
     assert second.micro_batch_indices == [[0, 1], []]
     assert second.num_microbatches == [2]
+
+
+def test_pixels_that_siblings_share_reach_a_rank_once_and_as_bytes():
+    images = {"pixel_values": torch.ones(500, 200, dtype=torch.uint8), "image_grid_thw": torch.tensor([[1, 20, 25]])}
+    data = convert([sample(index, multimodal_train_inputs=dict(images)) for index in range(4)])
+    for rank in split_by_rank(data, SCHEDULE):
+        text = cloudpickle.dumps(rank)  # as Ray's object store does
+        assert 100_000 < len(text) < 150_000
+        first, second = pickle.loads(text).multimodal_train_inputs
+        assert first["pixel_values"].data_ptr() == second["pixel_values"].data_ptr()
+        assert (
+            torch.equal(first["pixel_values"], images["pixel_values"]) and first["pixel_values"].dtype == torch.uint8
+        )
 
 
 def test_column_of_a_custom_converter_is_carried_and_metadata_too():
