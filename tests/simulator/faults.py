@@ -35,6 +35,8 @@ class Setup:
     update_interval: int = 1
     colocate: bool = False
     seconds_per_token: float = 0.2
+    disk: bool = False
+    """Weights go to the engines over a shared disk."""
 
     @property
     def is_strict(self) -> bool:
@@ -75,6 +77,7 @@ def setup_of(seed: int) -> Setup:
         update_interval=rng.choice((1, 1, 2)) if is_async and not fully else 1,
         colocate=not is_async and rng.random() < 0.3,
         seconds_per_token=rng.choice((0.05, 0.2, 1.0)),
+        disk=rng.random() < 0.15,
     )
 
 

@@ -71,6 +71,8 @@ def base_args(setup: Setup) -> Namespace:
         "engine_start_timeout_s": 60.0, "weight_update_timeout_s": 60.0, "train_timeout_s": 300.0,
         "rollout_timeout_s": 900.0, "loop_stall_timeout_s": 300.0, "rollout_stall_timeout_s": 60.0,
         "distributed_timeout_minutes": 2, "trainer_hang_timeout_s": 60.0, "rollout_ledger_timeout_s": 20.0,
+        "update_weight_transport": "disk" if setup.disk else None,
+        "update_weight_disk_dir": "x" if setup.disk else None,
         "no_record": True, "record": False,
         "advantage_estimator": "grpo", "dump_details": None, "input_key": "prompt", "label_key": "label",
     }  # fmt: skip

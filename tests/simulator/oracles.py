@@ -101,6 +101,8 @@ def check_end(world: World) -> None:
         world.violate(f"trained were the groups {sorted(groups)}")
     position = read_state(root / "rollout" / f"global_dataset_state_dict_{last}.pt", what="position")
     ledger = read_state(position_path(str(root), last), what="ledger position")
+    versions = world.folder / "weights"
+    world.within("folders of weights", len(list(versions.iterdir())) if versions.is_dir() else 0, 2)
     world.within("groups in the buffer", len(position.get("buffer") or []), groups_at_a_time(setup))
     world.within("groups open in the ledger", len(ledger["open"]), 2 * groups_at_a_time(setup))
     held = {first_index(g) for g in groups_from_state(position.get("buffer") or []) if g}

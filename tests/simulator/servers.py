@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from slime.weights.push.wire import PUSH_REPORT
 from tests.scripted_engine.script import Request, Script, split_prompt, text_of
@@ -14,6 +18,11 @@ from tests.simulator.network import Cut, Reply, Server, send
 
 LOG_PROB_UNIT = 1e-3
 """The log-prob of a token names the weights that drew it: minus (their number + 1) units."""
+
+
+def state_in(tensor: torch.Tensor) -> int:
+    """Return the number of the state that a bucket holds."""
+    return int(tensor.view(torch.int64)[0])
 
 
 @dataclass
@@ -193,18 +202,31 @@ class EngineServer(Server):
         if verb == "begin_weight_update":
             self.held = _Held([None] * self.world.num_buckets, message["push_id"])
             self.is_pushed_to = True
-        elif verb == "receive_weight_bucket":
+        elif verb in ("receive_weight_bucket", "receive_weight_folder"):
             if self.running:
                 self.world.violate(f"{self.process} loads weights while it generates")
             if not self.is_paused:
                 self.world.violate(f"{self.process} loads weights and was not paused")
             index = message["bucket_index"]
-            sent = self.world.wire.get((message["push_id"], index))
+            sent = self._arrived(message, index)
             if message["push_id"] != held.push_id:
                 held.problems.append(f"a bucket of {message['push_id']}")
             elif sent is not None:
                 held.buckets[index] = sent
         self._ok(reply, {"success": True})
+
+    def _arrived(self, message: Mapping[str, Any], index: int) -> int | None:
+        """Return the state that a bucket of a message has, or that of the folder that it names."""
+        if "folder" not in message:
+            return self.world.wire.get((message["push_id"], index))
+        folder, name = Path(message["folder"]), f"t{index}"
+        try:
+            file = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"][name]
+            with safe_open(folder / file, "pt") as tensors:
+                return state_in(tensors.get_tensor(name))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            self.held.problems.append(f"{folder}: {type(error).__name__}: {error}")
+            return None
 
     def do_get_weights_by_name(self, payload: Any, reply: Reply) -> None:
         assert payload["name"] == PUSH_REPORT, payload

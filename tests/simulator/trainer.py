@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from greenlet import getcurrent
 
 from slime.backends.megatron_utils import checkpoint
@@ -30,6 +31,7 @@ from slime.weights.push.transports.base import Transport
 from slime.weights.push.verbs import EngineProxy
 from slime.weights.tensor_slice import TensorSlice
 from tests.simulator.kernel import _KERNEL, Process
+from tests.simulator.servers import state_in
 
 NUM_BUCKETS = 2
 WORLD: list[Any] = [None]
@@ -145,7 +147,7 @@ class Model:
 
 
 class Buckets:
-    """The model's weights, as the buckets of a push."""
+    """The model's weights, as the buckets of a push: each is the number of the state, twice."""
 
     def __init__(self, model: Model) -> None:
         self._model, self.manifest, self._sent = model, MANIFEST, {}
@@ -155,7 +157,7 @@ class Buckets:
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Any]]:
         for index in range(NUM_BUCKETS):
             self._sent[index] = WORLD[0].digest(self._model.state, index)
-            yield index, self._model.state
+            yield index, torch.tensor([self._model.state] * 2).view(torch.uint8)
 
     def digests(self) -> dict[int, int]:
         sent, self._sent = self._sent, {}
@@ -174,7 +176,7 @@ class MessageTransport(Transport):
     def send(self, push: Push, index: int, flat: Any) -> None:
         if index == NO_BUCKET or push.ranks.rank != 0:
             return
-        WORLD[0].wire[push.id, index] = flat
+        WORLD[0].wire[push.id, index] = state_in(flat)
         requests = start_all(push.participants.good, lambda e: e.receive_weight_bucket(push.id, index, "wire"))
         for engine, error in wait_together(requests, push.participants.clock.step_s).items():
             push.participants.exclude(engine, f"{reason_of(error)} (while loading bucket {index})")
@@ -193,6 +195,8 @@ class Updater(WeightUpdater):
 
     @property
     def transport(self) -> Transport:
+        if self.args.update_weight_transport == "disk":
+            return super().transport
         if self._transport is None:
             self._transport = MessageTransport()
         return self._transport
@@ -343,8 +347,10 @@ def patch_trainer(patches: Any) -> None:
     from slime.backends.megatron_utils import memory
     from slime.backends.megatron_utils.checkpoints import checkpoint_writer
     from slime.backends.megatron_utils.update_weight import updater
+    from slime.weights import versions
     from slime.weights.push import state
     from slime.weights.push.state import TrainerRanks
+    from slime.weights.push.transports import disk
 
     dist = Dist()
     actor = __import__("slime.backends.megatron_utils.actor", fromlist=["actor"])
@@ -363,6 +369,15 @@ def patch_trainer(patches: Any) -> None:
     patches.set(
         updater, "trainer_ranks", lambda args: TrainerRanks(rank=dist.get_rank(), world_size=dist.get_world_size())
     )
+    patches.set(disk, "copy_assets", lambda *_: None)
+    patches.set(versions.secrets, "token_hex", lambda size: str(_KERNEL[0].rng("token").getrandbits(32)))  # type: ignore[union-attr]
+    save = versions.save_tensors
+
+    def save_tensors(path: Path, *content: Any) -> None:
+        WORLD[0].files.at("write", str(path), half=lambda: path.write_bytes(b"half"))
+        save(path, *content)
+
+    patches.set(versions, "save_tensors", save_tensors)
     patches.set(memory, "freeze_long_lived_objects", lambda: None)
     patches.set(memory, "memory_saver_disabled", _nothing)
 

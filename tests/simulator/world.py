@@ -392,6 +392,8 @@ class World:
         save = str(self.folder / "save")
         args.save = args.load = save
         args.prompt_data = str(self.prompts)
+        if self.setup.disk:
+            args.update_weight_disk_dir = str(self.folder / "weights")
         derive_starting_point(args)
         if has_finished_save(args.load):
             inspect_checkpoint(args.load, "--load")
