@@ -323,7 +323,7 @@ class RayTrainGroup:
         if not engines.engines:
             return {}
         if engines.num_new or not self._is_connected:
-            self._connect(replace(engines, num_new=len(engines.engines)))
+            self._connect(engines)
         results = self._push("update_weights", "the weight update")
         self._report_taken()
         return next((result for result in results if result), {})
@@ -335,7 +335,9 @@ class RayTrainGroup:
         self._ask_manager("push_done", self.excluded)
 
     def _connect(self, engines: UpdatableEngines) -> None:
-        self._on_all("connect_engines", engines, what="the trainers' connection to the engines")
+        # Ranks that were started again know none of them, whatever the manager told those before.
+        all_new = replace(engines, num_new=len(engines.engines))
+        self._on_all("connect_engines", all_new, what="the trainers' connection to the engines")
         self._is_connected = True
         self._ask_manager("clear_updatable_num_new_engines")
 

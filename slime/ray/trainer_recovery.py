@@ -26,7 +26,7 @@ from slime.ray.actor_group import RayTrainGroup
 from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import find_death
-from slime.utils.errors import HangError, SlimeError, StepError
+from slime.utils.errors import DeadlineError, HangError, SlimeError, StepError
 from slime.utils.misc import Box
 
 T = TypeVar("T")
@@ -155,7 +155,10 @@ class TrainerRecovery:
         self._release()  # ranks of a restart that failed half-way
         if cluster_has_accelerators():
             time.sleep(RELEASE_GRACE_S)
-        start, *others = [trainer.create() for trainer in self._trainers]
+        try:
+            start, *others = [trainer.create() for trainer in self._trainers]
+        except DeadlineError as error:
+            raise HangError(f"the trainer did not start again: {error}") from error
         assert others in ([], [start]), (start, others)
         again = [kept for kept in self._trained if kept[0] >= start]
         for rollout_id, rollout_data in again:

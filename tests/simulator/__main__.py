@@ -4,6 +4,7 @@ python -m tests.simulator --schedules 1000 --seed 0        seeds 0 to 999, on tw
 python -m tests.simulator --schedules 100000 --workers 16 --out failures.json
 python -m tests.simulator --story 17                       one seed, told as a story and shrunk when it fails
 python -m tests.simulator --bugs                           bugs of the past, put back one at a time
+python -m tests.simulator --past                           schedules that once failed
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="Processes; one a core.")
     parser.add_argument("--story", type=int, help="Tell and shrink this seed.")
     parser.add_argument("--bugs", action="store_true", help="Put bugs of the past back and look for them.")
+    parser.add_argument("--past", action="store_true", help="Run the schedules that once failed.")
     parser.add_argument("--bug", default="", help="Only those whose name contains this.")
     parser.add_argument(
         "--out", type=Path, help="Keep counts and failures in this JSON file, up to date while the schedules run."
@@ -58,11 +60,29 @@ def main() -> int:
     options = parser.parse_args()
     if options.story is not None:
         return tell(options.story)
+    if options.past:
+        return run_past()
     if options.bugs:
         from tests.simulator.bugs import find_all
 
         return find_all(options)
     return run_many(options)
+
+
+def run_past() -> int:
+    """Run the schedules that once failed; all faults of each must strike, and the run must go on."""
+    from tests.simulator.past import PAST
+    from tests.simulator.runner import installed, run_schedule
+
+    num_failed = 0
+    with installed():
+        for name, (seed, setup, faults) in PAST.items():
+            outcome = run_schedule(seed, setup, faults)
+            problems = outcome.violations or ["a fault did not strike"] * (outcome.num_fired < len(faults))
+            problems = problems or ["the run did not go on"] * (outcome.num_lives > 1)
+            num_failed += bool(problems)
+            print(f"{name}: {'; '.join(problems) or 'ok'}", flush=True)
+    return int(num_failed > 0)
 
 
 def tell(seed: int) -> int:

@@ -94,7 +94,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
     ),
     "the driver's deadline for the engines' memory is that of one engine": _bug(
         "slime.ray.engines.memory:memory_timeout_s",
-        "2 * args.engine_start_timeout_s + args.weight_update_timeout_s + MARGIN_S",
+        "restart_timeout_s(args) + args.weight_update_timeout_s + MARGIN_S",
         "args.weight_update_timeout_s",
     ),
 }

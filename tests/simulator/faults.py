@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 DEFAULT = "slime.rollout.sglang_rollout.generate_rollout"
@@ -180,6 +180,11 @@ def may_cost_an_engine(fault: Fault, setup: Setup) -> bool:
     if fault.kind == "clock" or fault.kind in DISK_FAULTS:
         return False
     return fault.kind != "kill" or not victim(fault).startswith(("trainer", "driver", "manager"))
+
+
+def are_too_many(faults: Sequence[Fault], max_recoveries: int) -> bool:
+    """Return whether faults may take more recoveries of trainer and manager than an hour may have."""
+    return sum(victim(fault).startswith(("trainer", "manager")) for fault in faults) > max_recoveries
 
 
 def EXCUSES(fault: Fault, setup: Setup) -> bool:  # noqa: N802

@@ -12,6 +12,7 @@ import pytest
 
 from tests.contracts.source_tree import REPO
 from tests.simulator.bugs import BUGS
+from tests.simulator.past import PAST
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -29,6 +30,11 @@ def test_a_slice_of_the_schedules_has_no_failure():
     summary: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     assert code == 0 and not summary["failed"], output
     assert summary["faults"] > 50 and summary["lives"] > 55
+
+
+def test_schedules_that_once_failed_pass():
+    code, output = simulate("--past")
+    assert code == 0 and output.count(": ok") == len(PAST), output
 
 
 def test_a_seed_tells_the_same_story_twice():

@@ -19,7 +19,7 @@ from slime.flags.checkpoint import derive_starting_point, has_finished_save, ins
 from slime.ray import job
 from tests.scripted_engine.script import Script, split_prompt
 from tests.simulator.fake_ray import Cluster
-from tests.simulator.faults import DISK_FAULTS, EXCUSES, Fault, Setup, may_cost_an_engine
+from tests.simulator.faults import DISK_FAULTS, EXCUSES, Fault, Setup, are_too_many, may_cost_an_engine
 from tests.simulator.files import Files
 from tests.simulator.job import base_args
 from tests.simulator.kernel import Kernel, Process, StuckError
@@ -366,6 +366,7 @@ class World:
         error = self.last_error
         self.note(f"the command ended with {code}" + (f": {type(error).__name__}: {error}" if error else ""))
         is_excused = self.had_early_fault or any(EXCUSES(fault, self.setup) for fault in self.fired_in_life)
+        is_excused |= are_too_many(self.fired_in_life, self.make_args().max_recoveries)
         if code not in (0, -9) and not is_excused:
             self.violate(f"the run ended ({type(error).__name__}: {error}) though only {self.fired_in_life} happened")
         check_checkpoint(self)

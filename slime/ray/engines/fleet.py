@@ -268,7 +268,7 @@ class EngineFleet:
         for server in self.servers:
             for group in server.groups:
                 if not server.has_live_engine:
-                    group.wait_settled(self.args.engine_start_timeout_s * 2)
+                    group.wait_settled()
         self._memory.release_started(but=["weights"])
 
     def _raise_if_given_up(self) -> None:

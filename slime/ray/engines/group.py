@@ -34,10 +34,17 @@ logger = logging.getLogger(__name__)
 
 MAX_START_ATTEMPTS = 3
 """Starts of a replacement, one after the other, before the run is given up."""
+START_MARGIN_S = 120.0
+"""Of an attempt beyond ``--engine-start-timeout-s``, which the engine's actor keeps itself."""
 MAX_RESTARTS = 5
 """Restarts of one engine within one rollout: an engine that dies again and again has a cause that stays."""
 KILL_TIMEOUT_S = 15.0
 """Time for an engine's actor to kill its server; then the actor is killed, and the server ends with it."""
+
+
+def restart_timeout_s(args: Namespace) -> float:
+    """Return the time that all attempts to restart an engine may take."""
+    return MAX_START_ATTEMPTS * (args.engine_start_timeout_s + START_MARGIN_S)
 
 
 @dataclass
@@ -299,7 +306,7 @@ class EngineGroup:
                 wait_for(
                     self._launch([index], register=register),
                     what=f"{self.name_of(index)} to start again",
-                    timeout_s=self.args.engine_start_timeout_s + 120,
+                    timeout_s=self.args.engine_start_timeout_s + START_MARGIN_S,
                 )
             except Exception as error:  # the edge of this thread: whatever it was, the slot must not stay half-made
                 if self.states[index] is EngineState.RETIRED:
@@ -370,13 +377,14 @@ class EngineGroup:
         """Count restarts anew."""
         self._num_restarts.clear()
 
-    def wait_settled(self, timeout_s: float) -> None:
-        """Wait until no engine is starting.
+    def wait_settled(self, timeout_s: float | None = None) -> None:
+        """Wait until no engine is starting, by default as long as all attempts may take.
 
         Raises:
             DeadlineError: one still is after ``timeout_s`` seconds.
             EngineDiedError: one cannot be restarted.
         """
+        timeout_s = restart_timeout_s(self.args) if timeout_s is None else timeout_s
         with self._changed:
             settled = self._changed.wait_for(
                 lambda: self.given_up is not None or not self.indices(*UNSETTLED), timeout_s

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.group import EngineGroup, restart_timeout_s
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ProcessError
@@ -27,7 +27,7 @@ Place = tuple[EngineGroup, int]
 
 def memory_timeout_s(args: Namespace) -> float:
     """Return the deadline of whoever has the manager do one of these: restarts that it waits for, then answers."""
-    return 2 * args.engine_start_timeout_s + args.weight_update_timeout_s + MARGIN_S
+    return restart_timeout_s(args) + args.weight_update_timeout_s + MARGIN_S
 
 
 class SharedMemory:
@@ -70,7 +70,7 @@ class SharedMemory:
         self._ask("resume_memory_occupation", self._places(*LIVE), tags=tags)
 
     def _release(self, *states: EngineState, but: Sequence[str] = ()) -> None:
-        deadline_s = time.monotonic() + 2 * self._args.engine_start_timeout_s
+        deadline_s = time.monotonic() + restart_timeout_s(self._args)
         while True:
             for group in self._groups if self._args.use_fault_tolerance else ():
                 group.wait_settled(max(deadline_s - time.monotonic(), MIN_WAIT_S))

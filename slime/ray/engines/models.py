@@ -29,11 +29,12 @@ from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupCo
 from slime.flags.security import job_secret
 from slime.observability.job_state import PageSource, read_page
 from slime.ray.engines.actor import PortCursors, start_engine_actor
-from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.group import MAX_START_ATTEMPTS, EngineGroup
 from slime.ray.engines.lifecycle import LIVE
 from slime.ray.gpus import GpuSlice, plan_gpus
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
+from slime.utils.errors import ProcessError
 from slime.utils.http_utils import add_job_servers, find_available_port
 from slime.weights.push.verbs import RECEIVER
 
@@ -87,22 +88,33 @@ class RolloutServer:
         """Start the router again at its old address (URLs that were handed out stay valid), with its engines.
 
         Raises:
-            ProcessError: it does not start, or does not list an engine.
+            ProcessError: ``MAX_START_ATTEMPTS`` times it did not start, or did not list an engine.
         """
         assert self.router is not None
-        self.router.stop()
-        self.router = _start_router_at(args, self.config, self.router.host.strip("[]"), self.router.port)
+        host, port = self.router.host.strip("[]"), self.router.port
+        for attempt in range(1, MAX_START_ATTEMPTS + 1):
+            self.router.stop()
+            try:
+                self.router = _start_router_at(args, self.config, host, port)
+                self._register_engines(self.router)
+                return
+            except ProcessError as error:
+                if attempt == MAX_START_ATTEMPTS:
+                    raise
+                logger.warning("the router %s failed again (attempt %d): %s", self.router.url, attempt, error)
+
+    def _register_engines(self, router: RouterHandle) -> None:
         for group in self.groups:
-            group.router = self.router
+            group.router = router
             for index, url in enumerate(group.urls):
                 if (
                     url is not None
                     and group.is_listed[index]
                     and group.config.worker_type != "encoder"
-                    and find_worker(self.router.control, url) is None
+                    and find_worker(router.control, url) is None
                 ):
                     register_worker(
-                        self.router.control,
+                        router.control,
                         url,
                         worker_type=group.config.worker_type,
                         bootstrap_port=group.bootstrap_ports[index],

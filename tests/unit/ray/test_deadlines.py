@@ -74,7 +74,7 @@ CASES: list[tuple[str, Callable[[], Any], float]] = [
     ("slime.ray.train_loop", lambda: job().finish_generate("ref"), 1000 + 2 * 180),
     ("slime.ray.train_loop", lambda: job().evaluate(0), 1000 + 2 * 180),
     ("slime.ray.train_loop", lambda: job()._ask("record_trained", 0, what="the ledger"), 200),
-    ("slime.ray.train_loop", lambda: job().offload_engines(), 2 * 50 + 30 + 180),
+    ("slime.ray.train_loop", lambda: job().offload_engines(), 3 * (50 + 120) + 30 + 180),
     ("slime.ray.actor_group", lambda: trainers().layouts(), 120),
     ("slime.ray.actor_group", lambda: trainers().wait_trained(0, ["ref"]), 200),
     ("slime.ray.actor_group", lambda: trainers()._push("update_weights", "the push"), 30 + 120),

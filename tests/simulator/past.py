@@ -1,0 +1,37 @@
+"""Schedules that ended a run which could have gone on, shrunk: each is a mistake of the past."""
+
+from __future__ import annotations
+
+from tests.simulator.faults import Fault, Setup
+
+PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
+    "a router dies again while its engines are registered": (
+        10023811,
+        Setup(num_rollout=2, engines=1),
+        [Fault("kill", at_s=21.142, target="router"), Fault("kill", "http router POST /generate", 7)],
+    ),
+    "a request to a router that has just started is lost": (
+        10007574,
+        Setup(num_rollout=2),
+        [
+            Fault("lose", "http router GET /workers", 12),
+            Fault("hang", "answer engine1.commit_weight_update", 2, target="router", amount=4000.0),
+        ],
+    ),
+    "a trainer dies while a new engine gets its weights": (
+        10035859,
+        Setup(is_async=True, num_rollout=1, engines=1),
+        [Fault("kill", "call trainer0.excluded_engines", 2), Fault("kill", at_s=10.622, target="engine0")],
+    ),
+    "an engine hangs while it starts again": (
+        10046336,
+        Setup(num_rollout=1, engines=1),
+        [Fault("kill", "call engine0.describe_exit", 6), Fault("hang", at_s=19.435, target="engine0", amount=400.0)],
+    ),
+    "a trainer hangs while it starts again": (
+        10002115,
+        Setup(num_rollout=4, engines=3, trainer_ranks=2),
+        [Fault("hang", "call trainer.stay_alive", 2, amount=4000.0), Fault("kill", "answer trainer1.train_boxed", 4)],
+    ),
+}
+"""By what happens in it: the seed, the job, and the faults."""
