@@ -155,16 +155,16 @@ def _chunks(copy: StateCopy) -> Iterator[tuple[int, np.ndarray]]:
 def _send(copy: StateCopy, rank: int, keeper: Any, counting: int | None, timeout_s: float) -> bool:
     try:
         begun = keeper.begin.remote(rank, copy.rollout_id, copy.header, copy.data.numel(), counting)
-        wait_for(begun, what="a keeper to make room", timeout_s=timeout_s)
+        wait_for(begun, what="room in a keeper", timeout_s=timeout_s)
         digests = [digest_of(copy.header)]
         under_way: deque[ray.ObjectRef] = deque()
         for begin, chunk in _chunks(copy):
             under_way.append(keeper.write.remote(rank, begin, chunk))
             digests.append(digest_of(chunk))
             if len(under_way) == CHUNKS_UNDER_WAY:
-                wait_for(under_way.popleft(), what="a keeper to take a chunk", timeout_s=timeout_s)
-        wait_for(list(under_way), what="a keeper to take the last chunks", timeout_s=timeout_s)
-        wait_for(keeper.finish.remote(rank, digests), what="a keeper to end a copy", timeout_s=timeout_s)
+                wait_for(under_way.popleft(), what="a chunk to reach its keeper", timeout_s=timeout_s)
+        wait_for(list(under_way), what="the last chunks to reach their keeper", timeout_s=timeout_s)
+        wait_for(keeper.finish.remote(rank, digests), what="the end of a copy in a keeper", timeout_s=timeout_s)
     except KEEPER_ERRORS as error:
         logger.warning("a keeper did not take the state after rollout %d: %s", copy.rollout_id, error)
         return False

@@ -25,6 +25,21 @@ def die_once_in_rollouts_1_and_3(args: Namespace, rollout_id: int, step_id: int,
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_with_the_copies_in_rollouts_1_and_3(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
+    """End this process, and before it those that keep copies of its state (--trainer-recovery memory)."""
+    if not _is_due(args, rollout_id, step_id, (1, 3)):
+        return
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            is_keeper = (folder / "cmdline").read_bytes().startswith(b"ray::_Keeper")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+        if is_keeper and parent == os.getppid():  # of this cluster
+            os.kill(int(folder.name), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def kill(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
     """End the last rank of two."""
     if _is_due(args, rollout_id, step_id, (1,), rank=1):

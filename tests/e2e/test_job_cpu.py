@@ -91,28 +91,35 @@ def test_a_step_of_that_run_is_taken_again_to_the_bit(run_folder):
     assert "Step 3 is the same to the bit" in ended.stdout
 
 
+FROM_CHECKPOINTS = [("0", "1"), ("2", "1")], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
+FROM_COPIES = [("1", "0"), ("3", "0")], [0, 1, 2, 2, 3, 4, 5, 6, 6, 7]
+"""Where the trainer goes on after each death and how many rollouts it trains again on; the optimizer steps."""
+
+
 @pytest.mark.parametrize(
-    ("recovery", "back_at", "taken"),
+    ("recovery", "hook", "back_at", "taken"),
     [
-        ("checkpoint --save-interval 2", [("0", "1"), ("2", "1")], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]),
-        ("memory --save-interval 100", [("1", "0"), ("3", "0")], [0, 1, 2, 2, 3, 4, 5, 6, 6, 7]),
+        ("checkpoint --save-interval 2", "die_once_in_rollouts_1_and_3", *FROM_CHECKPOINTS),
+        ("memory --save-interval 100", "die_once_in_rollouts_1_and_3", *FROM_COPIES),
+        ("memory --save-interval 2", "die_with_the_copies_in_rollouts_1_and_3", *FROM_CHECKPOINTS),
     ],
 )
 def test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer(
-    task, run_folder, tmp_path, recovery, back_at, taken
+    task, run_folder, tmp_path, recovery, hook, back_at, taken
 ):
     """It dies in the middle of a rollout twice: before the first checkpoint, and one rollout after it."""
     dumps = f"{run_folder}/dump/{{rollout_id}}.pt"
     flags = replay_flags(
         task, tmp_path, dumps, *f"--actor-num-gpus-per-node 1 --num-rollout 4 --trainer-recovery {recovery}".split(),
-        *"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.die_once_in_rollouts_1_and_3".split(),
+        *f"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.{hook}".split(),
     )  # fmt: skip
     job = Job("train.py", flags, tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
     went_on = re.findall(r"went on from rollout (\d+) and trained again on (\d+) rollouts", job.text())
     assert went_on == back_at
-    if recovery.startswith("memory"):
-        assert re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text()) == ["0", "2"]
+    from_copies = re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text())
+    assert from_copies == (["0", "2"] if taken is FROM_COPIES[1] else [])
+    assert job.text().count("The copies in memory are lost") == (2 if "copies" in hook else 0)
     original = {row["train/step"]: row for row in records(run_folder, "train/step")}
     steps = records(tmp_path, "train/step")
     assert [row["train/step"] for row in steps] == taken
