@@ -144,11 +144,11 @@ def tensor_parallel_group(shard: Shard) -> torch.distributed.ProcessGroup:
 def weights_digest(model: Sequence[torch.nn.Module]) -> str:
     """Return a digest of the trained parameters of all ranks, 16 hexadecimal digits.  Collective.
 
-    It can be read in every step: of each parameter's 64-bit words sums are taken over 256 and over 251 columns, on its
-    device and at the speed of its memory, and the sums are digested.  Equal weights in another layout differ in it.
+    It can be read in every step: sums of the parameters' 64-bit words over 256 and over 251 columns, taken on their
+    device at the speed of its memory, are digested.  Equal weights in another layout differ in it.
     """
     weights = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad and weight.numel()]
-    own = digest_tensor(torch.stack([_column_sums(weight) for weight in weights]).cpu()) if weights else 0
+    own = digest_tensor(torch.stack([_column_sums(part) for part in _joined(weights)]).cpu()) if weights else 0
     total = torch.tensor([as_signed(mix(own, dist.get_rank()))], dtype=torch.int64)
     dist.all_reduce(total, group=get_gloo_group())  # the sum of int64 wraps
     return f"{int(total) & MASK_64:016x}"
@@ -158,9 +158,21 @@ _COLUMNS = (256, 251)
 """Without a common divisor: words that change places within a column of one do not in the other."""
 
 
-def _column_sums(weight: Tensor) -> Tensor:
-    """Return [256 + 251] int64: the sums of the weight's words by column, which wrap."""
-    flat = weight.detach().contiguous().view(-1).view(torch.uint8)
+def _joined(weights: Sequence[Tensor], max_bytes: int = 2**26) -> Iterator[Tensor]:
+    """Yield the weights as flat uint8, small ones joined up to ``max_bytes``: a launch for each would take longer."""
+    held, num_bytes = list[Tensor](), 0
+    for weight in weights:
+        flat = weight.detach().contiguous().view(-1).view(torch.uint8)
+        if held and num_bytes + len(flat) > max_bytes:
+            yield torch.cat(held) if len(held) > 1 else held[0]
+            held, num_bytes = [], 0
+        held.append(flat)
+        num_bytes += len(flat)
+    yield torch.cat(held) if len(held) > 1 else held[0]
+
+
+def _column_sums(flat: Tensor) -> Tensor:
+    """Return [256 + 251] int64: the sums by column of the 64-bit words of flat uint8, which wrap."""
     if flat.storage_offset() % WORD_BYTES:
         flat = flat.clone()
     words = flat[: flat.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
