@@ -226,7 +226,7 @@ def _features_without_layers(args: Namespace, vision: Mapping[str, Any]) -> Iter
         layers, stages = layers - args.decoder_last_pipeline_num_layers, stages - 1
     first = layers // stages // (args.virtual_pipeline_model_parallel_size or 1)
     first -= args.account_for_embedding_in_pipeline_split
-    if args.pipeline_model_parallel_layout is None and first < depth:
+    if args.num_layers and args.pipeline_model_parallel_layout is None and first < depth:
         yield too_short_a_stage(first, depth)
 
 

@@ -54,6 +54,16 @@ def tower_parameters(vision: Config) -> int:
     return int(vision["depth"] * block + merger * (1 + deep) + ends)
 
 
+TOWER = {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "in_channels": 3, "patch_size": 16,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}  # fmt: skip
+"""``vision_config`` of the published models from 8B on; what they differ in is the language model's width."""
+SMALL_TOWER = {
+    **TOWER, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17],
+}  # fmt: skip
+
 FAMILIES = (
     ModelFamily(
         # The name with _text is that of text_config.
@@ -65,8 +75,13 @@ FAMILIES = (
         fixed=NO_BIASES,
         flags=interleaved_only,
         published={
-            f"Qwen3-VL-{size}-{kind}": {"model_type": "qwen3_vl"}
-            for size in ("2B", "4B", "8B", "32B")
+            f"Qwen3-VL-{size}-{kind}": {"model_type": "qwen3_vl", "vision_config": tower}
+            for size, tower in {
+                "2B": {**SMALL_TOWER, "out_hidden_size": 2048},
+                "4B": {**SMALL_TOWER, "out_hidden_size": 2560},
+                "8B": {**TOWER, "out_hidden_size": 4096},
+                "32B": {**TOWER, "out_hidden_size": 5120},
+            }.items()
             for kind in ("Instruct", "Thinking")
         },
     ),
@@ -80,8 +95,11 @@ FAMILIES = (
         fixed={**NO_BIASES, "norm_topk_prob": True},
         flags=interleaved_only,
         published={
-            f"Qwen3-VL-{size}-{kind}": {"model_type": "qwen3_vl_moe"}
-            for size in ("30B-A3B", "235B-A22B")
+            f"Qwen3-VL-{size}-{kind}": {
+                "model_type": "qwen3_vl_moe",
+                "vision_config": {**TOWER, "out_hidden_size": out},
+            }
+            for size, out in (("30B-A3B", 2048), ("235B-A22B", 4096))
             for kind in ("Instruct", "Thinking")
         },
     ),
