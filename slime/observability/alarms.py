@@ -1,4 +1,4 @@
-"""What goes wrong in a run, found in its metrics: pure functions of step -> metrics, which say when it began and why.
+"""Alarms of a run, found in its metrics: pure functions of step -> metrics, which say when it began and why.
 
 They judge the last steps against the first ones, so that they need no setting; each can only be a hint.  Those that
 read ``samples/...`` look at what a report computes from the recorded samples (``tools/report_samples.py``).

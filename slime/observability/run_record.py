@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for people to look at (``docs/record.md``), unless ``--no-record`` is given.
+"""The record of a run in its folder (``docs/record.md``), unless ``--no-record`` is given.
 
     config.json      the last start: command, every resolved value and its origin, versions, commit, hardware
     events.jsonl     starts, ends, deaths, pushes, saves, warnings, alarms: {"time", "event", "process", ...}

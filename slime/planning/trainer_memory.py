@@ -114,7 +114,7 @@ class RankMemory:
     """Master weights and moments on the host."""
     host_gradients: int
     copied: int
-    """What --trainer-recovery memory copies of the rank: master weights, moments, weights that are not trained."""
+    """Copied by --trainer-recovery memory: master weights, moments, weights that are not trained."""
     details: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -200,7 +200,7 @@ class RayTrainGroup:
         ``external_data`` is for all ranks, or a list, of what a critic's ranks return or of references to it: each
         rank gets its own.
         """
-        self._copies.settle_before(rollout_id)
+        self._copies.finish_before(rollout_id)
         is_list = isinstance(external_data, list)
         per_rank = self.deal_external_data(external_data) if is_list else [external_data] * len(self.actors)
         return [

@@ -236,7 +236,7 @@ class MemoryCheckpoints:
         ]
         self._under_way = rollout_id, places, sends
 
-    def settle_before(self, rollout_id: int) -> None:
+    def finish_before(self, rollout_id: int) -> None:
         """Wait for the copies under way, if training on ``rollout_id`` writes over them; count them then.
 
         Raises:
@@ -267,7 +267,7 @@ class MemoryCheckpoints:
         Returns:
             the rollout after which these are; None where the ranks are to go on from a checkpoint.
         """
-        self._settle_after_death()
+        self._finish_after_death()
         if self.newest is None:
             return None
         began = time.monotonic()
@@ -288,7 +288,7 @@ class MemoryCheckpoints:
         )  # fmt: skip
         return self.newest
 
-    def _settle_after_death(self) -> None:
+    def _finish_after_death(self) -> None:
         """Count the copies that were under way when a rank died, if they came to their end all the same."""
         if self._under_way is None:
             return

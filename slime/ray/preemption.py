@@ -25,7 +25,7 @@ class Interrupted(BaseException):
 
 
 class Notice:
-    """What this process, a driver, does about SIGTERM.
+    """The driver's reaction to SIGTERM.
 
     The handler only takes note: an exception out of it, in the middle of a call of Ray, becomes a SystemError.  Every
     wait of the driver asks :meth:`check` at least once a second.

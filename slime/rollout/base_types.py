@@ -61,7 +61,7 @@ _FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "spec_info": ("a Sample.SpecInfo", (Sample.SpecInfo,)),
     "prefix_cache_info": ("a Sample.PrefixCacheInfo", (Sample.PrefixCacheInfo,)),
 }
-"""What a field of a sample may be, in words and as types; those that are not named here may be anything."""
+"""Allowed values of a sample's fields, in words and as types; those that are not named here may be anything."""
 _NO_LISTS = (str, bytes, Mapping, set, frozenset)
 
 

@@ -47,7 +47,7 @@ _DTYPES = frozenset(
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 _TREE = "json"
 _DAMAGED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What is raised by readers of parts that are of another type, or cut."""
+"""Errors that readers raise for parts of another type, or cut ones."""
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 _AS_TEXT: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {

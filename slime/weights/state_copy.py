@@ -15,7 +15,7 @@ ALIGNMENT = 16
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies."""
+    """Position of a tensor in the data."""
 
     name: str
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """What a rank's tensors and other values were after a rollout."""
+    """Snapshot of a rank's tensors and other values after a rollout."""
 
     rollout_id: int
     header: bytes

@@ -85,7 +85,7 @@ def ask(refs: Any) -> Any:
 
 def train(copies: MemoryCheckpoints, ranks: list[Any], *rollouts: int) -> None:
     for rollout_id in rollouts:
-        copies.settle_before(rollout_id)
+        copies.finish_before(rollout_id)
         ask([rank.train.remote(rollout_id) for rank in ranks])
         copies.begin(rollout_id, ranks)
 
@@ -116,13 +116,13 @@ def copies():
 
 def test_new_ranks_get_the_last_state_of_those_before_them(ranks, copies):
     train(copies, ranks, 0, 1, 2)
-    copies.settle_before(3)
+    copies.finish_before(3)
     anew(ranks)
     assert copies.fetch(ranks) == 2
     assert ask([rank.holds.remote(2) for rank in ranks]) == [True, True]
     # They go on, and the keeper takes what comes next beside what counts.
     train(copies, ranks, 3)
-    copies.settle_before(4)
+    copies.finish_before(4)
     assert copies.newest == 3
 
 
@@ -138,11 +138,11 @@ def test_nothing_is_copied_between_intervals_or_without_memory():
 def test_a_death_in_the_middle_of_a_copy_leaves_every_rank_with_the_one_before(ranks, copies):
     ranks = [ranks[0], Rank.remote(1)]
     train(copies, ranks, 0)
-    copies.settle_before(1)
+    copies.finish_before(1)
     ask(ranks[1].die_in_the_next_copy.remote())
     train(copies, ranks, 1)
     with pytest.raises(EngineDiedError):
-        copies.settle_before(2)
+        copies.finish_before(2)
     ranks = [ranks[0], Rank.remote(1)]
     assert copies.fetch(anew(ranks)) == 0
     assert ask([rank.holds.remote(0) for rank in ranks]) == [True, True]
@@ -163,7 +163,7 @@ def damage(keeper: Any) -> None:
 
 def test_a_copy_with_another_digest_is_not_used_and_all_ranks_take_the_checkpoint(ranks, copies, caplog):
     train(copies, ranks, 0)
-    copies.settle_before(1)
+    copies.finish_before(1)
     (keeper,) = copies._keepers.values()
     damage(keeper)
     anew(ranks)
@@ -171,7 +171,7 @@ def test_a_copy_with_another_digest_is_not_used_and_all_ranks_take_the_checkpoin
     assert ask([rank.has_copy.remote() for rank in ranks]) == [False, False]
     assert "goes on from its last checkpoint" in caplog.text and "rank 1 has no whole copy" in caplog.text
     train(copies, ranks, 0)  # and the next copy counts again
-    copies.settle_before(1)
+    copies.finish_before(1)
     assert copies.newest == 0
 
 
@@ -192,7 +192,7 @@ def test_a_keeper_on_another_node_serves_where_the_first_one_is_damaged(ranks):
 
 def test_a_dead_keeper_means_the_checkpoint(ranks, copies, caplog):
     train(copies, ranks, 0)
-    copies.settle_before(1)
+    copies.finish_before(1)
     (keeper,) = copies._keepers.values()
     ray.kill(keeper)
     anew(ranks)
@@ -202,10 +202,10 @@ def test_a_dead_keeper_means_the_checkpoint(ranks, copies, caplog):
 
 def test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy(ranks, copies, caplog):
     train(copies, ranks, 0)
-    copies.settle_before(1)
+    copies.finish_before(1)
     ray.kill(next(iter(copies._keepers.values())))
     train(copies, ranks, 1, 2)
-    copies.settle_before(3)
+    copies.finish_before(3)
     assert "is lost; the next copy starts another" in caplog.text
     anew(ranks)
     assert copies.fetch(ranks) == 2

@@ -34,7 +34,7 @@ BLOCK = 1024
 _CHUNK = 4096 * BLOCK
 """Elements of a parameter that a step of plain torch takes at once: it makes fp32 copies of them."""
 _FP16_LARGEST = 32768.0
-"""What the largest element of a block becomes in fp16: half of fp16's range, for rounding up."""
+"""Magnitude of the largest element of a block in fp16: half of fp16's range, for rounding up."""
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Mantissa bits that fp32 has and the dtype has not."""
 

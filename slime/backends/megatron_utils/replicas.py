@@ -1,4 +1,4 @@
-"""Whether ranks that must hold the same weights do, and which of them computed a loss that is not finite.
+"""Checks of each step: ranks that must hold the same weights do, and every rank's loss is finite.
 
 megatron-core's sharded optimizer gives every rank of a data-parallel group the same norm of the gradient, whatever a
 rank computed; what a rank that went its own way cannot hide is its copy of the weights.
@@ -24,7 +24,7 @@ from slime.utils.errors import StepError
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What the ranks of one group say of themselves in a step, on the device; reading it waits for the device."""
+    """Checksums and losses of the ranks of one group in a step, on the device; reading them waits for the device."""
 
     ranks: list[int]
     table: Tensor

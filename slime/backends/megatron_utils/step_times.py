@@ -1,4 +1,4 @@
-"""Where an optimizer step goes: seconds of forward, backward, communication and the optimizer, for the run's record.
+"""Times of an optimizer step: seconds of forward, backward, communication and the optimizer, for the run's record.
 
 megatron-core's schedules tell a timer what begins and ends; here that is a pair of events on the device's stream, read
 when the step is over.  What overlaps with a pass (a gather, a reduction) counts as the pass.

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 CPU_MEM_FRACTION = 0.5
 """SGLang refuses to start when weights, and what other processes took meanwhile (a trainer that loads), exceed it."""
 CPU_MAX_TOTAL_TOKENS = 65536
-"""What limits the cache."""
+"""Flags that limit the cache."""
 NOT_FIELDS = frozenset(
     {
         "sglang_admin_api_key",

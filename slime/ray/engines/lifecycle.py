@@ -103,7 +103,7 @@ _UP: dict[EngineEvent, Step] = {
     _E.PUSH_REFUSED: _EVICT,
     _E.STOP: _SHUT_DOWN,
 }
-"""What the states of an engine whose server is up have in common."""
+"""Transitions that all states of an engine with a running server share."""
 
 TABLE: dict[EngineState, dict[EngineEvent, Step]] = {
     _S.STARTING: {_E.STARTED: Step(_S.SERVING), _E.STOP: _SHUT_DOWN},

@@ -1,4 +1,4 @@
-"""What a resumed run takes from a checkpoint beside the weights: optimizer, schedule, random generators."""
+"""State of a resumed run beside the weights: optimizer, schedule, random generators."""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ class PackedSelfAttention(SelfAttention):
     """Self-attention that rotates queries and keys itself; the base class gets no angles, so it rotates nothing."""
 
     tables_name = "rotary_tables"
-    """Where the tables of a micro-batch are kept; layers with other angles have another name."""
+    """Key of the cached tables of a micro-batch; layers with other angles have another one."""
     _tables: RotaryTables | None = None
     """Of the micro-batch in this forward call; None outside of one."""
 

@@ -105,7 +105,7 @@ def place_images(tokens: Tensor, grids: Tensor, *, image_token: int, merge: int)
 
 @dataclass(frozen=True, slots=True)
 class PlacedImages:
-    """Where this rank's tokens take their embeddings and their positions from."""
+    """Sources of the embeddings and positions of this rank's tokens."""
 
     rows_T: Tensor
     """Row of the tower's output over the images of the whole micro-batch; -1 for text."""
@@ -199,7 +199,7 @@ class _ReturnGradients(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class LayerFeatures:
-    """What the first layers add to the hidden states of image tokens (DeepStack, arXiv:2406.04334)."""
+    """Features that the first layers add to the hidden states of image tokens (DeepStack, arXiv:2406.04334)."""
 
     places: Tensor
     features: Sequence[Tensor]

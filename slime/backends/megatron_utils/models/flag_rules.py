@@ -1,4 +1,4 @@
-"""What a config.json says of Megatron's model flags: the rules that families share.
+"""Megatron's model flags from a config.json: the rules that families share.
 
 A rule takes the config and yields a :class:`Flag` for each thing that it says, and a line of text for what no flag
 can say.  ``flags/hf_config_check.py`` reads the result in both directions: a flag that was not given is filled in, one
@@ -66,7 +66,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 SIGMOID: Mapping[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 """Attributes of families whose experts are chosen by sigmoid scores with a bias."""
 EXPERT_CHOICES: Mapping[str, Any] = {"moe_router_dtype": "fp32", "moe_grouped_gemm": True}
-"""What a run without model flags takes for experts."""
+"""Flags of experts for a run without model flags."""
 SIGMOID_CHOICES: Mapping[str, Any] = {
     "moe_router_bias_update_rate": 0.0,
     "moe_router_load_balancing_type": "seq_aux_loss",

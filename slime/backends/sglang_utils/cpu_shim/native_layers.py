@@ -1,4 +1,4 @@
-"""What SGLang has as Triton kernels alone, in plain torch: the way of latent attention, adapters of it and of experts.
+"""Plain torch forms of what SGLang has as Triton kernels alone: latent attention, and adapters of it and of experts.
 
 SGLang's own backend of adapters for a CPU (``--lora-backend torch_native``) is that of single linear layers.
 
