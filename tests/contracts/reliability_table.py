@@ -906,9 +906,9 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=WEIGHTS,
         waits="Driver for engines started anew, where none took a push",
-        code=("slime.ray.actor_group.RayTrainGroup._push_until_taken",),
-        bounds=("--engine-start-timeout-s", "slime.ray.actor_group.MAX_PUSHES"),
-        deadline="the constant counts the pushes of the same weights, the flag the start between two",
+        code=("slime.ray.actor_group.RayTrainGroup._push_until_taken", "slime.ray.engines.memory.memory_timeout_s"),
+        bounds=("--engine-start-timeout-s", "--weight-update-timeout-s", "slime.ray.actor_group.MAX_PUSHES"),
+        deadline="the constant counts the pushes of the same weights, the flags bound the start between two",
         raises="WeightSyncError",
         log="driver: 'no engine took the push; retrying'",
         outcome="with --use-fault-tolerance repeated; then ends the run",

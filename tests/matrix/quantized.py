@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models import find_weight_map, has_tower
 from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.hf_rewrite.to_quantized import ToQuantized, to_fp8, to_int4
 from slime.weights.quantize import read_format
@@ -79,15 +79,18 @@ class QuantizedRun:
         index = json.loads((saved / "model.safetensors.index.json").read_text())
         assert sorted(index["weight_map"]) == sorted(self.stored)
         problems = differing_tensors(read_tensors(saved), self.stored) + differing_tensors(
-            pushed, self._trained(self.stored)
+            pushed, self._trained(args, self.stored)
         )
         kept = [name for name, tensor in self.plain.items() if tensor.dim() == 2 and self._is_kept(name)]
         quantized = sum(not self._is_kept(name) for name in self.plain)
         return _outcome(problems, f"{quantized} tensors quantized, {len(kept)} matrices kept")
 
-    def _trained(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those that the trainer has: not the vision tower."""
-        weight_map = find_weight_map(read_config(self.folder)["model_type"])
+    def _trained(self, args: Namespace, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those that the trainer has: a vision tower only where the flags ask for it."""
+        config = read_config(self.folder)
+        if has_tower(args, config):
+            return tensors
+        weight_map = find_weight_map(config["model_type"])
         return {name: tensor for name, tensor in tensors.items() if not weight_map.is_untrained(name)}
 
     def _is_kept(self, name: str) -> bool:
@@ -99,7 +102,7 @@ class QuantizedRun:
 
         with self.run.model(self.folder, "--bf16") as (args, model):
             exported = dict(trainer.export(args, model, dtype=torch.bfloat16))
-        problems = differing_tensors(exported, self._trained(self.expected_values()))
+        problems = differing_tensors(exported, self._trained(args, self.expected_values()))
         return _outcome(problems, f"{len(exported)} tensors")
 
     def convert(self) -> tuple[float, float, str]:

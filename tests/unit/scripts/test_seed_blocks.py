@@ -27,8 +27,9 @@ ENVIRONMENT = {"BASE_DIR": "/base", "MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1",
 def typed(block: str, tmp_path: Path, **variables: str) -> list[list[str]]:
     """The programs that a reader's shell runs in the checkout when ``block`` is typed, with their words."""
     record = tmp_path / "record"
-    # One write a call: programs in the background record at the same time.
-    recorders = "\n".join(f"""{name}() {{ printf '%s\\0' {name} "$@" $'\\n' >>"{record}"; }}""" for name in PROGRAMS)
+    # Programs in the background record at the same time, and bash writes line by line.
+    write = f"""flock 9; printf '%s\\0' "${{FUNCNAME[0]}}" "$@" $'\\n' >>"{record}" """
+    recorders = "\n".join(f'{name}() {{ ( {write}) 9>>"{record}.lock"; }}' for name in PROGRAMS)
     # The documents stand in /root or beside the checkout; here it lies elsewhere.
     program = f'cd() {{ builtin cd "{REPO}"; }}\ncd\nSCRIPT_DIR="{REPO}/scripts"\n{recorders}\n{block}'
     environment = dict(os.environ) | ENVIRONMENT | variables
