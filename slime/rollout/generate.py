@@ -205,13 +205,15 @@ async def _ask(
     Raises:
         EngineError: no engine answered, or the answers stayed unusable.
     """
-    deadline_s = time.monotonic() + config.bad_answer_patience_s
+    deadline_s: float | None = None
     while True:
         output = await _send(config, sample, payload)
         try:
             check_answer(config, sample, output, payload)
             return output
         except EngineError as error:
+            if deadline_s is None:  # the first bad answer may itself have come late
+                deadline_s = time.monotonic() + config.bad_answer_patience_s
             if is_over() or time.monotonic() >= deadline_s:
                 raise
             logger.warning("%s Asking again.", error)

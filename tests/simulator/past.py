@@ -18,6 +18,14 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
             Fault("hang", "answer engine1.commit_weight_update", 2, target="router", amount=4000.0),
         ],
     ),
+    "an engine becomes slow and its late answer is broken": (
+        20002482,
+        Setup(num_rollout=2, colocate=True),
+        [
+            Fault("garbage", "http server1 POST /generate", 4),
+            Fault("slow", at_s=21.812, target="server1", amount=50.0),
+        ],
+    ),
     "a trainer dies while a new engine gets its weights": (
         10035859,
         Setup(is_async=True, num_rollout=1, engines=1),

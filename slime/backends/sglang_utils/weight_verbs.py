@@ -37,6 +37,8 @@ from slime.weights.push.wire import CHECK_REPORT, FLATTENED_BUCKET, NOTHING, PUS
 logger = logging.getLogger(__name__)
 
 SHOWN_PROBLEMS = 20
+REPORT_FIELDS = ("push_id", "needs_manifest", "buckets", "problems", "seconds")
+"""Of what the loader answers after each message."""
 CHECK_LOADERS = {"snapshot": SNAPSHOT, "reset_tensors": FILL_WITH_NAN, "compare": COMPARE_SNAPSHOT}
 """The loaders behind ``check_weights`` on a CPU, where SGLang's own ``/weights_checker`` wants CUDA."""
 
@@ -117,7 +119,7 @@ class WeightVerbs(EngineVerbs):
             )
         is_complete = all(report["buckets"]) and not report["problems"]
         self._acknowledged = push_id if is_complete else None
-        return {key: report[key] for key in ("push_id", "buckets", "problems", "seconds")}
+        return {name: report[name] for name in REPORT_FIELDS if name != "needs_manifest"}
 
     def commit_weight_update(self, push_id: str, weight_version: str) -> None:
         self._require_push(push_id)
@@ -168,8 +170,9 @@ class WeightVerbs(EngineVerbs):
             "POST", "/get_weights_by_name", {"name": PUSH_REPORT}, timeout_s=self.args.weight_update_timeout_s
         )
         try:
-            return json.loads(flatten_reports(answer)[0])
-        except (ValueError, TypeError, IndexError) as error:
+            report = json.loads(flatten_reports(answer)[0])
+            return {name: report[name] for name in REPORT_FIELDS}
+        except (ValueError, TypeError, IndexError, KeyError) as error:
             raise EngineError(
                 f"engine {self.rank} answered {verb} with {str(answer)[:200]!r}, which is no report of its loader"
             ) from error

@@ -294,7 +294,10 @@ class EngineGroup:
         return f"{self.name_of(index)}: {reason}"
 
     def _free_slot(self, index: int, reason: str) -> None:
-        self._kill(index)
+        try:
+            self._kill(index)
+        except Exception:  # the edge of this thread: the start of the new engine tells if the GPUs are free
+            logger.exception("%s could not be killed", self.name_of(index))
         self.report(index, EngineEvent.SLOT_FREE, reason)
 
     def _restart(self, index: int, reason: str) -> None:

@@ -234,3 +234,10 @@ def test_an_adapter_is_unloaded_though_a_request_was_never_counted_down(monkeypa
     asyncio.run(both())
     assert order == ["the request ends", "the adapter goes"]
     assert registry._counters == {} and "id" not in sglang_plugin._running
+
+
+@pytest.mark.parametrize("answer", [None, [], ["{"], ["[]"], ["3"], ['{"push_id": "p", "buckets": []}']])
+def test_what_is_no_report_of_a_loader_is_an_error_of_the_engine(engine, answer):
+    engine.server.answers["/get_weights_by_name"] = answer
+    with pytest.raises(EngineError, match="engine 0 answered begin_weight_update with .*no report of its loader"):
+        engine.begin_weight_update("m", "p")

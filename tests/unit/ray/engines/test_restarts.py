@@ -96,3 +96,14 @@ def test_an_engine_that_is_still_starting_is_named_when_the_wait_ends():
     group.states = [EngineState.RESTARTING]
     with pytest.raises(DeadlineError, match="still starting after 0 s .--engine-start-timeout-s"):
         group.wait_settled(0.01)
+
+
+def test_an_engine_that_cannot_be_killed_is_started_again_all_the_same(monkeypatch, fake):
+    group, starts = make_group(), []
+    put_engine(group, "first")
+    monkeypatch.setattr(fake, "kill", lambda actor: {}[actor.name])
+    monkeypatch.setattr(group, "_launch", lambda indices, register: starts.append(indices) or ["ref"])
+    monkeypatch.setattr(group_module, "wait_for", lambda refs, what, timeout_s: None)
+    group.report(0, EngineEvent.DIED, "it was killed by signal 9")
+    group.wait_settled(60)
+    assert group.states == [EngineState.UPDATING] and starts == [[0]]
