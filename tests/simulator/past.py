@@ -41,5 +41,13 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
         Setup(num_rollout=4, engines=3, trainer_ranks=2),
         [Fault("hang", "call trainer.stay_alive", 2, amount=4000.0), Fault("kill", "answer trainer1.train_boxed", 4)],
     ),
+    "a new trainer gives its weights to an engine before any push": (
+        20065833,
+        Setup(is_async=True, num_rollout=2, engines=1, seconds_per_token=1.0),
+        [
+            Fault("kill", "call engine0.check_health", 4),
+            Fault("after", "file trainer0 replaced latest_checkpointed_iteration.txt", 1),
+        ],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

@@ -82,7 +82,7 @@ class WeightUpdater:
         self._plain_source: BucketSource | None = None
         self._dtype = pushed_dtype((), args.params_dtype)
         self._cast_loss: CastLossEstimate | None = None
-        self._have_weights_changed = False
+        self._have_weights_changed = True  # it may: what a process before this one called first_version is not known
 
     def connect(self, engines: Sequence[EngineProxy], num_new_engines: int) -> None:
         """Take ``engines`` as those to push to from now on; nothing happens when none of them is new."""
@@ -121,7 +121,8 @@ class WeightUpdater:
     def resend(self) -> PushReport:
         """Push to engines that missed the last push; the others are not connected meanwhile.
 
-        Under the last push's version, unless the model was trained since: then these are new bytes.
+        Under the last push's version; under the next one if the model was trained since, or this process has not
+        pushed yet: then these may be other bytes.
 
         Raises:
             WeightSyncError: as :meth:`push`.
