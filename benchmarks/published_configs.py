@@ -155,18 +155,20 @@ QWEN3_NEXT = {
 }
 
 
-def qwen3_vl_moe(*sizes: int, expert: int) -> dict[str, Any]:
-    """As :func:`qwen35`, with a vision tower whose features three layers take."""
-    text = {key: value for key, value in qwen3_moe(*sizes, expert=expert).items() if key != "tie_word_embeddings"}
-    text |= {"model_type": "qwen3_vl_moe_text", "rope_theta": 5000000, "decoder_sparse_step": 1, "mlp_only_layers": []}
+def qwen3_vl(kind: str, text: dict[str, Any], depth: int = 27, hidden: int = 1152, ffn: int = 4304) -> dict[str, Any]:
+    """As :func:`qwen35`, with a vision tower of these sizes, whose features three layers take."""
+    tied = text["tie_word_embeddings"]
+    text = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
+    text |= {"model_type": f"{kind}_text", "rope_theta": 5000000}
     text["rope_scaling"] = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}
     vision = {
-        **{"model_type": "qwen3_vl_moe", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16},
+        **{"model_type": kind, "depth": depth, "hidden_size": hidden, "intermediate_size": ffn, "num_heads": 16},
         **{"in_channels": 3, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2},
-        **{"num_position_embeddings": 2304, "out_hidden_size": sizes[1], "deepstack_visual_indexes": [8, 16, 24]},
+        **{"num_position_embeddings": 2304, "out_hidden_size": text["hidden_size"]},
+        "deepstack_visual_indexes": [8, 16, 24] if depth == 27 else [5, 11, 17],
     }
     return {
-        **{"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": vision, "tie_word_embeddings": False},
+        **{"model_type": kind, "text_config": text, "vision_config": vision, "tie_word_embeddings": tied},
         **{"image_token_id": 151655, "video_token_id": 151656},
     }
 
@@ -224,7 +226,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-32B": qwen3(64, 5120, 25600, 64, tied=False),
     "qwen3-30B-A3B": qwen3_moe(48, 2048, 6144, 32, expert=768),
     "qwen3-235B-A22B": qwen3_moe(94, 4096, 12288, 64, expert=1536),
-    "qwen3-vl-30B-A3B": qwen3_vl_moe(48, 2048, 6144, 32, expert=768),
+    "qwen3-vl-30B-A3B": qwen3_vl(
+        "qwen3_vl_moe", {**qwen3_moe(48, 2048, 6144, 32, expert=768), "decoder_sparse_step": 1, "mlp_only_layers": []}
+    ),
     "qwen3-next-80B-A3B": QWEN3_NEXT,
     "qwen3.5-0.8B": qwen35("qwen3_5", 24, 1024, 3584, 8, 2, 16, True),
     "qwen3.5-4B": qwen35("qwen3_5", 32, 2560, 9216, 16, 4, 32, True),
@@ -289,6 +293,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 WITHOUT_A_FILE: dict[str, dict[str, Any]] = {
+    "qwen3-vl-2B": qwen3_vl("qwen3_vl", qwen3(28, 2048, 6144, 16, tied=True), 24, 1024, 4096),
+    "qwen3-vl-8B": qwen3_vl("qwen3_vl", qwen3(36, 4096, 12288, 32, tied=False)),
     "smollm2-135M": shape(
         *(30, 576, 1536, 9, 3),
         **{"model_type": "llama", "vocab_size": 49152, "rms_norm_eps": 1e-5, "rope_theta": 100000},
@@ -324,5 +330,6 @@ NUM_PARAMETERS = {
     **{"qwen3-1.7B": 1_720_574_976, "qwen3-4B": 4_022_468_096, "qwen3-8B": 8_190_735_360},
     **{"qwen3-14B": 14_768_307_200, "qwen3-32B": 32_762_123_264, "qwen3-30B-A3B": 30_532_122_624},
     **{"qwen3-235B-A22B": 235_093_634_560, "gemma3-1B": 999_885_952, "qwen3-vl-30B-A3B": 31_070_754_032},
+    **{"qwen3-vl-2B": 2_127_532_032, "qwen3-vl-8B": 8_767_123_696},
 }
 """As the models' pages state them, or the index of their weights."""

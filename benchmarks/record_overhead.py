@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.published_configs import PUBLISHED  # noqa: E402
-from benchmarks.train_mfu import synchronize  # noqa: E402
+from benchmarks.step_numbers import synchronize  # noqa: E402
 
 NUM_WARM_UP = 2
 SMALL = {

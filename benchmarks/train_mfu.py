@@ -5,6 +5,7 @@
     python benchmarks/train_mfu.py --model moonlight --layers 6
     python benchmarks/train_mfu.py --model qwen3-30B-A3B --layers 12 --reference
     python benchmarks/train_mfu.py --model qwen3-4B -- --lora-rank 32
+    python benchmarks/train_mfu.py --model qwen3-vl-8B --images-per-sample 1 4 -- --train-vision-tower
 
 The weights are random, everything else is what a job runs: packed micro-batches, forward, backward, the policy loss
 over the vocabulary and the optimizer step, and before it the log-prob pass of the old policy and, with
@@ -12,7 +13,9 @@ over the vocabulary and the optimizer step, and before it the log-prob pass of t
 flags are derived, as for a job without them.  Flags behind ``--`` are the trainer's.
 
 Model FLOPs are those of the matrices that a token passes (of experts, the active ones) and of causal attention, three
-forward passes for a step; recomputed work is not counted.  The peak is 989 TFLOP/s a GPU, dense bf16 of an H100.
+forward passes for a step; recomputed work is not counted.  With images the tower's are counted beside them, one
+forward pass for a frozen tower; the text half is the step without the tower's own time.  How often the host waits for
+the GPU is counted in the last step that warms up.  The peak is 989 TFLOP/s a GPU, dense bf16 of an H100.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.published_configs import PUBLISHED, WITHOUT_A_FILE  # noqa: E402
+from benchmarks.step_numbers import Step, numbers, report, write_rows  # noqa: E402
+from benchmarks.tower_in_step import HostWaits, SampleImages, TowerClock  # noqa: E402
 
-PEAK_FLOPS = 989e12
 NUM_WARM_UP = 2
 TRAINER_FLAGS = """
 --debug-train-only --num-rollout 1000 --n-samples-per-prompt 1 --disable-rewards-normalization
@@ -50,47 +54,72 @@ TRAINER_FLAGS = """
 """.split()
 
 
+def first_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return the config with its first ``layers`` layers; a vision tower stays whole."""
+    if text := config.get("text_config"):
+        vision = dict(config["vision_config"])
+        if features := vision.get("deepstack_visual_indexes"):
+            vision["deepstack_visual_indexes"] = features[:layers]  # a layer takes each
+        return config | {"text_config": first_layers(text, layers), "vision_config": vision}
+    whole = config["num_hidden_layers"]
+    return {
+        key: value[:layers] if isinstance(value, list) and len(value) == whole else value
+        for key, value in config.items()
+    } | {"num_hidden_layers": layers}
+
+
 def write_hf_config(folder: Path, model: str, layers: int | None) -> None:
     """Write a HF folder without weights: the config of ``model``, with its first ``layers`` layers."""
     config = PUBLISHED.get(model) or WITHOUT_A_FILE[model]
-    whole = config["num_hidden_layers"]
     if layers is not None:
-        config = {
-            key: value[:layers] if isinstance(value, list) and len(value) == whole else value
-            for key, value in config.items()
-        } | {"num_hidden_layers": layers}
+        config = first_layers(config, layers)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     save_file({"unused": torch.zeros(1)}, folder / "model.safetensors")  # never read: the weights are random
 
 
-def sequence_lengths(num_tokens: int, longest: int, seed: int) -> list[int]:
-    """Log-normal lengths that fill ``num_tokens`` exactly."""
+def sequence_lengths(num_tokens: int, longest: int, seed: int, shortest: int = 16) -> list[int]:
+    """Log-normal lengths above ``shortest`` that fill ``num_tokens`` exactly."""
     generator = random.Random(seed)
     lengths: list[int] = []
     while (left := num_tokens - sum(lengths)) > 0:
-        lengths.append(min(left, longest, 16 + int(generator.lognormvariate(7.5, 1.0))))
-        if num_tokens - sum(lengths) < 16:
+        lengths.append(min(left, longest, shortest + int(generator.lognormvariate(7.5, 1.0))))
+        if num_tokens - sum(lengths) < shortest:
             lengths[-1] += num_tokens - sum(lengths)
     return lengths
 
 
-def make_rank_data(args: Namespace, options: argparse.Namespace, dp_size: int, dp_rank: int, seed: int) -> Any:
-    """Return the rollout side's data for this rank: ``options.microbatches`` full packs of random tokens."""
+def make_rank_data(
+    args: Namespace, options: argparse.Namespace, dp_size: int, dp_rank: int, seed: int,
+    images: SampleImages | None = None, shortest: int = 16,
+) -> Any:  # fmt: skip
+    """Return the rollout side's data for this rank: ``options.microbatches`` full packs of random tokens.
+
+    Args:
+        args: of the trainer.
+        options: of the benchmark.
+        dp_size: ranks that share the work.
+        dp_rank: this one.
+        seed: of lengths, tokens and pixels.
+        images: in front of each sample's text.
+        shortest: tokens of a sample at least, those of its images included.
+    """
     from slime.train_data.columns import TrainBatch
     from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
     from slime.train_data.split import split_by_rank
 
     cp_size = args.context_parallel_size
     packs = [
-        sequence_lengths(options.tokens * cp_size, options.longest * cp_size, seed * 1000 + index)
+        sequence_lengths(options.tokens * cp_size, options.longest * cp_size, seed * 1000 + index, shortest)
         for index in range(options.microbatches * dp_size)
     ]
     lengths = [length for pack in packs for length in pack]
     generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(0, args.vocab_size, (n,), generator=generator) for n in lengths]
+    num_image_tokens = images.num_tokens if images is not None else 0
     data: dict[str, Any] = {
-        "tokens": [torch.randint(0, args.vocab_size, (n,), generator=generator).tolist() for n in lengths],
-        "response_lengths": [max(1, n * 3 // 4) for n in lengths],
+        "tokens": [(x if images is None else images.replace_start(x)).tolist() for x in tokens],
+        "response_lengths": [max(1, (n - num_image_tokens) * 3 // 4) for n in lengths],
         "rewards": [float(index % 2) * 2 - 1 for index in range(len(lengths))],
         "truncated": [0] * len(lengths),
         "rollout_ids": list(range(len(lengths))),
@@ -99,6 +128,8 @@ def make_rank_data(args: Namespace, options: argparse.Namespace, dp_size: int, d
     data["loss_masks"] = [[1] * n for n in data["response_lengths"]]
     data["rollout_log_probs"] = [[-1.0] * n for n in data["response_lengths"]]
     data["raw_reward"] = list(data["rewards"])
+    if images is not None:
+        data["multimodal_train_inputs"] = [images.train_inputs(generator) for _ in lengths]
     config = ScheduleConfig(
         dp_size=dp_size, cp_size=cp_size, use_dynamic_batch_size=True, max_tokens_per_gpu=options.tokens,
         micro_batch_size=1,
@@ -126,11 +157,18 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6B", choices=sorted([*PUBLISHED, *WITHOUT_A_FILE]), metavar="NAME",
                         help="of published_configs.py: a file of scripts/models, without .sh")  # fmt: skip
-    parser.add_argument("--layers", type=int, default=None, metavar="N", help="only its first N layers")
+    parser.add_argument(
+        "--layers", type=int, default=None, metavar="N", help="only its first N layers; a tower stays whole"
+    )
     parser.add_argument("--reference", action="store_true", help="run the reference's log-prob pass, too")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of one packed micro-batch on one GPU")
     parser.add_argument("--longest", type=int, default=16384, help="longest sequence")
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches of one optimizer step")
+    parser.add_argument("--images-per-sample", type=int, nargs="+", default=[], metavar="N",
+                        help="images in front of each sample's text; several numbers are measured one after the "
+                        "other, with samples of the same lengths (a model with a vision tower)")  # fmt: skip
+    parser.add_argument("--image-size", default="1024x1024", metavar="HxW", help="their pixels")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of the numbers, written anew after each step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, behind two that warm up")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="print the N longest kernels of one step")
     parser.add_argument("--name", default="", help="printed in front of the result")
@@ -180,53 +218,122 @@ def main() -> None:
 
 def run(options: argparse.Namespace, extra: list[str], folder: str) -> None:
     """Train the steps, with the model's config.json in ``folder``, and print the numbers of the median one."""
+    start = time.perf_counter()
     args = start_trainer(options, extra, folder)
 
+    from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+    from slime.backends.megatron_utils.flags.model_dims import model_dims
+    from slime.backends.megatron_utils.model import setup_model_and_optimizer
+    from slime.backends.megatron_utils.policies import ModelSwitch
+
+    config = read_hf_config(folder)
+    dims = model_dims(args, config)
+    if options.images_per_sample and dims.tower is None:
+        raise SystemExit(f"--images-per-sample is given; {options.model} has no vision tower. Choose another --model.")
+    pixels = tuple(map(int, options.image_size.split("x")))
+    cases = [SampleImages.of(dims.tower, config, count, pixels) for count in options.images_per_sample]
+    model, optimizer, scheduler = setup_model_and_optimizer(args)
+    trained = Trained(args, model, optimizer, scheduler, ModelSwitch(model), tower_clock(model))
+    if options.reference:
+        trained.weights.backup("ref")
+    say(f"model made: {time.perf_counter() - start:.1f} s")
+    shortest = 16 + max((images.num_tokens for images in cases), default=0)
+    if shortest > min(options.tokens, options.longest):
+        raise SystemExit(f"--tokens or --longest is below {shortest}, which a sample with its images has at least.")
+    rows: list[dict[str, Any]] = []
+    for images in cases or [None]:
+        steps: list[Step] = []
+        waits = HostWaits()
+        num_steps = NUM_WARM_UP + options.steps
+        for number in range(num_steps + bool(options.profile)):
+            is_profiled = number == num_steps
+            step = run_step(
+                trained, options, number, images, shortest,
+                profiled(options.profile if is_profiled else 0),
+                waits.counted() if number == NUM_WARM_UP - 1 else contextlib.nullcontext(),
+            )  # fmt: skip
+            say(f"step {number}: " + ", ".join(f"{name} {value:.3f} s" for name, value in step.seconds.items()))
+            if number < NUM_WARM_UP and torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            elif not is_profiled and number >= NUM_WARM_UP:
+                steps.append(step)
+                row = {
+                    **{"name": options.name or options.model, "microbatches": options.microbatches},
+                    **numbers(dims, steps, images, waits),
+                }
+                write_rows(options.out, [*rows, row])
+        if dist.get_rank() == 0:
+            report(row)
+        rows.append(row)
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model that is trained, and what goes with it."""
+
+    args: Namespace
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    weights: Any
+    clock: TowerClock | None
+
+
+def tower_clock(model: list[Any]) -> TowerClock | None:
+    """Return a clock of the vision tower of these chunks; None where they have none."""
+    named = [pair for chunk in model for pair in chunk.named_modules()]
+    towers = [module for name, module in named if name.endswith("vision_model")]
+    return TowerClock(towers[0]) if towers else None
+
+
+def run_step(
+    trained: Trained, options: argparse.Namespace, number: int, images: SampleImages | None, shortest: int,
+    *around: contextlib.AbstractContextManager[None],
+) -> Step:  # fmt: skip
+    """Make the data of a step and train it, with its log-prob passes before; ``around`` are entered for training."""
     from megatron.core import mpu
 
     from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
     from slime.backends.megatron_utils.forward import forward_only
     from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
-    from slime.backends.megatron_utils.model import setup_model_and_optimizer
-    from slime.backends.megatron_utils.policies import ModelSwitch
     from slime.backends.megatron_utils.train_step import train_rollout
 
-    model, optimizer, scheduler = setup_model_and_optimizer(args)
-    assert optimizer is not None and scheduler is not None
-    weights = ModelSwitch(model)
-    if options.reference:
-        weights.backup("ref")
+    args, model, weights = trained.args, trained.model, trained.weights
     dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    steps: list[Step] = []
-    num_steps = NUM_WARM_UP + options.steps
-    for number in range(num_steps + bool(options.profile)):
-        rank_data, lengths = make_rank_data(args, options, dp_size, dp_rank, seed=number)
-        data = prepare_rollout_data(rank_data)
-        iterators = get_data_iterator(data, len(model))
-        step = Step(lengths)
-        if options.reference:
-            with step.timed("reference"):
-                weights.backup("actor")
-                weights.switch_to("ref")
-                forward_only(get_log_probs_and_entropy, args, model, iterators, data["num_microbatches"], "ref_")
-                weights.switch_to("actor")
-        with step.timed("log-probs"):
-            data.update(forward_only(get_log_probs_and_entropy, args, model, iterators, data["num_microbatches"]))
-        if "log_probs" in data:
-            pairs = zip(data["log_probs"], data["rewards"], strict=True)
-            data["advantages"] = data["returns"] = [torch.full_like(x, reward) for x, reward in pairs]
-        with profiled(options.profile if number == num_steps else 0), step.timed("step"):
-            train_rollout(
-                args, number, model, optimizer, scheduler, iterators, data["num_microbatches"], [len(lengths)],
-                loss_type=args.loss_type, on_step=lambda *_: None,
-            )  # fmt: skip
-        if NUM_WARM_UP <= number < num_steps:
-            steps.append(step)
-        elif torch.cuda.is_available() and number < NUM_WARM_UP:
-            torch.cuda.reset_peak_memory_stats()
+    rank_data, lengths = make_rank_data(args, options, dp_size, dp_rank, number, images, shortest)
+    data = prepare_rollout_data(rank_data)
+    iterators = get_data_iterator(data, len(model))
+    step = Step(lengths)
+    if options.reference:
+        with step.timed("reference"):
+            weights.backup("actor")
+            weights.switch_to("ref")
+            forward_only(get_log_probs_and_entropy, args, model, iterators, data["num_microbatches"], "ref_")
+            weights.switch_to("actor")
+    with step.timed("log-probs"):
+        data.update(forward_only(get_log_probs_and_entropy, args, model, iterators, data["num_microbatches"]))
+    if "log_probs" in data:
+        pairs = zip(data["log_probs"], data["rewards"], strict=True)
+        data["advantages"] = data["returns"] = [torch.full_like(x, reward) for x, reward in pairs]
+    if trained.clock is not None:
+        trained.clock.take()  # that of the passes above
+    with contextlib.ExitStack() as stack:
+        for context in around:
+            stack.enter_context(context)
+        stack.enter_context(step.timed("step"))
+        train_rollout(
+            args, number, model, trained.optimizer, trained.scheduler, iterators, data["num_microbatches"],
+            [len(lengths)], loss_type=args.loss_type, on_step=lambda *_: None,
+        )  # fmt: skip
+    step.tower = trained.clock.take() if trained.clock is not None else {}
+    return step
+
+
+def say(line: str) -> None:
+    """Print a line of progress, on the first rank."""
     if dist.get_rank() == 0:
-        report(args, options, steps)
-    dist.destroy_process_group()
+        print(line, flush=True)
 
 
 @contextlib.contextmanager
@@ -242,51 +349,6 @@ def profiled(top: int) -> Iterator[None]:
         yield
         elapsed_s = time.perf_counter() - start
     print_profile(trace, elapsed_s, top)
-
-
-@dataclass
-class Step:
-    """One optimizer step with its log-prob passes."""
-
-    lengths: list[int]
-    """Tokens of each sequence, on all ranks."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By pass."""
-
-    @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Take the time of what runs inside, kernels included."""
-        synchronize()
-        start = time.perf_counter()
-        yield
-        synchronize()
-        self.seconds[name] = time.perf_counter() - start
-
-
-def report(args: Namespace, options: Any, steps: list[Step]) -> None:
-    """Print a line of numbers, those of the median step, and a line with the share of each pass."""
-    from slime.backends.megatron_utils.flags.model_dims import model_dims
-
-    step = sorted(steps, key=lambda step: step.seconds["step"])[len(steps) // 2]
-    dims, num_tokens, seconds = model_dims(args), sum(step.lengths), step.seconds["step"]
-    flops = 3 * sum(map(dims.forward_flops, step.lengths))
-    rate = flops / seconds / dist.get_world_size()
-    line = (
-        f"{options.name or options.model}: {flops / 6 / num_tokens / 1e9:.3f} B multiply-adds a token, "
-        f"{num_tokens} tokens in {len(step.lengths)} sequences, {options.microbatches} micro-batches: "
-        f"step {seconds:.3f} s, {num_tokens / seconds / dist.get_world_size():,.0f} tok/s/GPU, "
-        f"{rate / 1e12:.0f} TFLOP/s = MFU {rate / PEAK_FLOPS:.1%}"
-    )
-    if torch.cuda.is_available():
-        line += f"; peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-    whole = sum(step.seconds.values())
-    print(line, "; ".join(f"{k} {v:.3f} s ({v / whole:.0%})" for k, v in step.seconds.items()), sep="\n", flush=True)
-
-
-def synchronize() -> None:
-    """Wait for the GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

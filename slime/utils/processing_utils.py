@@ -196,9 +196,9 @@ def compact_pixels(inputs: dict[str, Any], processor: Any) -> dict[str, Any]:
     return small if torch.equal(full_pixels(small), pixels) else inputs
 
 
-def full_pixels(inputs: Mapping[str, Any], device: Any = None) -> Any:
-    """Return ``pixel_values`` as the processor gave them, on ``device``."""
-    pixels = inputs["pixel_values"].to(device)
+def full_pixels(inputs: Mapping[str, Any]) -> Any:
+    """Return ``pixel_values`` as the processor gave them, on the device where they are."""
+    pixels = inputs["pixel_values"]
     if "pixel_range" not in inputs:
         return pixels
     shift, scale = inputs["pixel_range"].tolist()

@@ -20,7 +20,15 @@ from tests.contracts.source_tree import REPO
 
 FOLDER = REPO / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
-PARTS = {"demo_step", "model_shapes", "phase_table", "published_configs", "results_page"}
+PARTS = {
+    "demo_step",
+    "model_shapes",
+    "phase_table",
+    "published_configs",
+    "results_page",
+    "step_numbers",
+    "tower_in_step",
+}
 """Modules that programs import."""
 OF_TRAINING = {"plan_memory", "record_overhead", "step_phases", "train_mfu", "weight_push_engine", "weight_push_ways"}
 """Programs with flags of train.py: each has a test below."""
@@ -70,6 +78,7 @@ def test_the_command_line_is_explained(name, monkeypatch, capsys):
         ("qwen3-30B-A3B", 4, "--expert-model-parallel-size 4"),
         ("moonlight", 1, ""),
         ("qwen3-4B", 1, "--lora-rank 32"),
+        ("qwen3-vl-8B", 1, "--train-vision-tower"),
     ],
 )
 def test_the_flags_of_the_trainers_benchmarks_are_accepted(model, num_gpus, extra, tmp_path):

@@ -270,7 +270,7 @@ class VisionModel(GPTModel):
             placed = PlacedImages.of(images, input_ids.size(1), image_token=self.image_token, merge=self.merge)
         params: Any = packed_seq_params
         if placed is not None:
-            params.rotary_tables = self._rotary_tables(placed.positions_3T.to(input_ids.device))
+            params.rotary_tables = self._rotary_tables(_sent(placed.positions_3T, input_ids.device))
         if self.pre_process:
             kwargs["decoder_input"] = self._embed_images(input_ids, placed, params)
         return super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
@@ -278,7 +278,7 @@ class VisionModel(GPTModel):
     def _rotary_tables(self, positions_3T: Tensor) -> RotaryTables:
         """Return [T, r / 2]."""
         frequencies = self.rotary_pos_emb.inv_freq.float().to(positions_3T.device)
-        turning = positions_3T[self.axes.to(positions_3T.device)].T.contiguous()  # a GPU's kernel reads row by row
+        turning = positions_3T[_sent(self.axes, positions_3T.device)].T.contiguous()  # a GPU's kernel reads row by row
         angles = turning.float() * frequencies
         return RotaryTables(angles.cos(), angles.sin())
 
@@ -296,7 +296,7 @@ class VisionModel(GPTModel):
         device = embeddings.device
         with nullcontext() if is_trained else torch.no_grad():
             output = self._run_tower(placed.grids[needed], [placed.pixels[image] for image in needed])
-        places, rows = places.to(device), rows.to(device)
+        places, rows = _sent(places, device), _sent(rows, device)
         output = [features.to(embeddings.dtype).index_select(0, rows) for features in output]
         embeddings = embeddings.index_copy(0, places, output[0][:, None])
         features = output[1:]
@@ -326,11 +326,11 @@ class VisionModel(GPTModel):
             indices, weights = vision_utils.get_vision_bilinear_indices_and_weights(
                 grids, num_grid_per_side=tower.num_grid_per_side, spatial_merge_size=self.merge
             )
-            positions = {"bilinear_indices": indices.to(device), "bilinear_weights": weights.to(device)}
+            positions = {"bilinear_indices": _sent(indices, device), "bilinear_weights": _sent(weights, device)}
         output = tower(
-            torch.cat([full_pixels(part, device) for part in pixels]),
+            torch.cat([full_pixels({**part, "pixel_values": _sent(part["pixel_values"], device)}) for part in pixels]),
             grid_thw=grids,
-            position_ids=vision_utils.get_vision_position_ids(grids, self.merge).to(device),
+            position_ids=_sent(vision_utils.get_vision_position_ids(grids, self.merge), device),
             cu_seqlens=vision_utils.get_vision_cu_seqlens(grids),  # read by the host, layer by layer
             return_dict=True,
             **positions,
@@ -340,6 +340,11 @@ class VisionModel(GPTModel):
 
 class VisionModelWithMtp(VisionModel, GPTModelWithMtp):  # type: ignore[misc]  # one names the first argument
     """Both; its MTP layers are not trained, since the last stage does not have the images."""
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the host's ``tensor`` on ``device``; a copy from memory that is not pinned would wait for the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _build_tower(folder: str) -> Any:
