@@ -226,6 +226,8 @@ _FLEET_VERBS: Mapping[str | None, Mapping[str, Callable[..., Any]]] = {
         "push_started": EngineFleet.push_started,
         "push_done": EngineFleet.push_done,
         "push_refused": EngineFleet.push_refused,
+        "offload_idle": EngineFleet.offload_idle,
+        "onload_idle": EngineFleet.onload,
     },
     None: {
         "wait_ready": EngineFleet.wait_ready,

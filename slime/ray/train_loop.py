@@ -306,13 +306,29 @@ class TrainJob:
         """Wait for generation; engines that start meanwhile get the weights."""
 
         def wait() -> Any:
-            serves = self.actor.restarts_engines and not self._recovery.is_down
             return wait_for(
                 ref,
                 what=what,
                 timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
                 report_every_s=report_every_s,
-                meanwhile=self.actor.serve_new_engines if serves else None,
+                meanwhile=self._serve_new_engines if self.actor.restarts_engines else None,
             )
 
         return self._recovery.run(wait, needs_trainer=False)
+
+    def _serve_new_engines(self) -> None:
+        """Give the weights to engines in the place of dead ones, as long as there is a trainer that has them.
+
+        One that died is started again after the rollout, since the engines have its GPUs; but at once when none of
+        them serves: all wait for its weights then, and the rollout for them.
+        """
+        if self._recovery.is_down:
+            if not self._change_memory("offload_idle"):
+                return
+            self._recovery.restart()
+            self._change_memory("onload_idle")
+        self.actor.serve_new_engines()
+
+    def _change_memory(self, method: str) -> Any:
+        ref: ray.ObjectRef = getattr(self.manager, method).remote()
+        return wait_for(ref, what=f"the engines' memory ({method})", timeout_s=memory_timeout_s(self.args))

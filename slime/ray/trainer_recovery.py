@@ -82,7 +82,7 @@ class TrainerRecovery:
         while True:
             try:
                 if self.is_down and (needs_trainer or not self.args.offload_rollout):
-                    self._restart()
+                    self.restart()
                 return step()
             except StepError as error:
                 back = checkpoints_to_go_back(self.args)
@@ -149,7 +149,7 @@ class TrainerRecovery:
             raise death from error
         self._deaths.append((now, str(death).splitlines()[0]))
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
         """Start the trainer from its last copies or checkpoint and train again on what came after that."""
         begin, began = time.monotonic(), time.time()
         self._release()  # ranks of a restart that failed half-way

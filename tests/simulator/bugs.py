@@ -37,7 +37,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ray.actor_group:RayTrainGroup.push_once", "engines.num_new or not self._is_connected", "engines.num_new"
     ),
     "a trainer that was started again does not repeat the steps since its checkpoint": _bug(
-        "slime.ray.trainer_recovery:TrainerRecovery._restart", "self._train(rollout_id, rollout_data)", "pass"
+        "slime.ray.trainer_recovery:TrainerRecovery.restart", "self._train(rollout_id, rollout_data)", "pass"
     ),
     "the ledger is compacted before an asynchronous checkpoint counts": _bug(
         "slime.rollout.ledger.ledger:Ledger.record_published",

@@ -49,5 +49,13 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
             Fault("after", "file trainer0 replaced latest_checkpointed_iteration.txt", 1),
         ],
     ),
+    "a trainer dies while the only engine starts again on its GPU": (
+        20019957,
+        Setup(num_rollout=2, engines=1, colocate=True),
+        [
+            Fault("kill", at_s=22.844, target="trainer0"),
+            Fault("kill", "call trainer0.excluded_engines", 2, target="server0"),
+        ],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

@@ -358,6 +358,10 @@ class EngineFleet:
         self.pause_monitors()
         self._memory.release()
 
+    def offload_idle(self) -> bool:
+        """Have engines that all wait for weights make room for a trainer that died; return whether they do."""
+        return self._memory.release_idle()
+
     def onload(self, tags: list[str] | None = None) -> None:
         """Have the engines on the trainers' GPUs take the memory of ``tags`` (None: all of it) back."""
         self._memory.take_back(tags)

@@ -42,7 +42,7 @@ class SharedMemory:
         self._args = args
         self._groups = [group for group in groups if group.needs_offload]
         self._released: list[Any] = []
-        """The engines that were told to release their memory since the last :meth:`release` began."""
+        """The engines told to release their memory since the last :meth:`release`, or since all got all of it back."""
 
     def release(self) -> None:
         """Have every engine release its memory.
@@ -61,12 +61,25 @@ class SharedMemory:
         """
         self._release(EngineState.UPDATING, but=but)
 
+    def release_idle(self) -> bool:
+        """Have the engines release their memory where none of them serves, but all wait for weights.
+
+        Returns:
+            Whether it is so, and a trainer may start on their GPUs.
+        """
+        if any(set(group.states) - {EngineState.UPDATING, EngineState.RETIRED} for group in self._groups):
+            return False
+        self._release(EngineState.UPDATING)
+        return True
+
     def take_back(self, tags: Sequence[str] | None) -> None:
         """Have every engine take the memory of ``tags`` (None: all of it) back.
 
         Raises:
             ProcessError: one failed, without fault tolerance.
         """
+        if tags is None:
+            self._released = []
         self._ask("resume_memory_occupation", self._places(*LIVE), tags=tags)
 
     def _release(self, *states: EngineState, but: Sequence[str] = ()) -> None:

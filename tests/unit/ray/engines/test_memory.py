@@ -107,6 +107,26 @@ def test_the_engine_in_the_place_of_one_that_did_not_release_releases_before_the
     assert calls == [("a", RELEASE), ("b", RELEASE), ("a+", RELEASE)]
 
 
+def test_a_trainer_gets_no_gpu_while_an_engine_on_one_serves_or_starts(calls):
+    group = Group(calls, "a", "b")
+    lent = shared(group)
+    group.replace(1)
+    for state in set(EngineState) - {EngineState.UPDATING, EngineState.RETIRED}:
+        group.states[0] = state
+        assert not lent.release_idle() and not calls
+
+
+def test_engines_that_all_wait_for_weights_make_room_for_a_trainer_as_often_as_they_got_it_back(calls):
+    group = Group(calls, "a", "b")
+    lent = shared(group)
+    group.replace(0)
+    group.states[1] = EngineState.RETIRED
+    assert lent.release_idle() and lent.release_idle()
+    lent.take_back(None)
+    assert lent.release_idle()
+    assert calls == [("a+", RELEASE), ("a+", RESUME, None), ("a+", RELEASE)]
+
+
 def test_without_fault_tolerance_the_first_failure_is_raised(calls):
     FAILS.add(("a", RELEASE))
     with pytest.raises(EngineError, match="flush_cache"):
