@@ -69,8 +69,8 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ray.engines.monitor:HealthMonitor._probe_all", " and self._is_valid(pauses)", ""
     ),
     "an engine that could not be paused serves the next rollout": _bug(
-        "slime.ray.engines.group:EngineGroup._evict",
-        "if event in (EngineEvent.PUSH_REFUSED, EngineEvent.FAILED):",
+        "slime.ray.engines.group:EngineGroup.begin_rollout",
+        "if state is EngineState.EVICTED:",
         "if False:",
     ),
     "nonsense in the place of a version ends the run": _bug(

@@ -57,5 +57,10 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
             Fault("kill", "call trainer0.excluded_engines", 2, target="server0"),
         ],
     ),
+    "a server outlives its engine, which dies as a push begins": (
+        20053979,
+        Setup(num_rollout=3, seconds_per_token=0.05, save_interval=2),
+        [Fault("kill", "answer engine0.describe_exit", 8)],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

@@ -274,9 +274,6 @@ class EngineGroup:
         """Free the engine's GPUs, for another engine (in the background) or for good."""
         self._num_restarts[index] += 1
         self.num_evictions += 1
-        if event in (EngineEvent.PUSH_REFUSED, EngineEvent.FAILED):
-            # Now: the next rollout would get answers from the weights before, or from memory that is given away.
-            self._delist(index)
         if event is EngineEvent.PUSH_REFUSED and self.args.weight_push_failure == "drop":
             self._kill(index)
             self.report(index, EngineEvent.DROPPED, "the run goes on without it")
@@ -377,8 +374,14 @@ class EngineGroup:
         return found
 
     def begin_rollout(self) -> None:
-        """Count restarts anew."""
+        """Count restarts anew, and see that the router lists no engine that is being evicted.
+
+        Its server may outlive its actor, and answer with the weights before, or from memory that is given away.
+        """
         self._num_restarts.clear()
+        for index, state in enumerate(self.states):
+            if state is EngineState.EVICTED:
+                self._delist(index)
 
     def wait_settled(self, timeout_s: float | None = None) -> None:
         """Wait until no engine is starting, by default as long as all attempts may take.

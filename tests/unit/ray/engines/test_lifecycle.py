@@ -174,6 +174,20 @@ def test_what_started_after_the_job_has_ended_is_shut_down():
     assert (group.states, group.done) == ([STATE.RETIRED], ["shut down 0", "shut down 0"])
 
 
+def test_no_rollout_begins_while_the_router_lists_an_engine_that_is_evicted(monkeypatch):
+    group, delisted = make_group(3), []
+    monkeypatch.setattr(group, "_free_slot", lambda index, reason: None)  # the background has not come to it yet
+    monkeypatch.setattr(group, "_delist", delisted.append)
+    group.report(1, EVENT.DIED, "its actor was killed; its server still answers")
+    group.report(2, EVENT.PUSH_STARTED)
+    group.report(2, EVENT.PUSH_REFUSED, "it did not take the weights")
+    group.begin_rollout()
+    assert delisted == [1, 2]
+    group.report(1, EVENT.SLOT_FREE)
+    group.begin_rollout()
+    assert delisted == [1, 2, 2]
+
+
 REFUSAL = ExcludedEngine(1, "it holds other bytes")
 
 
