@@ -3,7 +3,7 @@
     --rollout-tools examples.multi_turn.multiply --custom-rm-path examples.multi_turn.reward
     --rollout-environment examples.multi_turn.GuessNumber
 
-examples/run-tiny-turns.sh trains with the first on two cores.
+examples/run-tiny-turns.sh and run-tiny-environment.sh train with them on two cores.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ async def reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
 
 
 class GuessNumber:
-    """A number from 1 to 100 is to be found; the reward is less for each guess."""
+    """A number from 1 to ``highest`` of the row's metadata (100) is to be found; the reward is less for each guess."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Choose the number."""
-        self.number = random.Random(seed).randint(1, 100)
+        highest = (options or {}).get("highest", 100)
+        self.number = random.Random(seed).randint(1, highest)
         self.guesses = 0
-        return "Guess my number, from 1 to 100.", {}
+        return f"Guess my number, from 1 to {highest}.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Compare a guess with it."""

@@ -8,6 +8,7 @@
 # LOOP (sync): "async" trains with train_async.py: generation never stops, and engine and trainer have a GPU each;
 # "apart" takes turns like "sync", with a GPU each.
 # "ahead": the same, but generation stops for each push; it is one rollout ahead of the trainer.
+# PROMPTS: "own" leaves prompts, chat template and reward to the FLAGs: a template and a grader cannot be taken back.
 # TINY_DIR (runs/tiny): task/ and the warm start sft/.  SEED (1): of sampling and data order.  The result is in
 # SAVE_DIR (TINY_DIR/grpo-seed1); the same command resumes a run that was killed.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -27,15 +28,19 @@ CKPT_ARGS=(
     --save-hf "${SAVE_DIR}/hf/{rollout_id}"
 )
 
-ROLLOUT_ARGS=(
+PROMPT_ARGS=(
     --prompt-data "${TINY_DIR}/task/data/grpo.jsonl"
     --input-key prompt
     --label-key label
     --apply-chat-template
+    --custom-rm-path examples.tiny_arithmetic.reward.reward
+)
+[[ "${PROMPTS:-}" != own ]] || PROMPT_ARGS=()
+
+ROLLOUT_ARGS=(
     --rollout-shuffle
     --rollout-seed "${SEED}"
     --seed "${SEED}"
-    --custom-rm-path examples.tiny_arithmetic.reward.reward
     --num-rollout 40
     --rollout-batch-size 32
     --n-samples-per-prompt 8
@@ -126,6 +131,7 @@ JOB_ENV="{\"TENSORBOARD_DIR\": \"${SAVE_DIR}/tensorboard\"}" submit_job "${SCRIP
     --actor-num-gpus-per-node 1 \
     "${LOOP_ARGS[@]}" \
     "${CKPT_ARGS[@]}" \
+    "${PROMPT_ARGS[@]}" \
     "${ROLLOUT_ARGS[@]}" \
     "${EVAL_ARGS[@]}" \
     "${PERF_ARGS[@]}" \

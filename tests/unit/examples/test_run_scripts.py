@@ -26,7 +26,11 @@ from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample
 
 REPO = Path(__file__).parents[3]
-SCRIPTS = sorted(path.relative_to(REPO) for path in REPO.glob("examples/*/run-*.sh"))
+SCRIPTS = sorted(path.relative_to(REPO) for path in REPO.glob("examples/**/run-*.sh"))
+PAGE_OF_EXAMPLES = Path("docs/environments.md")
+"""Of the scripts that have no folder of their own."""
+EXTRAS = {"run-tiny-gym.sh": ("reasoning_gym", "gym"), "run-tiny-verifiers.sh": ("verifiers", "verifiers")}
+"""Script -> the package whose rows it reads, and the extra that installs it."""
 
 
 @pytest.fixture
@@ -67,7 +71,8 @@ def submitted(script: Path, tiny: Path, **variables: str) -> tuple[list[str], di
 
 def test_every_example_that_can_be_run_has_a_page_that_names_its_scripts():
     for script in SCRIPTS:
-        assert str(script) in (REPO / script.parent / "README.md").read_text()
+        page = PAGE_OF_EXAMPLES if script.parent.name == "examples" else script.parent / "README.md"
+        assert str(script) in (REPO / page).read_text()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
@@ -99,6 +104,9 @@ TINY = [
 
 @pytest.mark.parametrize(("script", "loop"), TINY, ids=lambda value: str(value) or "sync")
 def test_what_a_tiny_script_submits_passes_every_check(script, loop, tiny, monkeypatch):
+    if script.name in EXTRAS:
+        package, extra = EXTRAS[script.name]
+        pytest.importorskip(package, reason=f"the extra `{extra}` is not installed")
     make_task(tiny / "task", seed=7)
     for copy in (
         "sft",
