@@ -53,7 +53,7 @@ class Process:
         if not self.is_alive:
             return
         self.is_alive, self.end_s = False, self.kernel.now_s
-        for callback in self.on_death:
+        for callback in list(self.on_death):
             callback()
         for heir in self.owned:
             if heir.is_alive:

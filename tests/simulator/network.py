@@ -17,8 +17,25 @@ from greenlet import getcurrent
 
 from tests.simulator.kernel import Process
 
-Reply = Callable[[int, bytes], None]
-"""Called with status and body; never called where the server hangs."""
+
+class Reply:
+    """The way back to whoever asked; called with status and body, and never where the server hangs."""
+
+    def __init__(self, answer: Callable[[int, bytes], None]) -> None:
+        self._answer = answer
+        self.is_awaited = True
+        """Somebody waits for the answer."""
+        self.was_hung_up = False
+        self.on_hang_up: Callable[[], None] = lambda: None
+
+    def __call__(self, status: int, body: bytes) -> None:
+        self._answer(status, body)
+
+    def hang_up(self) -> None:
+        """Close the connection, from the other side."""
+        if self.is_awaited:
+            self.is_awaited, self.was_hung_up = False, True
+            self.on_hang_up()
 
 
 class Cut(Exception):
@@ -69,20 +86,36 @@ class Server:
         self.kernel.call_later(delay_s * self.slowness, due)
 
 
-def send(world: Any, method: str, url: str, payload: Any, done: Callable[[Any], None]) -> Callable[[], None]:  # noqa: C901
-    """Send a request; ``done`` gets ``(status, body)`` or a Cut, once.  Return a function that hangs up."""
+def send(  # noqa: C901
+    world: Any, method: str, url: str, payload: Any, done: Callable[[Any], None], *, sender: Process
+) -> Callable[[], None]:
+    """Send a request; ``done`` gets ``(status, body)`` or a Cut, once.
+
+    Return a function that hangs up, as the end of the sender does.  The server is told, since SGLang and its router
+    end what nobody waits for.
+    """
     kernel = world.kernel
     parts = urlsplit(url)
     port, path = parts.port, parts.path + (f"?{parts.query}" if parts.query else "")
     state = {"over": False}
+    tell_server: list[Callable[[], None]] = []
 
     def finish(outcome: Any) -> None:
         if not state["over"]:
-            state["over"] = True
+            close()
             done(outcome)
 
     def hang_up() -> None:
+        close()
+        for tell in tell_server:
+            tell()
+
+    def close() -> None:
         state["over"] = True
+        if hang_up in sender.on_death:
+            sender.on_death.remove(hang_up)
+
+    sender.on_death.append(hang_up)
 
     def arrive() -> None:
         server = world.servers.get(port)
@@ -109,7 +142,8 @@ def send(world: Any, method: str, url: str, payload: Any, done: Callable[[Any], 
         number = server._next = server._next + 1
         server.waiting[number] = lambda: finish(Cut("connection reset by peer"))
 
-        def reply(status: int, body: bytes) -> None:
+        def answer(status: int, body: bytes) -> None:
+            reply.is_awaited = False
             if server.waiting.pop(number, None) is None:
                 return
             delay_s = kernel.draw(f"reply {role}", 0.0005, 0.01)
@@ -118,12 +152,22 @@ def send(world: Any, method: str, url: str, payload: Any, done: Callable[[Any], 
                 outcome = (status, b'{"meta_info": {"finish_reason"')
             kernel.call_later(delay_s, lambda: finish(outcome))
 
+        reply = Reply(answer)
+
+        def closed() -> None:
+            server.waiting.pop(number, None)
+            reply.hang_up()
+
+        tell_server.append(closed)
+
         def serve() -> None:
             server.handle(method, path, payload, reply)
 
         server.later(0.0, serve)
         if wrong == "double":
-            server.later(0.005, lambda: server.handle(method, path, payload, lambda status, body: None))
+            nobody = Reply(lambda status, body: None)
+            nobody.is_awaited = False
+            server.later(0.005, lambda: server.handle(method, path, payload, nobody))
 
     kernel.call_later(kernel.draw(f"http {port}", 0.0005, 0.02), arrive)
     return hang_up
@@ -169,7 +213,7 @@ class SyncSession:
             outcome.append(result)
             world.kernel.wake(me)
 
-        hang_up = send(world, method, url, _travel(json), done)
+        hang_up = send(world, method, url, _travel(json), done, sender=me.process)
         world.kernel.park(timeout[1], f"{method} {url}")
         if not outcome:
             hang_up()
@@ -198,7 +242,8 @@ class _Exchange:
         def done(result: Any) -> None:
             loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
 
-        self._hang_up = send(self._world, self._method, self._url, self._payload, done)
+        sender = self._world.kernel.current_process
+        self._hang_up = send(self._world, self._method, self._url, self._payload, done, sender=sender)
         try:
             result = await asyncio.wait_for(future, self._timeout_s)
         except BaseException:

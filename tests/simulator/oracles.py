@@ -33,7 +33,7 @@ def groups_at_a_time(setup: Setup) -> int:
 def watch_bounds(world: World, driver: Process) -> None:
     """See now and then, for as long as the driver lives, that nothing grows without bound."""
     kernel, setup = world.kernel, world.setup
-    requests = 2 * groups_at_a_time(setup) * setup.samples_per_prompt
+    requests = 2 * groups_at_a_time(setup) * setup.samples_per_prompt + 1  # and a probe
 
     def look() -> None:
         if not driver.is_alive:
@@ -43,7 +43,7 @@ def watch_bounds(world: World, driver: Process) -> None:
             world.within(f"threads of {world.cluster.role_of(process).rstrip('0123456789')}", count, MAX_THREADS)
         for server in world.engines:
             if server.process.is_alive:
-                world.within("requests of an engine", len(server.running) + len(server.queue), requests)
+                world.within("requests of an engine", server.num_awaited, requests)
         kernel.call_later(LOOK_EVERY_S, look)
 
     look()

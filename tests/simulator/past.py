@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.simulator.faults import Fault, Setup
+from tests.simulator.faults import FULLY_ASYNC, Fault, Setup
 
 PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
     "a router dies again while its engines are registered": (
@@ -61,6 +61,16 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
         20053979,
         Setup(num_rollout=3, seconds_per_token=0.05, save_interval=2),
         [Fault("kill", "answer engine0.describe_exit", 8)],
+    ),
+    "probes of a slow engine are given up one after the other": (
+        20015375,
+        Setup(rollout_function=FULLY_ASYNC, num_rollout=4, engines=1),
+        [Fault("slow", at_s=7.62, target="server0", amount=50.0)],
+    ),
+    "a router dies with requests that engines still answer": (
+        20026724,
+        Setup(rollout_function=FULLY_ASYNC, num_rollout=3, engines=1, seconds_per_token=1.0),
+        [Fault("kill", at_s=8.792, target="router")],
     ),
 }
 """By what happens in it: the seed, the job, and the faults."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from tests.simulator.network import Cut, Reply, Server, send
 
 LOG_PROB_UNIT = 1e-3
 """The log-prob of a token names the weights that drew it: minus (their number + 1) units."""
+
+HANG_UP_S = 4.0
+"""SGLang looks so often whether a client is still there (SGLANG_REQUEST_STATE_WAIT_TIMEOUT), and ends its request."""
 
 
 def state_in(tensor: torch.Tensor) -> int:
@@ -67,7 +70,8 @@ class EngineServer(Server):
         """A push was begun and not committed."""
         self.released: set[str] = set()
         self.running: list[_Running] = []
-        self.queue: list[Callable[[], None]] = []
+        self.queue: list[tuple[Any, Reply]] = []
+        """Requests that came while it was paused."""
         world.engine_started(self)
 
     def handle(self, method: str, path: str, payload: Any, reply: Reply) -> None:
@@ -96,7 +100,7 @@ class EngineServer(Server):
 
     def do_generate(self, payload: Any, reply: Reply) -> None:
         if self.is_paused:
-            self.queue.append(lambda: self.do_generate(payload, reply))
+            self.queue.append((payload, reply))
             return
         if self.is_pushed_to:
             self.world.violate(f"{self.process} serves a request in the middle of a push")
@@ -113,6 +117,19 @@ class EngineServer(Server):
         running = _Running(request, reply, self.kernel.now_s, seconds, num_new, kind)
         self.running.append(running)
         self.later(seconds, lambda: self._end(running))
+        reply.on_hang_up = lambda: self.later(
+            self.kernel.draw("see a hang-up", 0.0, HANG_UP_S), lambda: self._drop(running)
+        )
+
+    @property
+    def num_awaited(self) -> int:
+        """Requests to which somebody waits for the answer."""
+        return sum(reply.is_awaited for reply in [*(r.reply for r in self.running), *(r for _, r in self.queue)])
+
+    def _drop(self, running: _Running) -> None:
+        if not running.is_over:
+            running.is_over = True
+            self.running.remove(running)
 
     def _end(self, running: _Running, *, is_aborted: bool = False) -> None:
         if running.is_over:
@@ -153,9 +170,9 @@ class EngineServer(Server):
     def do_abort_request(self, payload: Any, reply: Reply) -> None:
         self._abort()
         waiting, self.queue = self.queue, []
-        for begin in waiting:
+        for request in waiting:
             was_paused, self.is_paused = self.is_paused, False
-            begin()
+            self.do_generate(*request)
             self.is_paused = was_paused
         self._abort()
         self._ok(reply)
@@ -168,8 +185,8 @@ class EngineServer(Server):
     def do_continue_generation(self, payload: Any, reply: Reply) -> None:
         self.is_paused = False
         waiting, self.queue = self.queue, []
-        for begin in waiting:
-            begin()
+        for request in waiting:
+            self.do_generate(*request)
         self._ok(reply)
 
     def do_flush_cache(self, payload: Any, reply: Reply) -> None:
@@ -295,17 +312,17 @@ class RouterServer(Server):
             return
         self._turn += 1
         url = urls[self._turn % len(urls)]
-        hang_up: list[Callable[[], None]] = []
 
         def done(outcome: Any) -> None:
             if not self.process.is_alive:
                 return
             if isinstance(outcome, Cut):
                 if retries:
-                    self.later(0.1, lambda: self._pass_on(payload, reply, retries - 1))
+                    self.later(0.1, lambda: reply.was_hung_up or self._pass_on(payload, reply, retries - 1))
                 else:
                     reply(502, str(outcome).encode())
             else:
                 reply(*outcome)
 
-        hang_up.append(send(self.world, "POST", f"{url}/generate", payload, done))
+        # As sglang-router 0.3.2: its connection to the engine ends with that of its client, and with its process.
+        reply.on_hang_up = send(self.world, "POST", f"{url}/generate", payload, done, sender=self.process)
