@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import queue
 import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,14 +46,13 @@ def test_files_that_are_there_are_kept_until_they_shall_be_rebuilt(dump):
     assert trace.read_text() != "mine"
 
 
-def test_the_viewer_serves_the_page_on_localhost(dump, capsys):
+def test_the_viewer_serves_the_page_on_localhost(dump, monkeypatch):
     _, page = trace_timeline_viewer.build(dump)
+    printed: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(trace_timeline_viewer, "print", printed.put, raising=False)
     thread = threading.Thread(target=trace_timeline_viewer.serve, args=(page, 0), daemon=True)
     thread.start()
-    address = ""
-    while "http" not in address:
-        address += capsys.readouterr().out
-    with urllib.request.urlopen(address.split()[0], timeout=10) as answer:
+    with urllib.request.urlopen(printed.get(timeout=60).split()[0], timeout=60) as answer:
         assert b"Rollout timeline" in answer.read()
 
 
