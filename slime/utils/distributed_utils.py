@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slime.utils import env
 from slime.utils.errors import ProcessError
 from slime.utils.net import format_host_port, is_ipv6
 
@@ -21,10 +22,11 @@ _torch_store = _rendezvous._create_c10d_store
 
 def open_store(
     address: str, port: int, *, rank: int, world_size: int, timeout: timedelta, counts_ranks: bool = False
-) -> dist.TCPStore:
+) -> dist.Store:
     """Return the store over which ranks meet; rank 0 serves it, at that address alone.
 
-    Torch by itself would listen on all interfaces, and the store knows no secret.
+    Torch by itself would listen on all interfaces, and the store knows no secret.  Under torchrun the store at
+    ``MASTER_PORT`` is the launcher's own, which serves it already.
 
     Args:
         address: of rank 0.
@@ -39,6 +41,8 @@ def open_store(
         RuntimeError: the port is taken, or rank 0 does not answer within ``timeout``.
     """
     host = address.strip("[]")
+    if _rendezvous._torchelastic_use_agent_store() and port == env.get_int("MASTER_PORT", 0):
+        return _torch_store(host, port, rank, world_size, timeout)
     listener = None
     if rank == 0:
         family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
@@ -61,8 +65,6 @@ def bind_stores() -> None:
 def _bound_store(
     hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
 ) -> dist.Store:
-    if _rendezvous._torchelastic_use_agent_store():  # torchrun has made it
-        return _torch_store(hostname, port, rank, world_size, timeout, use_libuv)
     # The other ranks may be processes with torch's own stores, which wait until all have been counted.
     return open_store(hostname, port, rank=rank, world_size=world_size, timeout=timeout, counts_ranks=True)
 

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from slime.utils import distributed_utils
 from slime.utils.distributed_utils import bind_stores, open_store
@@ -23,6 +24,19 @@ def test_the_store_of_ranks_listens_at_its_own_address_alone():
     assert listening == {("127.0.0.1", port)}
     with pytest.raises(RuntimeError, match=f"127.0.0.1:{port}: .*[Ii]n use"):
         open_store("127.0.0.1", port, rank=0, **LIMIT)
+
+
+def test_under_torchrun_ranks_meet_at_the_store_of_the_launcher(monkeypatch):
+    port = get_free_port(24700)
+    launcher = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    first, second = (open_store("127.0.0.1", port, rank=rank, **LIMIT) for rank in range(2))
+    second.set("word", "given")
+    assert first.get("word") == b"given"
+    assert launcher.num_keys() > 0
+    other = get_free_port(24800)
+    assert open_store("127.0.0.1", other, rank=0, **LIMIT).port == other  # a group's own store is served as ever
 
 
 def test_a_rendezvous_by_url_listens_at_that_address_alone(monkeypatch):
