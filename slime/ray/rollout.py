@@ -227,7 +227,7 @@ _FLEET_VERBS: Mapping[str | None, Mapping[str, Callable[..., Any]]] = {
         "push_done": EngineFleet.push_done,
         "push_refused": EngineFleet.push_refused,
         "offload_idle": EngineFleet.offload_idle,
-        "onload_idle": EngineFleet.onload,
+        "onload_idle": EngineFleet.onload_idle,
     },
     None: {
         "wait_ready": EngineFleet.wait_ready,

@@ -319,8 +319,8 @@ class TrainJob:
     def _serve_new_engines(self) -> None:
         """Give the weights to engines in the place of dead ones, as long as there is a trainer that has them.
 
-        One that died is started again after the rollout, since the engines have its GPUs; but at once when none of
-        them serves: all wait for its weights then, and the rollout for them.
+        One that died is started again after the rollout, since the engines have its GPUs; but at once when nothing is
+        answered before it gives weights, which the rollout waits for then.
         """
         if self._recovery.is_down:
             if not self._change_memory("offload_idle"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEFAULT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -37,6 +37,10 @@ class Setup:
     seconds_per_token: float = 0.2
     disk: bool = False
     """Weights go to the engines over a shared disk."""
+    prefill: bool = False
+    """The first engine prefills, the others decode."""
+    judge: bool = False
+    """One more engine, of a model that is not trained, grades; it shares a GPU where the trainer is as large."""
 
     @property
     def is_strict(self) -> bool:
@@ -60,7 +64,7 @@ def setup_of(seed: int) -> Setup:
     is_async = rng.random() < 0.4
     fully = is_async and rng.random() < 0.3
     partial = rng.random() < 0.4
-    return Setup(
+    setup = Setup(
         is_async=is_async,
         rollout_function=FULLY_ASYNC if fully else DEFAULT,
         num_rollout=rng.choice((3, 4)),
@@ -79,6 +83,9 @@ def setup_of(seed: int) -> Setup:
         seconds_per_token=rng.choice((0.05, 0.2, 1.0)),
         disk=rng.random() < 0.15,
     )
+    prefill, judge = rng.random() < 0.2 and setup.engines > 1, rng.random() < 0.2 and setup.engines < 3
+    ranks = 2 * setup.engines if judge and setup.colocate else setup.trainer_ranks
+    return replace(setup, prefill=prefill, judge=judge, trainer_ranks=ranks)
 
 
 @dataclass(frozen=True)
@@ -102,8 +109,9 @@ class Fault:
 
 def roles(setup: Setup) -> list[str]:
     """Return the processes that a fault may hit."""
-    engines = [f"{kind}{k}" for k in range(setup.engines) for kind in ("engine", "server")]
-    return ["driver", "manager", "router", *engines, *(f"trainer{k}" for k in range(setup.trainer_ranks))]
+    engines = [f"{kind}{k}" for k in range(setup.engines + setup.judge) for kind in ("engine", "server")]
+    routers = ["router", "router1"] if setup.judge else ["router"]
+    return ["driver", "manager", *routers, *engines, *(f"trainer{k}" for k in range(setup.trainer_ranks))]
 
 
 LASTS_S = (0.5, 3.0, 8.0, 20.0, 90.0, 400.0, 4000.0, 4000.0)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from slime.rollout.base_types import first_index
+from slime.rollout.sglang_rollout import get_model_url
+from slime.utils.http_utils import post
 from slime.utils.types import Sample
 from tests.simulator.faults import Setup
 
 HERE = __name__
+JUDGE = "judge"
 
 
 def is_dull(group: int) -> bool:
@@ -24,6 +29,9 @@ async def reward(args: Namespace, sample: Any, **_: Any) -> Any:
     await asyncio.sleep(0.02)
     if isinstance(sample, list):
         return [await reward(args, one) for one in sample]
+    if JUDGE in args.sglang_model_routers:
+        asked = {"input_ids": sample.tokens, "sampling_params": {"max_new_tokens": 4}}
+        await post(get_model_url(args, JUDGE), asked, max_retries=600)
     return float(sum(sample.tokens) % 5)
 
 
@@ -58,8 +66,9 @@ def base_args(setup: Setup) -> Namespace:
     for name, value in known.items():
         setattr(args, name, value)
     given = {
-        "actor_num_nodes": 1, "actor_num_gpus_per_node": setup.trainer_ranks, "rollout_num_gpus": setup.engines,
-        "rollout_num_gpus_per_engine": 1, "num_gpus_per_node": 8, "n_samples_per_prompt": setup.samples_per_prompt,
+        "actor_num_nodes": 1, "actor_num_gpus_per_node": setup.trainer_ranks,
+        "rollout_num_gpus": setup.engines + setup.judge, "rollout_num_gpus_per_engine": 1, "num_gpus_per_node": 8,
+        "n_samples_per_prompt": setup.samples_per_prompt,
         "over_sampling_batch_size": setup.batch + setup.over_sampling, "num_rollout": setup.num_rollout,
         "use_fault_tolerance": setup.fault_tolerance, "partial_rollout": setup.partial,
         "custom_rm_path": f"{HERE}.reward", "rollout_max_response_len": 64,
@@ -73,6 +82,7 @@ def base_args(setup: Setup) -> Namespace:
         "distributed_timeout_minutes": 2, "trainer_hang_timeout_s": 60.0, "rollout_ledger_timeout_s": 20.0,
         "update_weight_transport": "disk" if setup.disk else None,
         "update_weight_disk_dir": "x" if setup.disk else None,
+        "prefill_num_servers": int(setup.prefill) or None,
         "no_record": True, "record": False,
         "advantage_estimator": "grpo", "dump_details": None, "input_key": "prompt", "label_key": "label",
     }  # fmt: skip
@@ -84,3 +94,11 @@ def base_args(setup: Setup) -> Namespace:
     args.start_rollout_id, args.load = None, None
     args.finetune = args.no_load_optim = args.no_load_rng = False
     return args
+
+
+def write_layout(path: Path, setup: Setup) -> None:
+    """Write the ``--sglang-config`` of a job with a judge."""
+    kinds = ["prefill", *["decode"] * (setup.engines - 1)] if setup.prefill else ["regular"] * setup.engines
+    groups = [{"worker_type": kind, "num_gpus": kinds.count(kind)} for kind in dict.fromkeys(kinds)]
+    judge = {"name": JUDGE, "model_path": JUDGE, "server_groups": [{"worker_type": "regular", "num_gpus": 1}]}
+    path.write_text(json.dumps({"sglang": [{"name": "policy", "server_groups": groups}, judge]}))

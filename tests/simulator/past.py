@@ -72,5 +72,21 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
         Setup(rollout_function=FULLY_ASYNC, num_rollout=3, engines=1, seconds_per_token=1.0),
         [Fault("kill", at_s=8.792, target="router")],
     ),
+    "a trainer dies with the only engine while another model's engine has its GPU too": (
+        1,
+        Setup(num_rollout=2, engines=1, trainer_ranks=2, colocate=True, judge=True),
+        [
+            Fault("kill", "http router POST /generate", 5, target="server0"),
+            Fault("kill", "http router POST /generate", 5, target="trainer0"),
+        ],
+    ),
+    "a trainer dies with the only engine that decodes while one that prefills has its GPU too": (
+        1,
+        Setup(num_rollout=2, trainer_ranks=2, colocate=True, prefill=True),
+        [
+            Fault("kill", "http router POST /generate", 5, target="server1"),
+            Fault("kill", "http router POST /generate", 5, target="trainer0"),
+        ],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

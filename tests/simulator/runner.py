@@ -52,7 +52,7 @@ class Child:
         now = world()
         kernel, self.name = now.kernel, name
         is_router = module.endswith("router_main")
-        role = "router" if is_router else f"server{settings['base_gpu_id_of_run']}"
+        role = now.router_role(kernel.current_process, settings["port"]) if is_router else f"server{settings['rank']}"
         count = sum(r == role for r in now.cluster.roles.values())
         label = role if not count else f"{role}#{count + 1}"
         self.process = Process(kernel, label, owner=kernel.current_process)
@@ -64,7 +64,7 @@ class Child:
         if is_router:
             RouterServer(now, self.process, settings["port"], ready_s=ready_s / 4)
         else:
-            EngineServer(now, self.process, settings["port"], settings["base_gpu_id_of_run"], ready_s=ready_s)
+            EngineServer(now, self.process, settings, ready_s=ready_s)
 
     def is_alive(self) -> bool:
         return self.process.is_alive
@@ -219,9 +219,12 @@ def make_gpus(args: Namespace, gpu_slice: Any) -> dict[str, Any]:
     return {"actor": everything, "critic": None, "rollout": everything.from_offset(plan.rollout_offset)}
 
 
-def server_args(args: Namespace, place: Any, **_: Any) -> dict[str, Any]:
+def server_args(args: Namespace, place: Any, *, model_path: str, **_: Any) -> dict[str, Any]:
     """What the simulated server wants to know."""
-    return {"tp_size": 1, "port": place.port, "base_gpu_id_of_run": place.rank, "load_format": "auto"}
+    return {
+        "tp_size": 1, "port": place.port, "rank": place.rank, "load_format": "auto",
+        "worker_type": place.worker_type, "is_trained": model_path == args.hf_checkpoint,
+    }  # fmt: skip
 
 
 def free_port(start_port: int = 0, consecutive: int = 1) -> int:

@@ -59,10 +59,12 @@ class EngineServer(Server):
 
     kind = "engine"
 
-    def __init__(self, world: Any, process: Process, port: int, gpu: int, *, ready_s: float) -> None:
-        super().__init__(world, process, port, ready_s=ready_s)
+    def __init__(self, world: Any, process: Process, settings: Mapping[str, Any], *, ready_s: float) -> None:
+        super().__init__(world, process, settings["port"], ready_s=ready_s)
         self.script: Script = world.script
-        self.gpu = gpu
+        self.gpu: int = settings["rank"]
+        self.is_trained: bool = settings["is_trained"]
+        self.prefills: bool = settings["worker_type"] == "prefill"
         self.held = _Held([world.disk_state] * world.num_buckets)
         self.version = "default"
         self.is_paused = False
@@ -109,9 +111,10 @@ class EngineServer(Server):
         prompt, earlier = split_prompt(payload["input_ids"])
         params = payload["sampling_params"]
         request = Request(0, payload, prompt, earlier, params.get("sampling_seed", 0), params["max_new_tokens"], "")
-        self.world.asked(self, request)
+        if self.is_trained:
+            self.world.asked(self, request)
         total = self.script.length_of(request)
-        num_new = max(1, min(total - earlier, request.limit))
+        num_new = 1 if self.prefills else max(1, min(total - earlier, request.limit))
         kind = "stop" if earlier + num_new == total else "length"
         seconds = num_new * self.world.seconds_per_token
         running = _Running(request, reply, self.kernel.now_s, seconds, num_new, kind)
@@ -145,7 +148,7 @@ class EngineServer(Server):
         state = self.held.state
         if state is None:
             self.world.violate(f"{self.process} draws tokens with weights of two versions")
-        if num_new and len(request.prompt) > 1:
+        if num_new and len(request.prompt) > 1 and self.is_trained:
             self.world.tokens_drawn(self, state, self.version, request, num_new)
         log_prob = -LOG_PROB_UNIT * ((state or 0) + 1)
         self._ok(
@@ -272,15 +275,15 @@ class RouterServer(Server):
 
     def __init__(self, world: Any, process: Process, port: int, *, ready_s: float) -> None:
         super().__init__(world, process, port, ready_s=ready_s)
-        self.workers: dict[str, str] = {}
-        """Id -> URL."""
+        self.workers: dict[str, tuple[str, str]] = {}
+        """Id -> URL and what it does."""
         self._turn = 0
 
     def handle(self, method: str, path: str, payload: Any, reply: Reply) -> None:
         if path == "/health":
             reply(200, b"ok")
         elif path == "/workers" and method == "GET":
-            listed = [{"id": name, "url": url, "worker_type": "regular"} for name, url in self.workers.items()]
+            listed = [{"id": name, "url": url, "worker_type": kind} for name, (url, kind) in self.workers.items()]
             reply(200, json.dumps({"workers": listed}).encode())
         elif path == "/workers":
             self._turn += 1
@@ -288,8 +291,8 @@ class RouterServer(Server):
             delay_s = self.kernel.draw("router lists", 0.001, 1.0)
 
             def listed() -> None:
-                if url not in self.workers.values():
-                    self.workers[name] = url
+                if url not in self._urls():
+                    self.workers[name] = url, payload["worker_type"]
 
             self.later(delay_s, listed)
             reply(202, b"{}")
@@ -305,13 +308,17 @@ class RouterServer(Server):
         else:
             reply(404, b"not found")
 
+    def _urls(self, *kinds: str) -> list[str]:
+        return [url for url, kind in self.workers.values() if kind in kinds or not kinds]
+
     def _pass_on(self, payload: Any, reply: Reply, retries: int) -> None:
-        urls = list(self.workers.values())
-        if not urls:
+        """Have one engine answer a request; where some only prefill, one of them first and then one that decodes."""
+        stages = [urls for kind in ("prefill", "decode") if (urls := self._urls(kind))]
+        if not self._urls("regular") and len(stages) < 2:
             self.later(0.5, lambda: reply(503, b"no workers are there"))
             return
         self._turn += 1
-        url = urls[self._turn % len(urls)]
+        left = [urls[self._turn % len(urls)] for urls in stages or [self._urls("regular")]]
 
         def done(outcome: Any) -> None:
             if not self.process.is_alive:
@@ -321,8 +328,13 @@ class RouterServer(Server):
                     self.later(0.1, lambda: reply.was_hung_up or self._pass_on(payload, reply, retries - 1))
                 else:
                     reply(502, str(outcome).encode())
+            elif left and outcome[0] == 200:
+                ask(left.pop(0))
             else:
                 reply(*outcome)
 
-        # As sglang-router 0.3.2: its connection to the engine ends with that of its client, and with its process.
-        reply.on_hang_up = send(self.world, "POST", f"{url}/generate", payload, done, sender=self.process)
+        def ask(url: str) -> None:
+            # As sglang-router 0.3.2: its connection to an engine ends with that of its client, and with its process.
+            reply.on_hang_up = send(self.world, "POST", f"{url}/generate", payload, done, sender=self.process)
+
+        ask(left.pop(0))

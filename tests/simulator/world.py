@@ -21,7 +21,7 @@ from tests.scripted_engine.script import Script, split_prompt
 from tests.simulator.fake_ray import Cluster
 from tests.simulator.faults import DISK_FAULTS, EXCUSES, Fault, Setup, are_too_many, may_cost_an_engine
 from tests.simulator.files import Files
-from tests.simulator.job import base_args
+from tests.simulator.job import base_args, write_layout
 from tests.simulator.kernel import Kernel, Process, StuckError
 from tests.simulator.network import Server
 from tests.simulator.oracles import check_checkpoint, check_end, check_journal, watch_bounds
@@ -82,6 +82,8 @@ class World:
         self.prompts = folder / "prompts.jsonl"
         rows = [json.dumps({"prompt": f"p{k:03}", "label": "x"}) for k in range(NUM_PROMPTS)]
         self.prompts.write_text("\n".join(rows) + "\n")
+        if setup.judge:
+            write_layout(folder / "layout.yaml", setup)
         self.story: list[str] = []
         self.violations: list[str] = []
         self.sites: Counter[str] = Counter()
@@ -105,6 +107,7 @@ class World:
         self.seconds_per_token = setup.seconds_per_token
         self.filtered: set[int] = set()
         self.next_port = 20000
+        self._router_ports: dict[Process, list[int]] = {}
         self.next_pid = 1000
         self.engines: list[EngineServer] = []
         self.last_error: BaseException | None = None
@@ -122,6 +125,13 @@ class World:
         for fault in faults:
             if fault.site:
                 self._by_site.setdefault(fault.site, []).append(fault)
+
+    def router_role(self, manager: Process, port: int) -> str:
+        """Return which router of a manager listens there: that of its first model, or that of the judge."""
+        ports = self._router_ports.setdefault(manager, [])
+        if port not in ports:
+            ports.append(port)
+        return "router" if port == ports[0] else f"router{ports.index(port)}"
 
     # The story
 
@@ -393,6 +403,8 @@ class World:
         save = str(self.folder / "save")
         args.save = args.load = save
         args.prompt_data = str(self.prompts)
+        if self.setup.judge:
+            args.sglang_config, args.prefill_num_servers = str(self.folder / "layout.yaml"), None
         if self.setup.disk:
             args.update_weight_disk_dir = str(self.folder / "weights")
         derive_starting_point(args)

@@ -130,9 +130,13 @@ class EngineFleet:
     # Weights
 
     @property
+    def _updatable_model(self) -> RolloutServer | None:
+        """The first model that takes weight updates."""
+        return next((server for server in self.servers if server.config.update_weights), None)
+
+    @property
     def _updatable_groups(self) -> list[EngineGroup]:
-        """The groups of the first model that takes weight updates."""
-        return _with_weights(next((server for server in self.servers if server.config.update_weights), None))
+        return _with_weights(self._updatable_model)
 
     def for_evaluation(self) -> UpdatableEngines:
         """Describe the engines that evaluate in the background; the trainers connect to them anew each time."""
@@ -359,8 +363,21 @@ class EngineFleet:
         self._memory.release()
 
     def offload_idle(self) -> bool:
-        """Have engines that all wait for weights make room for a trainer that died; return whether they do."""
-        return self._memory.release_idle()
+        """Have the engines make room for a trainer that died, where the rollout waits for it; return whether they do.
+
+        They are not watched meanwhile: one that starts sizes its memory by what is free, so not beside a trainer.
+        """
+        model = self._updatable_model
+        if not self._memory.may_lend(is_stuck=model is not None and not model.answers_requests):
+            return False
+        self.pause_monitors()
+        self._memory.lend()
+        return True
+
+    def onload_idle(self) -> None:
+        """Have the engines take back what they lent to a trainer that has started, and watch them."""
+        self._memory.take_back(None)
+        self.resume_monitors()
 
     def onload(self, tags: list[str] | None = None) -> None:
         """Have the engines on the trainers' GPUs take the memory of ``tags`` (None: all of it) back."""

@@ -182,6 +182,8 @@ class EngineGroup:
         overrides = self.extra_overrides | dict(self.config.overrides)
         if self.args.offload_rollout and not self.needs_offload:
             overrides.setdefault("enable_memory_saver", False)
+        if self.needs_offload and not self.takes_updates:
+            overrides.setdefault("enable_weights_cpu_backup", True)  # no push brings weights that it released back
         for rank in ranks:
             position = self.gpu_offset + rank * self.gpus_per_actor
             self.all_engines[rank] = start_engine_actor(
@@ -382,6 +384,11 @@ class EngineGroup:
         for index, state in enumerate(self.states):
             if state is EngineState.EVICTED:
                 self._delist(index)
+
+    def withdraw(self, index: int) -> None:
+        """Let an engine get no request until ``push_done`` is reported of it: it is to give its memory away."""
+        self.report(index, EngineEvent.PUSH_STARTED)
+        self._delist(index)
 
     def wait_settled(self, timeout_s: float | None = None) -> None:
         """Wait until no engine is starting, by default as long as all attempts may take.

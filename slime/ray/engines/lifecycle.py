@@ -19,7 +19,7 @@ class EngineState(enum.Enum):
     SERVING = "serving"
     """It is in the router's list and gets requests."""
     UPDATING = "updating"
-    """It takes weights, or waits for the present ones; it answers no probe, rightly."""
+    """It takes weights, waits for the present ones, or has lent its memory; it answers no probe, rightly."""
     SUSPECT = "suspect"
     """It failed a probe and may only be slow; it keeps its requests."""
     EVICTED = "evicted"
@@ -133,7 +133,9 @@ TABLE: dict[EngineState, dict[EngineEvent, Step]] = {
 }
 """A cell that is missing cannot happen; reporting its event is an error of slime's."""
 
-LIVE = (EngineState.SERVING, EngineState.SUSPECT, EngineState.UPDATING)
+SERVES = (EngineState.SERVING, EngineState.SUSPECT)
+"""States of an engine that gets requests."""
+LIVE = (*SERVES, EngineState.UPDATING)
 """States of an engine whose server is up."""
 UNSETTLED = (EngineState.STARTING, EngineState.EVICTED, EngineState.RESTARTING)
 """States that an engine leaves by itself."""

@@ -61,28 +61,49 @@ class SharedMemory:
         """
         self._release(EngineState.UPDATING, but=but)
 
-    def release_idle(self) -> bool:
-        """Have the engines release their memory where none of them serves, but all wait for weights.
+    def may_lend(self, *, is_stuck: bool) -> bool:
+        """Return whether a trainer that died may start on these GPUs during a rollout.
 
-        Returns:
-            Whether it is so, and a trainer may start on their GPUs.
+        Args:
+            is_stuck: no request to the trained model is answered before it gets weights, whoever else serves: engines
+                of other models, or those that prefill without one that decodes.
         """
-        if any(set(group.states) - {EngineState.UPDATING, EngineState.RETIRED} for group in self._groups):
-            return False
-        self._release(EngineState.UPDATING)
-        return True
+        states = {state for group in self._groups for state in group.states}
+        return not states - ({*LIVE, EngineState.RETIRED} if is_stuck else {EngineState.UPDATING, EngineState.RETIRED})
+
+    def lend(self) -> None:
+        """Have the engines release their memory during a rollout; those that serve get no request from now on.
+
+        What they are answering comes first, but for the trained model's: nothing comes of a request to that.
+
+        Raises:
+            ProcessError: as :meth:`release`.
+        """
+        self._release(*LIVE, withdraws=True)
 
     def take_back(self, tags: Sequence[str] | None) -> None:
         """Have every engine take the memory of ``tags`` (None: all of it) back.
+
+        Those that :meth:`lend` took from their router, and that wait for no weights, get requests again.
 
         Raises:
             ProcessError: one failed, without fault tolerance.
         """
         if tags is None:
             self._released = []
-        self._ask("resume_memory_occupation", self._places(*LIVE), tags=tags)
+        done = self._ask("resume_memory_occupation", self._places(*LIVE), tags=tags)
+        if tags is None or "kv_cache" in tags:
+            for group, index in done:
+                if not group.takes_updates and group.states[index] is EngineState.UPDATING:
+                    self._serve_again(group, index)
 
-    def _release(self, *states: EngineState, but: Sequence[str] = ()) -> None:
+    def _serve_again(self, group: EngineGroup, index: int) -> None:
+        try:
+            group.report(index, EngineEvent.PUSH_DONE)
+        except ProcessError as error:
+            group.report(index, EngineEvent.FAILED, f"its router did not take it in again: {error}")
+
+    def _release(self, *states: EngineState, but: Sequence[str] = (), withdraws: bool = False) -> None:
         deadline_s = time.monotonic() + restart_timeout_s(self._args)
         while True:
             for group in self._groups if self._args.use_fault_tolerance else ():
@@ -91,9 +112,19 @@ class SharedMemory:
             if not fresh:
                 return
             self._released += [group.engines[index] for group, index in fresh]
+            if withdraws:
+                fresh = self._withdraw(fresh)
             done = self._ask("release_memory_occupation", fresh)
             if but:
                 self._ask("resume_memory_occupation", done, tags=but)
+
+    def _withdraw(self, places: Sequence[Place]) -> list[Place]:
+        """Let engines get no request; return those of ``places`` that are still up."""
+        serving = [(group, index) for group, index in places if group.states[index] is not EngineState.UPDATING]
+        for group, index in serving:
+            group.withdraw(index)
+        self._ask("abort_all", [(group, index) for group, index in serving if group.takes_updates])
+        return [(group, index) for group, index in places if group.states[index] is EngineState.UPDATING]
 
     def _places(self, *states: EngineState) -> list[Place]:
         return [(group, index) for group in self._groups for index in group.indices(*states)]

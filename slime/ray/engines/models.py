@@ -30,7 +30,7 @@ from slime.flags.security import job_secret
 from slime.observability.job_state import PageSource, read_page
 from slime.ray.engines.actor import PortCursors, start_engine_actor
 from slime.ray.engines.group import MAX_START_ATTEMPTS, EngineGroup
-from slime.ray.engines.lifecycle import LIVE
+from slime.ray.engines.lifecycle import LIVE, SERVES
 from slime.ray.gpus import GpuSlice, plan_gpus
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
@@ -60,6 +60,12 @@ class RolloutServer:
     def has_live_engine(self) -> bool:
         """True when the server of some engine of the model is up."""
         return any(group.indices(*LIVE) for group in self.groups)
+
+    @property
+    def answers_requests(self) -> bool:
+        """True when a request finds the engines that it takes: one, or one that prefills and one that decodes."""
+        kinds = {group.config.worker_type for group in self.groups if group.indices(*SERVES)}
+        return "regular" in kinds or {"prefill", "decode"} <= kinds
 
     def listens_at(self) -> list[str]:
         """Return the addresses of the model's servers, each with what it is."""

@@ -25,7 +25,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from slime.ray.engines.group import EngineGroup
-from slime.ray.engines.lifecycle import EngineEvent, EngineState
+from slime.ray.engines.lifecycle import SERVES, EngineEvent
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ProcessError
 
@@ -102,7 +102,7 @@ class HealthMonitor:
         with self._sending:
             asked = {
                 index: self._probe(self._group.engines[index])
-                for index in self._group.indices(EngineState.SERVING, EngineState.SUSPECT)
+                for index in self._group.indices(*SERVES)
                 if self._group.engines[index] is not None and self._is_valid(pauses)
             }
         deadline_s = time.monotonic() + self._timeout_s + ACTOR_MARGIN_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray.engines import fleet as fleet_module
 from slime.ray.engines import group as group_module
-from slime.ray.engines.actor import PortCursors
+from slime.ray.engines.actor import EngineAddress, PortCursors
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, TABLE, Action, EngineEvent, EngineState, next_step, table_as_markdown
@@ -221,6 +222,50 @@ def test_engines_that_evaluate_get_weights_when_asked_for_and_take_no_part_in_pu
     assert after.handles == generating.engines and after.num_new, "the trainers connect to the others again"
     evaluating.states[0] = STATE.RESTARTING
     assert fleet.for_evaluation().handles == []
+
+
+@pytest.mark.parametrize("kinds", (("regular",), ("prefill", "decode")))
+def test_engines_make_room_for_a_dead_trainer_once_no_request_is_answered_whoever_else_serves(kinds, monkeypatch):
+    groups = [make_group(2) for _ in kinds]
+    judge = make_group(1, takes_updates=False, name="judge")
+    for group, kind in zip(groups, kinds, strict=True):
+        group.config = replace(group.config, worker_type=kind)
+    for group in (*groups, judge):
+        group.needs_offload = True
+    servers = [RolloutServer(groups[0].model, None, groups), RolloutServer(judge.model, None, [judge])]
+    fleet = EngineFleet(groups[0].args, servers)
+    lent: list[str] = []
+    monkeypatch.setattr(fleet._memory, "lend", lambda: lent.append("lent"))
+    monkeypatch.setattr(fleet, "pause_monitors", lambda: lent.append("unwatched"))
+    groups[-1].states = [STATE.SERVING, STATE.UPDATING]
+    assert not fleet.offload_idle()
+    groups[-1].states = [STATE.RESTARTING, STATE.UPDATING]
+    assert not fleet.offload_idle() and not lent
+    groups[-1].states = [STATE.UPDATING, STATE.UPDATING]
+    assert fleet.offload_idle() and lent == ["unwatched", "lent"]
+
+
+def test_an_engine_that_lends_its_memory_is_in_no_list_until_it_has_it_back():
+    group = make_group(takes_updates=False)
+    group.withdraw(0)
+    assert (group.states, group.is_listed) == ([STATE.UPDATING], [False])
+    group.report(0, EVENT.PUSH_DONE)
+    assert (group.states, group.done) == ([STATE.SERVING], ["register 0"])
+
+
+def test_weights_that_no_push_brings_back_are_kept_while_the_memory_is_released(monkeypatch):
+    started: list[dict[str, Any]] = []
+    engine = Namespace(init=Namespace(remote=lambda **_: "ref"))
+    monkeypatch.setattr(group_module, "start_engine_actor", lambda *_, **given: started.append(given) or engine)
+    monkeypatch.setattr(
+        group_module, "allocate_addresses", lambda *_, **__: [EngineAddress(host="h", port=1, nccl_port=2)]
+    )
+    for takes_updates, is_shared in itertools.product((True, False), repeat=2):
+        group = make_group(takes_updates=takes_updates)
+        group.args.offload_rollout, group.needs_offload = True, is_shared
+        assert EngineGroup._launch(group, [0], register=True) == ["ref"]
+    kept = [given["sglang_overrides"].get("enable_weights_cpu_backup") for given in started]
+    assert kept == [None, None, True, None]
 
 
 def test_the_metrics_page_learns_of_engines_that_serve_and_of_evictions():

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from slime.ray.engines import memory
-from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
+from slime.ray.engines.lifecycle import LIVE, SERVES, EngineEvent, EngineState
 from slime.ray.engines.memory import SharedMemory
-from slime.utils.errors import EngineError
+from slime.utils.errors import DeadlineError, EngineError
 
-RELEASE, RESUME = "release_memory_occupation", "resume_memory_occupation"
+RELEASE, RESUME, ABORT = "release_memory_occupation", "resume_memory_occupation", "abort_all"
+WAITING = EngineState.UPDATING
 
 
 class Group:
@@ -20,8 +21,8 @@ class Group:
 
     needs_offload = True
 
-    def __init__(self, calls: list[Any], *engines: str) -> None:
-        self._calls = calls
+    def __init__(self, calls: list[Any], *engines: str, takes_updates: bool = True) -> None:
+        self._calls, self.takes_updates = calls, takes_updates
         self.engines = [self._engine(name) for name in engines]
         self.states = [EngineState.SERVING] * len(engines)
 
@@ -29,7 +30,7 @@ class Group:
         def method(verb: str) -> Namespace:
             return Namespace(remote=lambda **keywords: (name, verb, *keywords.values()))
 
-        return Namespace(name=name, **{verb: method(verb) for verb in (RELEASE, RESUME)})
+        return Namespace(name=name, **{verb: method(verb) for verb in (RELEASE, RESUME, ABORT)})
 
     def replace(self, index: int) -> None:
         self.engines[index] = self._engine(self.engines[index].name + "+")
@@ -41,9 +42,16 @@ class Group:
     def name_of(self, index: int) -> str:
         return f"engine {index}"
 
-    def report(self, index: int, event: EngineEvent, reason: str) -> None:
-        assert event is EngineEvent.FAILED and reason
-        self.states[index] = EngineState.RESTARTING
+    def report(self, index: int, event: EngineEvent, reason: str = "") -> None:
+        if event is not EngineEvent.FAILED:
+            self._calls.append((self.engines[index].name, event))
+        if event is EngineEvent.PUSH_DONE and self.engines[index].name in REFUSED:
+            raise DeadlineError("the router does not list it")
+        self.states[index] = EngineState.RESTARTING if event is EngineEvent.FAILED else EngineState.SERVING
+
+    def withdraw(self, index: int) -> None:
+        self._calls.append((self.engines[index].name, "withdraw"))
+        self.states[index] = WAITING
 
     def wait_settled(self, timeout_s: float) -> None:
         assert timeout_s > 0
@@ -60,6 +68,8 @@ def calls(monkeypatch) -> list[Any]:
 
 
 FAILS: set[Any] = set()
+REFUSED: set[str] = set()
+"""Engines that their router does not take in."""
 
 
 def _answer(made: list[Any], call: Any) -> None:
@@ -68,14 +78,15 @@ def _answer(made: list[Any], call: Any) -> None:
         raise EngineError("/flush_cache was refused")
 
 
-def shared(group: Group, *, tolerant: bool = True) -> SharedMemory:
+def shared(*groups: Group, tolerant: bool = True) -> SharedMemory:
     args = Namespace(use_fault_tolerance=tolerant, engine_start_timeout_s=60.0, weight_update_timeout_s=60.0)
-    return SharedMemory(args, [group])  # type: ignore[list-item]
+    return SharedMemory(args, groups)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
 def nothing_fails():
     FAILS.clear()
+    REFUSED.clear()
 
 
 def test_an_engine_that_started_after_the_release_releases_too_but_for_what_a_push_needs(calls):
@@ -107,13 +118,18 @@ def test_the_engine_in_the_place_of_one_that_did_not_release_releases_before_the
     assert calls == [("a", RELEASE), ("b", RELEASE), ("a+", RELEASE)]
 
 
-def test_a_trainer_gets_no_gpu_while_an_engine_on_one_serves_or_starts(calls):
-    group = Group(calls, "a", "b")
-    lent = shared(group)
-    group.replace(1)
-    for state in set(EngineState) - {EngineState.UPDATING, EngineState.RETIRED}:
-        group.states[0] = state
-        assert not lent.release_idle() and not calls
+def test_a_trainer_gets_no_gpu_while_an_engine_on_one_starts_or_serves_requests_that_are_answered(calls):
+    group, judge = Group(calls, "a", "b"), Group(calls, "j", takes_updates=False)
+    lent = shared(group, judge)
+    group.states = [WAITING, EngineState.RETIRED]
+    judge.states = [WAITING]
+    assert lent.may_lend(is_stuck=False)
+    for state in set(EngineState) - {WAITING, EngineState.RETIRED}:
+        for one in (group, judge):
+            before, one.states[0] = one.states[0], state
+            assert not lent.may_lend(is_stuck=False)
+            assert lent.may_lend(is_stuck=True) == (state in SERVES)
+            one.states[0] = before
 
 
 def test_engines_that_all_wait_for_weights_make_room_for_a_trainer_as_often_as_they_got_it_back(calls):
@@ -121,10 +137,37 @@ def test_engines_that_all_wait_for_weights_make_room_for_a_trainer_as_often_as_t
     lent = shared(group)
     group.replace(0)
     group.states[1] = EngineState.RETIRED
-    assert lent.release_idle() and lent.release_idle()
+    for _ in range(2):
+        lent.lend()
     lent.take_back(None)
-    assert lent.release_idle()
+    lent.lend()
     assert calls == [("a+", RELEASE), ("a+", RESUME, None), ("a+", RELEASE)]
+
+
+def test_engines_that_serve_are_taken_from_their_router_first_and_another_models_answer_what_they_were_asked(calls):
+    prefill, decode, judge = Group(calls, "p"), Group(calls, "d"), Group(calls, "j", takes_updates=False)
+    decode.replace(0)
+    lent = shared(prefill, decode, judge)
+    lent.lend()
+    assert calls[:3] == [("p", "withdraw"), ("j", "withdraw"), ("p", ABORT)]
+    assert calls[3:] == [(name, RELEASE) for name in ("p", "d+", "j")]
+    calls.clear()
+    lent.take_back(["weights"])
+    assert judge.states == [WAITING]
+    lent.take_back(["kv_cache", "cuda_graph"])
+    assert calls[-1] == ("j", EngineEvent.PUSH_DONE)
+    assert (prefill.states, decode.states, judge.states) == ([WAITING], [WAITING], [EngineState.SERVING])
+
+
+def test_one_that_cannot_abort_or_that_its_router_does_not_take_in_again_is_replaced(calls):
+    prefill, judge = Group(calls, "p"), Group(calls, "j", takes_updates=False)
+    FAILS.add(("p", ABORT))
+    REFUSED.add("j")
+    lent = shared(prefill, judge)
+    lent.lend()
+    assert [call for call in calls if call[1] == RELEASE] == [("j", RELEASE), ("p+", RELEASE)]
+    lent.take_back(None)
+    assert judge.states == [EngineState.RESTARTING]
 
 
 def test_without_fault_tolerance_the_first_failure_is_raised(calls):
