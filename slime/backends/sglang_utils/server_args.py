@@ -9,10 +9,11 @@ import logging
 from argparse import Namespace
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils.engine_dtype import own_dtype
 from slime.flags.security import trusts_remote_code
+from slime.utils.json_file import read_model_config
 from slime.weights.push.verbs import WEIGHT_LOADERS
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,9 @@ def build_server_args(
             continue
         if place.worker_type != "decode" or field_name != "enable_hierarchical_cache":  # not for decode engines
             decided[field_name] = value
-    decided |= _precision(args, decided.get("dtype"), on_cpu=on_cpu)
+    dtype = own_dtype(args, decided.get("dtype")) or ("float32" if on_cpu else None)
+    if dtype is not None:
+        decided["dtype"] = dtype
     decided["custom_weight_loader"] = [*(decided.get("custom_weight_loader") or ()), *WEIGHT_LOADERS]
     if on_cpu:
         decided |= _cpu_defaults(decided)
@@ -161,10 +164,35 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
     return decided
 
 
-def _precision(args: Namespace, asked: str | None, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the trainer's dtype for the engine; ``--sglang-dtype`` wins."""
-    dtype = own_dtype(args, asked) or ("float32" if on_cpu else None)
-    return {"dtype": dtype} if dtype is not None else {}
+def own_dtype(args: Namespace, asked: str | None) -> str | None:
+    """Return the dtype of an engine that this job starts: ``asked``, or the trainer's, so that log-probs agree.
+
+    SGLang's "auto" is no answer: it would take float16 for a checkpoint written in float32.
+    """
+    if asked not in (None, "auto"):
+        return asked
+    if args.fp16:
+        return "float16"
+    if args.bf16:
+        return "bfloat16"
+    return "float32" if args.fp32 else None
+
+
+def served_dtype(asked: str, folder: str) -> str:
+    """Return the dtype of an engine whose ServerArgs have ``asked``; "auto" follows config.json as SGLang does.
+
+    "" where there is no config.json to read.
+    """
+    if asked != "auto":
+        return asked
+    if not (Path(folder) / "config.json").is_file():
+        return ""
+    config = read_model_config(folder)
+    parts = (config, config.get("text_config") or {})
+    named = next((name for part in parts if (name := part.get("dtype") or part.get("torch_dtype"))), "float32")
+    if str(named) != "float32":
+        return str(named)
+    return "bfloat16" if str(config.get("model_type")).startswith("gemma") else "float16"
 
 
 def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import ray
 
-from slime.backends.sglang_utils.engine_dtype import own_dtype, served_dtype
 from slime.backends.sglang_utils.router_process import RouterHandle, unregister_worker
+from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
 from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.flags.security import job_secret

@@ -16,7 +16,6 @@ from typing import Any
 import ray
 
 from slime.arguments import record_runtime
-from slime.backends.sglang_utils.engine_dtype import served_dtype
 from slime.backends.sglang_utils.external_engines import ExternalEngineInfo, check_capabilities
 from slime.backends.sglang_utils.router_process import (
     RouterHandle,
@@ -25,6 +24,7 @@ from slime.backends.sglang_utils.router_process import (
     register_worker,
     start_router,
 )
+from slime.backends.sglang_utils.server_args import served_dtype
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
 from slime.flags.security import job_secret
 from slime.observability.job_state import PageSource, read_page

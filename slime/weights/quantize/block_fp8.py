@@ -205,13 +205,12 @@ def is_power_of_two(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & 0x007FFFFF) == 0
 
 
-def transform_scale_ue8m0(scale: Tensor, *, mn: int, block_rows: int = 128) -> Tensor:
+def transform_scale_ue8m0(scale: Tensor, *, mn: int) -> Tensor:
     """Return scales as DeepGEMM takes them on Blackwell: one row per row of the weight, four exponents a word.
 
     Args:
-        scale: ``[ceil(mn / block_rows), K]`` fp32, powers of two.
+        scale: ``[ceil(mn / 128), K]`` fp32, powers of two.
         mn: rows of the weight.
-        block_rows: rows of a block.
 
     Returns:
         int32 of shape ``[mn, ceil(K / 4)]``, column-major, its columns 16 bytes aligned.
@@ -219,6 +218,7 @@ def transform_scale_ue8m0(scale: Tensor, *, mn: int, block_rows: int = 128) -> T
     Raises:
         ValueError: a scale is no power of two, or there are too few.
     """
+    block_rows = DEFAULT_BLOCK[0]
     if scale.dim() != 2 or scale.size(0) != -(-mn // block_rows):
         raise ValueError(f"{list(scale.shape)} scales for {mn} rows in blocks of {block_rows}")
     if not bool(is_power_of_two(scale.float().contiguous()).all()):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.engine_dtype import own_dtype, served_dtype
 from slime.backends.sglang_utils.external_engines import describe
+from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.models import ExternalGroup
 

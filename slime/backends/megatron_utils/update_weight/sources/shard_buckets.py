@@ -162,15 +162,11 @@ class ShardBuckets:
             yield from ((num_own + index, flat) for index, flat in buckets)
 
     def buffer(self) -> Tensor:
-        """Return the rank's one buffer; it stays at its address until :meth:`release`."""
+        """Return the rank's one buffer; it stays at its address."""
         if self._buffer is None:
             size = max(self.plan.buffer_bytes, self._gathered.buffer_bytes if self._gathered else 0)
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._weights.device)
         return self._buffer
-
-    def release(self) -> None:
-        """Give the buffer and the tables back; the next push makes them again."""
-        self._buffer, self._tables, self._pointers = None, [], []
 
     def _refresh_tables(self, host_weights: HostWeights | None) -> None:
         """Make the tables, anew when a parameter's memory has moved since the last push."""
@@ -275,11 +271,6 @@ class CollectedBuckets:
             size = max((slot for _, slot in self._own), default=0) * len(self.shards.group_ranks)
             self._joined = self.shards.buffer().new_empty(size)
         return self._joined
-
-    def release(self) -> None:
-        """Give the buffers back; the next push makes them again."""
-        self._joined = None
-        self.shards.release()
 
 
 def _joined(plan: ShardPlan, ranks: Sequence[int], turn: int) -> tuple[int, BucketEntry]:
