@@ -18,8 +18,7 @@ from slime.agent.adapters.common import (
     sid_from_bearer,
     tool_call_dict,
 )
-from slime.agent.adapters.event_stream import EventStream, pieces
-from slime.agent.adapters.messages import messages_of
+from slime.agent.adapters.messages import EventStream, messages_of, pieces
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from slime.agent.adapters.engine import call_sglang_generate
-from slime.agent.adapters.event_stream import EventStream
 from slime.agent.adapters.messages import (
+    EventStream,
     Reply,
     flatten_content,
     manager_finish_reason,

@@ -20,8 +20,7 @@ from slime.agent.adapters.common import (
     sid_from_body,
     tool_call_dict,
 )
-from slime.agent.adapters.event_stream import pieces
-from slime.agent.adapters.messages import messages_of
+from slime.agent.adapters.messages import messages_of, pieces
 from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
 
