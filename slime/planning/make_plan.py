@@ -27,7 +27,6 @@ from slime.planning.engines import (
     placement_problems,
     quantized_bytes,
 )
-from slime.planning.images import image_patches, patches_of_rank, with_image_tokens
 from slime.planning.layout import (
     ParallelSizes,
     PipelineSplit,
@@ -38,7 +37,13 @@ from slime.planning.layout import (
 )
 from slime.planning.parameters import chunk_parameters, model_size, with_adapters
 from slime.planning.plan import Card, EngineGroupPlan, GpuPhases, Plan, PlanOptions, StagePlan
-from slime.planning.prompts import longest_sample, sample_lengths
+from slime.planning.prompts import (
+    image_patches,
+    longest_sample,
+    patches_of_rank,
+    sample_lengths,
+    with_image_tokens,
+)
 from slime.planning.traffic import PushTraffic, StepWork, push_traffic, step_work
 from slime.planning.trainer_memory import (
     CONTEXT_BYTES,

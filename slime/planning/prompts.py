@@ -1,20 +1,25 @@
-"""The lengths of a run's samples: of its own prompts, where its data and its tokenizer are at hand."""
+"""The lengths of a run's samples, of its own prompts where data and tokenizer are at hand, and their images."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slime.flags.rollout import VERIFIERS_PREFIXES
 from slime.flags.security import trusts_remote_code
-from slime.planning.traffic import reference_lengths
+from slime.planning.layout import ParallelSizes
+from slime.planning.plan import PlanOptions
+from slime.planning.traffic import StepWork, reference_lengths
 from slime.rollout import gym
 from slime.rollout.mixture import Mixture, is_mix, sources_of
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import split_path
 from slime.rollout.tools import toolbox
+from slime.train_data.model_dims import ModelDims
+from slime.utils.errors import ConfigError
 from slime.utils.processing_utils import load_tokenizer
 
 ROWS_READ = 4096
@@ -105,3 +110,32 @@ def longest_sample(args: Namespace, prompts: Sequence[int] = ()) -> int:
         return int(args.rollout_max_context_len)
     prompt = max(prompts, default=args.rollout_max_prompt_len or 0)
     return int((args.rollout_max_response_len or 0) + prompt) or int(args.seq_length)
+
+
+def image_patches(dims: ModelDims, options: PlanOptions) -> list[int]:
+    """Return the patches of each image of a sample.
+
+    Raises:
+        ConfigError: there are images, and the trainer's model has no vision tower.
+    """
+    if not options.images:
+        return []
+    if dims.tower is None:
+        raise ConfigError("--image is given, but the trainer has no vision tower for this model; drop it.")
+    return [dims.tower.patches_of(*size) for size in options.images]
+
+
+def with_image_tokens(dims: ModelDims, options: PlanOptions, images: Sequence[int]) -> PlanOptions:
+    """Return the options with the images' tokens in the prompts."""
+    if dims.tower is None or not images:
+        return options
+    tokens = sum(images) // dims.tower.merge**2
+    return replace(options, prompts=tuple(prompt + tokens for prompt in options.prompts or (0,)))
+
+
+def patches_of_rank(tokens: int, per_sample: int, sizes: ParallelSizes, work: StepWork | None) -> int:
+    """Return the patches in a micro-batch of so many tokens on a rank: samples of the mean length fill it."""
+    if work is None:
+        return 0
+    patches = -(-tokens * per_sample * work.num_samples // work.num_tokens)
+    return -(-patches // (sizes.tensor if sizes.sequence_parallel else 1))
