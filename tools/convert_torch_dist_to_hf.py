@@ -126,8 +126,8 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     """
     from slime.backends.megatron_utils.checkpoints.torch_dist_reader import StoredSlice, TorchDistFolder
     from slime.backends.megatron_utils.flags.model_dims import model_dims
+    from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
     from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
-    from slime.backends.megatron_utils.megatron_to_hf.folder_layout import in_layout_of
     from slime.backends.megatron_utils.models import find_weight_map
 
     target = Path(options.output_dir)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from slime.backends.megatron_utils.megatron_to_hf.folder_layout import in_layout_of
+from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, iter_hf_tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from slime.weights.manifest import Manifest, TensorEntry
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
-from slime.weights.stacked_experts import Stack, find_stacks, is_stack, place_of, row_of, tensors_in
+from slime.weights.stacked_experts import ExpertStacker, Stack, find_stacks, is_stack, place_of, row_of, tensors_in
 from slime.weights.stored_tensors import STORED_DTYPES, read_layout
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -215,3 +216,30 @@ class HfTensors:
                 ) from error
         self._open[file] = self._open.pop(file)  # the one used longest ago is the first
         return self._open[file][0]
+
+
+def in_layout_of(
+    source: Path | None, weight_map: WeightMap, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors as the folder ``source`` has them, and behind them those of its parts that did not come.
+
+    Args:
+        source: the folder whose config goes with them; None, or one without safetensors, changes nothing.
+        weight_map: of the family.
+        tensors: with names as pushes have them.
+
+    Raises:
+        DataError: ``source`` stacks experts of which some did not come.
+    """
+    if source is None or not stored_names(str(source)):
+        yield from tensors
+        return
+    with HfTensors(source) as stored:
+        stacker = ExpertStacker(stored.stacks)
+        missing = {name for name in stored.stored_names() if weight_map.is_untrained(name)}
+        for name, tensor in stacker.stack(tensors):
+            missing.discard(name)
+            yield name, tensor
+        stacker.finish()
+        for name in sorted(missing):
+            yield name, stored.get_stored(name)

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
 from slime.backends.megatron_utils.layers.vision import VisionModel, place_images, rotary_axes
-from slime.backends.megatron_utils.megatron_to_hf.folder_layout import in_layout_of
 from slime.backends.megatron_utils.models import find_weight_map, has_tower
 from slime.backends.megatron_utils.train_metrics import image_patches
 from slime.planning.parameters import model_size
