@@ -1,4 +1,4 @@
-"""The store of a process group, and the group that every trainer has: gloo, for objects and CPU tensors."""
+"""The store of a process group; the group that every trainer has, gloo, and the exchange of objects over it."""
 
 from __future__ import annotations
 
@@ -90,3 +90,25 @@ def get_gloo_group() -> dist.ProcessGroup:
     if "gloo" not in _GROUPS:
         raise ProcessError("The gloo group does not exist yet; call init_gloo_group() on every rank first.")
     return _GROUPS["gloo"]
+
+
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what each rank of ``group`` gives, in rank order; collective.  By default all ranks, over gloo."""
+    group = init_gloo_group() if group is None else group
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
+def gather_on_first(own: Any) -> list[Any] | None:
+    """Return what each rank gives, in rank order, on rank 0, and None on the others; collective."""
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, everyone, dst=0, group=init_gloo_group())
+    return everyone
+
+
+def object_of_first(own: Any) -> Any:
+    """Return what rank 0 gives; collective."""
+    box = [own]
+    dist.broadcast_object_list(box, src=0, group=init_gloo_group())
+    return box[0]

@@ -32,7 +32,7 @@ from slime.observability.run_record import event
 from slime.observability.sample_record import record_trained
 from slime.observability.timer import Timer
 from slime.train_data.device_batch import DeviceBatch
-from slime.utils.distributed_utils import get_gloo_group
+from slime.utils.distributed_utils import gather_on_first
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -175,9 +175,7 @@ class TrainReports:
 
 def dump_train_data(args: Namespace, rollout_id: int, rollout_data: DeviceBatch) -> None:
     """Write the data that the rollout was trained on.  Collective over all ranks; the first one writes."""
-    group = get_gloo_group()
-    shards: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None
-    dist.gather_object(_shard_of_this_rank(rollout_data), shards, dst=0, group=group)
+    shards = gather_on_first(_shard_of_this_rank(rollout_data))
     if shards is not None:
         known = sorted((shard for shard in shards if shard is not None), key=lambda shard: shard["dp_rank"])
         try:

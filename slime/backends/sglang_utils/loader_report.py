@@ -11,8 +11,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
+
+from slime.utils.distributed_utils import gather_objects
 
 Answer = Callable[[], list[str]]
 
@@ -43,11 +44,7 @@ def gather_over_ranks(own: Any) -> list[Any]:
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()
-    if group.world_size == 1:
-        return [own]
-    everywhere: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(everywhere, own, group=group.cpu_group)
-    return everywhere
+    return gather_objects(own, group.cpu_group) if group.world_size > 1 else [own]
 
 
 def position_among_ranks() -> int:

@@ -12,14 +12,13 @@ from typing import Any
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
-from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.distributed_utils import gather_on_first, object_of_first
 from slime.utils.errors import DataError
 
 NOT_WEIGHTS = ("optimizer.", "rng_state")
@@ -69,10 +68,8 @@ def check_fit(
     Raises:
         DataError: on every rank, with all that differs.
     """
-    group = init_gloo_group()
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((_shapes_of(model_state), set(unread)), everyone, dst=0, group=group)
-    verdict = [""]
+    everyone = gather_on_first((_shapes_of(model_state), set(unread)))
+    verdict = ""
     if everyone is not None:
         wanted: Shapes = {}
         left_out: set[str] = set()
@@ -84,11 +81,10 @@ def check_fit(
         differences = list(_tensor_lines(wanted, read, args.vocab_size))
         if differences:
             lines = [*_flag_lines(args, saved_args, SHAPE), *differences]
-        verdict = ["\n  ".join(lines)]
-    dist.broadcast_object_list(verdict, src=0, group=group)
-    if verdict[0]:
+        verdict = "\n  ".join(lines)
+    if verdict := object_of_first(verdict):
         raise DataError(
-            f"{flag}: the checkpoint {folder} does not fit the model that the flags describe:\n  {verdict[0]}\n"
+            f"{flag}: the checkpoint {folder} does not fit the model that the flags describe:\n  {verdict}\n"
             "Compare the MODEL_ARGS of this run with those it was made with."
         )
 

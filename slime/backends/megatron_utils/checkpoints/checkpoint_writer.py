@@ -50,7 +50,7 @@ from torch.futures import Future
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import first_cause
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import COMMON_FILE, FORMAT, FORMAT_FILE
 from slime.utils.atomic_file import sync_to_disk
-from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.distributed_utils import gather_objects, init_gloo_group, object_of_first
 from slime.utils.errors import DataError, SlimeError
 from slime.weights.file_digests import DigestWriter, FolderDigests, Piece
 
@@ -99,17 +99,14 @@ def write_checkpoint(
 def _split(state: dict[str, Any]) -> tuple[Shards, dict[str, Any]]:
     """Return the shards that this rank writes, and the state common to all ranks.  Collective."""
     sharded, common = save_preprocess(state, validate_access_integrity=False)
-    group = init_gloo_group()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [entry.without_data() for entry in nested_values(sharded)], group=group)
-    verdict = [""]
+    everyone = gather_objects([entry.without_data() for entry in nested_values(sharded)])
+    verdict = ""
     try:
         validate_sharding_integrity(everyone)  # looks on rank 0 only
     except CheckpointingException as error:
-        verdict = [str(error)]
-    dist.broadcast_object_list(verdict, src=0, group=group)
-    if verdict[0]:
-        raise DataError(f"the ranks' shards do not make up whole tensors: {verdict[0]}")
+        verdict = str(error)
+    if verdict := object_of_first(verdict):
+        raise DataError(f"the ranks' shards do not make up whole tensors: {verdict}")
     return _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0], common
 
 

@@ -34,7 +34,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_ide
 from slime.backends.megatron_utils.adam import MOMENTS, LowPrecisionAdam, StatelessAdam
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import load_sharded
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
-from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import DataError
 
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
@@ -299,8 +299,7 @@ def _groups_of_all_ranks(members: Iterable[DistributedOptimizer]) -> list[dict[s
             for group in member.optimizer.param_groups
         ],
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own, group=init_gloo_group())
+    everyone = gather_objects(own)
     steps = set().union(*(rank["steps"] for rank in everyone))
     if len(steps) > 1:
         raise DataError(f"parameters of one optimizer have different step counters: {sorted(steps)}")

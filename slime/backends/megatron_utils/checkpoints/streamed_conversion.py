@@ -39,7 +39,7 @@ from slime.backends.megatron_utils.hf_to_megatron import check_all_used, read_sh
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters
-from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.distributed_utils import gather_objects, init_gloo_group
 
 
 def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
@@ -91,9 +91,7 @@ def _progress() -> tqdm:
 
 def _check_unused(tensors: HfTensors, args: Namespace) -> None:
     """Refuse tensors that no rank has read; every rank reads only what it writes."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tensors.read, group=init_gloo_group())
-    tensors.read = set().union(*everyone)
+    tensors.read = set().union(*gather_objects(tensors.read))
     check_all_used(tensors, weight_map_of(tensors.folder), model_dims(args))
 
 

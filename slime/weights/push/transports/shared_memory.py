@@ -8,13 +8,13 @@ Engines outside the trainer's range get every bucket by broadcast from rank 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import Manifest
@@ -133,8 +133,7 @@ class SharedMemoryTransport(Transport):
         if missing:  # on all neighbours, because all know the same
             whole = flat.as_strided((flat.untyped_storage().nbytes(),), (1,), 0)
             own = {gpu: handle_of(whole) for holder, gpu in missing if holder == self.ranks.rank}
-            of_ranks: list[Any] = [None] * len(held)
-            dist.all_gather_object(of_ranks, own, group=self._neighbours)
+            of_ranks = gather_objects(own, self._neighbours)
             for holder, handles in zip(self._neighbour_ranks, of_ranks, strict=True):
                 for gpu, handle in handles.items():
                     self._handles[holder, gpu] = (held[holder][1], handle)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from slime.backends.megatron_utils.layers.lora import with_adapter
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
+from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import WeightSyncError
 from slime.weights.named_tensors import Header
 from slime.weights.stacked_experts import join_rows
@@ -130,10 +130,8 @@ def _across_stages(
     stage = mpu.get_pipeline_model_parallel_rank()
     ranks = dist.get_process_group_ranks(group)
     headers = [(shard.name, shard.expert_index, whole_shape(shard), dtype_of(shard)) for shard in shards]
-    stages: list[Any] = [None] * group.size()
-    dist.all_gather_object(stages, headers, group=group)
     sent: set[tuple[str, int | None]] = set()
-    for owner, listed in enumerate(stages):
+    for owner, listed in enumerate(gather_objects(headers, group)):
         for position, (name, expert_index, shape, kind) in enumerate(listed):
             if (name, expert_index) in sent:
                 continue
@@ -218,11 +216,8 @@ def hf_headers(
         WeightSyncError: two parameters of a stage convert to the same HF name.
     """
     own = list(_megatron_headers(model, dtype, only))
-    stages: list[Any] = [own]
-    if mpu.get_pipeline_model_parallel_world_size() > 1:
-        group = mpu.get_pipeline_model_parallel_group()
-        stages = [None] * group.size()
-        dist.all_gather_object(stages, own, group=group)
+    is_piped = mpu.get_pipeline_model_parallel_world_size() > 1
+    stages = gather_objects(own, mpu.get_pipeline_model_parallel_group()) if is_piped else [own]
     result: list[StageHeaders] = []
     sent: set[str] = set()
     for listed in stages:

@@ -33,7 +33,7 @@ from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
     plan_shards,
 )
 from slime.backends.megatron_utils.update_weight.sources.shard_slices import ShardSlices
-from slime.utils.distributed_utils import get_gloo_group
+from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import SlimeError, WeightSyncError
 from slime.weights.kernels.tables import CastTable
 from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, align
@@ -115,9 +115,7 @@ class ShardBuckets:
         own: _RankSlices = (stage, [], {}, str(failure))
         if failure is None:
             own = (stage, self._slices.headers(), self._slices.misfits, None)
-        group = get_gloo_group()
-        ranks: list[_RankSlices] = [own] * dist.get_world_size(group)
-        dist.all_gather_object(ranks, own, group=group)
+        ranks: list[_RankSlices] = gather_objects(own)
         for rank, (*_, reason) in enumerate(ranks):
             if reason is not None:
                 raise WeightSyncError(f"trainer rank {rank} cannot plan its buckets: {reason}") from failure
