@@ -9,15 +9,15 @@ context-parallel rank has.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 T = TypeVar("T")
 
 
-class _Entry(Generic[T]):
-    """An entry of the dict, under the name of the attribute or under ``key``, as an attribute."""
+class _Always(Generic[T]):
+    """An entry that a batch has by the time it is read, under the name of the attribute or under ``key``."""
 
     def __init__(self, key: str = "") -> None:
         self.key = key
@@ -28,27 +28,20 @@ class _Entry(Generic[T]):
     def __set__(self, batch: DeviceBatch, value: T) -> None:
         batch[self.key] = value
 
+    def __get__(self, batch: DeviceBatch | None, owner: type) -> T:
+        return self if batch is None else self.read(batch)  # type: ignore[return-value]
 
-class _Always(_Entry[T]):
-    """An entry that a batch has by the time it is read."""
-
-    @overload
-    def __get__(self, batch: None, owner: type) -> _Always[T]: ...
-    @overload
-    def __get__(self, batch: DeviceBatch, owner: type) -> T: ...
-    def __get__(self, batch: DeviceBatch | None, owner: type) -> _Always[T] | T:
-        return self if batch is None else batch[self.key]
+    def read(self, batch: DeviceBatch) -> T:
+        """Return the entry."""
+        return batch[self.key]
 
 
-class _Sometimes(_Entry[T]):
+class _Sometimes(_Always[T | None]):
     """An entry that is None where the batch does not have it."""
 
-    @overload
-    def __get__(self, batch: None, owner: type) -> _Sometimes[T]: ...
-    @overload
-    def __get__(self, batch: DeviceBatch, owner: type) -> T | None: ...
-    def __get__(self, batch: DeviceBatch | None, owner: type) -> _Sometimes[T] | T | None:
-        return self if batch is None else batch.get(self.key)
+    def read(self, batch: DeviceBatch) -> T | None:
+        """Return the entry, or None."""
+        return batch.get(self.key)
 
 
 class DeviceBatch(dict[str, Any]):
