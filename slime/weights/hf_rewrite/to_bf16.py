@@ -30,14 +30,26 @@ SCALE_SUFFIXES = ("_scale_inv", "_scale")
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 
 
-@dataclass(frozen=True)
-class Fp8ToBf16:
-    """The conversion; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
+class _ToBf16:
+    """What every conversion of this file says of itself."""
+
+    kind: str
+    """Of the source."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that distinguish two conversions; FP8 has none."""
-        return {"to": "bf16", "from": "fp8"}
+        """Settings that distinguish two conversions."""
+        return {"to": "bf16", "from": self.kind}
+
+    def config(self, source: HfSource) -> dict[str, Any]:
+        """Return the source's config without quantization."""
+        return without_quantization(source.config)
+
+
+class Fp8ToBf16(_ToBf16):
+    """The conversion; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
+
+    kind = "fp8"
 
     def check(self, source: HfSource) -> None:
         """Refuse sources without FP8 weights, and weights or scales that lack each other.
@@ -82,10 +94,6 @@ class Fp8ToBf16:
                 yield name, first, dequantize_block(rows, scales[first // block[0] :][:scale_rows], block)
 
         return TensorPlan(stored, (TensorInfo.of(name, torch.bfloat16, stored.shape),), convert)
-
-    def config(self, source: HfSource) -> dict[str, Any]:
-        """Return the source's config without quantization."""
-        return without_quantization(source.config)
 
 
 def _is_fp8(stored: StoredTensor) -> bool:
@@ -149,16 +157,18 @@ NUMBERS_PER_WORD = 8
 
 
 @dataclass(frozen=True)
-class Int4ToBf16:
+class Int4ToBf16(_ToBf16):
     """The conversion; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
 
     quantization_config: dict[str, Any] | None = None
     """Of the folder's own config.json where None."""
 
+    kind = "int4"
+
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that distinguish two conversions."""
-        return {"to": "bf16", "from": "int4", "quantization_config": self.quantization_config}
+        return {**super().settings, "quantization_config": self.quantization_config}
 
     def check(self, source: HfSource) -> None:
         """Refuse what is not packed in four or eight bits, and weights that lack a part.
@@ -217,10 +227,6 @@ class Int4ToBf16:
 
         return TensorPlan(stored, (TensorInfo.of(name, torch.bfloat16, (rows, columns)),), convert)
 
-    def config(self, source: HfSource) -> dict[str, Any]:
-        """Return the source's config without quantization."""
-        return without_quantization(source.config)
-
     def _layout(self, source: HfSource) -> GroupInt:
         """Return the format in which the weights are packed.
 
@@ -236,14 +242,10 @@ class Int4ToBf16:
         return layout
 
 
-@dataclass(frozen=True)
-class Mxfp4ToBf16:
+class Mxfp4ToBf16(_ToBf16):
     """The conversion of gpt-oss; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that distinguish two conversions; MXFP4 has none."""
-        return {"to": "bf16", "from": "mxfp4"}
+    kind = "mxfp4"
 
     def check(self, source: HfSource) -> None:
         """Refuse sources without MXFP4 weights, and blocks or scales that lack each other.
@@ -283,4 +285,4 @@ class Mxfp4ToBf16:
 
     def config(self, source: HfSource) -> dict[str, Any]:
         """Return the source's config without quantization; engines read the dtype there."""
-        return {"dtype": "bfloat16", **without_quantization(source.config)}
+        return {"dtype": "bfloat16", **super().config(source)}
