@@ -107,6 +107,17 @@ _INDEX = {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048}
 _GLM5: dict[str, Any] = {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], **_INDEX}
 _GLM52: dict[str, Any] = {**_GLM5, "index_topk_freq": 4, "index_skip_topk_offset": 3}
 
+_SPARSE = ModelFamily(
+    model_types=("deepseek_v32",),
+    weight_map=DEEPSEEK_SPARSE,
+    always=SIGMOID,
+    sizes=INDEXER_SIZES,
+    num_experts_key="n_routed_experts",
+    spec=SPARSE_SPEC,
+    dims=sparse_dims,
+    sparse_architecture="DeepseekV32ForCausalLM",
+    defaults={**_INDEX, "index_n_heads": 64},  # those of transformers' config classes
+)
 FAMILIES = (
     ModelFamily(
         model_types=("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
@@ -120,25 +131,10 @@ FAMILIES = (
             "Kimi-K2-Thinking": {"quantization_config": _INT4},
         },
     ),
-    ModelFamily(
-        model_types=("deepseek_v32",),
-        weight_map=DEEPSEEK_SPARSE,
-        always=SIGMOID,
-        sizes=INDEXER_SIZES,
-        num_experts_key="n_routed_experts",
-        spec=SPARSE_SPEC,
-        dims=sparse_dims,
-        sparse_architecture="DeepseekV32ForCausalLM",
-        defaults={**_INDEX, "index_n_heads": 64},  # those of transformers' config classes
-    ),
-    ModelFamily(
+    _SPARSE,
+    replace(
+        _SPARSE,
         model_types=("glm_moe_dsa",),
-        weight_map=DEEPSEEK_SPARSE,
-        always=SIGMOID,
-        sizes=INDEXER_SIZES,
-        num_experts_key="n_routed_experts",
-        spec=SPARSE_SPEC,
-        dims=sparse_dims,
         sparse_architecture="GlmMoeDsaForCausalLM",
         defaults=_INDEX,
         published={
