@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
@@ -43,6 +44,17 @@ PER_TOKEN_COLUMNS = frozenset(
 def current_device() -> torch.device:
     """Return the device that this rank computes on."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def sum_over_ranks(counts: Tensor) -> Tensor:
+    """Return the sum of all ranks' ``counts``, written over this rank's.  Collective over the whole trainer."""
+    for group in (
+        mpu.get_data_parallel_group(with_context_parallel=True),
+        mpu.get_tensor_model_parallel_group(),
+        mpu.get_pipeline_model_parallel_group(),
+    ):
+        dist.all_reduce(counts, group=group)
+    return counts
 
 
 def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> DeviceBatch:

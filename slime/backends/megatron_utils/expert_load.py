@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
-from megatron.core import mpu
-
-from slime.backends.megatron_utils.data import current_device
+from slime.backends.megatron_utils.data import current_device, sum_over_ranks
 from slime.backends.megatron_utils.layers.router import Router
 
 
@@ -45,13 +39,7 @@ class ExpertLoad:
             if router.load is not None:
                 counts[router.layer_number - 1] += router.load.to(counts)
                 router.load = None
-        for group in (
-            mpu.get_data_parallel_group(with_context_parallel=True),
-            mpu.get_tensor_model_parallel_group(),
-            mpu.get_pipeline_model_parallel_group(),
-        ):
-            dist.all_reduce(counts, group=group)
-        return load_metrics(counts)
+        return load_metrics(sum_over_ranks(counts))
 
 
 def load_metrics(counts_LE: Tensor) -> dict[str, float]:

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
@@ -28,7 +27,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.cp_utils import cp_layout
-from slime.backends.megatron_utils.data import current_device
+from slime.backends.megatron_utils.data import current_device, sum_over_ranks
 from slime.backends.megatron_utils.layers.router import ChangedChoices, HostChoices, MicroBatchReplay, Router, Stage
 from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import pack_thd
@@ -121,14 +120,7 @@ class RoutingReplay:
 
         Of the training passes since the last call.  Collective.
         """
-        counts = self._changed.take().to(current_device())
-        for group in (
-            mpu.get_data_parallel_group(with_context_parallel=True),
-            mpu.get_tensor_model_parallel_group(),
-            mpu.get_pipeline_model_parallel_group(),
-        ):
-            dist.all_reduce(counts, group=group)
-        changed, compared = counts.tolist()
+        changed, compared = sum_over_ranks(self._changed.take().to(current_device())).tolist()
         return {"routing_replay_changed": changed / compared} if compared else {}
 
     def _packing(self) -> dict[str, Any]:
