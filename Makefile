@@ -40,10 +40,13 @@ WORKERS ?= 2
 simulate: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.simulator --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
 
-# Seeded schedules of deaths against the real job on a CPU: two to four minutes each.  N=20 schedules from SEED on.
+# Seeded schedules of deaths against the real job: two to four minutes each.  N=20 schedules from SEED on, PARALLEL=1 at a
+# time; DEVICE=gpu for trainers and engines on GPUs.
 N ?= 20
+PARALLEL ?= 1
+DEVICE ?= cpu
 chaos: install
-	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.e2e.chaos --schedules $(N) --seed $(SEED)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.e2e.chaos --schedules $(N) --seed $(SEED) --parallel $(PARALLEL) --device $(DEVICE)
 
 # The pretrained model of `make demo-real` in trainer, engine, converters and LoRA, with the numbers.
 real-checks: install

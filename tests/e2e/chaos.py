@@ -1,11 +1,15 @@
-"""Schedules of deaths, drawn from seeds, against the real job: tiny model, real processes, on a CPU.
+"""Schedules of deaths, drawn from seeds, against the real job: tiny model, real processes, on a CPU or on GPUs.
 
     python -m tests.e2e.chaos --schedules 20 --seed 0 --work-dir runs/chaos
+    python -m tests.e2e.chaos --schedules 20 --device gpu --parallel 10 -- --sglang-attention-backend triton
 
-One or two parts of the job are killed, or stopped for good, each in a phase of a step.  Only the death of the driver
-or the manager may end the command, which is then given again.  At the end no prompt is lost, none was trained twice,
-no answer was generated again after a death, and no process is left.  One line for each schedule; exit code 1 when one
-failed.
+A seed says how the job is laid out, how its trainer recovers, and which one or two of its parts are killed, or stopped
+for good, in which phases of which steps.  Only the death of the driver or the manager may end the command, which is
+then given again.  At the end no prompt is lost, none was trained twice, no answer was generated again after a death,
+and no process is left.
+
+A line for each schedule as it ends, the story of one that failed, and a table of all.  Exit code 1 when one failed.
+``--parallel`` jobs run side by side, each in a Ray of its own; on GPUs they share these.
 """
 
 from __future__ import annotations
@@ -13,14 +17,24 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
+from types import FrameType
 
-from tests.e2e.job import GONE_S, JOB_S, Job, grpo_flags
+import torch
+
+from benchmarks import results_page
+from tests.e2e.job import GONE_S, JOBS, Job, grpo_flags
 from tests.e2e.kill_resume import account, generated_again, lines, tracker
 from tests.e2e.recovery_times import make_task
 
@@ -37,6 +51,17 @@ ENDING = ("manager", "driver")
 """Parts whose death may end the command: the manager's does while the driver asks it for more than samples."""
 PHASES = ("generate", "train", "save", "push")
 MAY_NOT_BE = ("lost", "trained twice", "trained and waiting", "ledger: problems", "generated again")
+GPUS_OF_A_JOB = 2
+"""Where there are more, jobs side by side take others."""
+GPU_FLAGS = """--bf16 --attention-dropout 0 --hidden-dropout 0 --accumulate-allreduce-grads-in-fp32
+    --attention-softmax-in-fp32 --sglang-mem-fraction-static 0.3 --sglang-max-total-tokens 65536
+    --sglang-server-concurrency 64 --sglang-cuda-graph-max-bs 8"""
+"""The model is tiny: without limits its engine would take a third of the GPU, and many minutes for its graphs."""
+START_APART_S = 2.0
+"""Between two starts: clusters of Ray that look for free ports at the same moment find the same ones."""
+_STARTING = Lock()
+TOLD = re.compile(r"ERROR|WARNING|Error:|slime job failed|first cause|is back after|step \d+/")
+"""Lines of a log that a story quotes."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +78,24 @@ class Strike:
         return f"{self.signal.name} to the {self.part} {self.delay_s:.1f} s into {self.phase} {self.rollout_id}"
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How the job of a seed is laid out, and how its trainer recovers."""
+
+    num_ranks: int
+    shares_gpus: bool
+    recovery: str
+
+    def __str__(self) -> str:
+        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        return f"{ranks} {'on the GPUs of engines' if self.shares_gpus else 'beside an engine'}, {self.recovery}"
+
+    def flags(self) -> list[str]:
+        """Return the flags of train.py."""
+        engines = "--colocate" if self.shares_gpus else "--rollout-num-gpus 1"
+        return shlex.split(f"--actor-num-gpus-per-node {self.num_ranks} {engines} --trainer-recovery {self.recovery}")
+
+
 def draw(seed: int) -> list[Strike]:
     """Return the strikes of a seed, in the order of their moments."""
     rng = random.Random(seed)
@@ -63,6 +106,42 @@ def draw(seed: int) -> list[Strike]:
         kind = signal.SIGKILL if part in ENDING or rng.random() < 0.7 else signal.SIGSTOP
         strikes.append(Strike(part, kind, rng.choice(PHASES), rollout_id, round(rng.uniform(0, 1), 1)))
     return strikes
+
+
+def setting_of(seed: int, num_gpus: int) -> Setting:
+    """Return the layout of a seed on so many GPUs; 0 for the logical ones of a CPU, of which there are enough."""
+    num_ranks = 1 + seed % 2 if num_gpus != 1 else 1
+    shares_gpus = seed % 3 == 2 or 0 < num_gpus < num_ranks + 1
+    return Setting(num_ranks, shares_gpus, ("checkpoint", "memory")[seed // 2 % 2])
+
+
+def visible_gpus(seed: int, num_gpus: int) -> dict[str, str]:
+    """Return the environment that gives the job of a seed its GPUs."""
+    if num_gpus <= GPUS_OF_A_JOB:
+        return {}
+    first = seed % (num_gpus // GPUS_OF_A_JOB) * GPUS_OF_A_JOB
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + GPUS_OF_A_JOB)))}
+
+
+@dataclass
+class Schedule:
+    """What a seed does, and what came of it."""
+
+    seed: int
+    setting: Setting
+    strikes: list[Strike]
+    folder: Path
+    environment: dict[str, str]
+    problems: list[str] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)
+    back_s: dict[str, float] = field(default_factory=dict)
+    """Seconds from a strike to the next optimizer step that begins."""
+    took_s: float = 0.0
+    began: float = 0.0
+
+    def tell(self, what: str) -> None:
+        """Write down what happened, and when."""
+        self.story.append(f"{time.monotonic() - self.began:6.1f} s: {what}")
 
 
 def has_come(strike: Strike, job: Job, work_dir: Path) -> bool:
@@ -80,76 +159,209 @@ def has_come(strike: Strike, job: Job, work_dir: Path) -> bool:
     return False  # a push comes after the save
 
 
-def strike_next(strikes: list[Strike], job: Job, work_dir: Path) -> Strike | None:
-    """Carry out the next strike when it is time; return it then."""
-    if not strikes or not has_come(strikes[0], job, work_dir):
-        return None
-    time.sleep(strikes[0].delay_s)
-    victims = [job.process.pid] if strikes[0].part == "driver" else job.pids(PARTS[strikes[0].part])
-    if strikes[0].part == "trainer rank":
-        victims = victims[-1:]
-    for pid in victims:
-        os.kill(pid, strikes[0].signal)
-    return strikes.pop(0) if victims else None
+def parent_of(pid: int) -> int:
+    """Return the parent of a process; 0 when it has gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
-def run(seed: int, strikes: list[Strike], work_dir: Path, task: Path) -> list[str]:
-    """Run the job of a schedule to its end; return what must not be."""
-    flags = grpo_flags(
-        task, work_dir / "save", *f"--actor-num-gpus-per-node {1 + seed % 2} --rollout-num-gpus 1".split(),
+def victims_of(part: str, job: Job) -> list[int]:
+    """Return the processes of the last one of such parts: it, and those that it forked."""
+    if part == "driver":
+        return [job.process.pid]
+    pids = job.pids(PARTS[part])
+    last = max((pid for pid in pids if parent_of(pid) not in pids), default=0)
+    return [pid for pid in pids if last in (pid, parent_of(pid))]
+
+
+def strike_now(strike: Strike, job: Job) -> bool:
+    """Send the signal; return whether there was a process to take it."""
+    was_sent = False
+    for pid in victims_of(strike.part, job):
+        try:
+            os.kill(pid, strike.signal)
+            was_sent = True
+        except ProcessLookupError:
+            continue
+    return was_sent
+
+
+def flags_of(schedule: Schedule, task: Path, more: Sequence[str]) -> list[str]:
+    """Return the command line of a schedule's job."""
+    folder = schedule.folder
+    return grpo_flags(
+        task, folder / "save", *schedule.setting.flags(),
         *f"--num-rollout {NUM_ROLLOUT} --rollout-max-response-len 200 --max-tokens-per-gpu 2048".split(),
         *"--use-fault-tolerance --rollout-health-check-interval 5 --rollout-health-check-timeout 30".split(),
+        *"--weight-update-timeout-s 120 --engine-start-timeout-s 300".split(),  # an engine that is stopped: half of it
         *"--dynamic-sampling-filter-path tests.e2e.audit_plugins.filter_and_note".split(),
         *"--rollout-sample-hook-path tests.e2e.audit_plugins.note_answer".split(),
         *"--custom-megatron-before-train-step-hook-path tests.e2e.audit_plugins.note_train_step".split(),
-        *("--save-debug-rollout-data", f"{work_dir}/dumps/{{rollout_id}}.pt"),
+        *("--save-debug-rollout-data", f"{folder}/dumps/{{rollout_id}}.pt"), *more,
     )  # fmt: skip
-    left, endings = list(strikes), list[float]()
-    for life in range(len(strikes) + 1):
-        job = Job("train.py", flags, work_dir / f"log{life}.txt", AUDIT_DIR=str(work_dir))
+
+
+def live(schedule: Schedule, job: Job, left: list[Strike], moments: list[float], deadline_s: float) -> Strike | None:
+    """Follow one job to its end and strike it on the way; return the last strike that it took.
+
+    Args:
+        left: the strikes to come; those that are carried out are taken away.
+        moments: of the strikes that were carried out; the new ones are added.
+
+    Raises:
+        TimeoutError: the deadline passed.
+    """
+    last: Strike | None = None
+    struck_s, num_steps = 0.0, 0
+    while job.process.poll() is None:
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            raise TimeoutError("the schedule is out of time")
+        if last is not None and struck_s and len(lines(schedule.folder / "steps.jsonl")) > num_steps:
+            schedule.back_s[str(last)] = now_s - struck_s
+            schedule.tell(f"the next optimizer step, {now_s - struck_s:.1f} s after {last}")
+            struck_s = 0.0
+        if left and has_come(left[0], job, schedule.folder):
+            time.sleep(left[0].delay_s)
+            num_steps = len(lines(schedule.folder / "steps.jsonl"))
+            if strike_now(left[0], job):
+                last, struck_s = left.pop(0), time.monotonic()
+                moments.append(time.time())
+                schedule.tell(str(last))
+        time.sleep(0.1)
+    return last
+
+
+def run(schedule: Schedule, task: Path, more: Sequence[str], limit_s: float) -> None:
+    """Run the job of a schedule to its end; add to its problems what must not be."""
+    left, moments = list(schedule.strikes), list[float]()
+    deadline_s = time.monotonic() + limit_s
+    for life in range(len(schedule.strikes) + 1):
+        log = schedule.folder / f"log{life}.txt"
+        variables = schedule.environment | {"AUDIT_DIR": str(schedule.folder)}
+        with _STARTING:
+            job = Job("train.py", flags_of(schedule, task, more), log, **variables)
+            time.sleep(START_APART_S)
+        schedule.tell(f"start {life + 1} of the command")
         try:
-            deadline_s = time.monotonic() + JOB_S
-            while job.process.poll() is None:
-                if time.monotonic() > deadline_s:
-                    return [f"the command did not end within {JOB_S} s"]
-                done = strike_next(left, job, work_dir)
-                if done is not None and done.part in ENDING:
-                    endings.append(time.time())
-                time.sleep(0.1)
-            job.seconds_until_gone(GONE_S)
+            last = live(schedule, job, left, moments, deadline_s)
+            schedule.tell(f"the command ended with code {job.process.returncode}")
+            job.seconds_until_gone(min(GONE_S, max(1.0, deadline_s - time.monotonic())))
         finally:
             job.kill_everything()
         if job.process.returncode == 0:
             break
-        if len(endings) <= life:
-            return [f"the command ended: {job.text().strip()[-300:]!r}"]
+        if last is None or last.part not in ENDING:
+            schedule.problems.append(f"the command ended: {job.text().strip()[-300:]!r}")
+            return
+    else:
+        schedule.problems.append("the command failed each time that it was given")
+        return
     if left:
-        return [f"did not happen: {left[0]}"]
-    report = account(work_dir, NUM_ROLLOUT) | generated_again(work_dir, endings)
-    return [f"{name}: {report[name]}" for name in MAY_NOT_BE if report[name]]
+        schedule.problems.append(f"did not happen: {left[0]}")
+        return
+    report = account(schedule.folder, NUM_ROLLOUT) | generated_again(schedule.folder, moments)
+    schedule.problems += [f"{name}: {report[name]}" for name in MAY_NOT_BE if report[name]]
 
 
-def main() -> int:
-    """Run the schedules; return 1 when one of them failed."""
+def try_out(schedule: Schedule, task: Path, more: Sequence[str], limit_s: float) -> Schedule:
+    """Run a schedule from its beginning, whatever becomes of it; its story is left beside its logs."""
+    shutil.rmtree(schedule.folder, ignore_errors=True)
+    (schedule.folder / "save").mkdir(parents=True)
+    schedule.began = time.monotonic()
+    try:
+        run(schedule, task, more, limit_s)
+    except (AssertionError, OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+        # Processes that stay, a passed deadline, files that are not there: the next schedule is not concerned.
+        schedule.problems.append(f"{type(error).__name__}: {error}")
+    schedule.took_s = time.monotonic() - schedule.began
+    (schedule.folder / "story.txt").write_text("\n".join([*schedule.story, *schedule.problems]) + "\n")
+    return schedule
+
+
+def told(schedule: Schedule) -> str:
+    """Return the line of a schedule; of one that failed, its story and what its logs say last."""
+    strikes = "; ".join(map(str, schedule.strikes))
+    head = f"seed {schedule.seed}, {schedule.took_s:.0f} s, {schedule.setting}: {strikes}: "
+    if not schedule.problems:
+        return head + "ok"
+    text = [head + "FAILED", *(f"  {problem}" for problem in schedule.problems), *schedule.story]
+    for log in sorted(schedule.folder.glob("log*.txt")):
+        found = [line[:300] for line in log.read_text(errors="replace").splitlines() if TOLD.search(line)]
+        text += [f"  {log}:", *(f"    {line}" for line in found[-12:])]
+    return "\n".join(text)
+
+
+def table(schedules: Sequence[Schedule]) -> str:
+    """Return what came of each schedule, as Markdown."""
+    columns = "| seed | job | strikes | s to the next optimizer step | s | result |"
+    rows = ["## Schedules of deaths", "", columns, "|" + "---|" * 6]
+    for schedule in sorted(schedules, key=lambda each: each.seed):
+        strikes = "; ".join(map(str, schedule.strikes))
+        back = ", ".join(f"{seconds:.1f}" for seconds in schedule.back_s.values()) or "-"
+        result = "failed: " + "; ".join(schedule.problems)[:80].replace("|", "/") if schedule.problems else "ok"
+        rows.append(
+            f"| {schedule.seed} | {schedule.setting} | {strikes} | {back} | {schedule.took_s:.0f} | {result} |"
+        )
+    return "\n".join(rows)
+
+
+def parse() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--schedules", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="The first seed.")
+    parser.add_argument("--parallel", type=int, default=1, help="Schedules that run side by side.")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--limit-s", type=float, default=1800, help="Seconds that one schedule may take.")
+    parser.add_argument("--write-docs", action="store_true", help="Record the table in benchmarks/results.")
+    parser.add_argument("flags", nargs="*", help="More flags for train.py, after --.")
     options = parser.parse_args()
+    if options.device == "gpu" and not torch.cuda.is_available():
+        parser.error("--device gpu: torch sees no GPU here")
+    if options.device == "cpu" and torch.cuda.is_available():
+        parser.error("--device cpu: this machine has GPUs, and a job takes them; use --device gpu, or hide them")
+    return options
+
+
+def stop(signum: int, frame: FrameType | None) -> None:
+    """End every job, and this process with whatever its threads wait for."""
+    for job in JOBS:
+        job.kill_everything()
+    os._exit(128 + signum)
+
+
+def main() -> int:
+    """Run the schedules; return 1 when one of them failed."""
+    options = parse()
+    num_gpus = torch.cuda.device_count() if options.device == "gpu" else 0
+    more = [*(shlex.split(GPU_FLAGS) if num_gpus else []), *options.flags]
     root = options.work_dir.resolve()
     make_task(root)
-    num_failed = 0
-    for seed in range(options.seed, options.seed + options.schedules):
-        folder, strikes, began_s = root / str(seed), draw(seed), time.monotonic()
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / "save").mkdir(parents=True)
-        problems = run(seed, strikes, folder, root)
-        num_failed += bool(problems)
-        told = "; ".join(map(str, strikes))
-        verdict = f"FAILED: {'; '.join(problems)} (see {folder})" if problems else "ok"
-        print(f"seed {seed}, {time.monotonic() - began_s:.0f} s: {told}: {verdict}", flush=True)
-        if not problems:
-            shutil.rmtree(folder)
+    seeds = range(options.seed, options.seed + options.schedules)
+    schedules = [
+        Schedule(
+            seed, setting_of(seed, min(num_gpus, GPUS_OF_A_JOB)), draw(seed), root / str(seed),
+            visible_gpus(seed, num_gpus),
+        )
+        for seed in seeds
+    ]  # fmt: skip
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    with ThreadPoolExecutor(options.parallel) as pool:
+        for future in as_completed(pool.submit(try_out, each, root, more, options.limit_s) for each in schedules):
+            schedule = future.result()
+            print(told(schedule), flush=True)
+            if not schedule.problems:
+                shutil.rmtree(schedule.folder)
+    num_failed = sum(bool(schedule.problems) for schedule in schedules)
+    shown = table(schedules)
+    print(f"\n{shown}\n\n{len(schedules) - num_failed} of {len(schedules)} schedules ended well.")
+    if options.write_docs:
+        results_page.record(f"chaos_{options.device}", shown)
     return int(num_failed > 0)
 
 
