@@ -140,6 +140,7 @@ def _text(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
         "d": _rounded([t - e for t, e in zip(trainer, engine)] if is_both else None, 5),
         "a": _rounded(row.get("advantages")),
         "m": row["loss_mask"][:MAX_TEXT] if row["loss_mask"] and not all(row["loss_mask"]) else None,
+        "c": [int(one) for one in clipped[:MAX_TEXT]] if (clipped := row.get("clipped")) and any(clipped) else None,
         "v": list(zip(row["weight_versions"] or [], row["call_tokens"] or [])) or None,
         "e": ", ".join(dict.fromkeys(one for one in row.get("engines") or [] if one)) or None,
     }

@@ -48,7 +48,7 @@ EVALUATION_SCHEMA = ROLLOUT_SCHEMA.append(pa.field("evaluation", pa.string()))
 TRAIN_SCHEMA = pa.schema(
     [
         ("position", pa.int32()), ("dp_rank", pa.int32()), ("micro_batch", pa.int32()),
-        ("trainer_log_probs", _FLOATS), ("advantages", _FLOATS),
+        ("trainer_log_probs", _FLOATS), ("advantages", _FLOATS), ("clipped", pa.list_(pa.bool_())),
     ]
 )  # fmt: skip
 TOO_LARGE = (
@@ -151,7 +151,7 @@ def record_trained(
         rollout_id: the rollout.
         rank: data-parallel.
         positions: of the samples in the rollout.
-        columns: name -> one host tensor for each sample.
+        columns: name -> one host tensor for each sample; ``clipped`` is not 0 where the trust region set the loss.
         micro_batches: number of each sample's, of all steps on this rank.
     """
     limit = config.record_samples
@@ -160,7 +160,7 @@ def record_trained(
         began_s = time.thread_time()
         rows = [
             {"position": position, "dp_rank": rank, "micro_batch": micro_batches[i] if micro_batches else None}
-            | {name: column[i].numpy() for name, column in columns.items()}
+            | {name: (column[i] != 0 if name == "clipped" else column[i]).numpy() for name, column in columns.items()}
             for i, position in enumerate(positions)
             if limit is None or position < limit
         ]

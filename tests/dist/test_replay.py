@@ -171,6 +171,19 @@ def test_a_changed_flag_gives_another_step_and_a_micro_batch_another_gradient(re
     assert part.steps[0]["train/grad_norm"] != run.steps[0]["train/grad_norm"]
 
 
+def test_the_tokens_that_the_loss_clipped_are_recorded(replayed):
+    other = read_run(replayed[0] / "out4")  # --eps-clip 0.01, steps of positions 0 to 3 and 4 to 7
+    shares: list[list[float]] = [[], []]
+    for row in other.samples(0):
+        mask = row["loss_mask"] or [1] * row["response_length"]
+        assert len(row["clipped"]) == len(mask)
+        trained = [clipped for clipped, is_trained in zip(row["clipped"], mask, strict=True) if is_trained]
+        shares[row["position"] // 4].append(0.0 if row["is_removed"] else sum(trained) / max(len(trained), 1))
+    for step, of_samples in enumerate(shares):
+        assert sum(of_samples) / 4 == pytest.approx(other.steps[step]["train/pg_clipfrac"], abs=1e-6), step
+    assert sum(shares[1]) > 0
+
+
 def test_a_sample_has_its_log_probs_under_every_kept_checkpoint(replayed):
     folder, _ = replayed
     found = json.loads((folder / "out1/sample_7.json").read_text())

@@ -27,6 +27,7 @@ const SHADES = {
   "log-prob": "Red: the engine found the token unlikely (full colour at -4 nats).",
   "advantage": "Green: made likelier; red: made less likely (full colour at 2).",
   "trainer - engine": "Difference of the two log-probs, green above 0 and red below (full colour at 0.05 nats): they should agree.",
+  "clipped": "Orange: its ratio left the clip range, so that it was not trained further.",
   "weight version": "One colour for each version of the weights that drew a part of the response.",
   "mask": "Grey: not trained on, such as the text of a tool.",
   "nothing": "",
@@ -131,6 +132,7 @@ function shadeOf(text, i, versions) {
   const mode = filters.shade, night = dark();
   if (mode === "nothing") return "";
   if (mode === "mask") return text.m && !text.m[i] ? (night ? "#4a5553" : "#cfd6d4") : "";
+  if (mode === "clipped") return text.c?.[i] ? (night ? "#7a4a12" : "#f6c48a") : "";
   if (mode === "weight version") return `hsl(${(versions.indexOf(versionAt(text, i)) * 67 + 170) % 360} 60% ${night ? 28 : 86}%)`;
   const value = valueAt({ "log-prob": text.lp, advantage: text.a, "trainer - engine": text.d }[mode], i);
   if (value === null || value === undefined) return "";
@@ -153,6 +155,7 @@ function responsePart(text) {
     const parts = [`token ${i + 1} of ${text.t.length}: ${JSON.stringify(visible(tokenOf(text, i)))}`];
     for (const [name, value] of [["log-prob", valueAt(text.lp, i)], ["trainer - engine", valueAt(text.d, i)], ["advantage", valueAt(text.a, i)], ["weight version", versionAt(text, i)]]) if (value !== undefined && value !== null) parts.push(`${name} ${show(value)}`);
     if (text.m && !text.m[i]) parts.push("not trained on");
+    if (text.c?.[i]) parts.push("clipped");
     facts.textContent = parts.join(", ");
   };
   const pointed = (event) => { const i = [...box.children].indexOf(event.target); if (i >= 0) choose(i); };

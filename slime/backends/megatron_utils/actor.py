@@ -188,11 +188,11 @@ class MegatronTrainRayActor(TrainWorker):
             with timer("advantages"):
                 compute_advantages_and_returns(args, data)
         metrics = self._postprocess_and_log(rollout_id, data)
-        self._reports.keep_log_probs(data, iterators[-1])
+        self._reports.keep_tokens(iterators[-1])
         dump_only = self._log_probs_for_dump(data, iterators) if args.save_debug_train_data else {}
         with timer("actor_train"), self._profiler.profile("train_actor", rollout_id), self._routed("train"):
             metrics |= self._take_steps(rollout_id, data, iterators, args.loss_type)
-        self._reports.record(rollout_id, data, iterators[-1].trained_log_probs)
+        self._reports.record(rollout_id, data, iterators[-1].kept)
         if args.save_debug_train_data:
             dump_train_data(args, rollout_id, DeviceBatch(data | dump_only))
         if self._routing is not None:

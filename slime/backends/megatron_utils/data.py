@@ -126,8 +126,8 @@ class DataIterator:
         self.token_count = PackedTokenCount()
         self.attach: Callable[[PackedSeqParams, int, Sequence[int]], None] | None = None
         """Callback that learns how a micro-batch is packed: from its number and its samples' lengths."""
-        self.trained_log_probs: dict[int, list[Tensor]] | None = None
-        """Micro-batch -> [r] of each of its samples, of the forward pass that trains; None: they are not kept."""
+        self.kept: dict[int, dict[str, list[Tensor]]] | None = None
+        """Micro-batch -> name -> [r] of each of its samples, of the pass that trains; None: nothing is kept."""
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
         """Return the named columns of the next micro-batch; None for a column that the data do not have."""
@@ -196,8 +196,8 @@ def get_batch(
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
     )
-    if data_iterator.trained_log_probs is not None:
-        batch["trained_log_probs"] = data_iterator.trained_log_probs.setdefault(data_iterator.offset - 1, [])
+    if data_iterator.kept is not None:
+        batch["kept"] = data_iterator.kept.setdefault(data_iterator.offset - 1, {})
     if data_iterator.attach is not None:
         data_iterator.attach(batch["packed_seq_params"], data_iterator.offset - 1, batch["total_lengths"])
     batch["full_loss_masks"] = align_loss_masks(

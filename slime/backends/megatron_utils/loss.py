@@ -75,8 +75,6 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     tokens = TrainedTokens(batch)
     log_probs, entropies = response_log_probs(args, batch, logits, with_entropy=True)
     log_prob_N, entropy_T = tokens.only(log_probs), torch.cat(tokens.only(entropies))
-    if batch.get("trained_log_probs") is not None:
-        batch["trained_log_probs"][:] = [log_prob.detach() for log_prob in log_probs]
     train_N = batch.get("log_probs")  # of the weights before training
     train_N = [log_prob.detach() for log_prob in log_prob_N] if train_N is None else tokens.only(train_N)
     old_N = train_N
@@ -95,6 +93,9 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
         ),
         ClipConfig(low=args.eps_clip, high=args.eps_clip_high, dual=args.eps_clip_c),
     )
+    if (kept := batch.get("kept")) is not None:
+        kept["trainer_log_probs"] = [log_prob.detach() for log_prob in log_probs]
+        kept["clipped"] = list(surrogate.clipped_T.split([len(log_prob) for log_prob in log_probs]))
     loss_T = surrogate.loss_T
     metrics_T = {"pg_clipfrac": surrogate.clipped_T, "ppo_kl": -surrogate.log_ratio_T.detach()}
     if args.use_opsm:

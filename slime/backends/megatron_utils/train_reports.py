@@ -112,30 +112,33 @@ class TrainReports:
         """By what every rank knows, not by what it finds on a disk: data of context-parallel ranks are gathered."""
         return record_config(self._args).record and run_folder(self._args) is not None
 
-    def keep_log_probs(self, data: DeviceBatch, iterator: DataIterator) -> None:
-        """Have the loss keep its log-probs for the record, where ``data`` has none from before."""
-        if self._is_recorded and data.log_probs is None:
-            iterator.trained_log_probs = {}
+    def keep_tokens(self, iterator: DataIterator) -> None:
+        """Have the loss keep its log-probs and what it clipped, for the record."""
+        if self._is_recorded:
+            iterator.kept = {}
 
-    def record(self, rollout_id: int, data: DeviceBatch, trained: Mapping[int, Sequence[Tensor]] | None) -> None:
-        """Record log-probs and advantages of this rank's samples.  Collective over context-parallel ranks.
+    def record(
+        self, rollout_id: int, data: DeviceBatch, trained: Mapping[int, Mapping[str, Sequence[Tensor]]] | None
+    ) -> None:
+        """Record log-probs, advantages and clipped tokens of this rank's samples.  Collective over context-parallel
+        ranks.
 
         Args:
             rollout_id: the rollout.
             data: the rank's columns.
-            trained: micro-batch -> log-probs that the loss kept.
+            trained: micro-batch -> what the loss kept; its log-probs are recorded where ``data`` has none from before.
         """
         is_writer = mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
         if not (self._is_recorded and is_writer):
             return
-        columns = {"trainer_log_probs": data.log_probs, "advantages": data.get("advantages")}
         micro_batches = data.micro_batch_indices
+        columns = {"trainer_log_probs": data.log_probs, "advantages": data.get("advantages")}
         if trained and all(trained.get(number) for number in range(len(micro_batches))):
             places = [index for indices in micro_batches for index in indices]
-            values = [value for number in range(len(micro_batches)) for value in trained[number]]
-            columns["trainer_log_probs"] = [
-                value for _, value in sorted(zip(places, values), key=lambda pair: pair[0])
-            ]
+            for name in trained[0]:
+                values = [value for number in range(len(micro_batches)) for value in trained[number][name]]
+                if columns.get(name) is None:
+                    columns[name] = [value for _, value in sorted(zip(places, values), key=lambda pair: pair[0])]
         lengths = list(zip(data.total_lengths, data.response_lengths, strict=True))
         kept: dict[str, Sequence[Tensor]] = {}
         for name, column in columns.items():

@@ -86,6 +86,7 @@ def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(ar
     hostile.response, hostile.prompt = "a\ud800\x00<script>", [{"role": "user", "content": "hi"}]
     sample_record.record_rollout(ALL, 5, [sample(0), hostile], [0.5, -0.5])
     columns = {"trainer_log_probs": torch.arange(6.0).split([2, 4]), "advantages": torch.ones(6).split([2, 4])}
+    columns["clipped"] = torch.tensor([0.0, 1, 0, 0, 1, 1]).split([2, 4])
     sample_record.record_trained(ALL, 5, 0, [1, 0], columns)
     run_record.stop_recording()
     rows = pq.read_table(tmp_path / "samples/rollout_000005.parquet").to_pylist()
@@ -98,6 +99,7 @@ def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(ar
     assert rows[1]["response"] == "a?\x00<script>" and rows[1]["weight_versions"] == ["3", "4"]
     trained = pq.read_table(tmp_path / "samples/train_000005_r0.parquet").to_pylist()
     assert [(row["position"], len(row["trainer_log_probs"])) for row in trained] == [(1, 2), (0, 4)]
+    assert [row["clipped"] for row in trained] == [[False, True], [False, False, True, True]]
     assert [one["samples"] for one in events(tmp_path)] == [3, 2]
 
 

@@ -59,7 +59,9 @@ def write_run(folder, *, lr=0.1, is_hostile=False, num_samples=4, length=3, has_
             for i in range(num_samples)
         ]  # fmt: skip
         sample_record.record_rollout(ALL, step, samples, [0.0] * num_samples)
-        columns = {"trainer_log_probs": torch.full((num_samples, length), -0.5 - loss), "advantages": torch.ones(num_samples, length)}  # fmt: skip  # noqa: E501
+        columns = {name: torch.ones(num_samples, length) for name in ("advantages", "clipped")}
+        columns["trainer_log_probs"] = torch.full((num_samples, length), -0.5 - loss)
+        columns["clipped"][:, 1:] = 0
         sample_record.record_trained(ALL, step, 0, range(num_samples), columns)
     if has_ended:
         run_record.event("finish")
