@@ -9,7 +9,8 @@ are random.  Measured are the rollouts between the second and the last but one, 
 trained response tokens a second, and of each GPU the share of time without a running kernel (NVML).
 
 All jobs start at once and wait with their first request until it is their turn, so that starts cost time only once.
-``--out`` gets the folder of each job, ``numbers.json`` and ``asynchrony.png``.  Flags behind ``--`` are train.py's.
+``--out`` gets the folder of each job, ``numbers.json``, ``asynchrony.json`` (a file of benchmarks/results) and
+``asynchrony.png``.  Flags behind ``--`` are train.py's.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ import asyncio
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import threading
 import time
 from argparse import Namespace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import results_page  # noqa: E402
 from benchmarks.published_configs import PUBLISHED  # noqa: E402
 
 FULLY = (
@@ -56,7 +60,7 @@ FLAGS = """
 SAMPLE_S = 0.1
 """Between two looks at the GPUs."""
 LAST_S = 20.0
-"""For a job to end after its last step, before the next begins."""
+"""For a job to end after its last step, while the next begins."""
 
 
 # Inside the jobs
@@ -170,25 +174,46 @@ def wait_for_starts(jobs: dict[str, subprocess.Popen[bytes]], options: argparse.
             if time.monotonic() > deadline_s:
                 break
             time.sleep(0.2)
-        print(f"{mode}: started, {time.monotonic() - deadline_s + options.start_s:.0f} s", flush=True)
+        is_up = any("perf/weight_push_s" in row for row in records(folder))
+        waited_s = time.monotonic() - deadline_s + options.start_s
+        print(f"{mode}: {'started' if is_up else 'not up'}, {waited_s:.0f} s", flush=True)
 
 
-def measure(mode: str, job: subprocess.Popen[bytes], options: argparse.Namespace, sampler: Sampler) -> dict[str, Any]:
-    """Let a job run to its end; returns its numbers."""
-    folder = folder_of(mode, options)
-    (folder / "go").touch()
-    deadline_s = time.monotonic() + options.limit_s
-    ends: dict[int, float] = {}
-    while len(ends) < options.rollouts and job.poll() is None and time.monotonic() < deadline_s:
-        ends = {row["rollout/step"]: row["time"] for row in records(folder) if "perf/time_step_s" in row}
-        time.sleep(0.2)
+def leave(job: subprocess.Popen[bytes]) -> None:
+    """Let a job end that has made its steps."""
     try:
         job.wait(timeout=LAST_S)
     except subprocess.TimeoutExpired:
         job.terminate()
+
+
+def measure(
+    mode: str,
+    job: subprocess.Popen[bytes],
+    before: subprocess.Popen[bytes] | None,
+    options: argparse.Namespace,
+    sampler: Sampler,
+    limit_s: float,
+) -> dict[str, Any]:
+    """Let a job make its steps, within ``limit_s``; returns its numbers.
+
+    The job ``before`` it ends while this one's first requests, which are not measured, are on their way.
+    """
+    folder = folder_of(mode, options)
+    (folder / "go").touch()
+    deadline_s = time.monotonic() + limit_s
+    if before is not None:
+        leave(before)
+    ends: dict[int, float] = {}
+    while len(ends) < options.rollouts and job.poll() is None and time.monotonic() < deadline_s:
+        ends = {row["rollout/step"]: row["time"] for row in records(folder) if "perf/time_step_s" in row}
+        time.sleep(0.2)
+    if len(ends) < options.rollouts:
+        job.terminate()
     first, last = 1, max(ends, default=0) - 1
     if last <= first:
-        return {"mode": mode, "error": (folder / "log").read_text(errors="replace")[-1500:]}
+        said = (folder / "log").read_text(errors="replace")[-1500:].strip()
+        return {"mode": mode, "error": f"{said}\n{len(ends)} of {options.rollouts} rollouts in {limit_s:.0f} s"}
     begin, end = ends[first], ends[last]
     counted = [row for row in records(folder) if first < row.get("rollout/step", -1) <= last]
     lengths = [row["rollout/response_lengths"] for row in counted if "rollout/response_lengths" in row]
@@ -216,7 +241,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     base = next((row["tokens_per_s"] for row in rows if row["mode"] == "synchronous" and "tokens" in row), None)
     for row in rows:
         if "error" in row:
-            lines.append(f"| {row['mode']} | failed: {row['error'].splitlines()[-1:]} |")
+            lines.append(f"| {row['mode']} | failed: {row['error'].splitlines()[-1]} | | | | | |")
             continue
         factor = f"{row['tokens_per_s'] / base:.2f}" if base else ""
         idle = ", ".join(f"{share:.0%}" for share in row["idle"])
@@ -226,6 +251,23 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{idle} | {waits} |"
         )
     return "\n".join(lines)
+
+
+def result(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rows as a file of benchmarks/results."""
+    return {
+        **{"title": "What asynchrony gives", "group": "Whole jobs", "date": datetime.now(UTC).date().isoformat()},
+        **{"hardware": results_page.find_hardware(), "versions": results_page.versions()},
+        **{"command": shlex.join(["python", *sys.argv]), "commit": results_page.commit()},
+        "notes": [
+            f"{options.model} with random weights; {options.prompts} prompts x 8 samples; response lengths of one "
+            f"seeded trace (log-normal, median {options.median:g}, sigma {options.sigma:g}, cap {options.cap:,}), "
+            f"forced; micro-batches of {options.tokens:,} tokens; {options.rollouts} rollouts a mode, of which all "
+            "but the first two and the last are measured. One GPU trains and one generates; a GPU is idle while no "
+            "kernel runs on it. All jobs were up, one ran."
+        ],
+        "tables": results_page.parse(table(rows))[1],
+    }
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -262,11 +304,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="--max-tokens-per-gpu")
     parser.add_argument("--start-s", type=float, default=600, help="for all jobs to start")
     parser.add_argument("--limit-s", type=float, default=1800, help="for one job, once it is its turn")
+    parser.add_argument("--total-s", type=float, default=7200, help="for everything; jobs whose turn is later fail")
     own, extra = sys.argv[1:], []
     if "--" in own:
         own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
-    options.out = options.out.resolve()
+    options.out, began_s = options.out.resolve(), time.monotonic()
     write_model(options.out / "task", options.model)
     sampler = Sampler()
     sampler.start()
@@ -274,10 +317,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     try:
         wait_for_starts(jobs, options)
+        before = None
         for mode, job in jobs.items():
-            rows.append(measure(mode, job, options, sampler))
+            limit_s = min(options.limit_s, options.total_s - (time.monotonic() - began_s))
+            rows.append(measure(mode, job, before, options, sampler, limit_s))
+            before = job
             numbers = {"options": {k: str(v) for k, v in vars(options).items()}, "flags": extra, "rows": rows}
             (options.out / "numbers.json").write_text(json.dumps(numbers))
+            results_page.save("asynchrony", result(options, rows), options.out)
             print(table(rows[-1:]), flush=True)
     finally:
         for job in jobs.values():

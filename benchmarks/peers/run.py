@@ -243,8 +243,8 @@ def workload_note(options: argparse.Namespace, tokens: int, order: list[str]) ->
         f"on both sides, {tokens:,} tokens a step on average; GRPO with a KL term, token-mean loss, one optimizer "
         f"step a rollout, micro-batches of {options.tokens:,} tokens, {options.warm_up} steps not measured. Engines: "
         f"{options.attention} attention, torch's sampling, decode graphs, memory share {options.memory:g}, "
-        f"{options.requests} requests. One after the other, {' first, then '.join(order)}: the second finds the "
-        "compiled kernels that the first left."
+        f"{options.requests} requests. In this order: {', '.join(order)}; a later one finds the kernels that an "
+        "earlier one compiled."
     )
 
 
