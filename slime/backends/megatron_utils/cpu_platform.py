@@ -1,4 +1,4 @@
-"""Let megatron-core run on CPU tensors.  Importing this module is the whole interface.
+"""Let megatron-core run on CPU tensors.  Importing this module is all that needs to be done.
 
 megatron-core 0.16.1 asks ``torch.cuda`` for devices, streams and random states in the middle of plain tensor code.  On
 a machine without CUDA the replacements below, each with its reason, answer instead.
@@ -36,6 +36,14 @@ _FACTORIES = (
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
 )
 """Called with device literals (optimizer/clip_grads.py), or with pin_memory, which needs a CUDA context."""
+
+
+def of_new_parameters(config: Any) -> dict[str, Any]:
+    """Return the dtype and the device of parameters that a TransformerConfig asks for, as tensor factories take them."""
+    return {
+        "dtype": config.params_dtype,
+        "device": CPU if config.use_cpu_initialization else torch.cuda.current_device(),
+    }
 
 
 class _NoStream:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.backends.megatron_utils import cpu_platform
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -56,8 +56,7 @@ class IndexKeyNorm(torch.nn.LayerNorm):
     """LayerNorm of the indexer's keys, computed in fp32 whatever the model's norms are."""
 
     def __init__(self, config: MLATransformerConfig, size: int) -> None:
-        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(size, eps=1e-6, device=device, dtype=config.params_dtype)
+        super().__init__(size, eps=1e-6, **cpu_platform.of_new_parameters(config))
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -72,7 +72,7 @@ class GatedNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
-        self.weight = torch.nn.Parameter(torch.ones(size, **_factory(config)))
+        self.weight = torch.nn.Parameter(torch.ones(size, **cpu_platform.of_new_parameters(config)))
         self.is_summed_later = config.sequence_parallel
         """With the other norms' gradients, at the end of the backward pass."""
         self.weight.sequence_parallel = self.is_summed_later  # type: ignore[attr-defined]
@@ -256,14 +256,9 @@ def gated_delta_net_spec() -> ModuleSpec:
     )
 
 
-def _factory(config: TransformerConfig) -> dict[str, Any]:
-    device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
-    return {"dtype": config.params_dtype, "device": device}
-
-
 def _cut_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return a parameter of which each tensor-parallel rank holds a part of the rows."""
-    parameter = torch.nn.Parameter(torch.empty(*shape, **_factory(config)))
+    parameter = torch.nn.Parameter(torch.empty(*shape, **cpu_platform.of_new_parameters(config)))
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter
 

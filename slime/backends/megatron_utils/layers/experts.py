@@ -65,8 +65,8 @@ class StackedLinear(torch.nn.Module):
         parts = groups.expt_tp.size()
         shape = [num_experts, out_features, in_features]
         shape[split_axis] = divide(shape[split_axis], parts)
-        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
-        weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        factory = cpu_platform.of_new_parameters(config)
+        weight: Any = torch.nn.Parameter(torch.empty(shape, **factory))
         set_tensor_model_parallel_attributes(weight, True, split_axis, 2 if is_gated else 1)
         # Gradients of experts are averaged over the ranks that hold the same experts, which are those of other
         # parameters only where both are cut alike: with fewer cuts, tensor-parallel ranks hold the same experts too.
@@ -75,7 +75,7 @@ class StackedLinear(torch.nn.Module):
         self.weight: torch.nn.Parameter = weight
         bias: Any = None
         if config.add_bias_linear:
-            bias = torch.nn.Parameter(torch.zeros(num_experts, out_features, dtype=weight.dtype, device=device))
+            bias = torch.nn.Parameter(torch.zeros(num_experts, out_features, **factory))
             # Cut into one part: megatron-core counts what is not cut on the first tensor-parallel rank alone.
             set_tensor_model_parallel_attributes(bias, True, 1, 2 if is_gated else 1)
             bias.allreduce, bias.is_stacked_experts = weight.allreduce, True

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform, megatron_wheel  # noqa: F401
+from slime.backends.megatron_utils import cpu_platform, megatron_wheel
 
 # isort: split
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
@@ -60,8 +60,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
         """Return [output_size, input_size], initialised alike on all tensor-parallel ranks."""
-        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(input_size, output_size, bias=False, device=device, dtype=config.params_dtype)
+        super().__init__(input_size, output_size, bias=False, **cpu_platform.of_new_parameters(config))
         if config.perform_initialization:
             config.init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -38,8 +38,7 @@ class Norm(torch.nn.Module):
         self.shape = (hidden_size,)
         self.eps = eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
-        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
-        factory = {"dtype": config.params_dtype, "device": device}
+        factory = cpu_platform.of_new_parameters(config)
         initial = torch.zeros if self.is_zero_centered else torch.ones
         self.weight = torch.nn.Parameter(initial(hidden_size, **factory))
         self.bias: torch.nn.Parameter | None = None

@@ -26,9 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 def make_sinks(config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> torch.nn.Parameter:
     """Return the sinks of this rank's heads, [h], zero: each starts with the weight of a score of zero."""
-    device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
     num_heads = divide(config.num_attention_heads, tp_group.size())
-    sinks = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype, device=device))
+    sinks = torch.nn.Parameter(torch.zeros(num_heads, **cpu_platform.of_new_parameters(config)))
     set_tensor_model_parallel_attributes(sinks, True, 0, 1)
     return sinks
 

@@ -36,10 +36,9 @@ class ValueHead(torch.nn.Linear):
     """
 
     def __init__(self, config: TransformerConfig, seed: int) -> None:
-        device = cpu_platform.CPU if config.use_cpu_initialization else torch.cuda.current_device()
         self._std = config.init_method_std or DEFAULT_STD
         self._seed = seed
-        super().__init__(config.hidden_size, 1, bias=True, device=device, dtype=config.params_dtype)
+        super().__init__(config.hidden_size, 1, bias=True, **cpu_platform.of_new_parameters(config))
         self.sequence_parallel = config.sequence_parallel
         for parameter in self.parameters():
             # megatron-core sums such gradients over the tensor ranks, each of which has a part of the tokens.
