@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from slime.backends.megatron_utils.layers.attention import PackedSelfAttention
@@ -45,12 +45,8 @@ def get_gemma3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | 
         ConfigError: the flags describe another model.
     """
     check_stages(args, config)
-    block = get_block_spec(config, vp_stage, post_self_attn_layernorm=True, post_mlp_layernorm=True)
-    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    block.layer_specs = [
-        _gemma_layer(layer, config, offset + index + 1) for index, layer in enumerate(block.layer_specs)
-    ]
-    return block
+    change = partial(_gemma_layer, config)
+    return get_block_spec(config, vp_stage, change, post_self_attn_layernorm=True, post_mlp_layernorm=True)
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
@@ -66,7 +62,7 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
         )
 
 
-def _gemma_layer(layer: ModuleSpec, config: TransformerConfig, number: int) -> ModuleSpec:
+def _gemma_layer(config: TransformerConfig, layer: ModuleSpec, number: int) -> ModuleSpec:
     """Return layer ``number``, from 1, with the parts that only Gemma has."""
     attention = layer.submodules.self_attention
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number):

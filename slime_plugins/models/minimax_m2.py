@@ -44,9 +44,7 @@ def get_minimax_m2_spec(args: Namespace, config: TransformerConfig, vp_stage: in
         ConfigError: the flags describe another model.
     """
     check_stages(args, config)
-    block = get_block_spec(config, vp_stage)
-    block.layer_specs = [_norm_over_heads(layer, config) for layer in block.layer_specs]
-    return block
+    return get_block_spec(config, vp_stage, change=lambda layer, _: _norm_over_heads(layer, config))
 
 
 get_minimax_m2_layer_spec = get_minimax_m2_spec

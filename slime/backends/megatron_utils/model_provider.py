@@ -125,17 +125,19 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
     config = transformer_config_from_args(args)
     if role == "critic":
         config = without_mtp(config)
-    sandwich = {
-        "post_self_attn_layernorm": args.post_self_attn_layernorm,
-        "post_mlp_layernorm": args.post_mlp_layernorm,
-    }
     spec_source = load_spec(args.spec) if args.spec else None
     vision_options = _vision_options(args)
 
     def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
-        spec = get_block_spec(config, vp_stage, **sandwich)
         if spec_source is not None:
             spec = resolve_spec(spec_source, args, config, vp_stage)
+        else:
+            spec = get_block_spec(
+                config,
+                vp_stage,
+                post_self_attn_layernorm=args.post_self_attn_layernorm,
+                post_mlp_layernorm=args.post_mlp_layernorm,
+            )
         model_class: Callable[..., GPTModel] = VisionModel if vision_options else GPTModel
         if config.mtp_num_layers:
             mtp_class = VisionModelWithMtp if vision_options else GPTModelWithMtp

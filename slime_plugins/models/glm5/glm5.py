@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
 from slime.backends.megatron_utils.models import family_of
-from slime.backends.megatron_utils.models.index_sharing import IndexSharing, index_sharing
+from slime.backends.megatron_utils.models.index_sharing import index_sharing
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.attention import sparse_attention_spec
@@ -50,13 +50,15 @@ def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int |
     settings = indexer_settings(hf_config)
     sharing = index_sharing(hf_config, config.num_layers)
     sharing.check_stages(first_layers_of_stages(config, vp_stage))
-    block = get_block_spec(config, vp_stage)
-    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
 
     def sparse(layer: ModuleSpec, number: int) -> ModuleSpec:
-        return replace_attention(layer, config, settings, sharing, number)
+        """Put sparse attention in the place of a layer's own."""
+        attention = sparse_attention_spec(
+            config, settings, source_layer=sharing.source(number), is_computing=sharing.computes(number)
+        )
+        return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
-    block.layer_specs = [sparse(layer, offset + index + 1) for index, layer in enumerate(block.layer_specs)]
+    block = get_block_spec(config, vp_stage, sparse)
     if block.mtp_layer is not None:
         block.mtp_layer = sparse(block.mtp_layer, config.num_layers + 1)
     return block
@@ -98,16 +100,6 @@ def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
         topk=int(sizes["index_topk"]),
         is_interleaved=is_interleaved,
     )
-
-
-def replace_attention(
-    layer: ModuleSpec, config: MLATransformerConfig, settings: IndexerSettings, sharing: IndexSharing, number: int
-) -> ModuleSpec:
-    """Return layer ``number`` (from 1, over the whole model) with sparse attention in place of its own."""
-    attention = sparse_attention_spec(
-        config, settings, source_layer=sharing.source(number), is_computing=sharing.computes(number)
-    )
-    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def first_layers_of_stages(config: MLATransformerConfig, vp_stage: int | None) -> list[int]:

@@ -21,7 +21,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime.backends.megatron_utils.flags.model_dims import linear_layers
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
@@ -43,13 +42,12 @@ def get_qwen3_next_spec(args: Namespace, config: TransformerConfig, vp_stage: in
         ConfigError: it says nothing.
     """
     check_stages(args, config)
-    block = get_block_spec(config, vp_stage)
     is_linear = linear_layers(config.linear_attention_freq, config.num_layers)
-    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    block.layer_specs = [
-        with_delta_net(layer) if is_linear[offset + index] else layer for index, layer in enumerate(block.layer_specs)
-    ]
-    return block
+
+    def change(layer: ModuleSpec, number: int) -> ModuleSpec:
+        return with_delta_net(layer) if is_linear[number - 1] else layer
+
+    return get_block_spec(config, vp_stage, change)
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:

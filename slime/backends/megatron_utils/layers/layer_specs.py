@@ -116,25 +116,25 @@ def get_layer_spec(
 def get_block_spec(
     config: TransformerConfig,
     vp_stage: int | None = None,
-    *,
-    post_self_attn_layernorm: bool = False,
-    post_mlp_layernorm: bool = False,
+    change: Callable[[ModuleSpec, int], ModuleSpec] | None = None,
+    **norms: bool,
 ) -> BlockSpec:
-    """Return the layers of this pipeline stage, and the final norm; options as in :func:`get_layer_spec`."""
+    """Return the layers of this pipeline stage, and the final norm.
+
+    Args:
+        config: of the model.
+        vp_stage: which virtual stage of this rank.
+        change: (layer, its number from 1 over the whole model) to the layer that takes its place.
+        norms: options of :func:`get_layer_spec`.
+    """
     pattern = moe_layer_pattern(config)
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-
-    def layer(is_moe: bool) -> ModuleSpec:
-        return get_layer_spec(
-            config,
-            is_moe=is_moe,
-            post_self_attn_layernorm=post_self_attn_layernorm,
-            post_mlp_layernorm=post_mlp_layernorm,
-        )
-
-    specs = [layer(is_moe) for is_moe in pattern[offset : offset + num_layers]]
-    return BlockSpec(layer_specs=specs, layer_norm=Norm, mtp_layer=layer(pattern[-1]))
+    specs = []
+    for index in range(offset, offset + get_num_layers_to_build(config, vp_stage=vp_stage)):
+        layer = get_layer_spec(config, is_moe=pattern[index], **norms)
+        specs.append(layer if change is None else change(layer, index + 1))
+    mtp_layer = get_layer_spec(config, is_moe=pattern[-1], **norms)
+    return BlockSpec(layer_specs=specs, layer_norm=Norm, mtp_layer=mtp_layer)
 
 
 def _attention_spec(config: TransformerConfig) -> ModuleSpec:
