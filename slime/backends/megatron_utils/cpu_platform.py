@@ -39,7 +39,7 @@ _FACTORIES = (
 
 
 def of_new_parameters(config: Any) -> dict[str, Any]:
-    """Return the dtype and the device of parameters that a TransformerConfig asks for, as tensor factories take them."""
+    """Return dtype and device of the parameters that a TransformerConfig asks for, as tensor factories take them."""
     return {
         "dtype": config.params_dtype,
         "device": CPU if config.use_cpu_initialization else torch.cuda.current_device(),

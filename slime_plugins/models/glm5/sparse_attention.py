@@ -94,7 +94,7 @@ def _logits(query: Tensor, key: Tensor, indices: Tensor, scale: float, dtype: to
 
 
 def _row_blocks(query: Tensor, indices: Tensor) -> Iterator[slice]:
-    """Yield row ranges so small that ``num_buffers`` float32 copies of one take no more than a chunk."""
+    """Yield row ranges so small that the gathered keys of one have no more than ``_BLOCK_ELEMENTS`` elements."""
     per_row = max(indices.shape[1] * query.shape[-1], 1)
     block = max(_BLOCK_ELEMENTS[query.device.type] // per_row, 1)
     for start in range(0, query.shape[0], block):

@@ -249,7 +249,7 @@ class ChangedChoices:
         self.counts[counts.device] = counts if known is None else known + counts
 
     def take(self) -> Tensor:
-        """Set the inputs of the next pass."""
+        """Return the choices that changed and all that were compared, int64 [2] on the host, and count anew."""
         total = torch.zeros(2, dtype=torch.int64)
         for counts in self.counts.values():
             total += counts.cpu()
