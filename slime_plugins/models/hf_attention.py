@@ -101,9 +101,7 @@ class HuggingfaceAttention(MegatronModule, ABC):
             x = gather_from_sequence_parallel_region(x, group=self.cp_group).index_select(0, order)
         out = self.hf_forward(x.transpose(0, 1), packed_seq_params).transpose(0, 1)
         if cp_size > 1:
-            place = torch.empty_like(order)
-            place[order] = torch.arange(order.numel(), device=order.device)
-            out = out.index_select(0, place.chunk(cp_size)[self.cp_group.rank()])
+            out = out.index_select(0, order.argsort().chunk(cp_size)[self.cp_group.rank()])
         if self.config.sequence_parallel:
             out = scatter_to_sequence_parallel_region(out, group=self.tp_group)
         return out, None

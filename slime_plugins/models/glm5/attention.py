@@ -21,7 +21,7 @@ from slime.backends.megatron_utils import cpu_platform
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import CheckpointWithoutOutput, ColumnParallelLinear, checkpoint
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,7 +32,7 @@ from slime.backends.megatron_utils.layers.latent_attention import (
     ReplicatedLinear,
     latent_attention_spec,
 )
-from slime.backends.megatron_utils.layers.rotary import rotate_pairs
+from slime.backends.megatron_utils.layers.rotary import kept_on, rotate_pairs
 from slime_plugins.models.glm5.indexer import IndexerSettings, PackedStream, choose_keys, rotate_last
 from slime_plugins.models.glm5.sparse_attention import sparse_attention
 
@@ -129,21 +129,13 @@ class SparseLatentAttention(LatentAttention):
         if self.pg_collection.cp.size() > 1:
             key = gather_from_sequence_parallel_region(key, group=self.pg_collection.cp)
 
-        def absorb(query_latent: Tensor) -> Tensor:
-            return self.absorbed_query(query_latent, cosines, sines)
+        def absorb(query_latent: Tensor) -> tuple[Tensor]:
+            return (self.absorbed_query(query_latent, cosines, sines),)
 
         def attend(query: Tensor, key: Tensor) -> Tensor:
             return self.attend(query, key, indices)
 
-        up_proj = CheckpointWithoutOutput(fp8=None) if self.recomputes_up_proj and self.training else None
-        query = absorb(query_latent) if up_proj is None else up_proj.checkpoint(absorb, query_latent)
-        if self.recomputes_core and self.training:
-            out = checkpoint(attend, False, query, key)
-        else:
-            out = attend(query, key)
-        if up_proj is not None:
-            up_proj.discard_output_and_register_recompute(out)
-        return self.linear_proj(out)
+        return self.linear_proj(self.recomputed(absorb, (query_latent,), attend, key))
 
     def absorbed_query(self, query_latent: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Map query latents [s, 1, rank] to [t, n, c + rope]: queries that meet the latents themselves."""
@@ -225,14 +217,13 @@ class SparseLatentAttention(LatentAttention):
     def rotary_tables(self, rotary_key: Tensor, packed_seq_params: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [t, rope / 2] of this rank's contiguous part of the stream."""
         assert packed_seq_params is not None
-        cached = vars(packed_seq_params).get("contiguous_rotary_tables")
-        if cached is None:
-            stream, num_rank = PackedStream.of(packed_seq_params), rotary_key.size(0)
-            cp_group = self.pg_collection.cp
-            assert stream.num_tokens == num_rank * cp_group.size(), (stream.num_tokens, num_rank, cp_group.size())
-            cached = self.rotary.tables(stream.positions(cp_group.rank() * num_rank, num_rank))
-            packed_seq_params.contiguous_rotary_tables = cached
-        return cached
+        stream, num_rank, cp_group = PackedStream.of(packed_seq_params), rotary_key.size(0), self.pg_collection.cp
+        assert stream.num_tokens == num_rank * cp_group.size(), (stream.num_tokens, num_rank, cp_group.size())
+
+        def make() -> tuple[Tensor, Tensor]:
+            return self.rotary.tables(stream.positions(cp_group.rank() * num_rank, num_rank))
+
+        return kept_on(packed_seq_params, "contiguous_rotary_tables", make)
 
 
 def sparse_attention_spec(

@@ -12,12 +12,13 @@ Shapes: t = rows of this rank, h = indexer heads, d = width of a head, s = keys 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.layers.rotary import cumulative_lengths
+from slime.backends.megatron_utils.layers.rotary import cumulative_lengths, kept_on, rotate_pairs
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Scores of one block of rows: at 2^27 half a gigabyte."""
@@ -46,14 +47,9 @@ def rotate_last(x: Tensor, cosines: Tensor, sines: Tensor, *, is_interleaved: bo
     """
     width = 2 * cosines.shape[-1]
     shape = (len(x), *([1] * (x.dim() - 2)), -1)
-    cosines, sines = cosines.view(shape), sines.view(shape)
-    plain, turning = x[..., : x.shape[-1] - width], x[..., x.shape[-1] - width :]
-    if is_interleaved:
-        first, second = turning[..., 0::2], turning[..., 1::2]
-    else:
-        first, second = turning.chunk(2, dim=-1)
-    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-    return torch.cat([plain, turned.to(x.dtype)], dim=-1)
+    plain, turning = x.split([x.shape[-1] - width, width], dim=-1)
+    turned = rotate_pairs(turning, cosines.view(shape), sines.view(shape), is_interleaved=is_interleaved)
+    return torch.cat([plain, turned], dim=-1)
 
 
 @torch.no_grad()
@@ -135,11 +131,8 @@ class PackedStream:
     @classmethod
     def of(cls, packed_seq_params: Any) -> PackedStream:
         """Return the stream of a micro-batch; made once and kept on megatron-core's description of it."""
-        cached = vars(packed_seq_params).get("packed_stream")
-        if cached is None:
-            cached = cls.from_offsets(cumulative_lengths(packed_seq_params))
-            packed_seq_params.packed_stream = cached
-        return cached
+        make = partial(cls.from_offsets, cumulative_lengths(packed_seq_params))
+        return kept_on(packed_seq_params, "packed_stream", make)
 
     @property
     def num_tokens(self) -> int:

@@ -47,7 +47,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
-from slime.backends.megatron_utils.layers.rotary import cumulative_lengths
+from slime.backends.megatron_utils.layers.rotary import cumulative_lengths, kept_on
 from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule
 from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
 
@@ -288,9 +288,7 @@ def heads_for_tokens(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tens
 
 def tokens_for_heads(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Invert :func:`heads_for_tokens`."""
-    by_rank = torch.empty_like(order)
-    by_rank[order] = torch.arange(order.numel(), device=order.device)
-    shares = all_to_all(group, x.index_select(0, by_rank).contiguous())
+    shares = all_to_all(group, x.index_select(0, order.argsort()).contiguous())
     return shares.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -298,12 +296,12 @@ def natural_order(packed_seq_params: Any, cp_size: int) -> Tensor:
     """Return [T], the place of each token of the stream in the concatenated parts of the ranks; kept on
     its argument.
     """
-    cached = vars(packed_seq_params).get("natural_order")
-    if cached is None:
+
+    def make() -> Tensor:
         cu = cumulative_lengths(packed_seq_params)
-        cached = zigzag_places(cu.tolist(), cp_size).to(cu.device)
-        packed_seq_params.natural_order = cached
-    return cached
+        return zigzag_places(cu.tolist(), cp_size).to(cu.device)
+
+    return kept_on(packed_seq_params, "natural_order", make)
 
 
 def zigzag_places(offsets: list[int], cp_size: int) -> Tensor:

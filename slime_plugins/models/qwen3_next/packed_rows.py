@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.layers.rotary import cumulative_lengths
+from slime.backends.megatron_utils.layers.rotary import cumulative_lengths, kept_on
 
 CHUNK = 64
 """Tokens of a chunk: what is quadratic in it stays small beside the products with the state."""
@@ -86,12 +86,12 @@ class PackedRows:
         """Return the index tensors of a micro-batch; made once, which waits for the device, and kept on its
         description.
         """
-        cached = vars(packed_seq_params).get("packed_rows")
-        if cached is None:
+
+        def make() -> PackedRows:
             cu = cumulative_lengths(packed_seq_params)
-            cached = cls.from_offsets(cu.tolist(), conv_width=conv_width, device=cu.device)
-            packed_seq_params.packed_rows = cached
-        return cached
+            return cls.from_offsets(cu.tolist(), conv_width=conv_width, device=cu.device)
+
+        return kept_on(packed_seq_params, "packed_rows", make)
 
 
 def rows_or_zeros(x: Tensor, index: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ rank; b = 1 when packed; n = heads of this rank; "qk", "rope" and "v" are the wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from slime.backends.megatron_utils.layers.norm import Norm
 from slime.backends.megatron_utils.layers.rotary import (
     LatentRotary,
     cumulative_lengths,
+    kept_on,
     packed_positions,
     rotate_pairs,
 )
@@ -190,22 +192,25 @@ class LatentAttention(MegatronModule):
                 query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
             return query, key, value
 
-        up_proj = CheckpointWithoutOutput(fp8=None) if self.recomputes_up_proj and self.training else None
-        if up_proj is None:
-            query, key, value = expand(query_latent, kv_latent, rotary_key)
-        else:
-            query, key, value = up_proj.checkpoint(expand, query_latent, kv_latent, rotary_key)
-
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
 
+        return self.linear_proj(self.recomputed(expand, (query_latent, kv_latent, rotary_key), attend))
+
+    def recomputed(
+        self, expand: Callable[..., tuple[Tensor, ...]], latents: tuple[Tensor, ...], attend: Callable[..., Tensor],
+        *keys: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return ``attend(*expand(*latents), *keys)``; in training either is recomputed where the flags say so."""
+        up_proj = CheckpointWithoutOutput(fp8=None) if self.recomputes_up_proj and self.training else None
+        expanded = expand(*latents) if up_proj is None else up_proj.checkpoint(expand, *latents)
         if self.recomputes_core and self.training:
-            out = checkpoint(attend, False, query, key, value)
+            out = checkpoint(attend, False, *expanded, *keys)
         else:
-            out = attend(query, key, value)
+            out = attend(*expanded, *keys)
         if up_proj is not None:
             up_proj.discard_output_and_register_recompute(out)
-        return self.linear_proj(out)
+        return out
 
     def compress(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the normed latents of queries [s, b, rank] and of keys and values [s, b, rank], and the rotary key.
@@ -246,20 +251,17 @@ class LatentAttention(MegatronModule):
         """Return cosines and sines [t, 1, 1, rope / 2] of this rank's tokens; all layers of a micro-batch
         share them.
         """
-        cached = vars(packed_seq_params).get("latent_rotary_tables") if packed_seq_params is not None else None
-        if cached is not None:
-            return cached
         cp_group = self.pg_collection.cp
         num_local = rotary_key.size(0)
+
+        def make(cu: Tensor) -> tuple[Tensor, Tensor]:
+            positions = packed_positions(cu, num_local, cp_rank=cp_group.rank(), cp_size=cp_group.size())
+            cosines, sines = self.rotary.tables(positions)
+            return cosines[:, None, None], sines[:, None, None]
+
         if packed_seq_params is None:
-            cu = torch.tensor([0, num_local * cp_group.size()], device=rotary_key.device)
-        else:
-            cu = cumulative_lengths(packed_seq_params)
-        positions = packed_positions(cu, num_local, cp_rank=cp_group.rank(), cp_size=cp_group.size())
-        cosines, sines = (table[:, None, None] for table in self.rotary.tables(positions))
-        if packed_seq_params is not None:
-            packed_seq_params.latent_rotary_tables = (cosines, sines)
-        return cosines, sines
+            return make(torch.tensor([0, num_local * cp_group.size()], device=rotary_key.device))
+        return kept_on(packed_seq_params, "latent_rotary_tables", lambda: make(cumulative_lengths(packed_seq_params)))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None

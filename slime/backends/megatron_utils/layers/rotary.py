@@ -9,6 +9,7 @@ Shapes: t = tokens of this rank, h = heads, d = head dimension, r = rotated dime
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +33,14 @@ def cumulative_lengths(packed_seq_params: Any) -> Tensor:
     """Return the packing's cumulative lengths [S + 1] over all context-parallel ranks, padding included."""
     padded = packed_seq_params.cu_seqlens_q_padded
     return packed_seq_params.cu_seqlens_q if padded is None else padded
+
+
+def kept_on(packed_seq_params: Any, name: str, make: Callable[[], Any]) -> Any:
+    """Return what the first layer made of a micro-batch, kept on its description under ``name`` for the others."""
+    kept = vars(packed_seq_params)
+    if name not in kept:
+        kept[name] = make()
+    return kept[name]
 
 
 def packed_positions(cu_seqlens: Tensor, num_tokens: int, *, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
@@ -72,17 +81,16 @@ def rotary_tables(
         mscale: factor on cos and sin (YaRN).
         name: under which they are kept.
     """
-    kept: Any = params
-    tables: RotaryTables | None = getattr(kept, name, None)
-    if tables is None:
+
+    def make() -> RotaryTables:
         positions = packed_positions(cumulative_lengths(params), num_tokens, cp_rank=cp_rank, cp_size=cp_size)
         angles = freqs.flatten(1)
         angles = angles[:, ::2] if interleaved else angles[:, : angles.size(1) // 2]
         # Padding after the last sequence may be beyond the longest one: its angle does not matter.
         angles = angles.float()[positions.clamp_(max=angles.size(0) - 1)]
-        tables = RotaryTables(angles.cos() * mscale, angles.sin() * mscale)
-        setattr(kept, name, tables)
-    return tables
+        return RotaryTables(angles.cos() * mscale, angles.sin() * mscale)
+
+    return kept_on(params, name, make)
 
 
 def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool) -> Tensor:
@@ -211,8 +219,8 @@ class LatentRotary:
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
 
-def rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn the pairs (0, 1), (2, 3), ... of the last dimension.
+def rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor, *, is_interleaved: bool = True) -> Tensor:
+    """Turn the pairs (0, 1), (2, 3), ... of the last dimension; those of its halves where not interleaved.
 
     The result holds the first members of all pairs and then the second ones: a product of two results does not see
     the order.
@@ -221,6 +229,6 @@ def rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         x: [..., d]
         cosines, sines: [..., d / 2], fp32, broadcast against the pairs.
     """
-    first, second = x[..., 0::2], x[..., 1::2]
+    first, second = (x[..., 0::2], x[..., 1::2]) if is_interleaved else x.chunk(2, dim=-1)
     turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
     return turned.to(x.dtype)
