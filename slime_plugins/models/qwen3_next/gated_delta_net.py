@@ -18,6 +18,7 @@ its share in the exchange; r = value heads of a key head; dk, dv = widths of key
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 
 from slime.backends.megatron_utils.layers.rotary import cumulative_lengths, kept_on
+from slime.train_data.context_parallel import slice_zigzag
 from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule
 from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
 
@@ -308,13 +310,9 @@ def zigzag_places(offsets: list[int], cp_size: int) -> Tensor:
     """Return [T] for sequences that begin at ``offsets`` (the last is the end), each a multiple of 2 *
     cp_size long.
     """
-    per_rank = offsets[-1] // cp_size
-    places = []
-    for begin, end in zip(offsets, offsets[1:], strict=False):
-        size = (end - begin) // (2 * cp_size)
-        for chunk in range(2 * cp_size):
-            rank = min(chunk, 2 * cp_size - 1 - chunk)
-            is_second = chunk >= cp_size
-            first = rank * per_rank + begin // cp_size + is_second * size
-            places.append(torch.arange(first, first + size))
-    return torch.cat(places)
+    parts = [
+        slice_zigzag(torch.arange(begin, end), cp_rank=rank, cp_size=cp_size)
+        for rank in range(cp_size)
+        for begin, end in itertools.pairwise(offsets)
+    ]
+    return torch.cat(parts).argsort()
