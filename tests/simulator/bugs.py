@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import time
@@ -102,12 +103,14 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
 
 def find(task: tuple[str, int, int]) -> dict[str, Any]:
     """Put a bug back and look for it, seed after seed; shrink the first that fails."""
-    from tests.simulator.runner import installed, run_schedule, schedule_of, shrink
+    from tests.simulator.runner import COLLECT_EVERY, installed, run_schedule, schedule_of, shrink
 
     bug, first, count = task
     with installed():
         for seed in range(first, first + count):
             setup, faults = schedule_of(seed)
+            if seed % COLLECT_EVERY == 0:
+                gc.collect()
             with BUGS[bug][0].applied():
                 is_suspect = bool(run_schedule(seed, setup, faults).violations)
             if not is_suspect or run_schedule(seed, setup, faults).violations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ class Setup:
     """Weights go to the engines over a shared disk."""
     prefill: bool = False
     """The first engine prefills, the others decode."""
+    broadcast: bool = False
+    """Weights go to the engines by broadcast."""
     judge: bool = False
     """One more engine, of a model that is not trained, grades; it shares a GPU where the trainer is as large."""
 
@@ -85,7 +88,8 @@ def setup_of(seed: int) -> Setup:
     )
     prefill, judge = rng.random() < 0.2 and setup.engines > 1, rng.random() < 0.2 and setup.engines < 3
     ranks = 2 * setup.engines if judge and setup.colocate else setup.trainer_ranks
-    return replace(setup, prefill=prefill, judge=judge, trainer_ranks=ranks)
+    broadcasts = not (setup.colocate or setup.disk) and rng.random() < 0.6
+    return replace(setup, prefill=prefill, judge=judge, trainer_ranks=ranks, broadcast=broadcasts)
 
 
 @dataclass(frozen=True)
@@ -118,11 +122,14 @@ LASTS_S = (0.5, 3.0, 8.0, 20.0, 90.0, 400.0, 4000.0, 4000.0)
 """The last is longer than any deadline: what waits for it without one of its own ends the run."""
 
 
+SHARE_OF_KIND = {"http": 0.4, "file": 0.25, "call": 0.35}
 DISK_FAULTS = ("full", "ioerror", "half", "after")
+WRONG_ANSWERS = ("refuse", "lose", "status", "garbage", "nonsense", "double")
+"""Of a server to one request; nonsense is JSON of another shape."""
 
 
 def draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int, int]], end_s: float) -> Fault:
-    """Draw a fault; each site is as likely as any other, however often it is passed.
+    """Draw a fault: first whether at a request, a file or a call, then at what of these, however often it is passed.
 
     Args:
         sites: by name, how often each was passed before the time at which a fault may strike, and until its end.
@@ -133,18 +140,30 @@ def draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int, 
         return Fault(
             kind, at_s=round(rng.uniform(0, end_s), 3), target=rng.choice(roles(setup)), amount=_amount(rng, kind)
         )
-    site = rng.choice(sorted(sites))
+    site = _draw_site(rng, sites)
     passed, last = sites[site]
     nth = rng.randint(passed + 1, last)
     if site.startswith("http"):
-        kind = rng.choice(("refuse", "lose", "status", "garbage", "double", "kill", "kill", "hang", "cut", "slow"))
+        kind = rng.choice((*WRONG_ANSWERS, "kill", "kill", "kill", "hang", "hang", "cut", "slow"))
     elif site.startswith("file"):
         kind = rng.choice(("kill", "half", "half", "after", "after", "ioerror", "full"))
     else:
-        kind = rng.choice(("kill", "kill", "kill", "hang", "cut", "clock"))
+        kind = rng.choice(("kill", "kill", "kill", "hang", "hang", "cut", "clock"))
     is_own = kind in DISK_FAULTS or rng.random() < 0.6
     target = "self" if is_own else rng.choice(roles(setup))
     return Fault(kind, site, nth, target=target, amount=_amount(rng, kind))
+
+
+def _draw_site(rng: random.Random, sites: Mapping[str, tuple[int, int]]) -> str:
+    """Return a site; those that differ in a number alone, as those of like engines, count as one."""
+    likes: dict[str, dict[str, list[str]]] = {}
+    for site in sorted(sites):
+        kind = site.partition(" ")[0]
+        likes.setdefault(kind if kind in ("http", "file") else "call", {}).setdefault(
+            re.sub(r"\d+", "#", site), []
+        ).append(site)
+    kind = rng.choices(list(likes), [SHARE_OF_KIND[kind] for kind in likes])[0]
+    return rng.choice(rng.choice(list(likes[kind].values())))
 
 
 def _amount(rng: random.Random, kind: str) -> float:
@@ -160,23 +179,39 @@ def draw_faults(seed: int, setup: Setup, sites: Counter[str], end_s: float) -> l
     rng = random.Random(seed * 31 + 7)
     count = rng.choice((1, 1, 1, 2, 2, 3, 5))
     everywhere = {site: (0, passed) for site, passed in sites.items()}
-    return [draw_fault(rng, setup, everywhere, end_s) for _ in range(count)]
+    faults = [draw_fault(rng, setup, everywhere, end_s) for _ in range(count)]
+    if rng.random() < 0.2 and faults[0].site:  # two at one moment
+        kind = rng.choice(("kill", "kill", "hang", "cut"))
+        also = replace(faults[0], kind=kind, target=rng.choice(roles(setup)), amount=_amount(rng, kind))
+        faults.insert(1, also)
+    return faults
 
 
 def strikes_recovery(seed: int) -> bool:
     """Return whether the faults of a seed, after the first, strike while the job recovers from that."""
-    return random.Random(seed * 31 + 5).random() < 0.3
+    return random.Random(seed * 31 + 5).random() < 0.4
 
 
-def draw_faults_of_recovery(seed: int, setup: Setup, sites: Mapping[str, tuple[int, int]]) -> list[Fault]:
-    """Return one or two faults that strike while the job recovers from the first of a seed."""
+def draw_faults_of_recovery(
+    seed: int, setup: Setup, sites: Mapping[str, tuple[int, int]], new: Mapping[str, tuple[int, int]]
+) -> list[Fault]:
+    """Return one or two faults that strike while the job recovers from the first of a seed.
+
+    Args:
+        sites: as in :func:`draw_fault`.
+        new: those of them that only the recovery passes: of processes in the place of others.
+    """
     rng = random.Random(seed * 31 + 11)
-    return [fault for _ in range(rng.choice((1, 1, 2))) if (fault := draw_fault(rng, setup, sites, 0.0)).site]
+    drawn = []
+    for _ in range(rng.choice((1, 1, 2))):
+        is_new = rng.random() < 0.6
+        drawn.append(draw_fault(rng, setup, new if new and is_new else sites, 0.0))
+    return [fault for fault in drawn if fault.site]
 
 
 def victim(fault: Fault) -> str:
     """Return the role that a fault hits; "" where that is not known."""
-    if fault.target != "self" and fault.kind not in ("refuse", "lose", "status", "garbage", "double"):
+    if fault.target != "self" and fault.kind not in WRONG_ANSWERS:
         return fault.target
     if fault.site.startswith("train "):
         return "trainer"

@@ -34,6 +34,7 @@ class Files:
         world = self.world
         process = world.kernel.current_process
         name = re.sub(r"[0-9a-f]*\d+", "#", os.path.basename(path)).removesuffix(".tmp")
+        world.touched(what, Path(path))
         outcome = world.at(f"file {world.cluster.role_of(process)} {what} {name}", process)
         if outcome == "half":
             if half is not None:

@@ -24,6 +24,8 @@ TICK_S = 1e-6
 
 _KERNEL: list[Kernel | None] = [None]
 """The one that waits go to, while a schedule runs."""
+WORLD: list[Any] = [None]
+"""The schedule that runs."""
 _MISSING = object()
 
 

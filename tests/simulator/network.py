@@ -38,6 +38,10 @@ class Reply:
             self.on_hang_up()
 
 
+NONSENSE = (b"{}", b"[]", b"null", b'"ok"', b"7", b'{"meta_info": null}', b'[{"workers": 1}]', b'{"success": null}')
+"""Bodies of another shape than the one that was asked for."""
+
+
 class Cut(Exception):
     """The connection was refused or broke."""
 
@@ -150,6 +154,8 @@ def send(  # noqa: C901
             outcome: Any = Cut("connection reset by peer") if wrong == "lose" else (status, body)
             if wrong == "garbage":  # it is done, and answered with half of an object
                 outcome = (status, b'{"meta_info": {"finish_reason"')
+            if wrong == "nonsense":
+                outcome = (200, kernel.rng("nonsense").choice(NONSENSE))
             kernel.call_later(delay_s, lambda: finish(outcome))
 
         reply = Reply(answer)

@@ -26,15 +26,18 @@ from slime.utils.misc import SingletonMeta
 from tests.simulator.fake_ray import RemoteClass, patch_ray
 from tests.simulator.faults import Fault, Setup, draw_faults, draw_faults_of_recovery, setup_of, strikes_recovery
 from tests.simulator.files import patch_files
-from tests.simulator.kernel import Kernel, Patches, Process, running
+from tests.simulator.kernel import WORLD, Kernel, Patches, Process, running
 from tests.simulator.network import AsyncSession, SyncSession
 from tests.simulator.servers import EngineServer, RouterServer
 from tests.simulator.threads import Executor, Lock, patch_standard_library
-from tests.simulator.trainer import WORLD, SimulatedTrainer, patch_trainer
+from tests.simulator.trainer import SimulatedTrainer, patch_trainer
+from tests.simulator.weight_groups import patch_weight_groups
 from tests.simulator.world import Outcome, World
 from tests.unit.rollout.fake_cluster import FakeTokenizer
 
 MEMORY = Path("/dev/shm")
+COLLECT_EVERY = 40
+"""Schedules after which garbage is collected; it is not meanwhile."""
 NO_SIGTERM_S = 60.0
 """No process gets SIGTERM here: looking for it every second would be every fifth event."""
 
@@ -113,6 +116,7 @@ def install() -> Patches:
     patch_ray(patches, lambda: world().cluster)
     patch_files(patches, lambda: world().files)
     patch_trainer(patches)
+    patch_weight_groups(patches, free_port)
     nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
     ray_class = functools.partial(RemoteClass, lambda: world().cluster)
     watch = waiting.WATCH_GROUP
@@ -184,6 +188,14 @@ def install() -> Patches:
         world().recorded(world().kernel.current_process, group)
 
     patches.set(Journal, "record_finished", recorded)
+    record_batch = Journal.record_batch
+
+    def recorded_batch(journal: Journal, rollout_id: int, groups: list[Any], *args: Any, **keywords: Any) -> None:
+        record_batch(journal, rollout_id, groups, *args, **keywords)
+        for group in groups:
+            world().recorded(world().kernel.current_process, group, is_written=True)
+
+    patches.set(Journal, "record_batch", recorded_batch)
     patches.set(pulse.Pulse.__init__, "__defaults__", (lambda: time.monotonic(),))
     patches.set(
         rollout_waiting.LongWait.__init__,
@@ -323,15 +335,25 @@ def schedule_of(seed: int) -> tuple[Setup, list[Fault]]:
     faults = draw_faults(seed, setup, plain.sites, plain.virtual_s - 30.0)
     if strikes_recovery(seed):
         first = run_schedule(seed, setup, faults[:1])
-        faults = faults[:1] + draw_faults_of_recovery(seed, setup, first.recovery_sites)
+        faults = faults[:1] + draw_faults_of_recovery(seed, setup, first.recovery_sites, _new_sites(first, plain))
     return setup, faults
+
+
+def _new_sites(first: Outcome, plain: Outcome) -> dict[str, tuple[int, int]]:
+    """Return what only the recovery of a run passes: as other processes, or oftener than an undisturbed run."""
+    more = {
+        site: (max(before, plain.sites[site]), after)
+        for site, (before, after) in first.recovery_sites.items()
+        if after > plain.sites[site]
+    }
+    return more | first.replaced_sites
 
 
 def run_seed(seed: int) -> Outcome:
     """Run the schedule of a seed."""
     setup, faults = schedule_of(seed)
     outcome = run_schedule(seed, setup, faults)
-    if seed % 40 == 0:
+    if seed % COLLECT_EVERY == 0:
         gc.collect()
     return outcome
 

@@ -8,24 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from slime.weights.push.wire import PUSH_REPORT
 from tests.scripted_engine.script import Request, Script, split_prompt, text_of
 from tests.simulator.kernel import Process
 from tests.simulator.network import Cut, Reply, Server, send
+from tests.simulator.weight_groups import Member, state_in
 
 LOG_PROB_UNIT = 1e-3
 """The log-prob of a token names the weights that drew it: minus (their number + 1) units."""
 
 HANG_UP_S = 4.0
 """SGLang looks so often whether a client is still there (SGLANG_REQUEST_STATE_WAIT_TIMEOUT), and ends its request."""
-
-
-def state_in(tensor: torch.Tensor) -> int:
-    """Return the number of the state that a bucket holds."""
-    return int(tensor.view(torch.int64)[0])
 
 
 @dataclass
@@ -74,6 +69,11 @@ class EngineServer(Server):
         self.running: list[_Running] = []
         self.queue: list[tuple[Any, Reply]] = []
         """Requests that came while it was paused."""
+        self.messages: list[tuple[Any, float, Reply]] = []
+        """Of pushes, the first under way."""
+        self.message_problems: list[str] = []
+        """Of the last message, where it belongs to no push."""
+        self.member = Member(self)
         world.engine_started(self)
 
     def handle(self, method: str, path: str, payload: Any, reply: Reply) -> None:
@@ -215,13 +215,49 @@ class EngineServer(Server):
     def do_update_weights_from_tensor(self, payload: Any, reply: Reply) -> None:
         message = payload["serialized_named_tensors"][0]
         seconds = self.world.bucket_seconds if message["verb"].startswith("receive") else 0.001
-        self.later(seconds, lambda: self._load(message, reply))
+        self.messages.append((message, seconds, reply))
+        if len(self.messages) == 1:
+            self._next_message()
 
-    def _load(self, message: Mapping[str, Any], reply: Reply) -> None:
+    def _next_message(self) -> None:
+        """Have the loader take what was asked first; until it has done that it takes nothing else."""
+        message, seconds, reply = self.messages[0]
+
+        def done() -> None:
+            self._ok(reply, {"success": True})
+            self.messages.pop(0)
+            if self.messages:
+                self._next_message()
+
+        def told(problem: str) -> None:
+            self.message_problems = [f"{message['verb']}: {problem}"] if problem else []
+            done()
+
+        def received(problem: str, state: int | None) -> None:
+            if problem:
+                self.held.problems.append(problem)
+            self._load(message | {"state": state})
+            done()
+
+        def take() -> None:
+            self.message_problems = []
+            if message["verb"] == "join_weight_group":
+                self.member.join(message, told)
+            elif "group_name" in message and message["verb"] == "receive_weight_bucket" and message["group_name"]:
+                self.member.receive(message, received)
+            else:
+                self._load(message)
+                done()
+
+        self.later(seconds, take)
+
+    def _load(self, message: Mapping[str, Any]) -> None:
         verb, held = message["verb"], self.held
         if verb == "begin_weight_update":
             self.held = _Held([None] * self.world.num_buckets, message["push_id"])
             self.is_pushed_to = True
+        elif verb == "leave_weight_group":
+            self.member.leave(message)
         elif verb in ("receive_weight_bucket", "receive_weight_folder"):
             if self.running:
                 self.world.violate(f"{self.process} loads weights while it generates")
@@ -233,10 +269,11 @@ class EngineServer(Server):
                 held.problems.append(f"a bucket of {message['push_id']}")
             elif sent is not None:
                 held.buckets[index] = sent
-        self._ok(reply, {"success": True})
 
     def _arrived(self, message: Mapping[str, Any], index: int) -> int | None:
-        """Return the state that a bucket of a message has, or that of the folder that it names."""
+        """Return the state that a bucket of a message has, that came by broadcast, or of the folder that it names."""
+        if "state" in message:
+            return message["state"]  # type: ignore[no-any-return]
         if "folder" not in message:
             return self.world.wire.get((message["push_id"], index))
         folder, name = Path(message["folder"]), f"t{index}"
@@ -255,7 +292,8 @@ class EngineServer(Server):
             "" if state is None else f"{self.world.digest(state, k):016x}" for k, state in enumerate(held.buckets)
         ]
         report = {
-            "push_id": held.push_id, "needs_manifest": False, "buckets": digests, "problems": held.problems,
+            "push_id": held.push_id, "needs_manifest": False, "buckets": digests,
+            "problems": [*self.message_problems, *held.problems],
             "seconds": {},
         }  # fmt: skip
         self._ok(reply, [json.dumps(report)])

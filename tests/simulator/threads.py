@@ -203,6 +203,17 @@ class Thread:
         return id(self)
 
 
+class Timer(Thread):
+    """threading.Timer."""
+
+    def __init__(self, interval: float, function: Callable[[], Any]) -> None:
+        self._cancelled = Event()
+        super().__init__(target=lambda: None if self._cancelled.wait(interval) else function(), name="timer")
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
 class Executor:
     """ThreadPoolExecutor: a strand for each task."""
 
@@ -316,7 +327,7 @@ def patch_standard_library(patches: Patches) -> None:
     patches.set(time, "sleep", lambda s: k.sleep(s) if (k := kernel()) else real_sleep(s))
     for name, fake in (
         ("Lock", Lock), ("RLock", RLock), ("Condition", Condition), ("Event", Event), ("Thread", Thread),
-        ("current_thread", current_thread),
+        ("Timer", Timer), ("current_thread", current_thread),
     ):  # fmt: skip
         patches.set(threading, name, fake)
     patches.set(asyncio, "new_event_loop", Loop)

@@ -30,12 +30,10 @@ from slime.weights.push.state import Push
 from slime.weights.push.transports.base import Transport
 from slime.weights.push.verbs import EngineProxy
 from slime.weights.tensor_slice import TensorSlice
-from tests.simulator.kernel import _KERNEL, Process
-from tests.simulator.servers import state_in
+from tests.simulator.kernel import _KERNEL, WORLD, Process
+from tests.simulator.weight_groups import state_in
 
 NUM_BUCKETS = 2
-WORLD: list[Any] = [None]
-"""The schedule that runs."""
 
 
 def make_manifest() -> Manifest:
@@ -177,7 +175,7 @@ class MessageTransport(Transport):
         if index == NO_BUCKET or push.ranks.rank != 0:
             return
         WORLD[0].wire[push.id, index] = state_in(flat)
-        requests = start_all(push.participants.good, lambda e: e.receive_weight_bucket(push.id, index, "wire"))
+        requests = start_all(push.participants.good, lambda e: e.receive_weight_bucket(push.id, index, ""))
         for engine, error in wait_together(requests, push.participants.clock.step_s).items():
             push.participants.exclude(engine, f"{reason_of(error)} (while loading bucket {index})")
 
@@ -195,7 +193,7 @@ class Updater(WeightUpdater):
 
     @property
     def transport(self) -> Transport:
-        if self.args.update_weight_transport == "disk":
+        if self.args.update_weight_transport == "disk" or WORLD[0].setup.broadcast:
             return super().transport
         if self._transport is None:
             self._transport = MessageTransport()
@@ -367,7 +365,11 @@ def patch_trainer(patches: Any) -> None:
     patches.set(checkpoint, "rng_state", lambda: None)
     patches.set(checkpoint, "model_state", lambda model: {"model": model[0].state})
     patches.set(
-        updater, "trainer_ranks", lambda args: TrainerRanks(rank=dist.get_rank(), world_size=dist.get_world_size())
+        updater,
+        "trainer_ranks",
+        lambda args: TrainerRanks(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), is_source=dist.get_rank() == 0
+        ),
     )
     patches.set(disk, "copy_assets", lambda *_: None)
     patches.set(versions.secrets, "token_hex", lambda size: str(_KERNEL[0].rng("token").getrandbits(32)))  # type: ignore[union-attr]

@@ -15,11 +15,11 @@ from typing import Any
 
 import train
 import train_async
-from slime.flags.checkpoint import derive_starting_point, has_finished_save, inspect_checkpoint
+from slime.flags.checkpoint import TRACKER, derive_starting_point, has_finished_save, inspect_checkpoint
 from slime.ray import job
 from tests.scripted_engine.script import Script, split_prompt
 from tests.simulator.fake_ray import Cluster
-from tests.simulator.faults import DISK_FAULTS, EXCUSES, Fault, Setup, are_too_many, may_cost_an_engine
+from tests.simulator.faults import DISK_FAULTS, EXCUSES, WRONG_ANSWERS, Fault, Setup, are_too_many, may_cost_an_engine
 from tests.simulator.files import Files
 from tests.simulator.job import base_args, write_layout
 from tests.simulator.kernel import Kernel, Process, StuckError
@@ -64,6 +64,8 @@ class Outcome:
 
     recovery_sites: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Site -> how often it was passed until the first fault, and until RECOVERY_S later, where that is more."""
+    replaced_sites: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The same of what passed it in the place of another process."""
 
     @property
     def digest(self) -> int:
@@ -94,6 +96,8 @@ class World:
         self.servers: dict[int, Server] = {}
         self.wire: dict[Any, int] = {}
         self.meetings: dict[Any, Any] = {}
+        self.rendezvous: dict[int, Any] = {}
+        """Port -> the weight group that meets there."""
         self.states: list[State | None] = [None]
         self._numbers: dict[State, int] = {}
         self.disk_state = 0
@@ -102,7 +106,7 @@ class World:
         self.served: set[int] = set()
         """States that engines were given, in any life."""
         self.answers: dict[tuple[tuple[int, ...], int], tuple[Process, float]] = {}
-        """Prompt and seed -> the manager that gave the answer to the ledger, and when."""
+        """Prompt and seed -> the manager that gave the answer to the ledger, and when that must have written it."""
         self.script = Script(length=(2, 10))
         self.seconds_per_token = setup.seconds_per_token
         self.filtered: set[int] = set()
@@ -121,6 +125,8 @@ class World:
         """The engines got weights in this life."""
         self._sites_before: Counter[str] = Counter()
         self._sites_after: Counter[str] = Counter()
+        self._is_recovering = False
+        self._replaced_sites: dict[str, tuple[int, int]] = {}
         self._by_site: dict[str, list[Fault]] = {}
         for fault in faults:
             if fault.site:
@@ -155,6 +161,8 @@ class World:
     def at(self, site: str, process: Process | None) -> str | None:
         """Pass a point; return what a fault there has its caller do."""
         count = self.sites[site] = self.sites[site] + 1
+        if self._is_recovering and process is not None and "#" in process.name:
+            self._replaced_sites[site] = self._replaced_sites.get(site, (count - 1, 0))[0], count
         found = self._by_site.get(site)
         if found is None:
             return None
@@ -168,14 +176,14 @@ class World:
         """Let a fault happen; return what the place where it happens must do itself."""
         lasts_s = fault.amount if fault.kind in ("hang", "cut", "full") else 0.0
         if not self.fired:
-            self._sites_before = self.sites.copy()
-            self.kernel.call_later(RECOVERY_S, lambda: self._sites_after.update(self.sites))
+            self._sites_before, self._is_recovering = self.sites.copy(), True
+            self.kernel.call_later(RECOVERY_S, self._end_recovery)
         self.fired.append((fault, self.kernel.now_s + lasts_s))
         self.fired_in_life.append(fault)
         self.had_early_fault |= not self.is_started
         self.note(f"fault: {fault}")
         kernel = self.kernel
-        if fault.kind in ("refuse", "status", "garbage", "lose", "double", "half", "after", "ioerror"):
+        if fault.kind in WRONG_ANSWERS or fault.kind in ("half", "after", "ioerror"):
             return fault.kind
         if fault.kind == "clock":
             kernel.wall_shift_s += fault.amount
@@ -194,6 +202,10 @@ class World:
                         if server.process is target:
                             server.slowness = fault.amount
         return None
+
+    def _end_recovery(self) -> None:
+        self._sites_after.update(self.sites)
+        self._is_recovering = False
 
     def _recovery_sites(self) -> dict[str, tuple[int, int]]:
         before, after = self._sites_before, self._sites_after
@@ -246,22 +258,26 @@ class World:
                 f"{self.committed[version]}"
             )
 
-    def recorded(self, manager: Process, group: list[Any]) -> None:
-        """A manager gives an answered group to the ledger."""
+    def recorded(self, manager: Process, group: list[Any], *, is_written: bool = False) -> None:
+        """A manager gives an answered group to the ledger, which has written it by now or needs some time."""
+        written_s = self.kernel.now_s + (0.0 if is_written else LEDGER_S)
         for sample in group if self.setup.is_exact else ():
             prompt, _ = split_prompt(sample.tokens)
-            self.answers[tuple(prompt), self.seed_of(sample.index)] = manager, self.kernel.now_s
+            key = tuple(prompt), self.seed_of(sample.index)
+            before, before_s = self.answers.get(key, (None, 0.0))
+            if before is not manager or written_s < before_s:
+                self.answers[key] = manager, written_s
 
     def asked(self, server: EngineServer, request: Any) -> None:
         """An engine begins to draw an answer: not one that the ledger of an earlier manager has."""
-        manager, at_s = self.answers.get((tuple(request.prompt), request.seed), (None, 0.0))
+        manager, written_s = self.answers.get((tuple(request.prompt), request.seed), (None, 0.0))
         if manager is None or manager.end_s is None or request.earlier:
             return
-        had_time = manager.end_s > at_s + LEDGER_S and manager.frozen_until_s <= at_s
+        had_time = manager.end_s > written_s and manager.frozen_until_s <= written_s
         if had_time and not any(fault.kind in DISK_FAULTS for fault, _ in self.fired):
             self.violate(
                 f"{server.process} draws the answer to {request.prompt} with seed {request.seed} again, which "
-                f"{manager} gave to the ledger {manager.end_s - at_s:.1f} s before its end"
+                f"the ledger of {manager} had {manager.end_s - written_s:.1f} s before its end"
             )
 
     def version_committed(self, server: EngineServer, version: str, state: int | None) -> None:
@@ -273,6 +289,16 @@ class World:
         self.served.add(state)
         if self.committed.setdefault(version, state) != state:
             self.violate(f"version {version} is of weights {self.committed[version]} and of weights {state}")
+
+    def touched(self, what: str, path: Path) -> None:
+        """A file operation begins, or has ended: the checkpoint that counts is whole at any time."""
+        root = self.folder / "save"
+        if what == "replaced" and path == root / TRACKER:
+            check_checkpoint(self)
+        elif what in ("make", "write", "replace", "remove") and root in path.parents and (root / TRACKER).exists():
+            folder = root / f"iter_{int((root / TRACKER).read_text()):07d}"
+            if folder == path or folder in path.parents:
+                self.violate(f"the checkpoint that counts is written over: {what} {path.relative_to(root)}")
 
     def digest(self, state: int, index: int) -> int:
         """Return the digest of a bucket."""
@@ -340,7 +366,7 @@ class World:
             check_end(self)
         return Outcome(
             self.violations, self.story, self.sites, self.num_lives, self.kernel.now_s, self.kernel.num_events,
-            len(self.fired), self._recovery_sites(),
+            len(self.fired), self._recovery_sites(), self._replaced_sites,
         )  # fmt: skip
 
     def _live(self) -> bool:
