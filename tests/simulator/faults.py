@@ -118,7 +118,7 @@ def roles(setup: Setup) -> list[str]:
     return ["driver", "manager", *routers, *engines, *(f"trainer{k}" for k in range(setup.trainer_ranks))]
 
 
-LASTS_S = (0.5, 3.0, 8.0, 20.0, 90.0, 400.0, 4000.0, 4000.0)
+LASTS_S = (0.5, 3.0, 20.0, 90.0, 400.0, 4000.0, 4000.0, 4000.0)
 """The last is longer than any deadline: what waits for it without one of its own ends the run."""
 
 
@@ -189,7 +189,13 @@ def draw_faults(seed: int, setup: Setup, sites: Counter[str], end_s: float) -> l
 
 def strikes_recovery(seed: int) -> bool:
     """Return whether the faults of a seed, after the first, strike while the job recovers from that."""
-    return random.Random(seed * 31 + 5).random() < 0.4
+    return random.Random(seed * 31 + 5).random() < 0.5
+
+
+def first_of_recovery(seed: int, fault: Fault) -> Fault:
+    """Return the fault that such a seed recovers from: a death more often than not."""
+    is_death = random.Random(seed * 31 + 9).random() < 0.6
+    return replace(fault, kind="kill", amount=0.0) if is_death else fault
 
 
 def draw_faults_of_recovery(
@@ -204,8 +210,9 @@ def draw_faults_of_recovery(
     rng = random.Random(seed * 31 + 11)
     drawn = []
     for _ in range(rng.choice((1, 1, 2))):
-        is_new = rng.random() < 0.6
-        drawn.append(draw_fault(rng, setup, new if new and is_new else sites, 0.0))
+        is_new, is_death = rng.random() < 0.6, rng.random() < 0.4
+        fault = draw_fault(rng, setup, new if new and is_new else sites, 0.0)
+        drawn.append(replace(fault, kind="kill", amount=0.0) if is_death else fault)
     return [fault for fault in drawn if fault.site]
 
 

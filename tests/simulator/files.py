@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulator.kernel import _KERNEL, Process
+from tests.simulator.oracles import check_file_operation
 
 
 class Files:
@@ -34,7 +35,7 @@ class Files:
         world = self.world
         process = world.kernel.current_process
         name = re.sub(r"[0-9a-f]*\d+", "#", os.path.basename(path)).removesuffix(".tmp")
-        world.touched(what, Path(path))
+        check_file_operation(world, what, Path(path))
         outcome = world.at(f"file {world.cluster.role_of(process)} {what} {name}", process)
         if outcome == "half":
             if half is not None:

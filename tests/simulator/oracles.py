@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from slime.flags.checkpoint import TRACKER
 from slime.rollout.base_types import first_index
 from slime.rollout.data_source import groups_from_state
 from slime.rollout.ledger.ledger import position_path
 from slime.rollout.state_file import read_state
+from tests.scripted_engine.script import split_prompt
 from tests.simulator.faults import Setup
 from tests.simulator.job import is_dull
 from tests.simulator.kernel import Process
@@ -76,12 +79,55 @@ def check_checkpoint(world: World) -> None:
         world.violate(f"the checkpoint of rollout {iteration} cannot be loaded: {type(error).__name__}: {error}")
 
 
+def check_file_operation(world: World, what: str, path: Path) -> None:
+    """The checkpoint that counts is whole at any time: nothing in it is touched, and whatever comes to count is whole.
+
+    Args:
+        what: it begins, or "replaced", has ended.
+    """
+    root = world.folder / "save"
+    if what == "replaced" and path == root / TRACKER:
+        check_checkpoint(world)
+    elif what in ("make", "write", "replace", "remove") and root in path.parents and (root / TRACKER).exists():
+        folder = root / f"iter_{int((root / TRACKER).read_text()):07d}"
+        if folder == path or folder in path.parents:
+            world.violate(f"the checkpoint that counts is written over: {what} {path.relative_to(root)}")
+
+
+@dataclass
+class _Asked:
+    prompt: tuple[int, ...]
+    seed: int
+
+
+def check_trained(world: World, parent: int, rollout_id: int, samples: list[Any]) -> None:
+    """The trainer is taught in order, and by what engines drew with weights that they may have had."""
+    before = world.states[parent]
+    if (before.rollout_id if before else -1) != rollout_id - 1:
+        world.violate(f"rollout {rollout_id} is trained on weights of rollout {before and before.rollout_id}")
+    for index, tokens, drawn_by in samples:
+        if not set(drawn_by) <= world.served:
+            world.violate(f"sample {index} has tokens of weights {set(drawn_by) - world.served}, never committed")
+        if world.setup.is_strict and set(drawn_by) != {parent}:
+            world.violate(
+                f"rollout {rollout_id}: sample {index} was drawn with weights {sorted(set(drawn_by))}, and is trained "
+                f"on {parent}"
+            )
+        prompt, length = split_prompt(tokens)
+        if length != len(drawn_by):
+            world.violate(f"sample {index} has {length} response tokens and {len(drawn_by)} log-probs")
+        base = world.script.tokens_of(_Asked(prompt, world.seed_of(index)), 0, length)  # type: ignore[arg-type]
+        if list(tokens[len(prompt) :]) != base:
+            world.violate(f"sample {index} has tokens that no engine drew for it")
+
+
 def check_end(world: World) -> None:
     """Every rollout was trained once, in order, no sample twice, and no prompt is lost."""
     setup, root = world.setup, world.folder / "save"
     last = setup.num_rollout - 1
-    if int((root / TRACKER).read_text()) != last:
-        world.violate(f"the last checkpoint is of rollout {(root / TRACKER).read_text()}, not of {last}")
+    counts = (root / TRACKER).read_text() if (root / TRACKER).exists() else "none"
+    if counts != str(last):
+        world.violate(f"the last checkpoint is of rollout {counts}, not of {last}")
         return
     number = json.loads((root / f"iter_{last:07d}" / "__0_0.distcp").read_bytes())["state"]
     chain: list[State] = []

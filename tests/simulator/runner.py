@@ -24,7 +24,15 @@ from slime.rollout import fully_async_rollout, sglang_rollout  # noqa: F401 - be
 from slime.rollout.ledger.journal import Journal
 from slime.utils.misc import SingletonMeta
 from tests.simulator.fake_ray import RemoteClass, patch_ray
-from tests.simulator.faults import Fault, Setup, draw_faults, draw_faults_of_recovery, setup_of, strikes_recovery
+from tests.simulator.faults import (
+    Fault,
+    Setup,
+    draw_faults,
+    draw_faults_of_recovery,
+    first_of_recovery,
+    setup_of,
+    strikes_recovery,
+)
 from tests.simulator.files import patch_files
 from tests.simulator.kernel import WORLD, Kernel, Patches, Process, running
 from tests.simulator.network import AsyncSession, SyncSession
@@ -334,8 +342,9 @@ def schedule_of(seed: int) -> tuple[Setup, list[Fault]]:
     plain = undisturbed(setup)
     faults = draw_faults(seed, setup, plain.sites, plain.virtual_s - 30.0)
     if strikes_recovery(seed):
-        first = run_schedule(seed, setup, faults[:1])
-        faults = faults[:1] + draw_faults_of_recovery(seed, setup, first.recovery_sites, _new_sites(first, plain))
+        faults = [first_of_recovery(seed, faults[0])]
+        first = run_schedule(seed, setup, faults)
+        faults = faults + draw_faults_of_recovery(seed, setup, first.recovery_sites, _new_sites(first, plain))
     return setup, faults
 
 

@@ -105,6 +105,10 @@ class Dist:
         assert kernel is not None
         return kernel.current_process.trainer  # type: ignore[union-attr]
 
+    def is_in_background(self) -> bool:
+        """Whether the strand that runs is not the one that does what the driver asks."""
+        return "checkpoint writer" in getcurrent().name
+
     def get_rank(self, group: Any = None) -> int:
         return self._trainer().rank
 
@@ -295,7 +299,8 @@ def write(shards: dict[str, list[Any]], common: bytes, folder: Path, group: Any,
     """Write the files of all ranks, then the one that completes the checkpoint: ``checkpoint_writer._write``."""
     dist, kernel = Dist(), _KERNEL[0]
     assert kernel is not None
-    kernel.sleep(kernel.draw("write", 0.05, 2.0))
+    # Behind training a checkpoint may take long.
+    kernel.sleep(kernel.draw("write", 0.05, 30.0 if dist.is_in_background() else 2.0))
     error = ""
     try:
         content = json.dumps({"state": shards["model"][0], "end": True}).encode()

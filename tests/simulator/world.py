@@ -15,7 +15,7 @@ from typing import Any
 
 import train
 import train_async
-from slime.flags.checkpoint import TRACKER, derive_starting_point, has_finished_save, inspect_checkpoint
+from slime.flags.checkpoint import derive_starting_point, has_finished_save, inspect_checkpoint
 from slime.ray import job
 from tests.scripted_engine.script import Script, split_prompt
 from tests.simulator.fake_ray import Cluster
@@ -24,7 +24,7 @@ from tests.simulator.files import Files
 from tests.simulator.job import base_args, write_layout
 from tests.simulator.kernel import Kernel, Process, StuckError
 from tests.simulator.network import Server
-from tests.simulator.oracles import check_checkpoint, check_end, check_journal, watch_bounds
+from tests.simulator.oracles import check_checkpoint, check_end, check_journal, check_trained, watch_bounds
 from tests.simulator.servers import LOG_PROB_UNIT, EngineServer
 from tests.simulator.trainer import NUM_BUCKETS
 
@@ -290,16 +290,6 @@ class World:
         if self.committed.setdefault(version, state) != state:
             self.violate(f"version {version} is of weights {self.committed[version]} and of weights {state}")
 
-    def touched(self, what: str, path: Path) -> None:
-        """A file operation begins, or has ended: the checkpoint that counts is whole at any time."""
-        root = self.folder / "save"
-        if what == "replaced" and path == root / TRACKER:
-            check_checkpoint(self)
-        elif what in ("make", "write", "replace", "remove") and root in path.parents and (root / TRACKER).exists():
-            folder = root / f"iter_{int((root / TRACKER).read_text()):07d}"
-            if folder == path or folder in path.parents:
-                self.violate(f"the checkpoint that counts is written over: {what} {path.relative_to(root)}")
-
     def digest(self, state: int, index: int) -> int:
         """Return the digest of a bucket."""
         return ((state + 1) * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03) & MASK
@@ -324,24 +314,7 @@ class World:
             self.states.append(state)
         if is_main:
             self.note(f"trained on rollout {rollout_id}: weights {parent} become {number}")
-            before = self.states[parent]
-            if (before.rollout_id if before else -1) != rollout_id - 1:
-                self.violate(f"rollout {rollout_id} is trained on weights of rollout {before and before.rollout_id}")
-            known = self.served
-            for index, tokens, drawn_by in samples:
-                if not set(drawn_by) <= known:
-                    self.violate(f"sample {index} has tokens of weights {set(drawn_by) - known}, never committed")
-                if self.setup.is_strict and set(drawn_by) != {parent}:
-                    self.violate(
-                        f"rollout {rollout_id}: sample {index} was drawn with weights {sorted(set(drawn_by))}, and "
-                        f"is trained on {parent}"
-                    )
-                prompt, length = split_prompt(tokens)
-                if length != len(drawn_by):
-                    self.violate(f"sample {index} has {length} response tokens and {len(drawn_by)} log-probs")
-                base = self.script.tokens_of(_Asked(prompt, self.seed_of(index)), 0, length)  # type: ignore[arg-type]
-                if list(tokens[len(prompt) :]) != base:
-                    self.violate(f"sample {index} has tokens that no engine drew for it")
+            check_trained(self, parent, rollout_id, samples)
         return number
 
     def seed_of(self, index: int) -> int:
@@ -437,9 +410,3 @@ class World:
         if has_finished_save(args.load):
             inspect_checkpoint(args.load, "--load")
         return args
-
-
-@dataclass
-class _Asked:
-    prompt: tuple[int, ...]
-    seed: int
