@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -31,6 +32,8 @@ CHUNK = 10
 REAL_TIME_S = 300
 """A schedule that takes longer does not come to its end at all."""
 WRITE_EVERY_S = 10.0
+STORY_LINES = 40
+"""Of a failure that are printed; the file has all."""
 MAX_BREAKS = 5
 """Deaths of workers after which the rest is left."""
 
@@ -55,9 +58,14 @@ def main() -> int:
     parser.add_argument("--past", action="store_true", help="Run the schedules that once failed.")
     parser.add_argument("--bug", default="", help="Only those whose name contains this.")
     parser.add_argument(
-        "--out", type=Path, help="Keep counts and failures in this JSON file, up to date while the schedules run."
+        "--out",
+        type=Path,
+        help="Keep counts and failures in this JSON file (or simulator.json in this folder) while the schedules run.",
     )
     options = parser.parse_args()
+    if options.out is not None and not options.out.suffix:
+        options.out.mkdir(parents=True, exist_ok=True)
+        options.out /= "simulator.json"
     if options.story is not None:
         return tell(options.story)
     if options.past:
@@ -130,12 +138,14 @@ def run_one(seed: int) -> dict[str, Any]:
     try:
         outcome = run_seed(seed)
     except (Exception, RealTimeError) as error:  # noqa: BLE001 - the other seeds go on
-        return {"seed": seed, "violations": [f"{type(error).__name__}: {error}"], "lives": 0, "fired": 0, "events": 0}
+        lines = traceback.format_exc().splitlines()
+        counts = {"lives": 0, "fired": 0, "events": 0}
+        return {"seed": seed, "violations": [f"{type(error).__name__}: {error}"], "story": lines, **counts}
     finally:
         signal.alarm(0)
     return {
         "seed": seed, "violations": outcome.violations, "lives": outcome.num_lives, "fired": outcome.num_fired,
-        "events": outcome.num_events,
+        "events": outcome.num_events, "story": outcome.story if outcome.violations else [],
     }  # fmt: skip
 
 
@@ -154,8 +164,11 @@ class Tally:
             self._counts[name] += value
         self._counts["events"] += result["events"]
         if result["violations"]:
-            self.failures.append({"seed": result["seed"], "message": result["violations"][0]})
+            self.failures.append(
+                {"seed": result["seed"], "message": result["violations"][0], "story": result["story"]}
+            )
             print(f"seed {result['seed']}: {' '.join(result['violations'][0][:300].split())}", flush=True)
+            print("\n".join(f"    {line[:200]}" for line in result["story"][-STORY_LINES:]), flush=True)
         if result["violations"] or time.monotonic() - self._written_s > WRITE_EVERY_S:
             self.write()
 
@@ -167,6 +180,13 @@ class Tally:
             "schedules_a_minute": round(60 * self._counts["schedules"] / seconds),
             "failed": sorted(self.failures, key=lambda failure: failure["seed"]),
         }  # fmt: skip
+
+    def table(self) -> str:
+        """Return the summary for people."""
+        summary = self.summary()
+        seeds = [str(failure["seed"]) for failure in summary["failed"]]
+        rows = summary | {"failed": f"{len(seeds)} {' '.join(seeds)}".rstrip()}
+        return "\n".join(f"{name.replace('_', ' '):20}{value:>14}" for name, value in rows.items())
 
     def write(self) -> None:
         """Put the file in place whole."""
@@ -199,6 +219,7 @@ def run_many(options: argparse.Namespace) -> int:
         print("cut off", flush=True)
     tally.write()
     summary = tally.summary()
+    print(tally.table())
     print(json.dumps(summary | {"failed": [failure["seed"] for failure in summary["failed"]]}))
     return int(bool(tally.failures or left))
 
