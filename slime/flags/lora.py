@@ -33,6 +33,13 @@ def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
         "linear_qkv); all-linear: every linear layer of the decoder.",
     )
     group.add_argument(
+        "--lora-experts",
+        choices=["each", "shared"],
+        default="each",
+        help="each: every matrix of a routed expert has its own adapter. shared: those of a layer's experts "
+        "have one together.",
+    )
+    group.add_argument(
         "--lora-dropout", type=fraction_below_one, default=0.0, help="Dropout of what adapters read, in training."
     )
     group.add_argument(
@@ -74,6 +81,8 @@ class LoraConfig:
     alpha: float
     dropout: float
     targets: tuple[str, ...]
+    shares_experts: bool = False
+    """All experts of a layer have the same A and B."""
 
     @property
     def scale(self) -> float:
@@ -93,7 +102,11 @@ def lora_config(args: Namespace) -> LoraConfig | None:
         return None
     alpha = 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
     return LoraConfig(
-        rank=args.lora_rank, alpha=alpha, dropout=args.lora_dropout, targets=tuple(args.lora_target_modules)
+        rank=args.lora_rank,
+        alpha=alpha,
+        dropout=args.lora_dropout,
+        targets=tuple(args.lora_target_modules),
+        shares_experts=args.lora_experts == "shared",
     )
 
 

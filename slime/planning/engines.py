@@ -5,13 +5,15 @@ Rules are those that an engine would meet only when it starts; they are reported
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slime.backends.sglang_utils.arguments import nearest_divisor
+from slime.backends.sglang_utils.server_args import num_adapter_slots
 from slime.planning.layout import ParallelSizes
-from slime.planning.parameters import layer_parameters, mtp_parameters
+from slime.planning.parameters import layer_matrices, layer_parameters, mtp_parameters
 from slime.planning.trainer_memory import CONTEXT_BYTES, GIB
 from slime.train_data.model_dims import ModelDims
 
@@ -65,6 +67,28 @@ def engine_places(
     return places
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSlots:
+    """Room for adapters that an engine takes beside its weights (``--lora-push adapter``)."""
+
+    modules: tuple[str, ...]
+    """Last names of the modules with adapters."""
+    rank: int
+    """The largest that fits."""
+    count: int
+    """Adapters at a time, the model without one among them."""
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> AdapterSlots | None:
+        """Return what the engines of a run are started with; None where no adapter is pushed alone."""
+        modules = vars(args).get("lora_engine_modules")
+        return cls(tuple(modules), args.lora_engine_rank, num_adapter_slots(args)) if modules else None
+
+
+_JOINED_MODULES = {"linear_qkv": "qkv_proj", "linear_fc1": "gate_up_proj"}
+"""Last name of a matrix -> a module that holds all its parts in some families."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineShape:
     """The parallel sizes and dtypes of an engine; names as in SGLang's ServerArgs."""
@@ -85,6 +109,7 @@ class EngineShape:
     redundant_experts: int = 0
     draft_layers: int = 0
     """Layers of the draft model of speculative decoding."""
+    adapter_slots: AdapterSlots | None = None
 
     @property
     def attention_tp(self) -> int:
@@ -94,7 +119,7 @@ class EngineShape:
     @classmethod
     def from_flags(
         cls, flags: Mapping[str, Any], overrides: Mapping[str, Any], *, num_gpus: int, weight_bytes: float,
-        mtp_layers: int,
+        mtp_layers: int, adapter_slots: AdapterSlots | None = None,
     ) -> EngineShape:  # fmt: skip
         """Make the shape from ``--sglang-*`` values (without the prefix) and a group's overrides, which win."""
 
@@ -117,6 +142,7 @@ class EngineShape:
             max_total_tokens=value("max_total_tokens", None),
             redundant_experts=value("ep_num_redundant_experts", 0),
             draft_layers=mtp_layers if value("speculative_algorithm", None) in ("EAGLE", "NEXTN") else 0,
+            adapter_slots=adapter_slots,
         )
 
 
@@ -125,6 +151,7 @@ class EngineMemory:
     """Bytes on one GPU of an engine."""
 
     weights: int
+    """Slots of adapters included."""
     kv_cache: int
     """Left by the memory fraction; below 0 the engine does not start."""
     kv_tokens: int
@@ -167,6 +194,33 @@ def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
     return int(trunk + vocab + draft)
 
 
+def adapter_slot_bytes(dims: ModelDims, engine: EngineShape) -> int:
+    """Return the bytes of the slots for adapters on one GPU of an engine, as SGLang's memory pool makes them.
+
+    A slot has an A [parts * rank, inputs] and a B [outputs, rank] of each adapted matrix, in bf16, and each expert's;
+    cut as the weights are.  SGLang gives every layer the slots of experts, and one without shared experts no slots for
+    the MLPs of its dense layers.
+    """
+    slots = engine.adapter_slots
+    if slots is None:
+        return 0
+    sizes = ParallelSizes(
+        world=engine.tp_size, tensor=engine.attention_tp, expert=engine.ep_size,
+        expert_tensor=max(engine.tp_size // engine.ep_size, 1),
+    )  # fmt: skip
+    moe_layer = dims.is_moe.index(True) if dims.num_experts else 0
+    elements = 0
+    for layer in range(dims.num_layers):
+        own = [one for one in layer_matrices(dims, sizes, layer) if not one.is_expert]
+        if dims.num_experts:
+            own = [one for one in own if dims.shared_ffn or not one.name.startswith("mlp.")]
+            own += [one for one in layer_matrices(dims, sizes, moe_layer) if one.is_expert]
+        for one in own:
+            if {*one.parts, _JOINED_MODULES.get(one.name.rpartition(".")[2])} & set(slots.modules):
+                elements += one.copies * (len(one.parts) * one.columns + one.rows)
+    return 2 * slots.count * slots.rank * elements
+
+
 def _replaced_shared(dims: ModelDims, own: int, engine: EngineShape, mlp_tp: int) -> int:
     """Correct the size of shared experts, which are cut as the dense MLPs are."""
     shared = (dims.gate_factor + 1) * dims.shared_ffn * dims.hidden_size
@@ -197,7 +251,7 @@ def engine_memory(dims: ModelDims, engine: EngineShape, *, card_bytes: int, othe
         other_bytes: what a sleeping trainer keeps there.
     """
     free = card_bytes - CONTEXT_BYTES - other_bytes
-    weights = engine_weights(dims, engine)
+    weights = engine_weights(dims, engine) + adapter_slot_bytes(dims, engine)
     pool = int(free * engine.mem_fraction_static)
     cache, per_token = pool - weights, kv_bytes_per_token(dims, engine)
     if any(dims.is_linear):

@@ -19,6 +19,7 @@ from slime.flags.lora import lora_config
 from slime.planning.activations import Recompute, chunk_activations
 from slime.planning.engines import (
     ENGINE_ASLEEP_BYTES,
+    AdapterSlots,
     EngineGpus,
     EngineShape,
     engine_memory,
@@ -267,7 +268,7 @@ def plan_engines(
                 continue
             engine = EngineShape.from_flags(
                 flags, group.overrides, num_gpus=group.num_gpus_per_engine, weight_bytes=weight_bytes,
-                mtp_layers=max(dims.num_mtp_layers, 1),
+                mtp_layers=max(dims.num_mtp_layers, 1), adapter_slots=AdapterSlots.from_args(args),
             )  # fmt: skip
             where = f"Engines {group.worker_type!r} of model {model.name!r}"
             merged = {**flags, **group.overrides, "disaggregation": group.worker_type}

@@ -8,7 +8,7 @@ makes, rank by rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime.flags.lora import LoraConfig
 from slime.planning.layout import ParallelSizes, StageChunk
@@ -250,16 +250,22 @@ def with_adapters(
         config: of the adapters.
     """
 
-    def adapted(layer: int) -> list[Matrix]:
+    def adapted(layer: int, sizes: ParallelSizes = sizes) -> list[Matrix]:
         # Sparse attention absorbs the up-projection of keys and values into queries and outputs.
         absorbed = "self_attention.linear_kv_up_proj" if dims.attention == "sparse" else ""
         return [one for one in layer_matrices(dims, sizes, layer) if one.name != absorbed]
 
-    matrices = [one for chunk in chunks for layer in chunk.layers for one in adapted(layer)]
+    layers = [layer for chunk in chunks for layer in chunk.layers]
+    matrices = [one for layer in layers for one in adapted(layer)]
     adapters = {
         is_expert: sum(one.adapter(config) for one in matrices if one.is_expert == is_expert)
         for is_expert in (False, True)
     }
+    if config.shares_experts:
+        # One expert's, whole on every rank, which are reduced and optimized as those of other layers are.
+        one_each = replace(sizes, expert=dims.num_experts or 1, expert_tensor=1)
+        shared = [one for layer in layers for one in adapted(layer, one_each) if one.is_expert]
+        adapters = {False: adapters[False] + sum(one.adapter(config) for one in shared), True: 0}
     if any(chunk.has_head for chunk in chunks):
         matrices += adapted(dims.num_layers) * dims.num_mtp_layers
     return ParameterCount(

@@ -23,16 +23,18 @@ pytestmark = pytest.mark.dist
 
 LORA = ("--lora-rank", 4, "--lora-alpha", 6, "--moe-router-bias-update-rate", 0)
 LAYOUTS = {
-    "qwen3": ["TP2", "TP2 SP recompute", "PP2 uneven", "CP2"],
-    "deepseek_v3": ["TP2 SP", "EP2"],
-    "qwen3_moe": ["TP2 ETP2 SP"],
+    ("qwen3", "each"): ["TP2", "TP2 SP recompute", "PP2 uneven", "CP2"],
+    ("deepseek_v3", "each"): ["TP2 SP", "EP2"],
+    ("qwen3_moe", "each"): ["TP2 ETP2 SP"],
+    ("qwen3_moe", "shared"): ["EP2", "TP2 EP2 SP", "TP2 ETP1 SP", "TP2 ETP2 SP"],
 }
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
-def test_loss_gradients_and_push_of_adapters_do_not_depend_on_the_layout(family: str) -> None:
-    cells = run_layouts([load_cases([family])[family]], LAYOUTS[family], loss_flags=LORA)
-    assert len(cells) == len(LAYOUTS[family])
+@pytest.mark.parametrize(("family", "experts"), LAYOUTS)
+def test_loss_gradients_and_push_of_adapters_do_not_depend_on_the_layout(family: str, experts: str) -> None:
+    layouts = LAYOUTS[family, experts]
+    cells = run_layouts([load_cases([family])[family]], layouts, loss_flags=(*LORA, "--lora-experts", experts))
+    assert len(cells) == len(layouts)
     assert all(cell.passed for cell in cells), summary(cells)
 
 

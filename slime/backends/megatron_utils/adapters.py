@@ -115,13 +115,13 @@ def iter_peft_tensors(
     """
     table = _Table(args)
     for name, tensor in iter_full_tensors(model, dtype=None, host_weights=host_weights, adapters=True):
-        weight, matrix = _weight_of(name)
-        rule, modules = table.find(weight)
-        parts = tensor.unbind(0) if matrix == "a" else rule.split(tensor, table.dims)
-        kept = [module for module in modules if module is not None] if matrix == "a" else modules
-        for module, part in zip(kept, parts, strict=True):
-            if module is not None:
-                yield tensor_name(module, matrix.upper()), part
+        weights, matrix = table.weights_of(name)
+        for rule, modules in map(table.find, weights):
+            parts = tensor.unbind(0) if matrix == "a" else rule.split(tensor, table.dims)
+            kept = [module for module in modules if module is not None] if matrix == "a" else modules
+            for module, part in zip(kept, parts, strict=True):
+                if module is not None:
+                    yield tensor_name(module, matrix.upper()), part
 
 
 def peft_tensors(
@@ -169,20 +169,28 @@ def load_peft(args: Namespace, model: Sequence[torch.nn.Module], folder: str | P
         read.add(name)
         return found
 
-    for name, shard in iter_global_parameters(model, adapters=True):
-        weight, matrix = _weight_of(name)
+    def whole(weight: str, matrix: str, shape: torch.Size) -> Tensor:
         rule, modules = table.find(weight)
-        shape = whole_shape(shard)
         if matrix == "a":
-            whole = torch.stack([get(module, "A", shape[1:]) for module in modules if module is not None])
-        else:
-            empty = rule.split(torch.zeros(shape), table.dims)
-            parts = [
-                rows if module is None else get(module, "B", rows.shape)
-                for module, rows in zip(modules, empty, strict=True)
-            ]
-            whole = rule.merge(parts, table.dims)
-        shard.tensor.copy_(local_part(shard, whole))
+            return torch.stack([get(module, "A", shape[1:]) for module in modules if module is not None])
+        empty = rule.split(torch.zeros(shape), table.dims)
+        parts = [
+            rows if module is None else get(module, "B", rows.shape)
+            for module, rows in zip(modules, empty, strict=True)
+        ]
+        merged: Tensor = rule.merge(parts, table.dims)
+        return merged
+
+    for name, shard in iter_global_parameters(model, adapters=True):
+        (weight, *others), matrix = table.weights_of(name)
+        value = whole(weight, matrix, whole_shape(shard))
+        for other in others:
+            if not torch.equal(whole(other, matrix, whole_shape(shard)), value):
+                raise DataError(
+                    f"--lora-load {folder} has other numbers for {other} than for {weight}, which share an adapter "
+                    "with --lora-experts shared; use --lora-experts each."
+                )
+        shard.tensor.copy_(local_part(shard, value))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, read, group=init_gloo_group())
     if unread := sorted(tensors.keys() - set().union(*everyone)):
@@ -209,12 +217,12 @@ class _Table:
             for name, is_chosen in zip(hf_names, chosen, strict=True)
         ]
 
-
-def _weight_of(name: str) -> tuple[str, str]:
-    """Return the name of the weight that an adapter's parameter belongs to, and ``a`` or ``b``."""
-    match = _NAME.fullmatch(name)
-    assert match is not None, name
-    return f"{match[1]}.weight{match[3]}", match[2]
+    def weights_of(self, name: str) -> tuple[list[str], str]:
+        """Return the weights that an adapter's parameter belongs to, all that share it, and ``a`` or ``b``."""
+        match = _NAME.fullmatch(name)
+        assert match is not None, name
+        numbers = range(self.dims.num_experts) if ".mlp.experts." in name and not match[3] else [match[3]]
+        return [f"{match[1]}.weight{number}" for number in numbers], match[2]
 
 
 def _config(args: Namespace) -> LoraConfig:

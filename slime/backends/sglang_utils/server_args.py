@@ -42,9 +42,6 @@ NOT_FIELDS = frozenset(
 )
 """Attributes of args that begin like an engine's flag and do not reach it; ``server_guard`` looks after its keys."""
 
-NUM_ADAPTER_SLOTS = 3
-"""The last two adapters pushed, and the model without one."""
-
 OWN_DRAFTS = ("EAGLE", "NEXTN")
 """Speculative algorithms whose draft is the checkpoint's own MTP layers, when no other is named."""
 
@@ -156,12 +153,17 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
             "max_lora_rank": args.lora_engine_rank,
             "lora_target_modules": modules,
             "lora_paths": list(args.lora_engine_adapters),
-            "max_loras_per_batch": NUM_ADAPTER_SLOTS + len(args.lora_engine_adapters),
+            "max_loras_per_batch": num_adapter_slots(args),
             "enable_weights_cpu_backup": bool(args.offload_rollout),  # no push brings the base back
         }
         if "gate_proj" in modules:  # a shared expert that is one of the routed ones has no adapter there
             decided["disable_shared_experts_fusion"] = True
     return decided
+
+
+def num_adapter_slots(args: Namespace) -> int:
+    """Return for how many adapters an engine has room: the last two pushed, none, and those in folders."""
+    return 3 + len(args.lora_engine_adapters)
 
 
 def own_dtype(args: Namespace, asked: str | None) -> str | None:

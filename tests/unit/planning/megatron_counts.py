@@ -44,10 +44,10 @@ def count_rank(args: Namespace, rank: int) -> list[object]:
                     post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                     vp_stage=vp_stage,
                 )
-            for name, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 if not parameter.requires_grad:
                     frozen += parameter.numel()
-                elif ".experts." in name:
+                elif getattr(parameter, "is_stacked_experts", False):
                     expert += parameter.numel()
                 else:
                     dense += parameter.numel()

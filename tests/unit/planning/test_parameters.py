@@ -106,6 +106,12 @@ CASES = {
         "--model-name qwen3_moe --lora-target-modules q_proj v_proj experts.linear_fc1",
         (5,),
     ),
+    "Qwen3-30B-A3B, an adapter that experts share": (
+        "qwen3-30B-A3B",
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --actor-num-gpus-per-node 4 "
+        "--model-name qwen3_moe --lora-rank 8 --lora-experts shared",
+        (3,),
+    ),
     "Moonlight, adapters": (
         "moonlight",
         "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 13 --actor-num-gpus-per-node 2 "

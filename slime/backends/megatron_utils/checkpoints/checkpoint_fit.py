@@ -33,7 +33,16 @@ SAME_SHAPE = (
 SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", *SAME_SHAPE, "v_head_dim", "q_lora_rank", "kv_lora_rank"),
     *("vocab_size", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq"),
-    *("lora_rank", "lora_alpha", "mtp_num_layers", "multi_latent_attention", "qk_layernorm", "add_qkv_bias", "swiglu"),
+    *(
+        "lora_rank",
+        "lora_alpha",
+        "lora_experts",
+        "mtp_num_layers",
+        "multi_latent_attention",
+        "qk_layernorm",
+        "add_qkv_bias",
+        "swiglu",
+    ),
     "untie_embeddings_and_output_weights",
 )
 """Flags that decide which tensors there are, in the order in which they are named."""

@@ -8,6 +8,9 @@ layer.  Names of all other parameters stay what they are.  A is cut as the colum
     row parallel      cut             whole          summed over the tensor-parallel ranks
     replicated        whole           whole          nothing
     stacked experts   whole or cut    cut or whole   nothing: the token dispatcher adds the ranks' summands
+    shared by experts whole           whole          as above; each rank takes the part for its share of the experts
+
+Gradients of what experts share are summed over all ranks, as those of a norm are under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -64,28 +67,47 @@ class Adapter(torch.nn.Module):
         config: rank, scale, dropout.
         num_parts: matrices of the checkpoint in the layer's weight that have an adapter.
         part_of_row: [rows on this rank], see ``widened``.
+        own_rows: [rows on this rank] among those of a whole expert, for an adapter that experts share.
     """
 
     a: torch.nn.Parameter
     b: torch.nn.Parameter
 
-    def __init__(self, layer: Any, config: LoraConfig, num_parts: int, part_of_row: Tensor | None) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        config: LoraConfig,
+        num_parts: int,
+        part_of_row: Tensor | None,
+        own_rows: Tensor | None = None,
+    ) -> None:
         super().__init__()
         weight = layer.weight
         self.kind, self.scale, self.dropout = type(layer), config.scale, config.dropout
         self.part_of_row: Tensor | None
         self.register_buffer("part_of_row", part_of_row, persistent=False)
-        *experts, rows, columns = weight.shape
-        self.a = torch.nn.Parameter(weight.new_empty(*experts, num_parts, config.rank, columns))
-        self.b = torch.nn.Parameter(weight.new_zeros(*experts, rows, config.rank))
+        self.own_rows: Tensor | None
+        self.register_buffer("own_rows", own_rows, persistent=False)
         cuts_rows = self.kind is ColumnParallelLinear
         cuts_columns = self.kind is RowParallelLinear
-        self.is_stacked = self.kind is StackedLinear
+        self.is_shared = own_rows is not None
         self.sequence_parallel = False
-        if self.is_stacked:
+        *experts, rows, columns = weight.shape
+        if self.kind is StackedLinear:
             cuts_rows, cuts_columns = layer.split_axis == 1, layer.split_axis == 2
             self.group = layer.groups.expt_tp
             self.use_grouped_product = layer.use_grouped_product
+        if self.is_shared:
+            num_cuts = self.group.size()
+            experts, rows, columns = [], rows * num_cuts**cuts_rows, columns * num_cuts**cuts_columns
+        self.a = torch.nn.Parameter(weight.new_empty(*experts, num_parts, config.rank, columns))
+        self.b = torch.nn.Parameter(weight.new_zeros(*experts, rows, config.rank))
+        self.cuts_rows, self.cuts_columns = cuts_rows, cuts_columns
+        if self.is_shared:
+            for parameter in self.parameters():
+                vars(parameter)["sequence_parallel"] = True  # has gradients of other tokens or parts on each rank
+            return
+        if self.kind is StackedLinear:
             # Other experts on every tensor-parallel rank: megatron-core must count the gradients of all of them.
             counts_all = self.group.size() == 1
             for parameter in self.parameters():
@@ -95,7 +117,6 @@ class Adapter(torch.nn.Module):
             source = layer.weight if self.kind is ReplicatedLinear else layer
             self.sequence_parallel = source.sequence_parallel
             self.group = getattr(layer, "tp_group", None)
-        self.cuts_rows, self.cuts_columns = cuts_rows, cuts_columns
         for parameter, is_cut, dim in ((self.a, cuts_columns, self.a.dim() - 1), (self.b, cuts_rows, len(experts))):
             if is_cut or counts_all:
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1)
@@ -119,9 +140,22 @@ class Adapter(torch.nn.Module):
             z = reduce_from_tensor_model_parallel_region(z, group=self.group)
         return F.linear(self.scale * z, widened(self.b, self.part_of_row, self.a.size(0)))
 
+    def own_part(self, shard: Shard, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return of the adapter's matrices what belongs to a shard of the layer's weight."""
+        return self._cut(a, b) if self.is_shared else (shard.part_of(a), shard.part_of(b))
+
+    def _cut(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of matrices that experts share."""
+        if self.cuts_columns:
+            a = a.chunk(self.group.size(), dim=-1)[self.group.rank()]
+        return a, b[self.own_rows] if self.cuts_rows else b
+
     def _of_experts(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         a: Tensor = self.a
         b: Tensor = self.b
+        if self.is_shared:
+            a, b = self._cut(a, b)
+            return F.linear(self.scale * F.linear(x, a.flatten(0, 1)), widened(b, self.part_of_row, a.size(0)))
         # What is whole meets a share of rows or columns on each rank: its gradient is the sum over the ranks.
         if self.cuts_rows:
             a = copy_to_tensor_model_parallel_region(a, group=self.group)
@@ -145,12 +179,13 @@ class Adapter(torch.nn.Module):
         """Fill A (of one expert) as PEFT does, U(-1/sqrt(K), 1/sqrt(K)), the same in every layout; B is zero.
 
         Args:
-            name: of the weight in the whole model.
+            name: of the weight in the whole model, without a number where experts share the adapter.
             shard: the weight.
             seed: of the run.
         """
-        part = shard.part_of(self.a)
-        size, rank = (self.group.size(), self.group.rank()) if self.cuts_columns else (1, 0)
+        part = self.a if self.is_shared else shard.part_of(self.a)
+        is_cut = self.cuts_columns and not self.is_shared
+        size, rank = (self.group.size(), self.group.rank()) if is_cut else (1, 0)
         columns = part.size(-1) * size
         generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
         whole = torch.empty(*part.shape[:-1], columns).uniform_(-1, 1, generator=generator) / math.sqrt(columns)
@@ -193,11 +228,16 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
             continue
         if shard.expert_index in (None, 0):
             part_of_row = None if len(chosen) == 1 else _parts_of_rows(shard, rule, dims, chosen)
-            layer.lora = Adapter(layer, config, sum(chosen), part_of_row)
+            is_shared = config.shares_experts and type(layer) is StackedLinear
+            own_rows = _own_rows(shard).to(shard.tensor.device) if is_shared else None
+            layer.lora = Adapter(layer, config, sum(chosen), part_of_row, own_rows)
             vars(layer.weight)["lora"] = layer.lora
             layer.register_forward_hook(_add_output)
             count += 1
-        layer.lora.draw(name, shard, args.seed)
+        if not layer.lora.is_shared:
+            layer.lora.draw(name, shard, args.seed)
+        elif shard.expert_index == 0:
+            layer.lora.draw(shard.name, shard, args.seed)
     embedding = getattr(model, "embedding", None)
     if args.recompute_granularity is not None and embedding is not None:
         # A recomputed block has a backward pass only where an input of it needs a gradient.
@@ -210,16 +250,23 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
 
 def _parts_of_rows(shard: Shard, rule: Rule, dims: ModelDims, chosen: Sequence[bool]) -> Tensor:
     """Return for each row of a weight on this rank which of the chosen parts it belongs to; -1 for none."""
-    num_rows = shard.tensor.size(0)
-    if shard.split_dim == 0:
-        num_rows *= tensor_parallel_group(shard).size()
+    num_rows = _num_rows(shard)
     parts = rule.split(torch.arange(num_rows)[:, None], dims)
-    part_of_row = torch.full((num_rows, 1), -1)
+    part_of_row = torch.full((num_rows,), -1)
     for index, rows in enumerate(part for part, is_chosen in zip(parts, chosen, strict=True) if is_chosen):
         part_of_row[rows.flatten()] = index
-    if shard.split_dim == 0:
-        part_of_row = local_part(shard, part_of_row)
-    return part_of_row.flatten().to(shard.tensor.device)
+    return part_of_row[_own_rows(shard)].to(shard.tensor.device)
+
+
+def _num_rows(shard: Shard) -> int:
+    """Return the rows of a weight, those of all ranks together."""
+    return shard.tensor.size(0) * (tensor_parallel_group(shard).size() if shard.split_dim == 0 else 1)
+
+
+def _own_rows(shard: Shard) -> Tensor:
+    """Return which of a weight's rows are on this rank, [rows on this rank]."""
+    rows = torch.arange(_num_rows(shard))[:, None]
+    return (local_part(shard, rows) if shard.split_dim == 0 else rows).flatten()
 
 
 def _add_output(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -262,5 +309,5 @@ def with_adapter(shard: Shard, value: Tensor, host_weights: Mapping[str, Tensor]
     if host_weights is not None:
         prefix = shard.key.removesuffix("weight")
         a, b = (host_weights[f"{prefix}lora.{name}"].to(value.device) for name in "ab")
-    part_of_row = adapter.part_of_row
-    return merged(value, shard.part_of(a).detach(), shard.part_of(b).detach(), part_of_row, adapter.scale)
+    a, b = adapter.own_part(shard, a.detach(), b.detach())
+    return merged(value, a, b, adapter.part_of_row, adapter.scale)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
@@ -30,6 +31,7 @@ from tests.matrix.comparisons import gradient_errors
 from tests.matrix.parity import one_process_world
 
 BOUND = 1e-5
+EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 TARGETS = {
     "llama3": ["all-linear"],
     "qwen3": ["q_proj", "v_proj", "down_proj"],
@@ -50,8 +52,8 @@ def peft_model(model: torch.nn.Module, targets: list[str]) -> torch.nn.Module:
     return model.eval()
 
 
-def lora_args(case: FamilyCase, folder: Path, *targets: str) -> Namespace:
-    flags = ("--lora-rank", 4, "--lora-alpha", 6, "--moe-router-bias-update-rate", 0)
+def lora_args(case: FamilyCase, folder: Path, *targets: str, experts: str = "each") -> Namespace:
+    flags = ("--lora-rank", 4, "--lora-alpha", 6, "--lora-experts", experts, "--moe-router-bias-update-rate", 0)
     # Adapters leave MTP layers frozen, which the case trains.
     frozen = replace(case, flags=lambda path: [flag for flag in case.flags(path) if flag != "--enable-mtp-training"])
     return trainer.make_args(frozen, folder, *flags, "--lora-target-modules", *targets)
@@ -94,6 +96,70 @@ def test_log_probs_gradients_and_folders_are_those_of_peft(family: str, tmp_path
     again = PeftModel.from_pretrained(case.load_reference(tmp_path / "hf"), tmp_path / "out").eval()
     _, read = reference_loss(case, again, data)
     assert torch.equal(torch.cat(read), torch.cat(expected))
+
+
+def with_expert_adapters(model: torch.nn.Module, leaves: dict[str, Tensor], scale: float, *, is_shared: bool) -> None:
+    """Add ``scale * B A`` to the experts of transformers' model, which hold one stacked tensor for gates and ups.
+
+    Args:
+        model: of Qwen3 MoE.
+        leaves: by PEFT's names; of the first expert alone where all share them.
+        scale: alpha over rank.
+        is_shared: one adapter for all experts of a layer.
+    """
+    for index, layer in enumerate(model.model.layers):
+        if not hasattr(layer.mlp, "experts"):
+            continue
+
+        def product(expert: int, module: str, index: int = index) -> Tensor:
+            prefix = f"base_model.model.model.layers.{index}.mlp.experts.{0 if is_shared else expert}.{module}.lora_"
+            return leaves[f"{prefix}B.weight"] @ leaves[f"{prefix}A.weight"]
+
+        experts = layer.mlp.experts
+        numbers = range(len(experts.down_proj))
+        up = [torch.cat([product(n, "gate_proj"), product(n, "up_proj")]) for n in numbers]
+        down = [product(n, "down_proj") for n in numbers]
+        for name, added in (("gate_up_proj", up), ("down_proj", down)):
+            changed = experts._parameters.pop(name).detach() + scale * torch.stack(added)
+            setattr(experts, name, changed)
+
+
+@pytest.mark.parametrize("experts", ["each", "shared"])
+def test_adapters_of_experts_are_those_of_a_plain_reference(experts: str, tmp_path: Path) -> None:
+    case, is_shared = load_cases(["qwen3_moe"])["qwen3_moe"], experts == "shared"
+    case.write_checkpoint(tmp_path / "hf")
+    data = make_train_data(case.vocab_size)
+    with one_process_world():
+        args = lora_args(case, tmp_path / "hf", "experts.linear_fc1", "experts.linear_fc2", experts=experts)
+        initialize.init(args)
+        model = trainer.load_model(args)
+        trainer.draw_adapters(model)
+        save_peft(args, tmp_path / "out", model)
+        actual = log_probs(args, model, data)
+        trainer.run_backward(args, model, trainer.prepare(args, data))
+        gradients = trainer.model_gradients(args, model)
+        again = trainer.load_model(args)
+        load_peft(args, again, tmp_path / "out")
+        pairs = zip(iter_shards(model, adapters=True), iter_shards(again, adapters=True), strict=True)
+        assert all(torch.equal(one.tensor, other.tensor) for one, other in pairs)
+        save_hf_model_to_path(args, tmp_path / "merged", model)
+        saved = load_file(tmp_path / "out" / TENSOR_FILE)
+        if is_shared:  # experts that differ have no place in one adapter
+            changed = {name: tensor + int(".experts.1." in name) for name, tensor in saved.items()}
+            save_file(changed, tmp_path / "out" / TENSOR_FILE)
+            with pytest.raises(DataError, match=r"weight1 than for .*weight0, .*use --lora-experts each"):
+                load_peft(args, again, tmp_path / "out")
+    leaves = {name: t.requires_grad_() for name, t in saved.items() if not is_shared or ".experts.0." in name}
+    reference = case.load_reference(tmp_path / "hf")
+    with_expert_adapters(reference, leaves, 6 / 4, is_shared=is_shared)
+    loss, expected = reference_loss(case, reference, data)
+    loss.backward()
+    assert float((actual - torch.cat(expected)).abs().max()) < BOUND
+    grads = {name: leaves[EXPERT_NUMBER.sub(".experts.0.", name) if is_shared else name].grad for name in gradients}
+    assert len(grads) == 6 * args.num_experts * sum(args.moe_layer_freq)
+    assert max(gradient_errors(gradients, grads).values()) < BOUND
+    _, after = reference_loss(case, case.load_reference(tmp_path / "merged"), data)
+    assert float((actual - torch.cat(after)).abs().max()) < 2 * BOUND
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
@@ -171,8 +237,6 @@ def test_a_target_that_the_family_has_not_is_refused_with_those_it_has(tmp_path:
     [("r", "r and lora_alpha are 5 and 6"), ("use_dora", "use_dora"), ("target", "no adapter, such as .*k_proj")],
 )
 def test_a_folder_that_means_something_else_is_refused(change: str, says: str, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     case = load_cases(["qwen3"])["qwen3"]
     case.write_checkpoint(tmp_path / "hf")
     with one_process_world():
