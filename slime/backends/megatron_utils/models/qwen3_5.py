@@ -21,7 +21,14 @@ from torch import Tensor
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, Flag
 from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SOFTMAX
-from slime.backends.megatron_utils.models.qwen3_next import DELTA_NET, GATED, GATED_ATTENTION, MTP, linear_flags
+from slime.backends.megatron_utils.models.qwen3_next import (
+    DELTA_NET,
+    DELTA_NET_SIZES,
+    GATED,
+    GATED_ATTENTION,
+    MTP,
+    linear_flags,
+)
 from slime.backends.megatron_utils.models.qwen3_vl import tower_parameters
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.models.shared_rules import (
@@ -88,14 +95,7 @@ def qwen3_5_flags(config: Config) -> Iterator[Flag]:
         yield Flag("moe_shared_expert_gate", True, "the shared expert of this model has a gate")
 
 
-_DELTA_NETS = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
-}
+_DELTA_NETS = {**DELTA_NET_SIZES, "full_attention_interval": 4}
 
 
 def _published(kind: str, value_heads: int = 32) -> dict[str, Any]:

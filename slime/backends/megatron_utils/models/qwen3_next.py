@@ -137,7 +137,7 @@ QWEN3_NEXT = WeightMap(
     mtp_layer_prefix=lambda index, shape: f"mtp.layers.{index}.",
 )
 
-_DELTA_NETS = {
+DELTA_NET_SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -148,7 +148,7 @@ _PUBLISHED: dict[str, Any] = {
     "model_type": "qwen3_next",
     "full_attention_interval": 4,
     "partial_rotary_factor": 0.25,
-    **_DELTA_NETS,
+    **DELTA_NET_SIZES,
 }
 
 GATED = dict.fromkeys(("qk_layernorm", "attention_output_gate", "apply_layernorm_1p"), True)
@@ -156,7 +156,7 @@ GATED = dict.fromkeys(("qk_layernorm", "attention_output_gate", "apply_layernorm
 
 def linear_flags(config: Config) -> Iterator[Flag]:
     """Yield the sizes of the delta nets, and which layers they are: a type for each layer, or an interval."""
-    yield from facts(config, {key: key for key in _DELTA_NETS})
+    yield from facts(config, {key: key for key in DELTA_NET_SIZES})
     types = (config.get("layer_types") or [])[: config.get("num_hidden_layers")]
     if types:
         full = [layer for layer, kind in enumerate(types) if kind != "linear_attention"]
@@ -178,7 +178,7 @@ FAMILIES = (
         # SGLang's adapters know neither the gate of attention nor the width of the shared expert.
         engine_without_adapters=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
         # The published config.json does not speak of the MTP layer that every checkpoint has.
-        defaults={"full_attention_interval": 4, "num_nextn_predict_layers": 1, **_DELTA_NETS},
+        defaults={"full_attention_interval": 4, "num_nextn_predict_layers": 1, **DELTA_NET_SIZES},
         published={
             "Qwen3-Next-80B-A3B-Instruct": _PUBLISHED,
             "Qwen3-Next-80B-A3B-Instruct-FP8": {**_PUBLISHED, "quantization_config": BLOCK_FP8},
