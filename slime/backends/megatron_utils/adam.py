@@ -134,13 +134,19 @@ class LowPrecisionAdam(_AdamOverGroups):
         _store(state, name, slice(0, parameter.numel()), value.to(parameter.device), noise=None)
 
 
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return the chained optimizers, that of the experts and that of the dense parameters, without empty ones."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
 def choose_adam(args: Namespace, optimizer: MegatronOptimizer) -> None:
     """Put the Adam that the flags ask for into each part of an optimizer that was just built."""
     dtypes = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         adam = part.optimizer
         if not isinstance(adam, torch.optim.AdamW):
-            continue  # another optimizer, one with its own kernels, or none: this rank has nothing to train
+            continue  # another optimizer, or one with its own kernels
         if args.use_stateless_adam:
             part.optimizer = StatelessAdam(adam.param_groups)
         elif set(dtypes.values()) != {torch.float32}:

@@ -23,6 +23,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
+from slime.backends.megatron_utils.adam import parts_of
 from slime.backends.megatron_utils.data import DataIterator, get_batch, sample_columns
 from slime.backends.megatron_utils.forward import run_model
 from slime.backends.megatron_utils.layers.mtp import mtp_inputs, send_embedding_to_mtp
@@ -202,8 +203,8 @@ def _apply_gradients(
             raise _not_finite(moment, "norm of the gradient", grad_norm)
         return False, grad_norm
     if args.clip_grad > 0.0:
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            if not getattr(part, "is_stub_optimizer", False) and (parameters := part.get_parameters()):
+        for part in parts_of(optimizer):
+            if parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(
                     parameters,
                     max_norm=args.clip_grad,
@@ -236,7 +237,7 @@ def wire_schedules(args: Namespace, model: Sequence[torch.nn.Module], optimizer:
 
 def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
     """Zero the moments and the step count of every parameter."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         for state in part.optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq", "step"):
                 if isinstance(state.get(name), Tensor):

@@ -31,7 +31,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
-from slime.backends.megatron_utils.adam import MOMENTS, LowPrecisionAdam, StatelessAdam
+from slime.backends.megatron_utils.adam import MOMENTS, LowPrecisionAdam, StatelessAdam, parts_of
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import load_sharded
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.utils.distributed_utils import gather_objects
@@ -74,7 +74,7 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -
         optimizer: what ``get_megatron_optimizer`` returned.
         model_state: the sharded state of the *live* model; entries are matched by parameter identity.
     """
-    members = _members(optimizer)
+    members = parts_of(optimizer)
     entries = _model_entries(model_state)
     tensors: dict[str, Entry] = {}
     for member in members:
@@ -106,7 +106,7 @@ def load_optimizer_state(
     Raises:
         DataError: the checkpoint's parameter groups do not fit the optimizer's.
     """
-    members = _members(optimizer)
+    members = parts_of(optimizer)
     entries = _model_entries(model_state)
     request: dict[str, Entry] = {}
     for member in members:
@@ -124,7 +124,7 @@ def load_optimizer_state(
 @torch.no_grad()
 def refresh_master_weights(optimizer: MegatronOptimizer) -> None:
     """Copy the model's weights, freshly loaded, into the optimizer's fp32 masters."""
-    for member in _members(optimizer):
+    for member in parts_of(optimizer):
         if isinstance(member.optimizer, HybridDeviceOptimizer):
             # Its own way forgets the host copies of parameters that are fp32 in the model.
             for held, master in member.optimizer.param_to_inner_param.items():
@@ -141,7 +141,7 @@ def own_tensors(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
     """
     return {
         f"optimizer.{number}.{bucket_number}.{place}.{name}": tensor
-        for number, member in enumerate(_members(optimizer))
+        for number, member in enumerate(parts_of(optimizer))
         for live in [_LiveStates(member)]
         for bucket_number, bucket in enumerate(_buckets(member))
         for place, parameter in enumerate(bucket.local)
@@ -159,14 +159,14 @@ def own_settings(optimizer: MegatronOptimizer) -> list[Any]:
             ],
             member.grad_scaler.state_dict() if member.grad_scaler else None,
         )
-        for member in _members(optimizer)
+        for member in parts_of(optimizer)
     ]
 
 
 @torch.no_grad()
 def take_over_own(optimizer: MegatronOptimizer, settings: list[Any]) -> None:
     """Have a fresh optimizer and this rank's shards of the weights follow :func:`own_tensors`, written to before."""
-    for member, (groups, scaler) in zip(_members(optimizer), settings, strict=True):
+    for member, (groups, scaler) in zip(parts_of(optimizer), settings, strict=True):
         for group, numbers in zip(member.optimizer.param_groups, groups, strict=True):
             group.update(numbers)
         if member.grad_scaler:
@@ -180,13 +180,7 @@ def take_over_own(optimizer: MegatronOptimizer, settings: list[Any]) -> None:
 
 def trained_parameters(optimizer: MegatronOptimizer) -> set[torch.nn.Parameter]:
     """Return the parameters whose weights follow from the master weights of all ranks."""
-    return {p for member in _members(optimizer) for bucket in _buckets(member) for p in bucket.ranges}
-
-
-def _members(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """Return the chained optimizers, that of the experts and that of the dense parameters, without empty ones."""
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [member for member in members if not getattr(member, "is_stub_optimizer", False)]
+    return {p for member in parts_of(optimizer) for bucket in _buckets(member) for p in bucket.ranges}
 
 
 def _model_entries(model_state: dict[str, Any]) -> Entries:
