@@ -173,6 +173,21 @@ def qwen3_vl(kind: str, text: dict[str, Any], depth: int = 27, hidden: int = 115
     }
 
 
+GLM46V = {
+    "text_config": {
+        **shape(46, 4096, 10944, 96, 8, use_qk_norm=False, **sigmoid_experts(128, 8, 1408, 1, 1.0) | GLM45),
+        "model_type": "glm4v_moe_text",
+        "rope_theta": 500000,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+    },
+    "vision_config": {
+        **{"depth": 24, "hidden_size": 1536, "intermediate_size": 10944, "num_heads": 12, "out_hidden_size": 4096},
+        **{"in_channels": 3, "image_size": 336, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2},
+    },
+    **{"model_type": "glm4v_moe", "tie_word_embeddings": False, "image_token_id": 151363, "video_token_id": 151364},
+}
+
+
 def qwen35(kind: str, layers: int, hidden: int, ffn: int | None, heads: int, groups: int, values: int, tied: bool):
     """The language model's part lies in ``text_config``."""
     text = {
@@ -253,6 +268,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "glm4.5-106B-A12B": shape(
         46, 4096, 10944, 96, 8, use_qk_norm=False, **sigmoid_experts(128, 8, 1408, 1, 1.0) | GLM45
     ),
+    "glm4.6V-106B-A12B": GLM46V,
     "glm4.7-30B-A3B": {
         **shape(47, 2048, 10240, 20),
         **latents(768, 192, 64, 256),

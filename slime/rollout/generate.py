@@ -104,6 +104,19 @@ def add_images(
     return ids, {**shown, "images": images}, join_images(sample.multimodal_train_inputs, new)
 
 
+def drew_image(sample: Sample, processor: Any) -> bool:
+    """Return True when the policy drew a token that represents an image or video.
+
+    Such a sample cannot be continued: engine and trainer would take the token for the place of a picture.
+    """
+    media = (
+        {vars(processor).get(f"{kind}_token_id") for kind in ("image", "video")} if processor is not None else set()
+    )
+    drawn = sample.tokens[len(sample.tokens) - sample.response_length :]
+    masks = [1] * len(drawn) if sample.loss_mask is None else sample.loss_mask
+    return any(mask and token in media for token, mask in zip(drawn, masks, strict=True))
+
+
 def _first_row(input_ids: Any) -> list[int]:
     """Return the only row of a processor's batch, as a list."""
     rows = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
@@ -119,8 +132,13 @@ def _payload(
     payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
     if config.use_rollout_routing_replay:
         payload["return_routed_experts"] = True
-    images = (sample.multimodal_inputs or {}).get("images")
-    if images:
+    shown = sample.multimodal_inputs or {}
+    if others := [kind for kind, items in shown.items() if items and kind != "images"]:
+        raise DataError(
+            f"Sample {sample.index} has {', '.join(others)}; requests to engines carry images alone. Leave the row "
+            "out, or give --custom-generate-function-path."
+        )
+    if images := shown.get("images"):
         if image_token is None:
             payload["text"] = f"{sample.prompt}{sample.response}"
         else:
@@ -139,6 +157,8 @@ def request_payload(
     config: RolloutConfig, sample: Sample, sampling_params: dict[str, Any], state: Any
 ) -> dict[str, Any] | None:
     """Return the body of ``/generate`` for what is left of the sample; None when nothing is, and it is TRUNCATED.
+
+    So is one whose response has a token that represents a picture.
 
     Raises:
         DataError: the sample is neither pending nor aborted.
@@ -159,6 +179,9 @@ def request_payload(
         if params["max_new_tokens"] <= 0:
             sample.status = Sample.Status.TRUNCATED
             return None
+    if sample.multimodal_inputs and drew_image(sample, state.processor):
+        sample.status = Sample.Status.TRUNCATED
+        return None
     return _payload(config, sample, input_ids, params, getattr(state.processor, "image_token_id", None))
 
 

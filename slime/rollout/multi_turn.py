@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from slime.agent.parsing import parse_model_output
 from slime.flags.reward import reward_config
 from slime.observability.trace_utils import trace_span
-from slime.rollout.generate import add_images, processed
+from slime.rollout.generate import add_images, drew_image, processed
 from slime.rollout.prompt_template import as_messages, render
 from slime.rollout.rm_hub.policy import grade_by_policy
 from slime.rollout.sglang_rollout import GenerateState
@@ -78,9 +78,10 @@ async def converse(
     """Let the policy speak and ``observe`` answer in turn; gives the same sample, grown.
 
     ``max_new_tokens`` bounds the response as a whole, observations included; so does ``--rollout-max-context-len``
-    with the prompt.  A sample that hits a bound, or still asks after ``max_turns`` turns, is TRUNCATED.  One that was
-    aborted in the middle of a turn comes back ABORTED and is continued there when it is passed in again.  Turns are
-    counted in ``metadata["round_number"]``, which ``--log-multi-turn`` logs.
+    with the prompt.  A sample that hits a bound, still asks after ``max_turns`` turns, or has drawn a token that
+    represents a picture, is TRUNCATED.  One that was aborted in the middle of a turn comes back ABORTED and is
+    continued there when it is passed in again.  Turns are counted in ``metadata["round_number"]``, which
+    ``--log-multi-turn`` logs.
 
     Args:
         observe: called once for each finished turn, without the end-of-turn token.  Messages may hold images.
@@ -119,7 +120,7 @@ async def converse(
             tokens = tokenizer.encode(text, add_special_tokens=False)
         # What follows an observation needs room for a token at least; without it the observation is of no use either.
         is_full = limit is not None and sample.response_length + len(tokens) >= limit
-        if sample.metadata["round_number"] >= max_turns or is_full:
+        if sample.metadata["round_number"] >= max_turns or is_full or drew_image(sample, state.processor):
             sample.status = Sample.Status.TRUNCATED
             return sample
         sample.append_response_tokens(args, tokens=tokens, text=text, trainable=False)

@@ -100,6 +100,7 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
                 f"{args.rollout_num_gpus}; the two must be equal. Change one of them."
             )
         for model in config.models:
+            _check_encoders(f"{args.sglang_config}: model {model.name}", model, trains_tower=args.train_vision_tower)
             for group in model.server_groups:
                 _check_nodes(f"{args.sglang_config}: model {model.name}", group, args.num_gpus_per_node)
         return _for_evaluation(config, args) if args.eval_in_background else config
@@ -148,6 +149,26 @@ def _for_evaluation(config: SGLangConfig, args: Namespace) -> SGLangConfig:
 def _group(worker_type: str, num_gpus: int, per_engine: int) -> ServerGroupConfig:
     _check_division(f"{worker_type} engines", num_gpus, per_engine)
     return ServerGroupConfig(worker_type=worker_type, num_gpus=num_gpus, num_gpus_per_engine=per_engine)
+
+
+def _check_encoders(where: str, model: ModelConfig, *, trains_tower: bool) -> None:
+    """Check that a model with encoders has engines that ask them, and that nobody trains what they hold.
+
+    Raises:
+        ConfigError: one of the two does not hold.
+    """
+    kinds = {group.worker_type for group in model.server_groups}
+    if "encoder" not in kinds:
+        return
+    if not kinds & {"regular", "prefill"}:
+        raise ConfigError(
+            f"{where}: it has encoders, and no regular or prefill engines that would ask them; add some."
+        )
+    if trains_tower and model.update_weights:
+        raise ConfigError(
+            f"{where}: it has encoders, which no push reaches, and --train-vision-tower changes the weights that they "
+            "hold. Leave the group out, so that the engines compute images themselves, or drop the flag."
+        )
 
 
 def _check_nodes(where: str, group: ServerGroupConfig, num_gpus_per_node: int) -> None:

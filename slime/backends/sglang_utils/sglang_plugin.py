@@ -5,6 +5,7 @@ log-probs renormalised over them.  ``server_main`` registers the hooks in slime'
 else SGLang finds them by the entry point of the installed package.
 
 A request that names no adapter runs on the one pushed last (``--lora-push adapter``).  Every answer names its engine.
+Ids with images go to an encoder as text does, and a flush forgets the features of images.
 
 A token's nucleus goes with SGLang's ``customized_info``: sampler, scheduler, detokenizer and tokenizer manager each
 know a list with one entry per token.
@@ -21,7 +22,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.cpu_shim import native_layers
+from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
 from slime.utils.sglang_meta import TOP_P_ASK
 from slime.weights.push.adapter import ADAPTER_PREFIX
@@ -38,6 +39,7 @@ LOST_COUNT_S = 5.0
 """An adapter without requests for so long has none in the scheduler either, which aborts within a step."""
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
+_RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 _is_registered = False
 
 
@@ -62,10 +64,13 @@ def register() -> None:
         (f"{_SAMPLER}._attach_logprobs_to_output", _attach_log_probs, HookType.AFTER),
         ("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", _generate, HookType.AROUND),
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
+        (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
+        ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
     ):
         HookRegistry.register(target, hook, kind)
-    for target, name in native_layers.HOOKED.items() if cpu_shim.is_needed() else ():
-        HookRegistry.register(target, getattr(native_layers, name), HookType.AROUND)
+    for module in (native_layers, delta_nets) if cpu_shim.is_needed() else ():
+        for target, name in module.HOOKED.items():
+            HookRegistry.register(target, getattr(module, name), HookType.AROUND)
 
 
 def _mark(info: Any, cls: type, batch: Any, *args: Any, **options: Any) -> None:
@@ -187,6 +192,28 @@ async def _wait_for_unload(original: Callable[..., Any], registry: Any, lora_id:
             registry._counters.pop(lora_id, None)
             break
     _running.pop(lora_id, None)
+
+
+def _receive_images(original: Callable[..., Any], receiver: Any, requests: Any, *args: Any, **options: Any) -> Any:
+    """Let a scheduler join an encoder's features with a prompt of ids, as it does with text.
+
+    SGLang 0.5.15 looks for the places of images in the text alone, and ends when a request has none.
+    """
+    for request in requests:
+        if getattr(request, "need_wait_for_mm_inputs", None) and request.input_text is None:
+            request.input_text = list(request.input_ids)
+    return original(receiver, requests, *args, **options)
+
+
+def _forget_images(is_flushed: bool, scheduler: Any, *args: Any, **options: Any) -> None:
+    """Drop the features of images that a scheduler keeps by their pixels: the tower that made them has changed.
+
+    SGLang 0.5.15 flushes only what it keeps of prompts.
+    """
+    from sglang.srt.managers import mm_utils
+
+    if is_flushed and mm_utils.embedding_cache is not None:
+        mm_utils.embedding_cache.clear()
 
 
 def _choose_adapter(manager: Any, obj: Any) -> str | None:

@@ -155,7 +155,7 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> tuple[list[Rollout
                 gpu_offset=gpu_offset,
                 rank_offset=rank_offset,
                 router=server.router,
-                needs_offload=_needs_offload(args, gpu_offset),
+                needs_offload=config.worker_type != "encoder" and _needs_offload(args, gpu_offset),
                 cursors=cursors,
                 restarts=args.use_fault_tolerance,
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,11 +16,15 @@ from PIL import Image
 from examples.geo3k_vlm_multi_turn import env_geo3k, rollout
 from examples.geo3k_vlm_multi_turn.base_env import BaseInteractionEnv
 from examples.vision_shapes import model
+from slime.arguments import parse_args
 from slime.rollout.multi_turn import converse
-from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.processing_utils import full_pixels, join_images, load_tokenizer, open_image
 from slime.utils.types import Sample
+from tests.e2e.vision_jobs import write_rows
+from tests.unit.agent import talking_engine
 
+REPO = Path(__file__).parents[3]
 PARAMS = {"temperature": 1.0, "max_new_tokens": 500}
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>x?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -71,6 +77,18 @@ def test_a_wrong_answer_is_called_so_and_another_one_is_given(see):
     assert tokenizer.decode(drawn) == "".join(f"{turn}<|im_end|>" for turn in turns)
 
 
+@pytest.mark.parametrize("drawn", ["<|image_pad|>", "<|video_pad|>"])
+def test_a_token_of_a_picture_that_the_policy_drew_ends_the_conversation(see, drawn, monkeypatch):
+    monkeypatch.setattr(talking_engine, "drawn", lambda tokenizer, text: tokenizer.encode(text))
+    args, payloads = see(lambda prompt: drawn + call("3"), max_turns=3)
+    sample = asyncio.run(rollout.generate(args, ask(), PARAMS))
+    assert sample.status is Sample.Status.TRUNCATED and len(payloads) == 1
+    assert all(sample.loss_mask) and sample.tokens.count(model.IMAGE_ID) == 6 + (drawn == "<|image_pad|>")
+    sample.status = Sample.Status.ABORTED  # as if it had been aborted there, and came back
+    asyncio.run(generate(args, sample, PARAMS))
+    assert sample.status is Sample.Status.TRUNCATED and len(payloads) == 1
+
+
 def test_a_call_that_cannot_be_read_is_answered():
     env = env_geo3k.build_env(Sample(label="4"), Namespace())
     assert env.step("\\boxed{4}")[1]
@@ -119,3 +137,19 @@ def test_pixels_in_bytes_and_as_floats_are_joined_as_floats():
     assert "pixel_range" not in joined and len(joined["image_grid_thw"]) == 2
     assert torch.equal(join_images(small, small)["pixel_values"], torch.tensor([[0, 255]] * 2, dtype=torch.uint8))
     assert join_images(None, small) == small and join_images(small, None) == small
+
+
+@pytest.mark.parametrize("name", ["geo3k_vlm", "geo3k_vlm_multi_turn"])
+def test_a_script_submits_what_passes_every_check_for_qwen3_5(name, tmp_path, monkeypatch):
+    model.write_model(tmp_path / "Qwen3.5-4B", 3, "qwen3_5")
+    write_rows(tmp_path / "geo3k/train.parquet")
+    record = tmp_path / "record"
+    script = f"examples/{name}/run_{name}.sh --no-bf16 --rollout-max-response-len 64"
+    command = f'ray() {{ printf "%s\\n" "$@" >"{record}"; }}; export -f ray; exec {script}'
+    variables = {"SLIME_SCRIPT_EXTERNAL_RAY": "1", "BASE_DIR": str(tmp_path), "MODEL": "Qwen3.5-4B", "NUM_GPUS": "1"}
+    subprocess.run(["bash", "-c", command], env=dict(os.environ) | variables, cwd=REPO, check=True, timeout=120)
+    job = record.read_text().splitlines()
+    monkeypatch.chdir(REPO)
+    args = parse_args(argv=job[job.index("--") + 3 :])
+    assert args.multimodal_keys == {"image": "images"} and args.colocate
+    assert (args.custom_generate_function_path is None) == (name == "geo3k_vlm")

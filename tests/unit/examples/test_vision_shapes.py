@@ -7,9 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
+import transformers
 from PIL import Image
 
 from examples.vision_shapes import make_task, model, task
+from slime.rollout.generate import processed
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.sft_rollout import fill_from_conversation
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
@@ -99,3 +101,20 @@ def test_the_jobs_readers_take_prompts_and_demonstrations(made):
     reply = json.loads((made / "data/sft.jsonl").read_text().splitlines()[0])["messages"][1]["content"]
     assert tokenizer.decode(trained).startswith(reply)
     assert sample.multimodal_train_inputs["image_grid_thw"].tolist() == [[1, 6, 6]]
+
+
+@pytest.mark.parametrize("family", sorted(set(model.FAMILIES) - {model.DEFAULT}))
+def test_the_other_families_prepare_the_same_pictures(family, tmp_path):
+    model.write_processor(tmp_path, family)
+    tokenizer, processor = load_tokenizer(str(tmp_path)), load_processor(str(tmp_path))
+    (row,) = task.prompt_rows([SCENE])
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    prompts = Dataset(
+        str(tmp_path / "rows.jsonl"), tokenizer, processor, None, prompt_key="prompt", label_key="label",
+        apply_chat_template=True, multimodal_keys={"image": "images"},
+    )  # fmt: skip
+    ids, inputs = processed(prompts[0].prompt, prompts[0], processor)
+    assert ids.count(model.IMAGE_ID) == 9 and processor.image_token_id == model.IMAGE_ID
+    assert inputs["image_grid_thw"].tolist() == [[1, 6, 6]]
+    config = getattr(transformers, model.FAMILIES[family].config_class)()
+    assert config.model_type == family and max(ids) < model.FAMILIES[family].vocab_size

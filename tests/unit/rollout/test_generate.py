@@ -128,6 +128,14 @@ def test_ids_go_with_one_token_for_each_image_where_it_is_known(monkeypatch):
     assert payload["image_data"] == ["x", "y"] and "text" not in payload
 
 
+@pytest.mark.parametrize("kind", ["videos", "audio"])
+def test_what_is_no_image_is_refused_before_it_is_left_out_of_the_request(kind):
+    config = rollout_config(Namespace(use_rollout_routing_replay=False))
+    sample = Sample(index=4, prompt="a", multimodal_inputs={"images": None, kind: ["x"]})
+    with pytest.raises(DataError, match=f"Sample 4 has {kind}; .*--custom-generate-function-path"):
+        _payload(config, sample, [7], {})
+
+
 def test_an_engine_that_counts_other_tokens_for_images_is_refused():
     sample = Sample(tokens=[1, 9, 9, 2], multimodal_inputs={"images": ["x"]})
     stop, abort = {"type": "stop"}, {"type": "abort"}

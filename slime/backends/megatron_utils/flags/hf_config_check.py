@@ -193,6 +193,12 @@ def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]
     if args.custom_model_provider_path:
         return
     if has_tower(args, config):
+        if others := set(args.multimodal_keys or ()) - {"image"}:
+            yield (
+                f"--multimodal-keys has {', '.join(sorted(others))}; the vision towers here, and the requests to "
+                "engines, take images alone. Leave it out, or give --custom-model-provider-path and "
+                "--custom-generate-function-path."
+            )
         yield from _features_without_layers(args, config["vision_config"])
         if args.enable_mtp_training:
             yield (

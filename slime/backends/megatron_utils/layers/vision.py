@@ -51,8 +51,15 @@ class ImageBatch:
     ``image_grid_thw`` [I, 3], the patches of each image in time, height and width; None for one without images."""
 
     def grids(self) -> list[Tensor]:
-        """Return ``image_grid_thw`` of each sample, [0, 3] for none."""
+        """Return ``image_grid_thw`` of each sample, [0, 3] for none.
+
+        Raises:
+            DataError: a sample has videos or sound.
+        """
         none = torch.empty(0, 3, dtype=torch.long)
+        for images in self.inputs:
+            if images and ("image_grid_thw" not in images or any("video" in name for name in images)):
+                raise DataError(f"a sample has {', '.join(images)}; the vision towers here take images alone")
         return [none if not images else images["image_grid_thw"].long().cpu() for images in self.inputs]
 
 

@@ -39,6 +39,12 @@ _TOWER: dict[str, Any] = {
     "has_interleaved_axes": False,
 }
 
+VISION = {
+    "depth": 24, "hidden_size": 1536, "num_heads": 12, "in_channels": 3, "image_size": 336, "patch_size": 14,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 4096,
+}  # fmt: skip
+"""``vision_config`` of the published models; what they differ in is the width of the merger."""
+
 FAMILIES = (
     ModelFamily(
         # The names with _text are those of text_config.
@@ -46,7 +52,10 @@ FAMILIES = (
         weight_map=replace(GLM4, family="GLM-4V", **_COMPOSITE),
         always={**SANDWICH, "add_qkv_bias": True},
         fixed={**PLAIN, "attention_bias": True},
-        published={name: {"model_type": "glm4v"} for name in ("GLM-4.1V-9B-Thinking", "GLM-4.6V-Flash")},
+        published={
+            name: {"model_type": "glm4v", "vision_config": {**VISION, "intermediate_size": 13696}}
+            for name in ("GLM-4.1V-9B-Thinking", "GLM-4.6V-Flash")
+        },
         **_TOWER,
     ),
     ModelFamily(
@@ -56,7 +65,10 @@ FAMILIES = (
         class_defaults={**HALF_TURNS, "attention_bias": True},
         fixed={**PLAIN, "use_qk_norm": False},
         num_experts_key="n_routed_experts",
-        published={name: {"model_type": "glm4v_moe"} for name in ("GLM-4.5V", "GLM-4.6V")},
+        published={
+            name: {"model_type": "glm4v_moe", "vision_config": {**VISION, "intermediate_size": 10944}}
+            for name in ("GLM-4.5V", "GLM-4.6V")
+        },
         **_TOWER,
     ),
 )

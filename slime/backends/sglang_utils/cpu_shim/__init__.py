@@ -1,11 +1,11 @@
 """A shim for SGLang on a machine without CUDA: names that it imports from packages for GPUs only.
 
 SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``triton`` and, where it is not installed,
-``torchvision`` at the top of its modules.  A model on a CPU calls none of their functions: SGLang takes its native
+``torchvision`` at the top of its modules.  A model on a CPU calls few of their functions: SGLang takes its native
 torch path.  So the shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  More
-than names are Mooncake's transfer engine, which prefill/decode disaggregation does call, and ``native_layers``, for
-latent attention and adapters.  No file of SGLang is changed, a package that is installed and works is left alone, and
-nothing happens on a machine with CUDA.
+than names are Mooncake's transfer engine, which prefill/decode disaggregation does call, ``delta_nets``, and
+``native_layers``, for latent attention and adapters.  No file of SGLang is changed, a package that is installed and
+works is left alone, and nothing happens on a machine with CUDA.
 
 Three ways in, for three kinds of process:
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slime.backends.sglang_utils.cpu_shim._name_stubs import NameStub, StubFinder
+from slime.backends.sglang_utils.cpu_shim._name_stubs import StubFinder, StubModule
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.processing_utils import import_torchvision, tell_transformers
@@ -42,10 +42,9 @@ ENGINE_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # A small model is slower with more threads: 60 tokens/s with two against 3,000 with one, on two cores.
     "OMP_NUM_THREADS": "1",
+    # Of what the convolutions of delta nets keep; by default bf16, whatever the model has.
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
-
-OPERATORS = ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
-"""Operators of ``sgl_kernel`` that SGLang's models look up while they are imported (Qwen3.5)."""
 
 _finder: StubFinder | None = None
 
@@ -78,7 +77,7 @@ def install() -> bool:
     sys.meta_path.insert(0, _finder)
     env.export({name: value for name, value in ENGINE_ENVIRONMENT.items() if name == "SGLANG_USE_CPU_ENGINE"})
     if "sgl_kernel" in stubbed:
-        _name_operators()
+        _install_delta_nets()
     if "torchvision" in stubbed:
         tell_transformers()
     if not _is_installed("triton"):
@@ -155,11 +154,18 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _name_operators() -> None:
+def _install_delta_nets() -> None:
+    """Put the operators of ``delta_nets`` where SGLang looks for those of ``sgl_kernel``."""
     import torch
 
-    for name in OPERATORS:
-        setattr(torch.ops.sgl_kernel, name, NameStub(f"torch.ops.sgl_kernel.{name}"))
+    from slime.backends.sglang_utils.cpu_shim import delta_nets
+
+    module = StubModule("sgl_kernel.mamba")
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel.mamba", None, is_package=True)
+    vars(module).update(delta_nets.MODULE)
+    sys.modules["sgl_kernel.mamba"] = module
+    for name, operator in delta_nets.OPERATORS.items():
+        setattr(torch.ops.sgl_kernel, name, operator)
 
 
 def _install_transfer_engine() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from array import array
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from slime.backends.sglang_utils import sglang_engine, sglang_plugin
+from slime.backends.sglang_utils import cpu_shim, sglang_engine, sglang_plugin
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.sglang_plugin import _choose_adapter
 from slime.backends.sglang_utils.weight_verbs import CHECK_LOADERS
@@ -209,6 +211,33 @@ def test_every_answer_names_its_engine():
     (answer,) = asyncio.run(ask())
     attrs = build_sglang_meta_trace_attrs(answer["meta_info"])
     assert attrs["engine"] == "10.0.0.7:15000"
+
+
+def test_ids_with_images_reach_the_join_with_an_encoders_features_and_texts_stay():
+    waiting = [
+        SimpleNamespace(need_wait_for_mm_inputs=True, input_text=None, input_ids=array("q", [5, 6])),
+        SimpleNamespace(need_wait_for_mm_inputs=True, input_text="a", input_ids=array("q", [7])),
+        SimpleNamespace(need_wait_for_mm_inputs=False, input_text=None, input_ids=array("q", [8])),
+        SimpleNamespace(),  # not a request to generate
+    ]
+    seen = sglang_plugin._receive_images(lambda *values: values, "receiver", waiting, "class")
+    assert seen == ("receiver", waiting, "class")
+    assert [getattr(request, "input_text", 0) for request in waiting] == [[5, 6], "a", None, 0]
+
+
+def test_a_flush_forgets_the_features_of_images():
+    cpu_shim.install()
+    from sglang.srt.managers import mm_utils
+    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+
+    mm_utils.init_mm_embedding_cache(1 << 20)
+    mm_utils.embedding_cache.set(5, EmbeddingResult(embedding=torch.ones(2, 3)))
+    sglang_plugin._forget_images(False, None)
+    assert mm_utils.embedding_cache.get_single(5) is not None
+    sglang_plugin._forget_images(True, None)
+    assert mm_utils.embedding_cache.get_single(5) is None and len(mm_utils.embedding_cache) == 0
+    mm_utils.embedding_cache = None
+    sglang_plugin._forget_images(True, None)  # a model of text
 
 
 def test_an_adapter_is_unloaded_though_a_request_was_never_counted_down(monkeypatch):

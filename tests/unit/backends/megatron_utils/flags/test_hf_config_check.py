@@ -109,3 +109,14 @@ def test_layers_that_take_features_are_on_the_first_stage(
     vars(args).update(split)
     found = [problem.partition(";")[0] for problem in vision_problems(args, read_config(tmp_path))]
     assert found == ([f"The first pipeline stage has {layers} layers"] if layers else [])
+
+
+def test_columns_of_videos_and_sound_are_refused_for_a_tower(tmp_path: Path) -> None:
+    case = load_cases(["glm4v"])["glm4v"]
+    case.write_checkpoint(tmp_path)
+    args = parse(*case.flags(tmp_path), "--hf-checkpoint", str(tmp_path))
+    args.multimodal_keys = {"video": "films", "image": "images", "audio": "sounds"}
+    (problem,) = vision_problems(args, read_config(tmp_path))
+    assert problem.startswith("--multimodal-keys has audio, video; the vision towers here")
+    args.custom_model_provider_path = "mine.provider"
+    assert not list(vision_problems(args, read_config(tmp_path)))

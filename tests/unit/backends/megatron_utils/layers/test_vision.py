@@ -15,10 +15,11 @@ from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
-from slime.backends.megatron_utils.layers.vision import VisionModel, place_images, rotary_axes
+from slime.backends.megatron_utils.layers.vision import ImageBatch, VisionModel, place_images, rotary_axes
 from slime.backends.megatron_utils.models import find_weight_map, has_tower
 from slime.backends.megatron_utils.train_metrics import image_patches
 from slime.planning.parameters import model_size
+from slime.train_data.microbatch import pack_thd
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
@@ -73,6 +74,25 @@ def test_an_image_token_that_the_policy_sampled_is_text():
 def test_a_cut_image_is_refused_with_its_size():
     with pytest.raises(DataError, match=r"2 image tokens \(128\) and images of 3: .*\[\[1, 2, 6\]\]"):
         place([START, IMAGE, IMAGE], [(1, 2, 6)])
+
+
+@pytest.mark.parametrize("inputs", [{"pixel_values_videos": 1}, {"image_grid_thw": 1, "video_grid_thw": 1}])
+def test_videos_are_refused_and_not_left_out(inputs):
+    with pytest.raises(DataError, match="video.*; the vision towers here take images alone"):
+        ImageBatch([torch.tensor([1])], [inputs]).grids()
+
+
+def test_the_matrix_has_an_image_on_both_sides_of_a_cut_between_context_parallel_ranks():
+    data = make_train_data(CASE.vocab_size, add_images=CASE.add_images)
+    tokens, grids = torch.tensor(data["tokens"][4]), data["multimodal_train_inputs"][4]["image_grid_thw"]
+    rows, _ = place_images(tokens, grids, image_token=IMAGE, merge=2)
+    ends = (grids.prod(1) // 4).cumsum(0)
+    image = torch.where(rows < 0, -1, torch.searchsorted(ends, rows, right=True))
+    ranks = [
+        set(pack_thd([image], cp_rank=rank, cp_size=2, pad_multiple=1, pad_id=-1).tokens[0].tolist()) - {-1}
+        for rank in range(2)
+    ]
+    assert ranks[0] & ranks[1]
 
 
 def test_a_frozen_tower_gets_no_gradient_and_text_gets_the_same(tmp_path: Path):

@@ -1,0 +1,144 @@
+#!/usr/bin/env bash
+# GRPO on geometry questions with pictures, GLM-4.6V (106B-A12B) on 4 nodes of 8 GPUs, shared by training and generation.
+#
+#   scripts/run-glm4.6V-106B-A12B.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
+#
+# BASE_DIR: a folder shared by all nodes, with GLM-4.6V, GLM-4.6V_torch_dist and geo3k/train.parquet with
+# the columns problem, answer and images.
+# MASTER_ADDR, HOSTFILE: see scripts/nodes.sh.  SOCKET_IFNAME (eth0): the network interface of all nodes.
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/lib.sh"
+source "${SCRIPT_DIR}/nodes.sh"
+source "${SCRIPT_DIR}/models/glm4.6V-106B-A12B.sh"
+
+need BASE_DIR
+SOCKET_IFNAME="${SOCKET_IFNAME:-eth0}"
+
+NUM_NODES="${ACTOR_NUM_NODES:-4}"
+
+CKPT_ARGS=(
+    # the weights that SGLang starts with, and the tokenizer
+    --hf-checkpoint "${BASE_DIR}/GLM-4.6V"
+    # the reference model
+    --ref-load "${BASE_DIR}/GLM-4.6V_torch_dist"
+    # the actor's checkpoints; while there are none, it starts from --ref-load
+    --load "${BASE_DIR}/GLM-4.6V_slime/"
+    --save "${BASE_DIR}/GLM-4.6V_slime/"
+    --save-interval 20
+)
+
+ROLLOUT_ARGS=(
+    --prompt-data "${BASE_DIR}/geo3k/train.parquet"
+    --input-key problem
+    --label-key answer
+    --multimodal-keys '{"image": "images"}'
+    --apply-chat-template
+    --rollout-shuffle
+    --rm-type math
+    --num-rollout 300
+    --rollout-batch-size 32
+    --n-samples-per-prompt 8
+    --rollout-max-response-len 8192
+    --rollout-temperature 1
+
+    --global-batch-size 256
+    --balance-data
+    --rollout-stop-token-ids 151329 151336 151338
+)
+
+PERF_ARGS=(
+    --tensor-model-parallel-size 4
+    --sequence-parallel
+    --pipeline-model-parallel-size 2
+    --context-parallel-size 2
+    --expert-model-parallel-size 16
+    --expert-tensor-parallel-size 1
+
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+    --use-dynamic-batch-size
+    --max-tokens-per-gpu 16384
+)
+
+GRPO_ARGS=(
+    --advantage-estimator grpo
+    --use-kl-loss
+    --kl-loss-coef 0.00
+    --kl-loss-type low_var_kl
+    --entropy-coef 0.00
+    --eps-clip 0.2
+    --eps-clip-high 0.28
+)
+
+OPTIMIZER_ARGS=(
+    --optimizer adam
+    --lr 1e-6
+    --lr-decay-style constant
+    --weight-decay 0.1
+    --adam-beta1 0.9
+    --adam-beta2 0.98
+
+    # Adam on the host: its state needs no GPU memory.
+    --optimizer-cpu-offload
+    --overlap-cpu-optimizer-d2h-h2d
+    --use-precision-aware-optimizer
+)
+
+WANDB_ARGS=(
+    # --use-wandb
+    # --wandb-project slime
+    # --wandb-group glm4.6V-106B-A12B
+)
+
+SGLANG_ARGS=(
+    --rollout-num-gpus-per-engine 8
+    --sglang-mem-fraction-static 0.7
+    --sglang-ep-size 8
+)
+
+MISC_ARGS=(
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --accumulate-allreduce-grads-in-fp32
+    --attention-softmax-in-fp32
+    --attention-backend flash
+
+    # DeepEP in the trainer
+    --moe-enable-deepep
+    --moe-token-dispatcher-type flex
+)
+
+start_nodes "${NUM_NODES}" 8
+
+JOB_ENV="$(job_env \
+    CUDA_DEVICE_MAX_CONNECTIONS=1 \
+    "GLOO_SOCKET_IFNAME=${SOCKET_IFNAME}" \
+    "TP_SOCKET_IFNAME=${SOCKET_IFNAME}" \
+    "NCCL_SOCKET_IFNAME=${SOCKET_IFNAME}" \
+    NCCL_CUMEM_ENABLE=0 \
+    NCCL_NVLS_ENABLE=0 \
+    NVTE_BWD_LAYERNORM_SM_MARGIN=20 \
+    NCCL_IB_TC=160 \
+    NCCL_PXN_DISABLE=0 \
+    NCCL_IB_GID_INDEX=3 \
+    NCCL_NET_GDR_LEVEL=4 \
+    NCCL_IB_RETRY_CNT=7 \
+    NCCL_IB_TIMEOUT=32 \
+    NCCL_IB_QPS_PER_CONNECTION=8 \
+    NCCL_P2P_LEVEL=NVL \
+    NCCL_MIN_CTAS=4)"
+submit_job train.py \
+    --actor-num-nodes "${NUM_NODES}" \
+    --actor-num-gpus-per-node 8 \
+    --colocate \
+    "${MODEL_ARGS[@]}" \
+    "${CKPT_ARGS[@]}" \
+    "${ROLLOUT_ARGS[@]}" \
+    "${PERF_ARGS[@]}" \
+    "${GRPO_ARGS[@]}" \
+    "${OPTIMIZER_ARGS[@]}" \
+    "${WANDB_ARGS[@]}" \
+    "${SGLANG_ARGS[@]}" \
+    "${MISC_ARGS[@]}" \
+    "$@"
