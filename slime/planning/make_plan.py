@@ -272,8 +272,7 @@ def plan_engines(
             )  # fmt: skip
             where = f"Engines {group.worker_type!r} of model {model.name!r}"
             merged = {**flags, **group.overrides, "disaggregation": group.worker_type}
-            found = list(engine_problems(dims, engine, merged, options.environment, where))
-            problems += found
+            problems += engine_problems(dims, engine, merged, options.environment, where)
             other = trainer_bytes_beside_engine(args, sizes)
             memory = engine_memory(dims, engine, card_bytes=options.card.memory, other_bytes=other)
             plans.append(
@@ -294,10 +293,9 @@ def plan_phases(
     is_wide = any(group.num_gpus_per_engine > 1 for group in groups)
     engine_asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUPS_BYTES * is_wide if shares and args.offload_rollout else 0
     engine_full = max((CONTEXT_BYTES + g.memory.weights + max(g.memory.kv_cache, 0) for g in groups), default=0)
-    beside_trainer = push_buffer_bytes(args) + (
-        engine_asleep if args.offload_rollout else engine_full if shares else 0
-    )
-    awake = max(stage.memory.static + stage.memory.outside for stage in stages) + push_buffer_bytes(args)
+    buffers = push_buffer_bytes(args)
+    beside_trainer = buffers + (engine_asleep if args.offload_rollout else engine_full if shares else 0)
+    awake = max(stage.memory.static + stage.memory.outside for stage in stages) + buffers
     asleep = trainer_bytes_beside_engine(args, sizes) or TRAINER_ASLEEP_BYTES
     if not args.offload_train:
         asleep = awake

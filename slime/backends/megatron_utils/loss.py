@@ -75,11 +75,7 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     tokens = TrainedTokens(batch)
     log_probs, entropies = response_log_probs(args, batch, logits, with_entropy=True)
     log_prob_N, entropy_T = tokens.only(log_probs), torch.cat(tokens.only(entropies))
-    train_N = batch.get("log_probs")  # of the weights before training
-    train_N = [log_prob.detach() for log_prob in log_prob_N] if train_N is None else tokens.only(train_N)
-    old_N = train_N
-    if args.use_rollout_logprobs:
-        old_N = tokens.required("rollout_log_probs", "--use-rollout-logprobs needs log-probs")
+    train_N, old_N = _earlier_log_probs(args, batch, tokens, log_prob_N)
     advantage_N = tokens.required("advantages", f"--loss-type {args.loss_type} needs advantages")
 
     # The loss of each token
@@ -143,6 +139,17 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
         metrics_T["train_rollout_logprob_abs_diff"] = (ours_T.detach() - torch.cat(rollout_T)).abs()
     metrics |= {name: sum_of_sample_mean(values_T) for name, values_T in metrics_T.items()}
     return loss, {"loss": loss, **metrics}
+
+
+def _earlier_log_probs(
+    args: Namespace, batch: Batch, tokens: TrainedTokens, log_prob_N: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the log-probs of the weights before training, and those that the ratio is taken to."""
+    train_N = batch.get("log_probs")
+    train_N = [log_prob.detach() for log_prob in log_prob_N] if train_N is None else tokens.only(train_N)
+    if args.use_rollout_logprobs:
+        return train_N, tokens.required("rollout_log_probs", "--use-rollout-logprobs needs log-probs")
+    return train_N, train_N
 
 
 def value_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
