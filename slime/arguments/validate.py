@@ -19,7 +19,7 @@ from slime.flags.algorithm import (
     check_routing_replay,
 )
 from slime.flags.checkpoint import check_saves
-from slime.flags.cluster import check_gpus, check_on_nan, check_trainer_recovery
+from slime.flags.cluster import check_gpus, check_on_nan, check_spare_nodes, check_trainer_recovery
 from slime.flags.data import check_batches, check_eval
 from slime.flags.debug import check_ci, check_dump_templates, check_modes
 from slime.flags.distillation import check_distillation
@@ -35,6 +35,7 @@ CHECKS = (
     check_modes,
     check_gpus,
     check_trainer_recovery,
+    check_spare_nodes,
     check_on_nan,
     check_security,
     check_length_of_the_run,

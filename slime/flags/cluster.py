@@ -116,7 +116,7 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
         help="What happens when a trainer rank dies: off ends the run; checkpoint starts the trainer again from its "
         "last checkpoint and trains again on the rollouts since, while engines stay up; memory does so from copies of "
         "every rank's state in the memory of its host and of another node's, and from the checkpoint where those are "
-        "lost (not with a critic). Default: checkpoint with --save and --save-interval.",
+        "lost. Default: checkpoint with --save and --save-interval.",
     )
     group.add_argument(
         "--memory-checkpoint-interval",
@@ -129,6 +129,14 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
         type=non_negative_int,
         default=3,
         help="Restarts of the trainer within an hour, and those of --supervise; one more failure ends the run.",
+    )
+    group.add_argument(
+        "--spare-nodes",
+        type=non_negative_int,
+        default=0,
+        help="Nodes of --actor-num-gpus-per-node GPUs that are kept in reserve: the trainer's ranks of a node that "
+        "died and does not come back within 10 s start again there. 0: they wait for the node, for "
+        "--cluster-wait-timeout-s.",
     )
     group.add_argument(
         "--trainer-hang-timeout-s",
@@ -216,9 +224,12 @@ def derive_trainer_recovery(args: Namespace) -> None:
         args.memory_checkpoint_interval = 1
 
 
-def is_copy_due(args: Namespace, role: str, rollout_id: int) -> bool:
-    """Return True when the ranks of a trainer copy their state after ``rollout_id`` (--trainer-recovery memory)."""
-    if args.trainer_recovery != "memory" or role != "actor":
+def is_copy_due(args: Namespace, rollout_id: int) -> bool:
+    """Return True when the ranks of trainer and critic copy their state after ``rollout_id``.
+
+    With ``--trainer-recovery memory``; from the first rollout on that both have trained on.
+    """
+    if args.trainer_recovery != "memory" or rollout_id < args.num_critic_only_steps:
         return False
     return (rollout_id + 1) % args.memory_checkpoint_interval == 0
 
@@ -266,10 +277,22 @@ def check_trainer_recovery(args: Namespace) -> Iterator[str]:
         )
     if args.no_save_optim and not args.use_stateless_adam:
         yield f"--trainer-recovery {mode} needs the optimizer's state; drop --no-save-optim, or use off."
-    if mode == "memory" and args.use_critic:
-        yield "--trainer-recovery memory does not copy a critic; use checkpoint with --advantage-estimator ppo."
     if mode == "memory" and args.release_train:
         yield "--trainer-recovery memory: --release-train saves every rollout, and its ranks end; use checkpoint."
+
+
+def check_spare_nodes(args: Namespace) -> Iterator[str]:
+    """Yield one message for each mode in which nobody would take the GPUs in reserve."""
+    if not args.spare_nodes:
+        return
+    for reason, holds in (
+        ("--trainer-recovery off starts nothing on them", args.trainer_recovery == "off"),
+        ("with --colocate the engines of a node die with it", args.colocate),
+        ("--release-train takes its GPUs anew for each rollout", args.release_train),
+        ("--debug-rollout-only has no trainer", args.debug_rollout_only),
+    ):
+        if holds:
+            yield f"--spare-nodes {args.spare_nodes}: {reason}; drop one of them."
 
 
 def derive_distributed_backend(args: Namespace) -> None:

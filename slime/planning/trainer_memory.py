@@ -273,7 +273,7 @@ def rank_host_memory(
         parked_weights=int((own * parked_copies + memory.frozen * is_offloaded) * PINNED_SHARE),
         asleep=times * memory.static if is_offloaded else 0,
         save=(own + state) if saves_in_background else 0,
-        copies=state_copies * memory.copied,
+        copies=times * state_copies * memory.copied,
         processes=times * TRAINER_PROCESS_BYTES + has_engine * ENGINE_PROCESS_BYTES,
     )
 

@@ -71,12 +71,11 @@ class RayTrainGroup:
         self.with_ref = with_ref
         self.with_opd_teacher = with_opd_teacher
         self.world_size = num_nodes * num_gpus_per_node
-        self._pg, self._num_gpus_per_actor, self._actor_cls = pg, num_gpus_per_actor, actor_cls
-        self.leader: RayTrainGroup | None = None
-        """The trainer whose checkpoints say where this one goes on."""
+        self.gpus, self._num_gpus_per_actor, self._actor_cls = pg, num_gpus_per_actor, actor_cls
+        self._leader: RayTrainGroup | None = None
+        self._follower: RayTrainGroup | None = None
         self._manager: Any = None
         self._layouts: list[dict[str, int]] = []
-        self._failed_resends = 0
         self.deal_external_data: Callable[[list[Any]], list[Any]] = list
         """From a list of another role's, one entry for each of its ranks, to one for each rank here."""
         self.actors: list[Any] = []
@@ -84,12 +83,12 @@ class RayTrainGroup:
         self.excluded: list[ExcludedEngine] = []
         """The engines that the last push excluded and that were not reported yet."""
         self.start_rollout_id: int = 0
-        self._run_args = args
+        self._run_args, self._failed_resends = args, 0
         self._was_created = self._is_connected = False
         self._published: set[int] = set()
         self._left_out: set[int] = set()
         self._version = VersionCount()
-        self._copies = MemoryCheckpoints(args, role)
+        self._copies = MemoryCheckpoints(args)
 
     # Life
 
@@ -101,20 +100,22 @@ class RayTrainGroup:
         """
         self._spawn()
         if self._was_created:
-            version, checkpoint, copied = self._version.number, self.last_checkpoint, self._copies.fetch(self.actors)
-            self.args = args_to_resume(self._run_args, weight_version=version, checkpoint=checkpoint, copied=copied)
+            copied = self._copies.fetch(self.actors, self._leader.world_size if self._leader is not None else 0)
+            version, last = self._version.number, self.last_checkpoint
+            self.args = args_to_resume(self._run_args, weight_version=version, checkpoint=last, copied=copied)
         start_ids = self._on_all(
             "init", self.args, self.role, self.with_ref, self.with_opd_teacher, what="model set-up"
         )
         if len(set(start_ids)) != 1:
-            raise CheckpointError(
-                f"{self.role} ranks resumed at different rollouts: {start_ids}; their checkpoints are of different "
-                "saves"
-            )
+            raise CheckpointError(f"{self.role} ranks resumed at different rollouts, of different saves: {start_ids}")
         self.start_rollout_id = start_ids[0]
         self._version.start(self.args, self.start_rollout_id)
         self._was_created, self._is_connected = True, False
         return self.start_rollout_id
+
+    def follow(self, leader: RayTrainGroup) -> None:
+        """Go on where ``leader`` does: by its checkpoints, and by copies made when it has trained, which is later."""
+        self._leader, leader._follower, self._copies = leader, self, leader._copies
 
     @property
     def names(self) -> list[str]:
@@ -124,7 +125,7 @@ class RayTrainGroup:
     @property
     def last_checkpoint(self) -> int | None:
         """The rollout of the newest checkpoint of this job; with ``--async-save`` only one that is written."""
-        return max((self.leader or self)._written_checkpoints(), default=None)
+        return max((self._leader or self)._written_checkpoints(), default=None)
 
     def leave_out_checkpoints(self, number: int) -> None:
         """Go on from an older one after the next start: so many of the newest, and copies, no longer count."""
@@ -151,19 +152,17 @@ class RayTrainGroup:
             "enable_tensor_transport": ray_transport(self.args) is not None,
         }
         remote = remote_class(worker_class)
-        first = remote.options(scheduling_strategy=strategy_for(self._pg, 0), **options).remote()
-        address, port = wait_for(
-            first.get_master_addr_and_port.remote(), what=f"the first {self.role} rank to start", timeout_s=600
-        )
-        self.actors = [first] + [
-            remote.options(scheduling_strategy=strategy_for(self._pg, rank), **options).remote()
-            for rank in range(1, self.world_size)
+        self.actors = [
+            remote.options(scheduling_strategy=strategy_for(self.gpus, rank), **options).remote()
+            for rank in range(self.world_size)
         ]
         for actor, name in zip(self.actors, self.names, strict=True):
             watch(actor, name)
+        asked = self.actors[0].get_master_addr_and_port.remote()
+        address, port = wait_for(asked, what=f"the first {self.role} rank to start", timeout_s=600)
         self._wait(
             [
-                actor.set_rendezvous.remote(self.world_size, rank, address, port, self._pg.gpu_ids[rank])
+                actor.set_rendezvous.remote(self.world_size, rank, address, port, self.gpus.gpu_ids[rank])
                 for rank, actor in enumerate(self.actors)
             ],
             "rendezvous",
@@ -217,7 +216,8 @@ class RayTrainGroup:
         """Wait for what ``async_train`` started; return what each rank returned."""
         results = self._wait(refs, what=f"training on rollout {rollout_id}")
         self._version.rollout_id = rollout_id
-        self._copies.begin(rollout_id, self.actors)
+        if self._leader is None:
+            self._copies.begin(rollout_id, [*self.actors, *(self._follower.actors if self._follower else [])])
         return results
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
@@ -365,8 +365,8 @@ class RayTrainGroup:
             logger.warning("a new engine waits for its router: %s", error)
 
     def _ask_excluded(self) -> list[ExcludedEngine]:
-        asked: ray.ObjectRef = self.actors[0].excluded_engines.remote()
-        return self._wait([asked], "the engines that the push excluded", PUSH_MARGIN_S)[0]
+        asked = [self.actors[0].excluded_engines.remote()]
+        return self._wait(asked, "the engines that the push excluded", PUSH_MARGIN_S)[0]
 
     def _ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         ref: ray.ObjectRef = getattr(self._manager, method).remote(*arguments)

@@ -29,7 +29,7 @@ def create_critic(args: Namespace, gpus: GpuSlice, actor: RayTrainGroup) -> RayT
         CheckpointError: it does not.
     """
     critic = RayTrainGroup(args.critic_args, args.critic_num_nodes, args.critic_num_gpus_per_node, gpus, role="critic")
-    critic.leader = actor
+    critic.follow(actor)
     start = critic.create()
     if start != actor.start_rollout_id:
         raise CheckpointError(

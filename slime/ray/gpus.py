@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -44,24 +45,34 @@ def create_placement_groups(args: Namespace) -> dict[str, GpuSlice | None]:
     """Reserve every GPU of the job and hand out the parts; joins Ray where the process has not.
 
     Returns:
-        ``{"actor", "critic", "rollout"}``; the critic shares the actor's GPUs, and is None without a critic.
+        ``{"actor", "critic", "rollout", "spare"}``; the critic shares the actor's GPUs, and is None without a critic;
+        the last ones are those of ``--spare-nodes``.
 
     Raises:
-        ConfigError: the cluster stays too small until ``--cluster-wait-timeout-s`` has passed.
+        ConfigError: the cluster stays too small until ``--cluster-wait-timeout-s`` has passed, or GPUs in reserve
+            would be lost with a node of the trainer.
     """
     connect(args)
     plan = plan_gpus(args)
-    everything = _reserve(plan.num_gpus, args.cluster_wait_timeout_s)
+    num_ranks, num_spare = (nodes * args.actor_num_gpus_per_node for nodes in (args.actor_num_nodes, args.spare_nodes))
+    everything, nodes = _reserve(plan.num_gpus + num_spare, args.cluster_wait_timeout_s)
+    if shared := set(nodes[:num_ranks]) & set(nodes[plan.num_gpus :]):
+        raise ConfigError(
+            f"--spare-nodes {args.spare_nodes}: of the GPUs in reserve some are on {', '.join(sorted(shared))}, and "
+            "would be lost with the ranks of the trainer there. Add a node to the cluster, or drop the flag."
+        )
     return {
         "actor": everything,
         "critic": everything if args.use_critic else None,
         "rollout": everything.from_offset(plan.rollout_offset),
+        "spare": everything.from_offset(plan.num_gpus),
     }
 
 
-def _reserve(num_gpus: int, timeout_s: float) -> GpuSlice:
+def _reserve(num_gpus: int, timeout_s: float) -> tuple[GpuSlice, list[str]]:
+    """Return so many GPUs in order, and the node of each."""
     if num_gpus == 0:
-        return GpuSlice(None, [], [])
+        return GpuSlice(None, [], []), []
     _wait_for_resources(num_gpus, timeout_s)
     group = placement_group([{"GPU": 1, "CPU": 1}] * num_gpus, strategy="PACK")
     ready, _ = ray.wait([group.ready()], timeout=timeout_s)
@@ -73,11 +84,12 @@ def _reserve(num_gpus: int, timeout_s: float) -> GpuSlice:
             f"are free after {timeout_s:.0f} s: another job holds the rest. Stop it (ray list jobs) or ask for fewer "
             "GPUs with --actor-num-gpus-per-node / --rollout-num-gpus."
         )
-    identities = _bundle_identities(group, num_gpus)
+    identities = bundle_identities(group, range(num_gpus))
     order = sorted(range(num_gpus), key=lambda index: _sort_key(*identities[index]))
     for position, index in enumerate(order):
         logger.info("GPU %d: node %s, physical index %d, bundle %d", position, *identities[index], index)
-    return GpuSlice(group, order, [identities[index][1] for index in order])
+    gpu_ids = [identities[index][1] for index in order]
+    return GpuSlice(group, order, gpu_ids), [identities[index][0] for index in order]
 
 
 def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
@@ -112,9 +124,11 @@ def _nodes_in_words() -> str:
     return f"{len(alive)} node{'s' if len(alive) != 1 else ''}: {', '.join(sorted(each))}"
 
 
-def _bundle_identities(group: PlacementGroup, num_gpus: int) -> list[tuple[str, int]]:
+def bundle_identities(group: PlacementGroup, bundles: Sequence[int], share: float = 1) -> list[tuple[str, int]]:
+    """Return node address and physical index of each bundle's GPU, of which ``share`` is free."""
+
     # Defined here, it travels by value: its workers import nothing of this package, and torch with it.
-    @ray.remote(num_cpus=0, num_gpus=1, max_retries=0, runtime_env={"env_vars": NOSET_VISIBLE_DEVICES})
+    @ray.remote(num_cpus=0, num_gpus=share, max_retries=0, runtime_env={"env_vars": NOSET_VISIBLE_DEVICES})
     def node_and_gpu() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
 
@@ -122,7 +136,7 @@ def _bundle_identities(group: PlacementGroup, num_gpus: int) -> list[tuple[str, 
         node_and_gpu.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         ).remote()
-        for index in range(num_gpus)
+        for index in bundles
     ]
     return wait_for(tasks, what="the addresses of the GPUs", timeout_s=300)
 

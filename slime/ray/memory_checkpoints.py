@@ -7,6 +7,8 @@
 A keeper is an actor that does nothing else.  It holds two copies of a rank: the one that counts, and the one that
 comes.  So a death in the middle of a copy leaves all ranks with the same earlier one.  When a node dies, the copies of
 its ranks are on the next node, and those of the other ranks on their own.
+
+An actor and its critic are copied together, when both have trained on a rollout, so that they go back to the same one.
 """
 
 from __future__ import annotations
@@ -110,10 +112,11 @@ class CopyingRank:
         return ray.get_runtime_context().get_node_id()
 
     @ray.method(concurrency_group=COPY_GROUP)
-    def send_copy(self, keepers: Sequence[Any], counting: int | None, timeout_s: float) -> list[bool]:
+    def send_copy(self, number: int, keepers: Sequence[Any], counting: int | None, timeout_s: float) -> list[bool]:
         """Send the rank's copy to every keeper; its memory must not change meanwhile.
 
         Args:
+            number: the name of the rank's copies among those of all ranks of actor and critic.
             keepers: their actors.
             counting: the rollout after which the copy is that must stay.
             timeout_s: of each call.
@@ -123,9 +126,9 @@ class CopyingRank:
         """
         copy = self.state_copy
         assert copy is not None, "the step before has made none"
-        return [_send(copy, self.rank, keeper, counting, timeout_s) for keeper in keepers]
+        return [_send(copy, number, keeper, counting, timeout_s) for keeper in keepers]
 
-    def fetch_copy(self, rollout_id: int, keepers: Sequence[Any], timeout_s: float) -> None:
+    def fetch_copy(self, number: int, rollout_id: int, keepers: Sequence[Any], timeout_s: float) -> None:
         """Take the rank's copy from the first keeper that has it whole, for ``init``.
 
         Raises:
@@ -134,7 +137,7 @@ class CopyingRank:
         problems = []
         for keeper in keepers:
             try:
-                self.state_copy = _fetch(self.rank, rollout_id, keeper, timeout_s)
+                self.state_copy = _fetch(number, rollout_id, keeper, timeout_s)
                 return
             except (DataError, *KEEPER_ERRORS) as error:
                 problems.append(str(error).splitlines()[0])
@@ -203,10 +206,10 @@ class MemoryCheckpoints:
     those have died since.
     """
 
-    def __init__(self, args: Namespace, role: str) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.newest: int | None = None
         """The rollout after which the copy is that counts."""
-        self._args, self._role = args, role
+        self._args = args
         self._keepers: dict[str, Any] = {}
         """By node."""
         self._takers: list[list[Any]] = []
@@ -220,7 +223,7 @@ class MemoryCheckpoints:
 
     def begin(self, rollout_id: int, ranks: Sequence[Any]) -> None:
         """Have the copies sent that the ranks have made after ``rollout_id``, if they have; returns at once."""
-        if not ranks or not is_copy_due(self._args, self._role, rollout_id):
+        if not ranks or not is_copy_due(self._args, rollout_id):
             return
         nodes = wait_for([rank.node_id.remote() for rank in ranks], what="the ranks' nodes", timeout_s=self._timeout_s)
         around = list(dict.fromkeys(nodes))
@@ -231,8 +234,8 @@ class MemoryCheckpoints:
                 self._keepers[node] = Keeper.options(scheduling_strategy=where).remote()
         places = [list(dict.fromkeys([node, following[node]])) for node in nodes]
         sends = [
-            rank.send_copy.remote([self._keepers[node] for node in place], self.newest, self._timeout_s)
-            for rank, place in zip(ranks, places, strict=True)
+            rank.send_copy.remote(number, [self._keepers[node] for node in place], self.newest, self._timeout_s)
+            for number, (rank, place) in enumerate(zip(ranks, places, strict=True))
         ]
         self._under_way = rollout_id, places, sends
 
@@ -242,7 +245,7 @@ class MemoryCheckpoints:
         Raises:
             EngineDiedError: a rank died.
         """
-        if self._under_way is not None and is_copy_due(self._args, self._role, rollout_id):
+        if self._under_way is not None and is_copy_due(self._args, rollout_id):
             sends = self._under_way[2]
             self._count(wait_for(sends, what="the copies of the trainer's state", timeout_s=self._timeout_s))
 
@@ -261,8 +264,12 @@ class MemoryCheckpoints:
             logger.error("The keeper of copies on node %s is lost; the next copy starts another.", node)
             ray.kill(self._keepers.pop(node))
 
-    def fetch(self, ranks: Sequence[Any]) -> int | None:
+    def fetch(self, ranks: Sequence[Any], first: int = 0) -> int | None:
         """Have fresh ranks take their copies.
+
+        Args:
+            ranks: the actor's, or its critic's.
+            first: how many come before them in :meth:`begin`.
 
         Returns:
             the rollout after which these are; None where the ranks are to go on from a checkpoint.
@@ -272,8 +279,8 @@ class MemoryCheckpoints:
             return None
         began = time.monotonic()
         fetched = [
-            rank.fetch_copy.remote(self.newest, takers, self._timeout_s)
-            for rank, takers in zip(ranks, self._takers, strict=True)
+            rank.fetch_copy.remote(first + number, self.newest, self._takers[first + number], self._timeout_s)
+            for number, rank in enumerate(ranks)
         ]
         try:
             wait_for(fetched, what="the copies of the trainer's state", timeout_s=self._timeout_s)

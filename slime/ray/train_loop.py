@@ -28,6 +28,7 @@ from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.rollout import DEADLINE_MARGIN_S
 from slime.ray.save_lock import lock_folders
 from slime.ray.startup import MANAGER, create_manager_again, create_rollout_manager, create_training_models
+from slime.ray.trainer_gpus import TrainerGpus
 from slime.ray.trainer_recovery import NOTICE_S, TrainerRecovery
 from slime.ray.utils import cluster_has_accelerators, listen_address
 from slime.ray.waiting import find_death, forget, forget_all, wait_for
@@ -66,7 +67,7 @@ class TrainJob:
         self._step_line = StepLine.follow(args)
         self._metrics_page = self._serve_metrics() if args.prometheus_port is not None else None
         self.actor, self.critic = create_training_models(args, gpus, self.manager)
-        self._recovery = TrainerRecovery(args, self.actor, self._train, self.critic)
+        self._recovery = TrainerRecovery(args, self.actor, self._train, self.critic, TrainerGpus(args, gpus))
         self._unsaved: int | None = None
         """The last rollout that was trained on since the last save."""
         NOTICE.grace_s, NOTICE.save = args.preemption_grace_s, self._save_and_leave

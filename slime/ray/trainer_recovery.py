@@ -1,6 +1,7 @@
 """Trainers that die are started again and brought back to the step that they were taken from.
 
     a rank dies, or does not go on -> its trainer's other ranks are killed
+                -> where its node is gone, all wait for it to come back, or others take its place (--spare-nodes)
                 -> all start again, from copies of their state in memory, or from the last checkpoint
                 -> they train again on the rollouts since -> the interrupted step is taken again
 
@@ -24,6 +25,7 @@ from slime.flags.cluster import checkpoints_to_go_back
 from slime.observability.run_record import span
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.released_trainer import RELEASE_GRACE_S
+from slime.ray.trainer_gpus import TrainerGpus
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import find_death
 from slime.utils.errors import DeadlineError, HangError, SlimeError, StepError
@@ -46,6 +48,7 @@ class TrainerRecovery:
         actor: the trainer.
         train: trains on one rollout, as the job does.
         critic: of the actor; both start again when a rank of either dies.
+        gpus: finds GPUs for their ranks; without it they start where they were.
     """
 
     def __init__(
@@ -54,13 +57,14 @@ class TrainerRecovery:
         actor: RayTrainGroup,
         train: Callable[[int, list[Box]], None],
         critic: RayTrainGroup | None = None,
+        gpus: TrainerGpus | None = None,
     ) -> None:
         self.args = args
         self.is_down = False
         """The trainer died and was not started again yet."""
         self.must_save = False
         """The trainer went back to an older checkpoint, which the next save is to replace."""
-        self._actor, self._train = actor, train
+        self._actor, self._train, self._gpus = actor, train, gpus
         self._trainers = [actor] if critic is None else [actor, critic]
         """In the order in which they start."""
         self._is_on = args.trainer_recovery != "off"
@@ -152,14 +156,12 @@ class TrainerRecovery:
     def restart(self) -> None:
         """Start the trainer from its last copies or checkpoint and train again on what came after that."""
         begin, began = time.monotonic(), time.time()
-        self._release()  # ranks of a restart that failed half-way
-        if cluster_has_accelerators():
-            time.sleep(RELEASE_GRACE_S)
-        try:
-            start, *others = [trainer.create() for trainer in self._trainers]
-        except DeadlineError as error:
-            raise HangError(f"the trainer did not start again: {error}") from error
-        assert others in ([], [start]), (start, others)
+        self._release_and_wait()  # of a restart that failed half-way, too
+        if self._gpus is not None:
+            found = self._gpus.find_again()
+            for trainer in self._trainers:
+                trainer.gpus = found
+        start = self._start()
         again = [kept for kept in self._trained if kept[0] >= start]
         for rollout_id, rollout_data in again:
             self._train(rollout_id, rollout_data)
@@ -169,3 +171,21 @@ class TrainerRecovery:
             "The trainer is back after %.1f s: it went on from rollout %d and trained again on %d rollouts.",
             time.monotonic() - begin, start, len(again),
         )  # fmt: skip
+
+    def _start(self) -> int:
+        """Start every trainer, and return the rollout that all go on with."""
+        try:
+            start, *others = [trainer.create() for trainer in self._trainers]
+            if others not in ([], [start]):
+                # The critic's copies were lost, and dropped, when the actor had taken its own: both read checkpoints.
+                self._release_and_wait()
+                start, *others = [trainer.create() for trainer in self._trainers]
+        except DeadlineError as error:
+            raise HangError(f"the trainer did not start again: {error}") from error
+        assert others in ([], [start]), (start, others)
+        return start
+
+    def _release_and_wait(self) -> None:
+        self._release()
+        if cluster_has_accelerators():
+            time.sleep(RELEASE_GRACE_S)

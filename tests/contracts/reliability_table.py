@@ -67,6 +67,16 @@ PROMISES = (
         ),
     ),
     Promise(
+        fails="a node with ranks of the trainer dies",
+        promise="its ranks start again there when it is back within `--cluster-wait-timeout-s`, or, with "
+        "`--spare-nodes`, after 10 s on GPUs in reserve; engines on other nodes stay up; then as for a rank that died",
+        cost="the idle GPUs; as above, and 10 s for the reserve",
+        tests=(
+            "tests/dist/test_logical_nodes.py::test_ranks_of_a_node_that_died_start_again_on_gpus_in_reserve_and_engines_stay",
+            "tests/unit/ray/test_placement.py::test_a_rank_keeps_its_gpu_or_gets_one_in_reserve",
+        ),
+    ),
+    Promise(
         fails="a rank of the trainer stops or hangs",
         promise="found `--trainer-hang-timeout-s` after it last answered, or beyond twice the longest micro-batch or "
         "step; named; then as above",
@@ -95,7 +105,8 @@ PROMISES = (
     ),
     Promise(
         fails="SIGTERM to the driver or a rank of the trainer",
-        promise="with `--preemption-grace-s` the trainer's step ends and is saved, and the next start repeats none",
+        promise="with `--preemption-grace-s` the trainer's step ends and is saved, and the next start repeats none; "
+        "SIGTERM that reaches Ray's own process of a node (raylet) ends its ranks untold, as the node's death",
         cost="saved 0.1 s after the signal, gone after 12 to 17 s; no step repeated",
         tests=(
             "tests/unit/ray/test_preemption.py::test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves",
@@ -113,7 +124,8 @@ PROMISES = (
 ENDS_A_RUN = (
     "more recoveries within an hour than `--max-recoveries`",
     "a death before the first rollout, of the manager outside of generation, or of a rank without checkpoints",
-    "a node that dies: no GPUs are kept in reserve",
+    "a node that dies and does not come back, where no GPUs are in reserve, or that takes manager or driver along; of "
+    "several that died, all must come back: Ray hands their GPUs out together",
     "bad input, a full disk at a save, and what the rows below say",
 )
 """What ends a run, or with --supervise the driver, all the same."""
@@ -158,7 +170,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DRIVER,
         waits="Driver for the tasks that tell the place of each GPU",
-        code=("slime.ray.gpus._bundle_identities",),
+        code=("slime.ray.gpus.bundle_identities",),
         bounds=(),
         deadline="300 s",
         raises="DeadlineError",
@@ -192,6 +204,19 @@ EDGES: tuple[Edge, ...] = (
         "within an hour the run ends",
         tests=(
             "tests/unit/ray/test_trainer_recovery.py::test_a_step_is_taken_again_after_a_death_and_what_came_before_it",
+        ),
+    ),
+    Edge(
+        area=DRIVER,
+        waits="Driver for the trainer's GPUs on a node that died: for the node to come back, or for those in reserve",
+        code=("slime.ray.trainer_gpus.TrainerGpus",),
+        bounds=("--cluster-wait-timeout-s", "slime.ray.trainer_gpus.NODE_RETURN_S"),
+        deadline="the constant where GPUs are in reserve (--spare-nodes)",
+        raises="ProcessError",
+        log="driver, every ten seconds; how many GPUs are gone",
+        outcome="the trainer starts on what is there; without enough the run ends",
+        tests=(
+            "tests/dist/test_logical_nodes.py::test_ranks_of_a_node_that_died_start_again_on_gpus_in_reserve_and_engines_stay",
         ),
     ),
     Edge(

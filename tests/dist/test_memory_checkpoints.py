@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CHUNK = memory_checkpoints.CHUNK_BYTES
-ARGS = Namespace(trainer_recovery="memory", memory_checkpoint_interval=1, train_timeout_s=120.0)
+ARGS = Namespace(trainer_recovery="memory", memory_checkpoint_interval=1, num_critic_only_steps=0, train_timeout_s=120.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,13 +57,13 @@ class _Rank(CopyingRank):
         self.dies_in_copy = True
 
     @ray.method(concurrency_group=COPY_GROUP)
-    def send_copy(self, keepers: Any, counting: int | None, timeout_s: float) -> list[bool]:
+    def send_copy(self, number: int, keepers: Any, counting: int | None, timeout_s: float) -> list[bool]:
         if self.dies_in_copy:
             whole = self.state_copy
-            begun = keepers[0].begin.remote(self.rank, whole.rollout_id, whole.header, whole.data.numel(), counting)
-            ray.get([begun, keepers[0].write.remote(self.rank, 0, whole.data.numpy()[:CHUNK])], timeout=60)
+            begun = keepers[0].begin.remote(number, whole.rollout_id, whole.header, whole.data.numel(), counting)
+            ray.get([begun, keepers[0].write.remote(number, 0, whole.data.numpy()[:CHUNK])], timeout=60)
             os._exit(1)
-        return super().send_copy(keepers, counting, timeout_s)
+        return super().send_copy(number, keepers, counting, timeout_s)
 
     def holds(self, rollout_id: int) -> bool:
         """Whether the state is the one after a rollout, to the bit."""
@@ -108,7 +108,7 @@ def anew(ranks: list[Any]) -> list[Any]:
 
 @pytest.fixture
 def copies():
-    made = MemoryCheckpoints(ARGS, "actor")
+    made = MemoryCheckpoints(ARGS)
     yield made
     for keeper in made._keepers.values():
         ray.kill(keeper)
@@ -127,12 +127,29 @@ def test_new_ranks_get_the_last_state_of_those_before_them(ranks, copies):
 
 
 def test_nothing_is_copied_between_intervals_or_without_memory():
-    every_third = MemoryCheckpoints(Namespace(**vars(ARGS) | {"memory_checkpoint_interval": 3}), "actor")
-    off = MemoryCheckpoints(Namespace(**vars(ARGS) | {"trainer_recovery": "checkpoint"}), "actor")
-    for copies, rollouts in ((every_third, (0, 1, 3)), (off, (0, 1)), (MemoryCheckpoints(ARGS, "critic"), (0, 1))):
+    every_third = MemoryCheckpoints(Namespace(**vars(ARGS) | {"memory_checkpoint_interval": 3}))
+    off = MemoryCheckpoints(Namespace(**vars(ARGS) | {"trainer_recovery": "checkpoint"}))
+    critic_first = MemoryCheckpoints(Namespace(**vars(ARGS) | {"num_critic_only_steps": 2}))
+    for copies, rollouts in ((every_third, (0, 1, 3)), (off, (0, 1)), (critic_first, (0, 1))):
         for rollout_id in rollouts:
             copies.begin(rollout_id, ["a rank that nobody asks"])
         assert copies._under_way is None and copies.fetch([]) is None
+
+
+def test_an_actor_and_its_critic_go_back_to_the_last_rollout_that_both_were_copied_after(ranks, copies):
+    """The critic, which trains first, is one rollout ahead when the actor dies."""
+    actor, critic = ranks
+    train(copies, [actor, critic], 0)
+    copies.finish_before(1)
+    ask(critic.train.remote(1))
+    anew(ranks)
+    assert (copies.fetch([actor]), copies.fetch([critic], first=1)) == (0, 0)
+    assert ask([rank.holds.remote(0) for rank in ranks]) == [True, True]
+    (keeper,) = copies._keepers.values()
+    damage(keeper)  # of the critic's, which is seen when the actor has taken its own
+    anew(ranks)
+    assert (copies.fetch([actor]), copies.fetch([critic], first=1)) == (0, None)
+    assert copies.fetch([actor]) is None
 
 
 def test_a_death_in_the_middle_of_a_copy_leaves_every_rank_with_the_one_before(ranks, copies):
@@ -178,16 +195,16 @@ def test_a_copy_with_another_digest_is_not_used_and_all_ranks_take_the_checkpoin
 def test_a_keeper_on_another_node_serves_where_the_first_one_is_damaged(ranks):
     keepers = [memory_checkpoints.Keeper.remote() for _ in range(3)]
     ask([rank.train.remote(5) for rank in ranks])
-    assert ask([rank.send_copy.remote(keepers, None, 60.0) for rank in ranks]) == [[True] * 3] * 2
+    assert ask([rank.send_copy.remote(number, keepers, None, 60.0) for number, rank in enumerate(ranks)]) == [[True] * 3] * 2
     damage(keepers[0])
     ray.kill(keepers[1])
     anew(ranks)
-    ask([rank.fetch_copy.remote(5, keepers, 60.0) for rank in ranks])
+    ask([rank.fetch_copy.remote(number, 5, keepers, 60.0) for number, rank in enumerate(ranks)])
     assert ask([rank.holds.remote(5) for rank in ranks]) == [True, True]
     with pytest.raises(DataError, match="digest.*died"):
-        ask(ranks[1].fetch_copy.remote(5, keepers[:2], 60.0))
+        ask(ranks[1].fetch_copy.remote(1, 5, keepers[:2], 60.0))
     with pytest.raises(DataError, match="has none after rollout 4"):
-        ask(ranks[1].fetch_copy.remote(4, keepers, 60.0))
+        ask(ranks[1].fetch_copy.remote(1, 4, keepers, 60.0))
 
 
 def test_a_dead_keeper_means_the_checkpoint(ranks, copies, caplog):

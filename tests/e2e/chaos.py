@@ -320,6 +320,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--write-docs", action="store_true", help="Record the table in benchmarks/results.")
     parser.add_argument("flags", nargs="*", help="More flags for train.py, after --.")
     options = parser.parse_args()
+    if options.write_docs and not (results_page.FOLDER / f"chaos_{options.device}.json").exists():
+        parser.error(f"--write-docs: there is no benchmarks/results/chaos_{options.device}.json to write into")
     if options.device == "gpu" and not torch.cuda.is_available():
         parser.error("--device gpu: torch sees no GPU here")
     if options.device == "cpu" and torch.cuda.is_available():

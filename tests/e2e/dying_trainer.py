@@ -25,6 +25,12 @@ def die_once_in_rollouts_1_and_3(args: Namespace, rollout_id: int, step_id: int,
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def the_critic_dies_in_rollout_1_and_the_actor_in_2(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
+    """End this process, once each."""
+    if _is_due(args, rollout_id, step_id, (1,) if Path(args.save).name == "critic" else (2,)):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def die_with_the_copies_in_rollouts_1_and_3(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
     """End this process, and before it those that keep copies of its state (--trainer-recovery memory)."""
     if not _is_due(args, rollout_id, step_id, (1, 3)):

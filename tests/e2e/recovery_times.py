@@ -17,11 +17,14 @@ import time
 from pathlib import Path
 
 from tests.e2e.job import REPO, Job, grpo_flags, records
+from tests.nodes.cluster import logical_nodes
 
 HOOKS = ("kill", "stop", "poison", "change")
 """Hooks of ``dying_trainer``."""
 FAILURES = (*HOOKS, "manager", "driver")
 """With SIGKILL to the rollout manager while it generates, and to the driver under its supervisor."""
+NODES = ("node", "node_returns")
+"""Several nodes of Ray on this machine, of which one dies."""
 PREEMPTIONS = ("sigterm_driver", "sigterm_rank")
 ON_NAN = {"poison": "rollback 1", "change": "rollback 1"}
 
@@ -76,6 +79,37 @@ def measure(work_dir: Path, case: str, recovery: str) -> None:
     )
 
 
+def lose_node(work_dir: Path, case: str, recovery: str) -> None:
+    """The node of one of two ranks dies in the third rollout; the rank goes on in the reserve, or on a new node."""
+    save = work_dir / f"{case}_{recovery}"
+    save.mkdir(parents=True)
+    has_spare = case == "node"
+    flags = grpo_flags(
+        work_dir, save, *"--actor-num-nodes 2 --actor-num-gpus-per-node 1 --num-gpus-per-node 1".split(),
+        *f"--rollout-num-gpus 1 --num-rollout 4 --spare-nodes {int(has_spare)}".split(),
+        *f"--save-interval {2 if recovery == 'checkpoint' else 100} --trainer-recovery {recovery}".split(),
+    )  # fmt: skip
+    with logical_nodes(4 + has_spare, 1, {"GLOO_SOCKET_IFNAME": "lo"}, head_gpus=0) as nodes:
+        job = Job("train.py", flags, save / "log.txt", RAY_ADDRESS=nodes.address)
+        try:
+            job.wait_until(lambda: "step 2/4" in job.text(), "the second step", 900)
+            struck, before = time.time(), len(records(save, "train/step"))
+            nodes.remove("127.0.0.3")
+            if not has_spare:
+                job.wait_until(lambda: "GPUs are gone" in job.text(), "the wait for the node", 300)
+                nodes.add()
+            job.wait_until(lambda: "The trainer is back" in job.text(), "the trainer", 500)
+            job.wait_until(lambda: len(records(save, "train/step")) > before, "the next trained step", 500)
+            took_s = time.time() - struck
+            code = job.finish(500)
+        finally:
+            job.kill_everything()
+    engines = len(set(re.findall(r"log (\S+/engine\S+\.log)", job.text())))
+    steps = [row["train/step"] for row in records(save, "train/step")]
+    print(f"{case}, {recovery}: {took_s:.1f} s to the next trained step, exit code {code}, steps {steps}", end="; ")
+    print(f"{engines} engines started", *re.findall(r"^.*(?:moves to|is back after).*$", job.text(), re.M), sep="\n  ")
+
+
 def preempt(work_dir: Path, case: str) -> None:
     """SIGTERM to the driver or a rank in the third rollout, with the only checkpoint to come; then start again."""
     save = work_dir / case
@@ -110,12 +144,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--trainer-recovery", choices=["checkpoint", "memory"], default="checkpoint")
-    parser.add_argument("cases", nargs="+", choices=[*FAILURES, *PREEMPTIONS])
+    parser.add_argument("cases", nargs="+", choices=[*FAILURES, *NODES, *PREEMPTIONS])
     options = parser.parse_args()
     make_task(options.work_dir)
     for case in options.cases:
         if case in FAILURES:
             measure(options.work_dir.resolve(), case, options.trainer_recovery)
+        elif case in NODES:
+            lose_node(options.work_dir.resolve(), case, options.trainer_recovery)
         else:
             preempt(options.work_dir.resolve(), case)
 

@@ -134,7 +134,7 @@ def ppo_flags(task: Path, run_folder: Path, save: Path) -> list[str]:
     roles.write_text("megatron:\n  - {name: values, role: critic, overrides: {lr: 1e-3}}\n")
     return replay_flags(
         task, save, f"{run_folder}/dump/{{rollout_id}}.pt",
-        *"--actor-num-gpus-per-node 1 --advantage-estimator ppo --num-critic-only-steps 1".split(),
+        *"--actor-num-gpus-per-node 1 --advantage-estimator ppo --num-critic-only-steps 1 --num-rollout 3".split(),
         *("--megatron-config-path", str(roles)),
     )  # fmt: skip
 
@@ -149,13 +149,13 @@ def test_ppo_trains_its_critic_first_on_the_same_gpu_saves_both_and_takes_a_step
     job = Job("train.py", ppo_flags(task, run_folder, tmp_path), tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
     critic_steps = records(tmp_path, "train/critic-value_loss")
-    assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 3]
+    assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 3, 4, 5]
     assert {step["train/critic-lr-pg_0"] for step in critic_steps} == {1e-3}
-    assert [step["train/step"] for step in records(tmp_path, "train/pg_loss")] == [2, 3]
+    assert [step["train/step"] for step in records(tmp_path, "train/pg_loss")] == [2, 3, 4, 5]
     assert all("rollout/values" in record for record in records(tmp_path, "rollout/returns"))
-    assert [row["rollout/step"] for row in records(tmp_path, "rollout/explained_variance")] == [0, 1]
+    assert [row["rollout/step"] for row in records(tmp_path, "rollout/explained_variance")] == [0, 1, 2]
     for folder in (tmp_path, tmp_path / "critic"):
-        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "1"
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
     job.seconds_until_gone(GONE_S)
     again = Job("tools/replay.py", [str(tmp_path), "--step", "2"], tmp_path / "replay.txt")
     assert again.finish(JOB_S) == 0, again.text()[-4000:]
@@ -168,11 +168,15 @@ def test_ppo_trains_its_critic_first_on_the_same_gpu_saves_both_and_takes_a_step
 def test_a_death_of_the_critic_or_of_its_actor_takes_both_back_and_changes_no_loss(
     task, run_folder, ppo_folder, tmp_path
 ):
-    hook = "--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.die_once_in_rollouts_1_and_3"
-    job = Job("train.py", [*ppo_flags(task, run_folder, tmp_path), *hook.split()], tmp_path / "log.txt")
+    """To the checkpoint, before both have trained on a rollout; then to the copies of both in memory."""
+    hook = "tests.e2e.dying_trainer.the_critic_dies_in_rollout_1_and_the_actor_in_2"
+    more = f"--trainer-recovery memory --custom-megatron-before-train-step-hook-path {hook}".split()
+    job = Job("train.py", [*ppo_flags(task, run_folder, tmp_path), *more], tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
     assert re.findall(r"(\w+) rank 0 died", job.text())[:2] == ["critic", "actor"]
-    for name, taken in (("train/critic-value_loss", [0, 1, 2, 2, 3, 2, 3]), ("train/pg_loss", [2, 2, 3])):
+    assert re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text()) == ["1", "1"]
+    assert "copies in memory are lost" not in job.text()
+    for name, taken in (("train/critic-value_loss", [0, 1, 2, 2, 3, 4, 5, 4, 5]), ("train/pg_loss", [2, 3, 4, 4, 5])):
         original = {row["train/step"]: row[name] for row in records(ppo_folder, name)}
         steps = records(tmp_path, name)
         assert [row["train/step"] for row in steps] == taken

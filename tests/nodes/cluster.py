@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,8 @@ ENVIRONMENT = {
     # A process keeps the mode of its first cluster, and Ray's own default of a private one is "token".
     "RAY_AUTH_MODE": "token",
     # A node that is gone is noticed after this many seconds.
+    # Ray's first server may take longer than 20 s to come up on a busy machine.
+    "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "10000",
@@ -66,10 +69,16 @@ def start_raylet_with_known_ports(node: Any, *arguments: Any, **keywords: Any) -
 class LogicalNodes:
     """A private cluster; this process is its driver."""
 
-    def __init__(self, cluster: Cluster, num_gpus: int) -> None:
+    def __init__(self, cluster: Cluster, num_gpus: int, head_gpus: int | None = None) -> None:
         self._cluster = cluster
         self._num_gpus = num_gpus
+        self._head_gpus = num_gpus if head_gpus is None else head_gpus
         self.nodes: dict[str, Any] = {}
+
+    @property
+    def address(self) -> str:
+        """Of the cluster, for RAY_ADDRESS."""
+        return self._cluster.address
 
     @property
     def addresses(self) -> list[str]:
@@ -77,11 +86,12 @@ class LogicalNodes:
         return sorted(self.nodes, key=lambda address: [int(part) for part in address.split(".")])
 
     def add(self) -> str:
-        """One more node; gives its address."""
-        address = f"127.0.0.{len(self.nodes) + 1}" if self.nodes else get_current_node_ip()
+        """One more node, at the first free address; gives that."""
+        free = (f"127.0.0.{number}" for number in count(2) if f"127.0.0.{number}" not in self.nodes)
+        address, num_gpus = (next(free), self._num_gpus) if self.nodes else (get_current_node_ip(), self._head_gpus)
         with patch.object(Node, "start_raylet", start_raylet_with_known_ports):
             self.nodes[address] = self._cluster.add_node(
-                num_gpus=self._num_gpus,
+                num_gpus=num_gpus,
                 num_cpus=2 * self._num_gpus + 4,
                 node_ip_address=address,
                 object_store_memory=OBJECT_STORE_BYTES,
@@ -92,14 +102,14 @@ class LogicalNodes:
             )
         return address
 
-    def remove(self, address: str) -> None:
-        """Kill the node, as a power cut would."""
-        self._cluster.remove_node(self.nodes.pop(address), allow_graceful=False)
+    def remove(self, address: str, *, sigterm: bool = False) -> None:
+        """Kill the node, as a power cut would, or by SIGTERM to Ray's own process, which tells no worker."""
+        self._cluster.remove_node(self.nodes.pop(address), allow_graceful=sigterm)
 
 
 @contextmanager
 def logical_nodes(
-    num_nodes: int, num_gpus: int, job_variables: Mapping[str, str] | None = None
+    num_nodes: int, num_gpus: int, job_variables: Mapping[str, str] | None = None, head_gpus: int | None = None
 ) -> Iterator[LogicalNodes]:
     """``num_nodes`` nodes of ``num_gpus`` GPUs each, with this process connected; all of it ends with the block.
 
@@ -107,15 +117,16 @@ def logical_nodes(
         num_nodes: how many.
         num_gpus: of each.
         job_variables: what ``ray job submit --runtime-env-json`` would give the job, its driver included.
+        head_gpus: of the first one, where it has others.
     """
     variables = dict(job_variables or {})
     with patch.dict(os.environ, ENVIRONMENT | variables):
         ensure_token_if_auth_enabled()
-        nodes = LogicalNodes(Cluster(), num_gpus)
+        nodes = LogicalNodes(Cluster(), num_gpus, head_gpus)
         try:
             for _ in range(num_nodes):
                 nodes.add()
-            ray.init(address=nodes._cluster.address, log_to_driver=False, runtime_env={"env_vars": variables})
+            ray.init(address=nodes.address, log_to_driver=False, runtime_env={"env_vars": variables})
             yield nodes
         finally:
             ray.shutdown()

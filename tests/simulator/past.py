@@ -39,7 +39,7 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
     "a trainer hangs while it starts again": (
         10002115,
         Setup(num_rollout=4, engines=3, trainer_ranks=2),
-        [Fault("hang", "call trainer.stay_alive", 2, amount=4000.0), Fault("kill", "answer trainer1.train_boxed", 4)],
+        [Fault("hang", "call trainer.stay_alive", 3, amount=4000.0), Fault("kill", "answer trainer1.train_boxed", 4)],
     ),
     "a new trainer gives its weights to an engine before any push": (
         20065833,

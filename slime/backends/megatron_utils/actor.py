@@ -166,7 +166,7 @@ class MegatronTrainRayActor(TrainWorker):
             train = self._train_critic if self.role == "critic" else self._train_actor
             outcome: Any = train(rollout_id, data, iterators, external_data or {})
         self._profiler.step(rollout_id)
-        if is_copy_due(self.args, self.role, rollout_id):
+        if is_copy_due(self.args, rollout_id):
             with timer("copy_state"):
                 self.state_copy = copy_state(rollout_id, self.model, self.optimizer, self.scheduler, self.state_copy)
         metrics = self._reports.performance(rollout_id, data, iterators[0])

@@ -9,7 +9,7 @@ import pytest
 from slime.arguments import args_to_resume
 from slime.arguments.resolve import resolve
 from slime.flags.checkpoint import TRACKER
-from slime.flags.cluster import check_on_nan, check_trainer_recovery
+from slime.flags.cluster import check_on_nan, check_spare_nodes, check_trainer_recovery
 from slime.flags.config import backend_flags
 
 
@@ -168,7 +168,7 @@ def test_a_trainer_that_has_its_state_reads_no_checkpoint(resolved):
     assert (resumed.load, resumed.start_rollout_id) == (args.load, 6)
 
 
-def test_copies_in_memory_need_a_checkpoint_behind_them_and_no_critic(resolved):
+def test_copies_in_memory_need_a_checkpoint_behind_them(resolved):
     saves = ("--save", "/ckpt", "--save-interval", "9")
     memory = ("--trainer-recovery", "memory")
     args = resolved(*memory, *saves)
@@ -176,7 +176,6 @@ def test_copies_in_memory_need_a_checkpoint_behind_them_and_no_critic(resolved):
     for flags, message in {
         memory: "--trainer-recovery memory: where its copies are lost it restarts from a checkpoint; give --save",
         (*memory, *saves, "--no-save-optim"): "--trainer-recovery memory needs the optimizer's state",
-        (*memory, *saves, "--advantage-estimator", "ppo"): "--trainer-recovery memory does not copy a critic",
         (*memory, *saves, "--release-train"): "--trainer-recovery memory: --release-train saves every rollout",
         (
             *saves,
@@ -185,6 +184,18 @@ def test_copies_in_memory_need_a_checkpoint_behind_them_and_no_critic(resolved):
         ): "--memory-checkpoint-interval 3 is of --trainer-recovery memory",
     }.items():
         assert any(line.startswith(message) for line in check_trainer_recovery(resolved(*flags))), flags
+
+
+def test_gpus_in_reserve_are_refused_where_nobody_would_take_them(resolved):
+    saves = ("--save", "/ckpt", "--save-interval", "1")
+    spare = ("--spare-nodes", "2")
+    apart = ("--rollout-num-gpus", "1")
+    assert list(check_spare_nodes(resolved(*saves, *spare, *apart))) == []
+    for flags, message in {
+        apart: "--trainer-recovery off starts nothing on them",
+        (*saves, "--colocate"): "with --colocate the engines of a node die with it",
+    }.items():
+        assert any(message in line for line in check_spare_nodes(resolved(*spare, *flags))), flags
 
 
 def test_a_trainer_without_optimizer_state_is_restarted_where_its_optimizer_has_none(resolved):

@@ -110,7 +110,7 @@ def test_the_tasks_that_tell_the_place_of_each_gpu_have_five_minutes(monkeypatch
 
     monkeypatch.setattr(gpus, "wait_for", wait_for)
     with pytest.raises(DeadlineError, match="addresses of the GPUs"):
-        gpus._bundle_identities(None, 2)  # type: ignore[arg-type]
+        gpus.bundle_identities(None, range(2))  # type: ignore[arg-type]
 
 
 def test_a_cluster_that_does_not_let_the_driver_in_is_an_error_that_names_the_variable(monkeypatch):

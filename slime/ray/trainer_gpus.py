@@ -1,0 +1,109 @@
+"""The trainer's GPUs after a node has died: its own where the node comes back, else those kept in reserve.
+
+    node dies -> Ray takes its bundles back, and places them on nodes that join, once all that are lost have room
+              -> the ranks start on these bundles as soon as that has happened
+              -> after NODE_RETURN_S on bundles in reserve (--spare-nodes), and theirs are the reserve from then on
+
+Engines keep their bundles throughout.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+
+import ray
+from ray.util.placement_group import placement_group_table
+
+from slime.ray.gpus import GpuSlice, bundle_identities
+from slime.utils.errors import ProcessError
+
+logger = logging.getLogger(__name__)
+
+NODE_RETURN_S = 10.0
+"""Time for a node to come back where GPUs are in reserve."""
+POLL_S = 0.5
+SHARE = 0.4
+"""GPU share of the task that tells a bundle's GPU: of what a rank of the trainer gave back."""
+
+
+class TrainerGpus:
+    """Finds GPUs for the ranks of a trainer that starts again.
+
+    Args:
+        args: the run's arguments.
+        gpus: of the job's parts, as ``create_placement_groups`` hands them out.
+    """
+
+    def __init__(self, args: Namespace, gpus: Mapping[str, GpuSlice | None]) -> None:
+        actor, spare = gpus["actor"], gpus.get("spare")
+        assert actor is not None
+        num_ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+        self._group = actor.placement_group
+        self._num_spare_nodes, self._wait_s = args.spare_nodes, args.cluster_wait_timeout_s
+        self._mine = actor.bundle_indices[:num_ranks]
+        self._reserve = spare.bundle_indices if spare is not None else []
+        known = [(actor, range(num_ranks)), *([(spare, range(len(self._reserve)))] if spare is not None else [])]
+        self._gpu_ids = {part.bundle_indices[i]: part.gpu_ids[i] for part, positions in known for i in positions}
+        self._nodes = self._placed()
+        """Where each bundle is, or was last."""
+
+    def find_again(self) -> GpuSlice:
+        """Return a GPU on a node that is alive for each rank; waits for nodes to come back, or takes the reserve.
+
+        Raises:
+            ProcessError: neither is there after ``--cluster-wait-timeout-s``.
+        """
+        if self._group is None:
+            return GpuSlice(None, self._mine, [self._gpu_ids[bundle] for bundle in self._mine])
+        began, next_report = time.monotonic(), time.monotonic()
+        while True:
+            placed, waited_s = self._placed(), time.monotonic() - began
+            lost = [bundle for bundle in self._mine if bundle not in placed]
+            chosen = choose(self._mine, self._reserve if waited_s >= NODE_RETURN_S else [], placed)
+            if chosen is not None:
+                break
+            if waited_s >= self._wait_s:
+                raise ProcessError(
+                    f"{len(lost)} of the trainer's {len(self._mine)} GPUs are on a node that died and has not come "
+                    f"back within {self._wait_s:.0f} s (--cluster-wait-timeout-s), and of {len(self._reserve)} GPUs "
+                    f"in reserve {sum(bundle in placed for bundle in self._reserve)} are there (--spare-nodes "
+                    f"{self._num_spare_nodes}). Bring the node back, or start with more in reserve."
+                )
+            if time.monotonic() >= next_report:
+                logger.warning("%d of the trainer's GPUs are gone; waiting for their node to come back", len(lost))
+                next_report += 10
+            time.sleep(POLL_S)
+        if chosen != self._mine:
+            logger.warning("The trainer moves to %d GPUs in reserve (--spare-nodes).", len(lost))
+            self._reserve = [bundle for bundle in self._reserve if bundle not in chosen] + lost
+            self._mine = chosen
+        self._identify([bundle for bundle in chosen if placed[bundle] != self._nodes.get(bundle)])
+        self._nodes |= placed
+        return GpuSlice(self._group, chosen, [self._gpu_ids[bundle] for bundle in chosen])
+
+    def _placed(self) -> dict[int, str]:
+        """Return the node of every bundle that is on one that is alive."""
+        if self._group is None:
+            return {}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        return {int(bundle): node for bundle, node in nodes.items() if node in alive}
+
+    def _identify(self, moved: Sequence[int]) -> None:
+        """Note which GPUs these bundles have on their new node."""
+        if moved:
+            found = bundle_identities(self._group, moved, share=SHARE)
+            self._gpu_ids |= {bundle: gpu_id for bundle, (_, gpu_id) in zip(moved, found, strict=True)}
+
+
+def choose(mine: Sequence[int], reserve: Sequence[int], placed: Mapping[int, str]) -> list[int] | None:
+    """Return a bundle for each rank: its own where it is placed, else one in reserve that is; None without enough."""
+    free = [bundle for bundle in reserve if bundle in placed]
+    lost = [bundle for bundle in mine if bundle not in placed]
+    if len(free) < len(lost):
+        return None
+    instead = dict(zip(lost, free, strict=False))
+    return [instead.get(bundle, bundle) for bundle in mine]
