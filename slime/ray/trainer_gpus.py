@@ -10,9 +10,11 @@ Engines keep their bundles throughout.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 NODE_RETURN_S = 10.0
 """Time for a node to come back where GPUs are in reserve."""
 POLL_S = 0.5
+CONNECT_TIMEOUT_S = 2.0
+"""For a node to take a connection."""
 SHARE = 0.4
 """GPU share of the task that tells a bundle's GPU: of what a rank of the trainer gave back."""
 
@@ -47,7 +51,7 @@ class TrainerGpus:
         self._reserve = spare.bundle_indices if spare is not None else []
         known = [(actor, range(num_ranks)), *([(spare, range(len(self._reserve)))] if spare is not None else [])]
         self._gpu_ids = {part.bundle_indices[i]: part.gpu_ids[i] for part, positions in known for i in positions}
-        self._nodes = self._placed()
+        self._nodes = self._table()
         """Where each bundle is, or was last."""
 
     def find_again(self) -> GpuSlice:
@@ -84,19 +88,34 @@ class TrainerGpus:
         self._nodes |= placed
         return GpuSlice(self._group, chosen, [self._gpu_ids[bundle] for bundle in chosen])
 
+    def _table(self) -> dict[int, str]:
+        """Return what Ray says is the node of every bundle; nothing for one that waits for a node."""
+        nodes = placement_group_table(self._group)["bundles_to_node_id"] if self._group is not None else {}
+        return {int(bundle): node for bundle, node in nodes.items() if node}
+
     def _placed(self) -> dict[int, str]:
-        """Return the node of every bundle that is on one that is alive."""
-        if self._group is None:
-            return {}
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        return {int(bundle): node for bundle, node in nodes.items() if node in alive}
+        """Return the node of every bundle that is on one that answers: of a death Ray learns half a minute late."""
+        table = self._table()
+        used = set(table.values())
+        alive = {node["NodeID"] for node in ray.nodes() if node["NodeID"] in used and node["Alive"] and answers(node)}
+        return {bundle: node for bundle, node in table.items() if node in alive}
 
     def _identify(self, moved: Sequence[int]) -> None:
         """Note which GPUs these bundles have on their new node."""
         if moved:
             found = bundle_identities(self._group, moved, share=SHARE)
             self._gpu_ids |= {bundle: gpu_id for bundle, (_, gpu_id) in zip(moved, found, strict=True)}
+
+
+def answers(node: Mapping[str, Any]) -> bool:
+    """Return True when Ray's process on a node, one of ``ray.nodes()``, takes a connection."""
+    try:
+        socket.create_connection(
+            (node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=CONNECT_TIMEOUT_S
+        ).close()
+    except OSError:
+        return False
+    return True
 
 
 def choose(mine: Sequence[int], reserve: Sequence[int], placed: Mapping[int, str]) -> list[int] | None:

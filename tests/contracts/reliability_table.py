@@ -72,8 +72,8 @@ PROMISES = (
         "`--spare-nodes`, after 10 s on GPUs in reserve; engines on other nodes stay up; then as for a rank that died",
         cost="the idle GPUs; as above, and 10 s for the reserve",
         tests=(
-            "tests/dist/test_logical_nodes.py::test_ranks_of_a_node_that_died_start_again_on_gpus_in_reserve_and_engines_stay",
-            "tests/unit/ray/test_placement.py::test_a_rank_keeps_its_gpu_or_gets_one_in_reserve",
+            "tests/unit/ray/test_trainer_gpus.py::test_a_node_that_does_not_come_back_is_left_for_the_reserve_and_is_the_reserve_then",
+            "tests/unit/ray/test_trainer_gpus.py::test_a_node_that_comes_back_in_time_is_taken_in",
         ),
     ),
     Promise(
@@ -210,14 +210,16 @@ EDGES: tuple[Edge, ...] = (
         area=DRIVER,
         waits="Driver for the trainer's GPUs on a node that died: for the node to come back, or for those in reserve",
         code=("slime.ray.trainer_gpus.TrainerGpus",),
-        bounds=("--cluster-wait-timeout-s", "slime.ray.trainer_gpus.NODE_RETURN_S"),
-        deadline="the constant where GPUs are in reserve (--spare-nodes)",
+        bounds=(
+            "--cluster-wait-timeout-s",
+            "slime.ray.trainer_gpus.NODE_RETURN_S",
+            "slime.ray.trainer_gpus.CONNECT_TIMEOUT_S",
+        ),
+        deadline="the second where GPUs are in reserve (--spare-nodes); the third for a node to take a connection",
         raises="ProcessError",
         log="driver, every ten seconds; how many GPUs are gone",
         outcome="the trainer starts on what is there; without enough the run ends",
-        tests=(
-            "tests/dist/test_logical_nodes.py::test_ranks_of_a_node_that_died_start_again_on_gpus_in_reserve_and_engines_stay",
-        ),
+        tests=("tests/unit/ray/test_trainer_gpus.py::test_without_a_node_the_run_ends_with_what_is_missing",),
     ),
     Edge(
         area=DRIVER,

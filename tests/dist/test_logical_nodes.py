@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from slime.ray import trainer_gpus
-from slime.ray.actor_group import RayTrainGroup
 from slime.ray.gpus import create_placement_groups
-from slime.ray.trainer_gpus import TrainerGpus
 from slime.ray.waiting import wait_for
-from slime.utils.errors import ConfigError, EngineDiedError, ProcessError
-from tests.nodes.cluster import LogicalNodes, logical_nodes
+from slime.utils.errors import ConfigError, EngineDiedError
+from tests.nodes.cluster import logical_nodes
 from tests.nodes.layouts import Layout, arguments, place
 from tests.unit.scripts.test_run_scripts import submitted
 
@@ -111,42 +108,3 @@ def test_a_node_that_leaves_ends_every_wait_with_an_error_that_names_it(nodes, t
     nodes.remove(leaver)
     with pytest.raises(EngineDiedError, match=rf"actor rank [{ranks}] died"):
         wait_for(waiting, what="a step", timeout_s=300)
-
-
-def test_ranks_of_a_node_that_died_start_again_on_gpus_in_reserve_and_engines_stay(variables, tmp_path, monkeypatch):
-    """Then the node in reserve dies as well, by SIGTERM: first nothing is left, then both come back."""
-    monkeypatch.setattr(trainer_gpus, "NODE_RETURN_S", 1.0)
-    args = arguments(tmp_path, f"{APART} --spare-nodes 1 --save {tmp_path} --save-interval 1")
-    with logical_nodes(4, 2, variables, head_gpus=0) as cluster:
-        first, second, third = (f"127.0.0.{number}" for number in (2, 3, 4))
-        layout = place(args)
-        try:
-            trainer, gpus, engines = layout.trainer, TrainerGpus(args, layout.gpus), layout.engines()
-            assert trainer is not None and layout.ranks() == [(0, first, 0), (1, first, 1)]
-            assert gpus.find_again().bundle_indices == trainer.gpus.bundle_indices[:2]
-            lose(cluster, first, trainer)
-            trainer.gpus = gpus.find_again()
-            trainer.create()
-            assert layout.ranks() == [(0, third, 0), (1, third, 1)]
-            lose(cluster, third, trainer, sigterm=True)
-            gpus._wait_s = 2.0
-            with pytest.raises(ProcessError, match=r"2 of the trainer's 2 GPUs .* of 2 GPUs in reserve 0"):
-                gpus.find_again()
-            assert {cluster.add(), cluster.add()} == {first, third}
-            gpus._wait_s = 60.0
-            trainer.gpus = gpus.find_again()
-            trainer.create()
-            assert sorted((rank, gpu) for rank, _, gpu in layout.ranks()) == [(0, 0), (1, 1)]
-            assert {node for _, node, _ in layout.ranks()} in ({first}, {third})
-            assert layout.engines() == engines and {engine["node"] for engine in engines} == {second}
-        finally:
-            layout.take_down()
-
-
-def lose(cluster: LogicalNodes, address: str, trainer: RayTrainGroup, *, sigterm: bool = False) -> None:
-    """End a node with ranks of the trainer; it is seen by who waits for them."""
-    waiting = [actor.wait_for_ever.remote() for actor in trainer.actors]
-    cluster.remove(address, sigterm=sigterm)
-    with pytest.raises(EngineDiedError, match="actor rank"):
-        wait_for(waiting, what="a step", timeout_s=300)
-    trainer.release()

@@ -55,7 +55,7 @@ GPUS_OF_A_JOB = 2
 """Where there are more, jobs side by side take others."""
 GPU_FLAGS = """--bf16 --attention-dropout 0 --hidden-dropout 0 --accumulate-allreduce-grads-in-fp32
     --attention-softmax-in-fp32 --sglang-mem-fraction-static 0.3 --sglang-max-total-tokens 65536
-    --sglang-server-concurrency 64 --sglang-cuda-graph-max-bs 8"""
+    --sglang-server-concurrency 64 --sglang-cuda-graph-max-bs-decode 8"""
 """The model is tiny: without limits its engine would take a third of the GPU, and many minutes for its graphs."""
 START_APART_S = 2.0
 """Between two starts: clusters of Ray that look for free ports at the same moment find the same ones."""

@@ -5,7 +5,6 @@ from argparse import Namespace
 import pytest
 
 from slime.ray.gpus import GpuSlice, _sort_key, plan_gpus
-from slime.ray.trainer_gpus import choose
 
 
 def arguments(**changes):
@@ -41,21 +40,6 @@ def test_the_mode_decides_size_and_offset(changes, num_gpus, offset):
 def test_gpus_are_ordered_by_the_numbers_of_the_address_not_by_its_letters():
     nodes = [("10.0.0.10", 0), ("10.0.0.9", 1), ("10.0.0.9", 0)]
     assert sorted(nodes, key=lambda node: _sort_key(*node)) == [("10.0.0.9", 0), ("10.0.0.9", 1), ("10.0.0.10", 0)]
-
-
-@pytest.mark.parametrize(
-    ("reserve", "placed", "chosen"),
-    [
-        ([8, 9], {0, 1, 2, 3, 8, 9}, [0, 1, 2, 3]),
-        ([8, 9], {0, 1, 8, 9}, [0, 1, 8, 9]),
-        ([8, 9], {1, 2, 3, 8, 9}, [8, 1, 2, 3]),
-        ([8, 9], {0, 1, 9}, None),  # the node in reserve died as well, but for one GPU
-        ([], {0, 1}, None),
-        ([], {0, 1, 2, 3}, [0, 1, 2, 3]),
-    ],
-)
-def test_a_rank_keeps_its_gpu_or_gets_one_in_reserve(reserve, placed, chosen):
-    assert choose([0, 1, 2, 3], reserve, dict.fromkeys(placed, "a node")) == chosen
 
 
 def test_a_slice_from_an_offset_keeps_bundle_and_gpu_together():
