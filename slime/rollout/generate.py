@@ -105,13 +105,12 @@ def add_images(
 
 
 def drew_image(sample: Sample, processor: Any) -> bool:
-    """Return True when the policy drew a token that represents an image or video.
+    """Return True when the policy drew a token that represents an image or video, or begins a video of GLM-4V.
 
     Such a sample cannot be continued: engine and trainer would take the token for the place of a picture.
     """
-    media = (
-        {vars(processor).get(f"{kind}_token_id") for kind in ("image", "video")} if processor is not None else set()
-    )
+    names = () if processor is None else ("image_token_id", "video_token_id", "video_start_id")
+    media = {vars(processor).get(name) for name in names}
     drawn = sample.tokens[len(sample.tokens) - sample.response_length :]
     masks = [1] * len(drawn) if sample.loss_mask is None else sample.loss_mask
     return any(mask and token in media for token, mask in zip(drawn, masks, strict=True))

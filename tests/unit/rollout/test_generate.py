@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.rollout import direct_workers, sglang_rollout
 from slime.rollout.config import rollout_config
-from slime.rollout.generate import _check_images, _payload, _prepare_prompt_ids, append_output
+from slime.rollout.generate import _check_images, _payload, _prepare_prompt_ids, append_output, drew_image
 from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, EngineError, HookError
@@ -134,6 +135,16 @@ def test_what_is_no_image_is_refused_before_it_is_left_out_of_the_request(kind):
     sample = Sample(index=4, prompt="a", multimodal_inputs={"images": None, kind: ["x"]})
     with pytest.raises(DataError, match=f"Sample 4 has {kind}; .*--custom-generate-function-path"):
         _payload(config, sample, [7], {})
+
+
+def test_tokens_of_pictures_count_where_the_policy_drew_them():
+    glm = SimpleNamespace(image_token_id=8, video_token_id=9, video_start_id=7)
+    sample = Sample(tokens=[8, 8, 1, 2, 8], response_length=3)
+    assert drew_image(sample, glm) and not drew_image(sample, None)
+    sample.loss_mask = [1, 1, 0]  # a tool showed it
+    assert not drew_image(sample, glm)
+    sample.tokens[-2] = 7
+    assert drew_image(sample, glm) and not drew_image(sample, SimpleNamespace(image_token_id=8))
 
 
 def test_an_engine_that_counts_other_tokens_for_images_is_refused():
