@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -163,3 +164,33 @@ class RankBatch(TrainBatch):
     """[step] micro-batches, the same on every rank."""
     global_batch_sizes: list[int]
     """[step] executions that the step trains on, over all ranks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, each column of tensors as one array: alone, a tensor takes longer than its numbers."""
+        state = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return state | {name: _joined(values) for name, column, values in self.columns() if column.dtype is not None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value.parts() if isinstance(value, _Joined) else value)
+
+
+class _Joined(NamedTuple):
+    """The tensors of a column on their way to a rank."""
+
+    values: np.ndarray
+    sizes: list[int]
+
+    def parts(self) -> list[Tensor]:
+        """Return the tensors, in memory that may be written to."""
+        return list(torch.split_with_sizes(torch.from_numpy(self.values.copy()), self.sizes))
+
+
+def _joined(values: Any) -> Any:
+    """Return a list of CPU tensors that differ in length alone as one array; all else as it is."""
+    if not (isinstance(values, list) and values and all(isinstance(value, Tensor) for value in values)):
+        return values
+    kinds = {(value.dtype, value.device.type, value.shape[1:]) for value in values}
+    if len(kinds) > 1 or values[0].ndim == 0 or values[0].device.type != "cpu":
+        return values
+    return _Joined(torch.cat(values).numpy(), [len(value) for value in values])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from array import array
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
@@ -150,8 +151,8 @@ def _as_column(
     return [_as_tensor(name, value, dtype, sample) for value, sample in zip(values, names, strict=True)]
 
 
-_ARRAY_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
-"""Dtypes and their codes for ``array``."""
+_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
+"""Dtypes and their codes for ``struct``."""
 
 
 def _as_tensor(name: str, value: Any, dtype: torch.dtype, sample: str) -> torch.Tensor:
@@ -174,14 +175,21 @@ def _as_tensor(name: str, value: Any, dtype: torch.dtype, sample: str) -> torch.
 
 
 def _plain_numbers(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the tensor of a flat list of numbers of this kind, else None.  ``array`` takes half of numpy's time."""
-    code = _ARRAY_CODES.get(dtype)
+    """Return the tensor of a flat list of numbers of this kind, else None.  ``struct`` takes half of numpy's time."""
+    code = _CODES.get(dtype)
     if not isinstance(value, list) or code is None:
         return None
+    if not value:
+        return torch.empty(0, dtype=dtype)
+    if dtype == torch.int32:  # as loss masks are: bytes take a quarter of the time
+        with contextlib.suppress(TypeError, ValueError):
+            return torch.frombuffer(bytearray(value), dtype=torch.uint8).to(dtype)
+    buffer = bytearray(len(value) * dtype.itemsize)
     try:
-        return torch.frombuffer(array(code, value), dtype=dtype) if value else torch.empty(0, dtype=dtype)
-    except (TypeError, OverflowError):
+        struct.pack_into(f"{len(value)}{code}", buffer, 0, *value)
+    except (struct.error, TypeError, OverflowError):
         return None
+    return torch.frombuffer(buffer, dtype=dtype)
 
 
 TOKENS_AT_ONCE = 1 << 20

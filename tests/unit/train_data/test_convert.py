@@ -125,6 +125,38 @@ def test_pixels_that_siblings_share_reach_a_rank_once_and_as_bytes():
         )
 
 
+def test_columns_of_tensors_travel_as_one_array_each_and_may_be_written_to():
+    more = {"teacher_top": [torch.full((response, 2, 2), 0.5) for response in (1, 2, 3, 0)]}
+    samples = [
+        sample(index, response=response, metadata={"teacher_top": top}, rollout_log_probs=[-0.25] * response)
+        for index, (response, top) in enumerate(zip((1, 2, 3, 0), more["teacher_top"], strict=True))
+    ]
+    samples[3].loss_mask = []
+    for rank in split_by_rank(convert(samples), SCHEDULE):
+        got = pickle.loads(cloudpickle.dumps(rank))
+        assert got.to_dict().keys() == rank.to_dict().keys() and got.micro_batch_indices == rank.micro_batch_indices
+        for name in ("tokens", "loss_masks", "rollout_log_probs", "teacher_top"):
+            ours, theirs = getattr(rank, name), getattr(got, name)
+            assert [(one.dtype, one.shape) for one in ours] == [(one.dtype, one.shape) for one in theirs]
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+            theirs[0].add_(1)
+    many = convert([sample(index) for index in range(200)])
+    everything = DPSchedule([list(range(200))], [[[*range(200)]]], [1], [200])
+    (rank,) = split_by_rank(many, everything)
+    assert len(cloudpickle.dumps(rank)) < 30_000  # 10,400 of numbers; a tensor alone has 400 bytes around it
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1], [True, False, True], [1, 300, 1], [0, -1, 1], [1.0, 0.0, 1.0]])
+def test_a_loss_mask_of_any_numbers_is_read_as_they_are_or_refused(mask):
+    data = convert([sample(index, loss_mask=mask) for index in range(4)])
+    if set(mask) <= {0, 1}:
+        for rank in split_by_rank(data, SCHEDULE):
+            assert rank.loss_masks[0].dtype == torch.int32 and rank.loss_masks[0].tolist() == [int(x) for x in mask]
+        return
+    with pytest.raises(DataError, match="in its loss mask; it may have 0 and 1 only"):
+        split_by_rank(data, SCHEDULE)
+
+
 def test_column_of_a_custom_converter_is_carried_and_metadata_too():
     data = convert([sample(index, train_metadata={"i": index}) for index in range(4)])
     by_converter = data.to_dict() | {"my_weight": [0.1, 0.2, 0.3, 0.4]}
