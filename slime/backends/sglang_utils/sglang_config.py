@@ -100,7 +100,7 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
                 f"{args.rollout_num_gpus}; the two must be equal. Change one of them."
             )
         for model in config.models:
-            _check_encoders(f"{args.sglang_config}: model {model.name}", model, trains_tower=args.train_vision_tower)
+            _check_encoders(f"{args.sglang_config}: model {model.name}", model, args)
             for group in model.server_groups:
                 _check_nodes(f"{args.sglang_config}: model {model.name}", group, args.num_gpus_per_node)
         return _for_evaluation(config, args) if args.eval_in_background else config
@@ -151,7 +151,7 @@ def _group(worker_type: str, num_gpus: int, per_engine: int) -> ServerGroupConfi
     return ServerGroupConfig(worker_type=worker_type, num_gpus=num_gpus, num_gpus_per_engine=per_engine)
 
 
-def _check_encoders(where: str, model: ModelConfig, *, trains_tower: bool) -> None:
+def _check_encoders(where: str, model: ModelConfig, args: Namespace) -> None:
     """Check that a model with encoders has engines that ask them, and that nobody trains what they hold.
 
     Raises:
@@ -164,7 +164,7 @@ def _check_encoders(where: str, model: ModelConfig, *, trains_tower: bool) -> No
         raise ConfigError(
             f"{where}: it has encoders, and no regular or prefill engines that would ask them; add some."
         )
-    if trains_tower and model.update_weights:
+    if args.train_vision_tower and model.update_weights:
         raise ConfigError(
             f"{where}: it has encoders, which no push reaches, and --train-vision-tower changes the weights that they "
             "hold. Leave the group out, so that the engines compute images themselves, or drop the flag."
