@@ -80,7 +80,10 @@ def measure(work_dir: Path, case: str, recovery: str) -> None:
 
 
 def lose_node(work_dir: Path, case: str, recovery: str) -> None:
-    """The node of one of two ranks dies in the third rollout; the rank goes on in the reserve, or on a new node."""
+    """The node of one of two ranks dies in the third rollout; the rank goes on in the reserve, or on a new node.
+
+    Nothing would start the engine again: the run would end with it.
+    """
     save = work_dir / f"{case}_{recovery}"
     save.mkdir(parents=True)
     has_spare = case == "node"
@@ -104,10 +107,12 @@ def lose_node(work_dir: Path, case: str, recovery: str) -> None:
             code = job.finish(500)
         finally:
             job.kill_everything()
-    engines = len(set(re.findall(r"log (\S+/engine\S+\.log)", job.text())))
     steps = [row["train/step"] for row in records(save, "train/step")]
-    print(f"{case}, {recovery}: {took_s:.1f} s to the next trained step, exit code {code}, steps {steps}", end="; ")
-    print(f"{engines} engines started", *re.findall(r"^.*(?:moves to|is back after).*$", job.text(), re.M), sep="\n  ")
+    print(
+        f"{case}, {recovery}: {took_s:.1f} s to the next trained step, exit code {code}, steps {steps}",
+        *re.findall(r"^.*(?:moves to|is back after).*$", job.text(), flags=re.MULTILINE),
+        sep="\n  ",
+    )
 
 
 def preempt(work_dir: Path, case: str) -> None:
