@@ -143,15 +143,16 @@ def draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int, 
     site = _draw_site(rng, sites)
     passed, last = sites[site]
     nth = rng.randint(passed + 1, last)
+    if rng.random() < 0.35:  # somebody else is struck just then
+        kind = rng.choice(("kill", "kill", "kill", "hang", "hang", "cut", "clock"))
+        return Fault(kind, site, nth, target=rng.choice(roles(setup)), amount=_amount(rng, kind))
     if site.startswith("http"):
         kind = rng.choice((*WRONG_ANSWERS, "kill", "kill", "kill", "hang", "hang", "cut", "slow"))
     elif site.startswith("file"):
         kind = rng.choice(("kill", "half", "half", "after", "after", "ioerror", "full"))
     else:
         kind = rng.choice(("kill", "kill", "kill", "hang", "hang", "cut", "clock"))
-    is_own = kind in DISK_FAULTS or rng.random() < 0.6
-    target = "self" if is_own else rng.choice(roles(setup))
-    return Fault(kind, site, nth, target=target, amount=_amount(rng, kind))
+    return Fault(kind, site, nth, amount=_amount(rng, kind))
 
 
 def _draw_site(rng: random.Random, sites: Mapping[str, tuple[int, int]]) -> str:
