@@ -97,11 +97,11 @@ def tell(seed: int) -> int:
     """Print the story of a seed; of one that fails, the shortest."""
     from tests.simulator.runner import installed, run_schedule, schedule_of, shrink
 
-    with installed():
-        setup, faults = schedule_of(seed)
-        outcome = run_schedule(seed, setup, faults)
-        if outcome.violations:
-            setup, faults, outcome = shrink(seed)
+    _FOR_LIFE.enter_context(installed())  # coroutines of killed processes end with this one, and are not to say so
+    setup, faults = schedule_of(seed)
+    outcome = run_schedule(seed, setup, faults)
+    if outcome.violations:
+        setup, faults, outcome = shrink(seed)
     print(setup)
     for fault in faults:
         print(fault)
