@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from tests.contracts.source_tree import REPO
 
 PROGRAM = """
-import importlib, importlib.abc, pkgutil, sys
+import importlib, importlib.abc, json, os, pkgutil, sys, tempfile, traceback
 
 BLOCKED = ("ray", "megatron", "sglang", "sglang_router", "wandb", "tensorboard", "transformer_engine", "sgl_kernel")
 
@@ -19,13 +20,33 @@ class Blocker(importlib.abc.MetaPathFinder):
         if name.split(".")[0] in BLOCKED:
             raise ImportError(f"{name} is blocked in this test")
 
+def import_all(package):
+    package = importlib.import_module(package)
+    for module in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
+        if module.name not in needs_more:
+            importlib.import_module(module.name)
+    loaded = sorted({name.split(".")[0] for name in sys.modules} & set(BLOCKED))
+    assert not loaded, loaded
+
 sys.meta_path.insert(0, Blocker())
-package = importlib.import_module(sys.argv[1])
-for module in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
-    if module.name not in sys.argv[2:]:
-        importlib.import_module(module.name)
-loaded = sorted({name.split(".")[0] for name in sys.modules} & set(BLOCKED))
-assert not loaded, loaded
+packages, needs_more = map(json.loads, sys.argv[1:])
+import torch, transformers, pyarrow.parquet  # once for all: none of slime's modules is imported here
+errors = {}
+for package in packages:
+    with tempfile.TemporaryFile("w+") as said:
+        child = os.fork()
+        if child == 0:
+            try:
+                import_all(package)
+                os._exit(0)
+            except BaseException:
+                said.write(traceback.format_exc())
+                said.flush()
+                os._exit(1)
+        code = os.waitpid(child, 0)[1]
+        said.seek(0)
+        errors[package] = said.read() or (f"it ended with {code}" if code else "")
+print(json.dumps(errors))
 """
 
 PACKAGES = (
@@ -60,13 +81,15 @@ NEEDS_MORE = (
 )
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_alone(package):
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, package, *NEEDS_MORE],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+@pytest.fixture(scope="module")
+def errors():
+    """Package -> why it does not import, or nothing; each in a fork of one process that has imported torch."""
+    words = [sys.executable, "-c", PROGRAM, json.dumps(PACKAGES), json.dumps(NEEDS_MORE)]
+    result = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_alone(package, errors):
+    assert errors[package] == ""

@@ -33,24 +33,27 @@ EXTRAS = {"run-tiny-gym.sh": ("reasoning_gym", "gym"), "run-tiny-verifiers.sh": 
 """Script -> the package whose rows it reads, and the extra that installs it."""
 
 
-@pytest.fixture
-def tiny(tmp_path):
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory):
     """What the demo and the warm start leave behind, as far as the scripts look at it."""
-    (tmp_path / "tools/sft").mkdir(parents=True)
-    (tmp_path / "tools/sft/done").touch()
-    make_tools(tmp_path / "tools", seed=7)
-    (tmp_path / "agents/sft").mkdir(parents=True)
-    (tmp_path / "agents/sft/done").touch()
-    make_agents(tmp_path / "agents", seed=7)
-    (tmp_path / "shapes/sft").mkdir(parents=True)
-    (tmp_path / "shapes/sft/done").touch()
-    vision_shapes.make_task(tmp_path / "shapes/task", 2026, {"eval": 2, "grpo": 64, "sft": 2})
-    (tmp_path / "task/hf").mkdir(parents=True)
-    (tmp_path / "task/hf/config.json").touch()
-    data = tmp_path / "tools/sums.jsonl"
-    text = f"eval:\n  defaults:\n    input_key: prompt\n  datasets:\n    - name: held_out\n      path: {data}\n"
-    (tmp_path / "task/eval.yaml").write_text(text)
-    (tmp_path / "grpo-seed1/hf/9").mkdir(parents=True)
+    folder = tmp_path_factory.mktemp("tiny")
+    make_task(folder / "task", seed=7)
+    make_tools(folder / "tools", seed=7)
+    make_agents(folder / "agents", seed=7)
+    vision_shapes.make_task(folder / "shapes/task", 2026, {"eval": 2, "grpo": 64, "sft": 2})
+    # Any model folder will do where a trained one belongs.
+    for copy in ("sft", "tools/sft", "agents/sft", "grpo-seed1", "grpo-seed1/hf/9"):
+        shutil.copytree(folder / "task/hf", folder / copy, dirs_exist_ok=True)
+    shutil.copytree(folder / "shapes/task/hf", folder / "shapes/sft")
+    for task in ("tools", "agents", "shapes"):
+        (folder / task / "sft/done").touch()
+    return folder
+
+
+@pytest.fixture
+def tiny(left_behind, tmp_path):
+    """A folder with all that, for one test."""
+    shutil.copytree(left_behind, tmp_path, copy_function=os.link, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -75,26 +78,6 @@ def test_every_example_that_can_be_run_has_a_page_that_names_its_scripts():
         assert str(script) in (REPO / page).read_text()
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_a_script_submits_flags_and_plug_ins_that_exist(script, tiny, monkeypatch):
-    job, environment = submitted(script, tiny)
-    assert (REPO / job[1]).is_file()
-    args = parse_flags(job[2:])
-    assert args.seed == 5
-    for folder in environment["PYTHONPATH"].split(":"):
-        monkeypatch.syspath_prepend(folder)
-    paths = {
-        name: value for name, value in vars(args).items() if name.startswith("custom_") and name.endswith("_path")
-    }
-    for name, value in paths.items():
-        if value and name != "custom_config_path":
-            module, _, attribute = value.rpartition(".")
-            assert hasattr(importlib.import_module(module), attribute), value
-    if args.custom_config_path:
-        config = Path(args.custom_config_path)
-        assert isinstance(yaml.safe_load((config if config.is_absolute() else REPO / config).read_text()), dict)
-
-
 TINY = [
     *((Path(f"scripts/run-tiny-{name}.sh"), "") for name in ("cpu", "cpu-sft", "gpu")),
     *((Path("scripts/run-tiny-cpu.sh"), loop) for loop in ("async", "ahead", "apart")),
@@ -103,31 +86,32 @@ TINY = [
 
 
 @pytest.mark.parametrize(("script", "loop"), TINY, ids=lambda value: str(value) or "sync")
-def test_what_a_tiny_script_submits_passes_every_check(script, loop, tiny, monkeypatch):
-    if script.name in EXTRAS:
-        package, extra = EXTRAS[script.name]
-        pytest.importorskip(package, reason=f"the extra `{extra}` is not installed")
-    make_task(tiny / "task", seed=7)
-    for copy in (
-        "sft",
-        "tools/sft",
-        "agents/sft",
-        "grpo-seed1",
-        "grpo-seed1/hf/9",
-    ):  # any model folder will do where a trained one belongs
-        shutil.copytree(tiny / "task/hf", tiny / copy, dirs_exist_ok=True)
-    shutil.copytree(tiny / "shapes/task/hf", tiny / "shapes/sft", dirs_exist_ok=True)
+def test_what_a_script_submits_exists_and_passes_every_check(script, loop, tiny, monkeypatch):
     job, environment = submitted(script, tiny, **({"LOOP": loop} if loop else {}))
-    monkeypatch.chdir(REPO)
+    assert (REPO / job[1]).is_file()
     for folder in environment["PYTHONPATH"].split(":"):
         monkeypatch.syspath_prepend(folder)
-    args = parse_args(argv=job[2:])
+    monkeypatch.chdir(REPO)
+    args = parse_flags(job[2:])
+    assert args.seed == 5 and args.num_rollout > 0
+    for name, value in vars(args).items():
+        if value and name.startswith("custom_") and name.endswith("_path") and name != "custom_config_path":
+            module, _, attribute = value.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), value
+    if args.custom_config_path:
+        assert isinstance(yaml.safe_load((REPO / args.custom_config_path).read_text()), dict)
+    if script.name in EXTRAS:
+        package, extra = EXTRAS[script.name]
+        pytest.importorskip(package, reason=f"the extra `{extra}` is not installed: no more checks")
+    checked = parse_args(argv=job[2:])
     if job[1] == "train_async.py":
-        check_async_arguments(args)
-    assert args.num_rollout > 0
+        check_async_arguments(checked)
 
 
 def test_the_teachers_answer_does_not_grade_the_evaluation(tiny):
+    data, sets = tiny / "tools/sums.jsonl", tiny / "task/eval.yaml"
+    sets.unlink()  # a link
+    sets.write_text(f"eval:\n  defaults:\n    input_key: prompt\n  datasets:\n    - {{name: sums, path: {data}}}\n")
     submitted(Path("examples/on_policy_distillation/run-tiny-sglang-teacher.sh"), tiny)
     config = yaml.safe_load((tiny / "opd-sglang/eval.yaml").read_text())["eval"]
     assert config["defaults"]["custom_rm_path"] == "examples.tiny_arithmetic.reward.reward"

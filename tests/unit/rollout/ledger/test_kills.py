@@ -1,4 +1,4 @@
-"""Killed at several hundred points, the job trains what it would have trained, and asks for no answer twice."""
+"""Killed at some four hundred points, the job trains what it would have trained, and asks for no answer twice."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def trained_groups(world: World) -> Counter[int]:
 @pytest.mark.parametrize(
     ("num_jobs", "options"),
     [
-        (100, {}),
-        (25, {"save_interval": 3}),
-        (20, {"save_interval": 100}),
-        (20, {"flags": {"group_rm": True}, "save_interval": 2}),
-        (20, {"flags": {"custom_generate_function_path": f"{HERE}.attaches_a_lock"}}),
-        (20, {"flags": {"custom_generate_function_path": f"{HERE}.fans_out"}, "save_interval": 2}),
-        (20, {"flags": {"rollout_sample_hook_path": [f"{HERE}.counts_visits"]}, "save_interval": 2}),
-        (60, {"is_ahead": True}),
-        (20, {"is_ahead": True, "save_interval": 3}),
-        (30, {"flags": FULLY_ASYNC}),
-        (60, {"flags": FULLY_ASYNC, "is_ahead": True}),
-        (20, {"flags": FULLY_ASYNC, "is_ahead": True, "save_interval": 3}),
+        (40, {}),
+        (10, {"save_interval": 3}),
+        (8, {"save_interval": 100}),
+        (8, {"flags": {"group_rm": True}, "save_interval": 2}),
+        (8, {"flags": {"custom_generate_function_path": f"{HERE}.attaches_a_lock"}}),
+        (8, {"flags": {"custom_generate_function_path": f"{HERE}.fans_out"}, "save_interval": 2}),
+        (8, {"flags": {"rollout_sample_hook_path": [f"{HERE}.counts_visits"]}, "save_interval": 2}),
+        (20, {"is_ahead": True}),
+        (8, {"is_ahead": True, "save_interval": 3}),
+        (10, {"flags": FULLY_ASYNC}),
+        (20, {"flags": FULLY_ASYNC, "is_ahead": True}),
+        (10, {"flags": FULLY_ASYNC, "is_ahead": True, "save_interval": 3}),
     ],
     ids=[
         *("saves always", "saves seldom", "saves once", "group reward", "unpicklable", "fan-out", "sample hook"),
@@ -88,7 +88,7 @@ def test_tokens_that_an_older_policy_drew_stay_masked_and_only_those(tmp_path, m
     first_rollout = {sample["index"]: sample["masked"] for sample in whole.trained[0]}
     assert set(first_rollout.values()) == {0}
     assert any(sample["masked"] for sample in whole.trained[1] + whole.trained[2])
-    for seed in range(20):
+    for seed in range(8):
         world = killed(tmp_path, monkeypatch, whole, seed, **options)
         assert world.samples_of_first_groups(but="masked") == expected
         assert {sample["masked"] for sample in world.trained[0]} == {0}
@@ -100,7 +100,7 @@ def test_without_surplus_every_rollout_trains_the_very_same_samples(tmp_path, mo
         "dull": None,
     }
     whole = uninterrupted(tmp_path, monkeypatch, **options)
-    for seed in range(20):
+    for seed in range(8):
         world = killed(tmp_path, monkeypatch, whole, seed, **options)
         assert world.trained == whole.trained
         assert world.asked_again == []
