@@ -140,7 +140,7 @@ LAYOUTS: dict[str, Layout] = {
 
 FULL_FAMILIES = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 """Tried in every layout: a dense family, two with experts, one with latent attention."""
-FAST_LAYOUTS = ("TP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "EP2")
+FAST_LAYOUTS = ("TP2 SP", "TP2 EP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "EP2")
 """What the suite runs; see :func:`fast_layouts_of`."""
 OWN_ATTENTION = (
     *FULL_FAMILIES,
@@ -174,14 +174,20 @@ def layouts_of(case: FamilyCase, names: Sequence[str] | None = None) -> dict[str
     }
 
 
+STAGES_OF_ANOTHER = ("glm4-32b", "glm4_moe-groups", "kimi_k2", "llama3", "mistral", "moonlight", "phi3", "qwen2.5")
+"""What stands around their layers is what another family has, so that they are cut into stages alike."""
+
+
 def fast_layouts_of(case: FamilyCase) -> list[str]:
-    """The suite's layouts of the case: with other layers than its own, and context parallel, only where it adds."""
-    return [
-        name
-        for name in layouts_of(case, FAST_LAYOUTS)
-        if (LAYOUTS[name].num_layers is None or case.name in FULL_FAMILIES)
-        and (name != "CP2" or case.name in OWN_ATTENTION)
-    ]
+    """The suite's layouts of the case: other layers than its own, context parallel and stages only where they add.
+
+    Tensors and experts are cut in one layout, but for the families that are tried in every layout.
+    """
+    if case.name in FULL_FAMILIES:
+        return [name for name in layouts_of(case, FAST_LAYOUTS) if name != "TP2 EP2 SP"]
+    cuts = "TP2 EP2 SP" if case.has_experts else "TP2 SP"
+    names = [cuts, *(["PP2 uneven"] if case.name not in STAGES_OF_ANOTHER else [])]
+    return list(layouts_of(case, [*names, *(["CP2"] if case.name in OWN_ATTENTION else [])]))
 
 
 def run_layouts(
