@@ -5,7 +5,7 @@
 writes ``facts.txt`` (what is searched), ``search.jsonl``, ``python.jsonl`` and ``sums.jsonl`` (prompt and label), for
 each ``*_eval.jsonl`` (held out) and ``*_eval.yaml`` (how those are sampled), and ``sft.jsonl``: conversations of a
 weak teacher, for examples/tiny_tools/warm-start.sh.  With ``--task agents``: ``sft.jsonl``, ``calls.jsonl``,
-``orders.jsonl`` and ``code.jsonl``.  The files depend on ``--seed`` alone.
+``orders.jsonl`` and ``code.jsonl``; with ``--task gym``: ``sft.jsonl``.  The files depend on ``--seed`` alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.tiny_arithmetic import task as sums  # noqa: E402
-from examples.tiny_tools import agents, task  # noqa: E402
+from examples.tiny_tools import agents, gym, task  # noqa: E402
 
 SFT_ROWS = {"search": 5120, "python": 5120, "judge": 2560, "sums": 2560}
 """The data of the warm start; the sums keep up what the model has learned already."""
@@ -105,6 +105,11 @@ def make_agents(output: Path, seed: int) -> dict[str, int]:
     return _write(output, files, {"calls": ("false", 1), "orders": ("true", 1), "code": ("false", 1)})
 
 
+def make_gym(output: Path, seed: int) -> dict[str, int]:
+    """Write the demonstrations for examples/run-tiny-gym.sh, whose questions are made while it runs."""
+    return _write(output, {"sft": gym.sft_rows(random.Random(seed))}, {})
+
+
 def _write(output: Path, files: dict[str, list[dict]], evals: dict[str, tuple[str, int]]) -> dict[str, int]:
     output.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
@@ -121,10 +126,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=7, help="of everything that is drawn")
-    parser.add_argument("--task", choices=["tools", "agents"], default="tools", help="which questions")
+    kinds = {"tools": make_task, "agents": make_agents, "gym": make_gym}
+    parser.add_argument("--task", choices=kinds, default="tools", help="which questions")
     options = parser.parse_args()
-    make = make_agents if options.task == "agents" else make_task
-    print(f"task: wrote {options.output}: rows {make(options.output, options.seed)}")
+    print(f"task: wrote {options.output}: rows {kinds[options.task](options.output, options.seed)}")
 
 
 if __name__ == "__main__":

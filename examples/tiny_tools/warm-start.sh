@@ -3,8 +3,9 @@
 #
 #   examples/tiny_tools/warm-start.sh [FLAG...]
 #   WARM_START=agents examples/tiny_tools/warm-start.sh       of calls of tools, orders and code instead
+#   WARM_START=gym examples/tiny_tools/warm-start.sh          of sums of reasoning-gym instead
 #
-# TINY_DIR (runs/tiny): output of `make demo`.  The result is in TINY_DIR/tools (TINY_DIR/agents); two to four minutes
+# TINY_DIR (runs/tiny): output of `make demo`.  The result is in TINY_DIR/tools (TINY_DIR/agents, ..); two to four minutes
 # on two cores.
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 source "${REPO_DIR}/scripts/models/tiny-arithmetic.sh"

@@ -42,10 +42,10 @@ def left_behind(tmp_path_factory):
     make_agents(folder / "agents", seed=7)
     vision_shapes.make_task(folder / "shapes/task", 2026, {"eval": 2, "grpo": 64, "sft": 2})
     # Any model folder will do where a trained one belongs.
-    for copy in ("sft", "tools/sft", "agents/sft", "grpo-seed1", "grpo-seed1/hf/9"):
+    for copy in ("sft", "tools/sft", "agents/sft", "gym/sft", "grpo-seed1", "grpo-seed1/hf/9"):
         shutil.copytree(folder / "task/hf", folder / copy, dirs_exist_ok=True)
     shutil.copytree(folder / "shapes/task/hf", folder / "shapes/sft")
-    for task in ("tools", "agents", "shapes"):
+    for task in ("tools", "agents", "gym", "shapes"):
         (folder / task / "sft/done").touch()
     return folder
 
