@@ -11,7 +11,8 @@ from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.layers.attention import per_sequence_attention, varlen_attention
+from slime.backends.megatron_utils.layers import attention_kernels
+from slime.backends.megatron_utils.layers.attention_kernels import per_sequence_attention
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.parameters import iter_global_parameters
@@ -50,9 +51,14 @@ def test_importing_the_platform_module_patches_nothing() -> None:
     ids=["heads", "groups", "latent", "wide-values", "narrow"],
 )
 @pytest.mark.parametrize("is_tail", [False, True], ids=["whole", "tail"])
+@pytest.mark.parametrize("window", [None, 48])
+@pytest.mark.parametrize("name", ["torch_flash", "flash_attn_4", "varlen_attention"])
 def test_flash_attention_over_packed_sequences_equals_fp64(
-    dtype: torch.dtype, heads: int, groups: int, width: int, value_width: int, is_tail: bool
-) -> None:
+    dtype: torch.dtype, heads: int, groups: int, width: int, value_width: int, is_tail: bool, window: int | None,
+    name: str,
+) -> None:  # fmt: skip
+    if name == "flash_attn_4" and (not attention_kernels._has_flash_attn_4() or value_width > width):
+        pytest.skip("flash-attn-4 is not installed on this GPU machine, or has no values wider than keys")
     generator = torch.Generator("cuda").manual_seed(0)
     lengths_q = [max(1, length // 2) for length in LENGTHS] if is_tail else LENGTHS
 
@@ -63,13 +69,13 @@ def test_flash_attention_over_packed_sequences_equals_fp64(
     query = random(sum(lengths_q), heads, width)
     key, value = random(sum(LENGTHS), groups, width), random(sum(LENGTHS), groups, value_width)
     scale = 1 / math.sqrt(width)
-    out = varlen_attention(
-        query, key, value, cumulative(lengths_q), cumulative(LENGTHS), max(lengths_q), max(LENGTHS), scale=scale
-    )
+    cu = cumulative(lengths_q), cumulative(LENGTHS)
+    longest = max(lengths_q), max(LENGTHS)
+    out = getattr(attention_kernels, name)(query, key, value, *cu, *longest, scale=scale, window=window)
     grad = torch.randn(out.shape, generator=generator, device="cuda").to(dtype)
     out.backward(grad)
     exact = [x.detach().double().requires_grad_() for x in (query, key, value)]
-    expected = per_sequence_attention(*exact, lengths_q, LENGTHS, scale=scale)
+    expected = per_sequence_attention(*exact, lengths_q, LENGTHS, scale=scale, window=window)
     expected.backward(grad.double())
     bound = 8e-3 if dtype == torch.bfloat16 else 1e-3
     assert relative_error(out, expected) < bound

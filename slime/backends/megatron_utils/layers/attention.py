@@ -3,16 +3,14 @@
 Shapes: t = tokens of this rank, h = heads of this rank, d = head dimension; "thd" is [t, h, d] with the sequences of a
 micro-batch one after the other, and "sbhd" the padded [s, b, h, d].
 
-On CUDA in bf16 or fp16 the sequences go through one varlen flash kernel; otherwise (CPU, fp32, or
-``--attention-backend unfused``) each goes through torch's scaled-dot-product attention.  Softmax with a sink:
+On CUDA in bf16 or fp16 the sequences go through one flash kernel; otherwise (CPU, fp32, or ``--attention-backend
+unfused``) each goes through torch's scaled-dot-product attention (:mod:`.attention_kernels`).  Softmax with a sink:
 :mod:`.sink_attention`.  With context parallelism a rank has two chunks of every sequence: :func:`zigzag_attention`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,12 +37,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
+from slime.backends.megatron_utils.layers.attention_kernels import per_sequence_attention, varlen_attention
 from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, rotary_tables
 from slime.backends.megatron_utils.layers.sink_attention import (
     make_sinks,
-    sink_attention,
     varlen_sink_attention,
-    visible_keys,
 )
 from slime.utils.errors import ConfigError
 
@@ -170,81 +167,6 @@ def check_attention_config(config: TransformerConfig) -> None:
     for flag, is_set in refused.items():
         if is_set:
             raise ConfigError(f"{flag} is set; packed attention has no such option; remove {flag}.")
-
-
-def per_sequence_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths_q: list[int],
-    lengths_k: list[int],
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attend one sequence at a time, on any device and in any dtype."""
-    pieces = []
-    for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
-        num_q, num_k = q.size(0), k.size(0)
-        if num_q == 0:
-            continue
-        if sinks is not None:
-            pieces.append(sink_attention(q, k, v, sinks, scale=scale, window=window))
-            continue
-        mask = None
-        is_cut = window is not None and window < num_k
-        if num_q != num_k or is_cut:
-            mask = visible_keys(num_q, num_k, window, q.device)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q.size(1) != k.size(1),
-        )
-        pieces.append(out[0].transpose(0, 1))
-    return torch.cat(pieces)
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Attend in all sequences by one flash kernel; CUDA, bf16 or fp16.  No synchronisation with the host."""
-    attend, knows_gqa = _varlen_kernel()
-    width, value_width = query.size(-1), value.size(-1)
-    # The kernel wants one head dimension: multi-latent attention has values narrower (or wider) than keys.
-    padded = max(width, value_width)
-    if width < padded:
-        query, key = F.pad(query, (0, padded - width)), F.pad(key, (0, padded - width))
-    if value_width < padded:
-        value = F.pad(value, (0, padded - value_width))
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if knows_gqa:
-        options["enable_gqa"] = query.size(1) != key.size(1)
-    out = attend(
-        query.contiguous(), key.contiguous(), value.contiguous(), cu_q.int(), cu_k.int(), max_q, max_k, **options
-    )
-    return out[..., :value_width]
-
-
-@functools.cache
-def _varlen_kernel() -> tuple[Any, bool]:
-    """Return torch's varlen attention, and True when it has the argument enable_gqa (torch 2.13; 2.11 infers it)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 # Context parallelism: each rank has two chunks of every sequence.

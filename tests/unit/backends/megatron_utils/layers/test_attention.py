@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.layers import attention
+from slime.backends.megatron_utils.layers import attention, attention_kernels
 from slime.backends.megatron_utils.layers.attention import (
     PackedAttention,
     ZigzagPlan,
@@ -157,7 +158,9 @@ def test_a_layer_has_a_window_where_the_flags_say_so(monkeypatch: pytest.MonkeyP
     assert [PackedAttention(config, layer_number=number).window for number in range(1, 7)] == [8, 8, None] * 2
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        attention, "_varlen_kernel", lambda: (lambda q, *_, window_size, **__: seen.append(window_size) or q, True)
+        attention_kernels,
+        "_torch_varlen",
+        lambda: (lambda q, *_, window_size, **__: seen.append(window_size) or q, True),
     )
     cu = cumulative([4])
     varlen_attention(*random_qkv(4, groups=4), cu, cu, 4, 4, scale=1.0, window=8)
@@ -185,13 +188,63 @@ def test_the_flash_kernel_is_called_with_equal_widths_and_a_causal_window(
         assert q.size(-1) == k.size(-1) == v.size(-1) == max(width, value_width)
         return per_sequence_attention(q, k, v, cu_q.diff().tolist(), cu_k.diff().tolist(), scale=options["scale"])
 
-    monkeypatch.setattr(attention, "_varlen_kernel", lambda: (kernel, knows_gqa))
+    monkeypatch.setattr(attention_kernels, "_torch_varlen", lambda: (kernel, knows_gqa))
     query, key, value = random_qkv(5, width=width, value_width=value_width)
     cu = cumulative([2, 3])
     out = varlen_attention(query, key, value, cu, cu, 3, 3, scale=0.5)
     assert torch.allclose(out, per_sequence_attention(query, key, value, [2, 3], [2, 3], scale=0.5), atol=1e-6)
     assert seen["window_size"] == (-1, 0)
     assert ("enable_gqa" in seen) == knows_gqa
+
+
+SHAPE = attention_kernels.HeadShape(4, 2, 8, 6, torch.bfloat16, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "new_ms", "chosen"),
+    [
+        (2e-3, 1.0, "flash_attn_4"),
+        (2e-3, 3.0, "torch_flash"),
+        (9e-3, 1.0, "torch_flash"),
+        (math.nan, 1.0, "torch_flash"),
+    ],
+    ids=["faster", "slower", "wrong", "nan"],
+)
+def test_flash_attn_4_runs_where_it_is_right_and_faster(
+    monkeypatch: pytest.MonkeyPatch, error: float, new_ms: float, chosen: str
+) -> None:
+    monkeypatch.setattr(attention_kernels, "_has_flash_attn_4", lambda: True)
+    monkeypatch.setattr(attention_kernels, "kernel_error", lambda *_: error)
+    times = {attention_kernels.flash_attn_4: new_ms, attention_kernels.torch_flash: 2.0}
+    monkeypatch.setattr(attention_kernels, "kernel_ms", lambda kernel, *_: times[kernel])
+    choose = attention_kernels.faster_kernel.__wrapped__
+    assert choose(SHAPE, torch.device("cpu")) is getattr(attention_kernels, chosen)
+
+
+def test_a_shape_that_flash_attn_4_refuses_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> float:
+        raise AssertionError("head dimension 6 is not supported")
+
+    monkeypatch.setattr(attention_kernels, "_has_flash_attn_4", lambda: True)
+    monkeypatch.setattr(attention_kernels, "kernel_error", refuse)
+    with caplog.at_level("INFO"):
+        kernel = attention_kernels.faster_kernel.__wrapped__(SHAPE, torch.device("cpu"))
+    assert kernel is attention_kernels.torch_flash
+    assert "head dimension 6 is not supported" in caplog.text
+
+
+@pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (0.5, False)])
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_kernel_is_held_against_fp64(factor: float, is_right: bool, window: int | None) -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, scale: float, window: int | None):  # noqa: ANN202
+        lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
+        return per_sequence_attention(q, k, v, *lengths, scale=scale * factor, window=window)
+
+    shape = dataclasses.replace(SHAPE, window=window)
+    error = attention_kernels.kernel_error(kernel, shape, torch.device("cpu"))
+    assert (error <= attention_kernels.MAX_ERROR[torch.bfloat16]) == is_right
 
 
 def test_the_padded_layout_gives_what_the_packed_one_gives() -> None:

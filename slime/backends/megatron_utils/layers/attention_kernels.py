@@ -1,0 +1,248 @@
+"""Kernels of causal attention over packed sequences, and the choice of a flash kernel.
+
+Shapes: t = tokens of all sequences, h = heads, d = head dimension; queries, keys and values are [t, h, d], with fewer
+heads of keys and values for grouped queries.  The last query of a sequence is at its last key.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.backends.megatron_utils.layers.sink_attention import sink_attention, visible_keys
+
+logger = logging.getLogger(__name__)
+
+
+def per_sequence_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths_q: list[int],
+    lengths_k: list[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend one sequence at a time, on any device and in any dtype."""
+    pieces = []
+    for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
+        num_q, num_k = q.size(0), k.size(0)
+        if num_q == 0:
+            continue
+        if sinks is not None:
+            pieces.append(sink_attention(q, k, v, sinks, scale=scale, window=window))
+            continue
+        mask = None
+        is_cut = window is not None and window < num_k
+        if num_q != num_k or is_cut:
+            mask = visible_keys(num_q, num_k, window, q.device)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+        pieces.append(out[0].transpose(0, 1))
+    return torch.cat(pieces)
+
+
+class FlashKernel(Protocol):
+    """Attention in all sequences by one kernel; CUDA, bf16 or fp16.  No synchronisation with the host."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+        scale: float, window: int | None,
+    ) -> Tensor: ...  # fmt: skip
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend in all sequences by the flash kernel that is faster for these heads; CUDA, bf16 or fp16.
+
+    The first call for a shape of heads tries the kernels, which takes up to half a minute where one is compiled.
+    Later calls do not synchronise with the host.
+
+    Args:
+        query, key, value: [t, h, d].
+        cu_q, cu_k: int32 [sequences + 1], cumulative numbers of queries and keys.
+        max_q, max_k: the longest of each.
+        scale: factor of the logits.
+        window: keys that a query sees, its own among them; None for all.
+    """
+    shape = HeadShape(query.size(1), key.size(1), query.size(2), value.size(2), query.dtype, window)
+    kernel = faster_kernel(shape, query.device)
+    return kernel(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window=window)
+
+
+def torch_flash(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+    scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    """Attend by torch's own kernel (FlashAttention-2, arXiv 2307.08691), which every CUDA build has."""
+    attend, knows_gqa = _torch_varlen()
+    width, value_width = query.size(-1), value.size(-1)
+    # The kernel wants one head dimension: multi-latent attention has values narrower (or wider) than keys.
+    padded = max(width, value_width)
+    if width < padded:
+        query, key = F.pad(query, (0, padded - width)), F.pad(key, (0, padded - width))
+    if value_width < padded:
+        value = F.pad(value, (0, padded - value_width))
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if knows_gqa:
+        options["enable_gqa"] = query.size(1) != key.size(1)
+    out = attend(
+        query.contiguous(), key.contiguous(), value.contiguous(), cu_q.int(), cu_k.int(), max_q, max_k, **options
+    )
+    return out[..., :value_width]
+
+
+@functools.cache
+def _torch_varlen() -> tuple[Any, bool]:
+    """Return torch's varlen attention, and True when it has the argument enable_gqa (torch 2.13; 2.11 infers it)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def flash_attn_4(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+    scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    """Attend by the package flash-attn-4, which SGLang brings along on GPUs: kernels for Hopper and Blackwell."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    out = flash_attn_varlen_func(
+        query, key, value, cu_seqlens_q=cu_q.int(), cu_seqlens_k=cu_k.int(), max_seqlen_q=max_q, max_seqlen_k=max_k,
+        softmax_scale=scale, causal=window is None,
+        window_size=(None, None) if window is None else (window - 1, 0),
+    )  # fmt: skip
+    return out[0] if isinstance(out, tuple) else out  # the second is the log of the softmax's denominator
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What decides which flash kernel is faster."""
+
+    heads: int
+    groups: int
+    """Heads of keys and values."""
+    width: int
+    value_width: int
+    dtype: torch.dtype
+    window: int | None
+
+
+MAX_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Relative distance to fp64 of output and gradients, above which a kernel is not used."""
+CHECKED_QUERIES, CHECKED_KEYS = [1, 350, 33, 129], [1, 700, 33, 129]
+TIMED_LENGTH, TIMED_RUNS = 8192, 5
+
+
+@functools.cache
+def faster_kernel(shape: HeadShape, device: torch.device) -> FlashKernel:
+    """Return the flash kernel for these heads: flash-attn-4 where it is installed, right and faster, else torch's.
+
+    It is right when output and gradients are near those of fp64, in sequences with as many queries as keys and with
+    fewer.  Rank 0 logs the choice.  Torch's is taken where algorithms must be deterministic.
+    """
+    if torch.are_deterministic_algorithms_enabled() or not _has_flash_attn_4():
+        return torch_flash
+    try:
+        error, bound = kernel_error(flash_attn_4, shape, device), MAX_ERROR[shape.dtype]
+        if not error <= bound:  # NaN is no agreement
+            raise RuntimeError(f"its output or gradients are {error:.1e} from fp64, at most {bound:g} is allowed")
+        new_ms, old_ms = (kernel_ms(kernel, shape, device) for kernel in (flash_attn_4, torch_flash))
+    except Exception as error:  # a kernel compiler of another project: each of its errors means torch's kernel
+        _log(f"Attention of {shape}: torch's FlashAttention-2; flash-attn-4 does not serve it: {str(error)[:300]}")
+        return torch_flash
+    chosen, name = (flash_attn_4, "flash-attn-4") if new_ms < old_ms else (torch_flash, "torch's FlashAttention-2")
+    _log(
+        f"Attention of {shape}: {name} (forward and backward of {TIMED_LENGTH} tokens: flash-attn-4 {new_ms:.2f} ms, "
+        f"torch's {old_ms:.2f} ms; flash-attn-4 is {error:.1e} from fp64)"
+    )
+    return chosen
+
+
+def _has_flash_attn_4() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:  # there is no flash_attn, or an older one that does not load
+        return False
+
+
+def _log(line: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info(line)
+
+
+def kernel_error(kernel: FlashKernel, shape: HeadShape, device: torch.device) -> float:
+    """Return the largest relative distance to fp64 of a kernel's output and its three gradients."""
+    inputs, output_grad, cu_q, cu_k = _random_case(shape, CHECKED_QUERIES, CHECKED_KEYS, device)
+    scale = shape.width**-0.5
+    longest = max(CHECKED_QUERIES), max(CHECKED_KEYS)
+    with torch.enable_grad():
+        out = kernel(*inputs, cu_q, cu_k, *longest, scale=scale, window=shape.window)
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        expected = per_sequence_attention(*exact, CHECKED_QUERIES, CHECKED_KEYS, scale=scale, window=shape.window)
+        got = (out, *torch.autograd.grad(out, inputs, output_grad))
+        wanted = (expected, *torch.autograd.grad(expected, exact, output_grad.double()))
+    return max(((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True))
+
+
+def kernel_ms(kernel: FlashKernel, shape: HeadShape, device: torch.device) -> float:
+    """Return the milliseconds of forward and backward over one sequence of ``TIMED_LENGTH`` tokens, the median."""
+    inputs, output_grad, cu, _ = _random_case(shape, [TIMED_LENGTH], [TIMED_LENGTH], device)
+    times = []
+    with torch.enable_grad():
+        for _ in range(TIMED_RUNS + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            out = kernel(*inputs, cu, cu, TIMED_LENGTH, TIMED_LENGTH, scale=shape.width**-0.5, window=shape.window)
+            torch.autograd.grad(out, inputs, output_grad)
+            end.record()
+            torch.cuda.synchronize(device)
+            times.append(begin.elapsed_time(end))
+    return sorted(times[2:])[TIMED_RUNS // 2]
+
+
+def _random_case(
+    shape: HeadShape, lengths_q: list[int], lengths_k: list[int], device: torch.device
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Return query, key and value, a gradient of the output, and cumulative lengths."""
+    generator = torch.Generator(device).manual_seed(0)  # the job's own stream of random numbers stays where it is
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=device).to(shape.dtype)
+
+    num_q, num_k = sum(lengths_q), sum(lengths_k)
+    inputs = [
+        random(num_q, shape.heads, shape.width),
+        random(num_k, shape.groups, shape.width),
+        random(num_k, shape.groups, shape.value_width),
+    ]
+    cu_q, cu_k = (torch.tensor([0, *each], device=device).cumsum(0).int() for each in (lengths_q, lengths_k))
+    return [x.requires_grad_() for x in inputs], random(num_q, shape.heads, shape.value_width), cu_q, cu_k
