@@ -55,7 +55,7 @@ TRAINER_BUGS = (
     ),
     Mutation(
         bug="old log-probs are the present ones: the ratio is always 1",
-        target=POLICY,
+        target=f"{TRAINER}.loss:_earlier_log_probs",
         old="if train_N is None else tokens.only(train_N)",
         new="",
         cells=(("dp2", "grpo"), ("dp2", "cispo")),

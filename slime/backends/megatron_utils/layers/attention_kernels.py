@@ -176,8 +176,8 @@ def faster_kernel(shape: HeadShape, device: torch.device) -> FlashKernel:
         if not error <= bound:  # NaN is no agreement
             raise RuntimeError(f"its output or gradients are {error:.1e} from fp64, at most {bound:g} is allowed")
         new_ms, old_ms = (kernel_ms(kernel, shape, device) for kernel in (flash_attn_4, torch_flash))
-    except Exception as error:  # a kernel compiler of another project: each of its errors means torch's kernel
-        _log(f"Attention of {shape}: torch's FlashAttention-2; flash-attn-4 does not serve it: {str(error)[:300]}")
+    except Exception as failure:  # a kernel compiler of another project: each of its errors means torch's kernel
+        _log(f"Attention of {shape}: torch's FlashAttention-2; flash-attn-4 does not serve it: {str(failure)[:300]}")
         return torch_flash
     chosen, name = (flash_attn_4, "flash-attn-4") if new_ms < old_ms else (torch_flash, "torch's FlashAttention-2")
     _log(
@@ -201,13 +201,16 @@ def _log(line: str) -> None:
 
 def kernel_error(kernel: FlashKernel, shape: HeadShape, device: torch.device) -> float:
     """Return the largest relative distance to fp64 of a kernel's output and its three gradients."""
-    inputs, output_grad, cu_q, cu_k = _random_case(shape, CHECKED_QUERIES, CHECKED_KEYS, device)
+    (query, key, value), output_grad, cu_q, cu_k = _random_case(shape, CHECKED_QUERIES, CHECKED_KEYS, device)
+    inputs = query, key, value
     scale = shape.width**-0.5
-    longest = max(CHECKED_QUERIES), max(CHECKED_KEYS)
+    max_q, max_k = max(CHECKED_QUERIES), max(CHECKED_KEYS)
     with torch.enable_grad():
-        out = kernel(*inputs, cu_q, cu_k, *longest, scale=scale, window=shape.window)
-        exact = [x.detach().double().requires_grad_() for x in inputs]
-        expected = per_sequence_attention(*exact, CHECKED_QUERIES, CHECKED_KEYS, scale=scale, window=shape.window)
+        out = kernel(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window=shape.window)
+        exact = query64, key64, value64 = [x.detach().double().requires_grad_() for x in inputs]
+        expected = per_sequence_attention(
+            query64, key64, value64, CHECKED_QUERIES, CHECKED_KEYS, scale=scale, window=shape.window
+        )
         got = (out, *torch.autograd.grad(out, inputs, output_grad))
         wanted = (expected, *torch.autograd.grad(expected, exact, output_grad.double()))
     return max(((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, wanted, strict=True))
@@ -215,14 +218,15 @@ def kernel_error(kernel: FlashKernel, shape: HeadShape, device: torch.device) ->
 
 def kernel_ms(kernel: FlashKernel, shape: HeadShape, device: torch.device) -> float:
     """Return the milliseconds of forward and backward over one sequence of ``TIMED_LENGTH`` tokens, the median."""
-    inputs, output_grad, cu, _ = _random_case(shape, [TIMED_LENGTH], [TIMED_LENGTH], device)
+    length = TIMED_LENGTH
+    (query, key, value), output_grad, cu, _ = _random_case(shape, [length], [length], device)
     times = []
     with torch.enable_grad():
         for _ in range(TIMED_RUNS + 2):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            out = kernel(*inputs, cu, cu, TIMED_LENGTH, TIMED_LENGTH, scale=shape.width**-0.5, window=shape.window)
-            torch.autograd.grad(out, inputs, output_grad)
+            out = kernel(query, key, value, cu, cu, length, length, scale=shape.width**-0.5, window=shape.window)
+            torch.autograd.grad(out, (query, key, value), output_grad)
             end.record()
             torch.cuda.synchronize(device)
             times.append(begin.elapsed_time(end))
