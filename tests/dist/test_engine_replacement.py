@@ -63,7 +63,7 @@ def gpus() -> GpuSlice:
         address="local", num_cpus=12, num_gpus=4, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
     )  # fmt: skip
-    yield _reserve(4, 60)
+    yield _reserve(4, 60)[0]
     ray.shutdown()
 
 

@@ -111,8 +111,8 @@ def test_too_few_gpus_is_an_error_that_says_what_to_change():
 
 
 def test_reserved_gpus_come_sorted_with_their_physical_indices():
-    reserved = gpus._reserve(2, timeout_s=60)
-    assert reserved.gpu_ids == [0, 1]
+    reserved, nodes = gpus._reserve(2, timeout_s=60)
+    assert reserved.gpu_ids == [0, 1] and len(set(nodes)) == 1
     assert sorted(reserved.bundle_indices) == [0, 1]
     ray.util.remove_placement_group(reserved.placement_group)
 

@@ -33,7 +33,7 @@ def gpus() -> GpuSlice:
         num_cpus=20, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
     )  # fmt: skip
-    yield _reserve(NUM_GPUS, 60)
+    yield _reserve(NUM_GPUS, 60)[0]
     ray.shutdown()
 
 
