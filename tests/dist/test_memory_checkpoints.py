@@ -23,7 +23,9 @@ pytestmark = pytest.mark.dist
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CHUNK = memory_checkpoints.CHUNK_BYTES
-ARGS = Namespace(trainer_recovery="memory", memory_checkpoint_interval=1, num_critic_only_steps=0, train_timeout_s=120.0)
+ARGS = Namespace(
+    trainer_recovery="memory", memory_checkpoint_interval=1, num_critic_only_steps=0, train_timeout_s=120.0
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -195,7 +197,8 @@ def test_a_copy_with_another_digest_is_not_used_and_all_ranks_take_the_checkpoin
 def test_a_keeper_on_another_node_serves_where_the_first_one_is_damaged(ranks):
     keepers = [memory_checkpoints.Keeper.remote() for _ in range(3)]
     ask([rank.train.remote(5) for rank in ranks])
-    assert ask([rank.send_copy.remote(number, keepers, None, 60.0) for number, rank in enumerate(ranks)]) == [[True] * 3] * 2
+    copies = [rank.send_copy.remote(number, keepers, None, 60.0) for number, rank in enumerate(ranks)]
+    assert ask(copies) == [[True] * 3] * 2
     damage(keepers[0])
     ray.kill(keepers[1])
     anew(ranks)
