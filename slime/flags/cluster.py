@@ -166,6 +166,11 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
         "ranks that must hold the same weights do not, which otherwise ends the run. Default: stop; skip with "
         "--no-check-for-nan-in-loss-and-grad.",
     )
+    _add_engine_checks(group)
+
+
+def _add_engine_checks(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of engines' health."""
     group.add_argument(
         "--use-fault-tolerance", action="store_true", help="Check the engines' health and restart failed ones."
     )
