@@ -15,10 +15,11 @@ from typing import Any
 from slime.arguments.hooks import add_hook_arguments
 from slime.arguments.unsupported import add_historical_arguments
 from slime.flags.algorithm import add_algorithm_arguments
-from slime.flags.cluster import add_cluster_arguments, add_fault_tolerance_arguments
+from slime.flags.cluster import add_cluster_arguments
 from slime.flags.data import add_data_arguments, add_eval_arguments
 from slime.flags.debug import add_debug_arguments
 from slime.flags.distillation import add_distillation_arguments
+from slime.flags.fault_tolerance import add_fault_tolerance_arguments
 from slime.flags.lora import add_lora_arguments
 from slime.flags.observability import add_observability_arguments
 from slime.flags.parser import Parser

@@ -10,9 +10,10 @@ from argparse import Namespace
 
 from slime.flags.algorithm import derive_algorithm, derive_critic
 from slime.flags.checkpoint import derive_starting_point
-from slime.flags.cluster import derive_cluster, derive_distributed_backend, derive_on_nan, derive_trainer_recovery
+from slime.flags.cluster import derive_cluster, derive_distributed_backend
 from slime.flags.data import derive_batch_sizes
 from slime.flags.debug import derive_debug_modes
+from slime.flags.fault_tolerance import derive_on_nan, derive_trainer_recovery
 from slime.flags.observability import derive_observability
 from slime.flags.reward import derive_reward
 from slime.flags.rollout import derive_lengths, derive_turns

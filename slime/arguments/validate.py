@@ -19,10 +19,11 @@ from slime.flags.algorithm import (
     check_routing_replay,
 )
 from slime.flags.checkpoint import check_saves
-from slime.flags.cluster import check_gpus, check_on_nan, check_spare_nodes, check_trainer_recovery
+from slime.flags.cluster import check_gpus
 from slime.flags.data import check_batches, check_eval
 from slime.flags.debug import check_ci, check_dump_templates, check_modes
 from slime.flags.distillation import check_distillation
+from slime.flags.fault_tolerance import check_on_nan, check_spare_nodes, check_trainer_recovery
 from slime.flags.lora import check_lora
 from slime.flags.reward import check_reward
 from slime.flags.rollout import check_data_transport, check_length_of_the_run, check_sampling

@@ -50,7 +50,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How the last start ended: ``finished``, ``stopped`` (Ctrl-C), ``failed`` or ``running or cut off``."""
+        """The end of the last start: ``finished``, ``stopped`` (Ctrl-C), ``failed`` or ``running or cut off``."""
         last = [one for one in self.events if one["event"] in ("start", "finish", "failed")][-1:]
         if last and last[0]["event"] == "failed":
             return "stopped" if last[0].get("code", 0) > 128 else "failed"

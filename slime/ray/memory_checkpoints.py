@@ -27,7 +27,7 @@ import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.flags.cluster import is_copy_due
+from slime.flags.fault_tolerance import is_copy_due
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DataError, DeadlineError, EngineDiedError
 from slime.weights.file_digests import digest_of

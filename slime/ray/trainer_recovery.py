@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TypeVar
 
-from slime.flags.cluster import checkpoints_to_go_back
+from slime.flags.fault_tolerance import checkpoints_to_go_back
 from slime.observability.run_record import span
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.released_trainer import RELEASE_GRACE_S

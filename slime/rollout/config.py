@@ -10,9 +10,10 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from slime.flags.algorithm import add_algorithm_arguments
-from slime.flags.cluster import add_cluster_arguments, add_fault_tolerance_arguments
+from slime.flags.cluster import add_cluster_arguments
 from slime.flags.config import read_config
 from slime.flags.debug import add_debug_arguments
+from slime.flags.fault_tolerance import add_fault_tolerance_arguments
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 from slime.flags.weight_sync import add_weight_sync_arguments

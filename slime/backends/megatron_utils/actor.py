@@ -37,8 +37,8 @@ from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater, model_name
 from slime.backends.train_worker import TrainWorker
-from slime.flags.cluster import is_copy_due
 from slime.flags.distillation import trainer_teachers
+from slime.flags.fault_tolerance import is_copy_due
 from slime.flags.weight_version import version_before
 from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler

@@ -1,4 +1,4 @@
-"""An SGLang engine as a Ray actor: its environment, its GPUs, and the ports on which it listens.
+"""An SGLang engine as a Ray actor: its environment, its GPUs, the ports on which it listens, and its end.
 
 Ray's workers listen on 10002-19999 and the kernel hands out ephemeral ports from 32768 on, so engines live between.
 The search starts at a random place there and moves upward: a port is only taken some time after it was found free, and
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,12 @@ from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor, one_node_environment
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
 from slime.utils import env
+from slime.utils.errors import ProcessError
 from slime.utils.net import format_host_port, loopback_address
 
 FIRST_PORTS = range(21000, 31000)
+KILL_TIMEOUT_S = 15.0
+"""Time for an engine's actor to kill its server; then the actor is killed, and the server ends with it."""
 ENGINE_ENV_DEFAULTS = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
     "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
@@ -68,6 +71,38 @@ def start_engine_actor(gpus: GpuSlice | None, position: int, *arguments: Any, **
         variables |= one_node_environment()
         options["scheduling_strategy"] = strategy_for(gpus, position)
     return RemoteEngine.options(**options).remote(*arguments, **keywords)
+
+
+def exits_of(actors: Mapping[int, Sequence[Any]], timeout_s: float) -> dict[int, str]:
+    """Return the engines with a dead process, each with how it ended.
+
+    Args:
+        actors: of each engine, one for each of its nodes.
+        timeout_s: an actor that says nothing for so long counts as busy, not dead; its death is reported by Ray.
+    """
+    asked = {actor.describe_exit.remote(): index for index, several in actors.items() for actor in several}
+    if not asked:
+        return {}
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+    found: dict[int, str] = {}
+    for ref in done:
+        try:
+            sentence = wait_for(ref, what="an engine's state", timeout_s=10)
+        except ProcessError as error:
+            sentence = str(error)
+        if sentence:
+            found.setdefault(asked[ref], sentence)
+    return found
+
+
+def kill_actors(actors: Sequence[Any]) -> None:
+    """Kill the servers of these actors, then the actors."""
+    # A server that is stopped or stuck would not notice the end of its actor.
+    refs = [actor.kill_server.remote() for actor in actors]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=KILL_TIMEOUT_S)
+    for actor in actors:
+        ray.kill(actor)
 
 
 @dataclass(kw_only=True)

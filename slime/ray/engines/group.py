@@ -22,7 +22,7 @@ from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.flags.security import job_secret
 from slime.observability import run_record
-from slime.ray.engines.actor import PortCursors, allocate_addresses, start_engine_actor
+from slime.ray.engines.actor import PortCursors, allocate_addresses, exits_of, kill_actors, start_engine_actor
 from slime.ray.engines.lifecycle import LIVE, UNSETTLED, Action, EngineEvent, EngineState, next_step
 from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import wait_for
@@ -38,8 +38,6 @@ START_MARGIN_S = 120.0
 """Of an attempt beyond ``--engine-start-timeout-s``, which the engine's actor keeps itself."""
 MAX_RESTARTS = 5
 """Restarts of one engine within one rollout: an engine that dies again and again has a cause that stays."""
-KILL_TIMEOUT_S = 15.0
-"""Time for an engine's actor to kill its server; then the actor is killed, and the server ends with it."""
 
 
 def restart_timeout_s(args: Namespace) -> float:
@@ -326,14 +324,8 @@ class EngineGroup:
     def _kill(self, index: int) -> None:
         """Take the engine from the router's list and kill what is left of it."""
         self._delist(index)
+        kill_actors([actor for actor in self.actors_of(index) if actor is not None])
         first = index * self.nodes_per_engine
-        actors = [actor for actor in self.actors_of(index) if actor is not None]
-        # A server that is stopped or stuck would not notice the end of its actor.
-        refs = [actor.kill_server.remote() for actor in actors]
-        if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=KILL_TIMEOUT_S)
-        for actor in actors:
-            ray.kill(actor)
         self.all_engines[first : first + self.nodes_per_engine] = [None] * self.nodes_per_engine
         self.urls[index] = None
 
@@ -356,24 +348,8 @@ class EngineGroup:
         Args:
             timeout_s: an actor that says nothing for so long counts as busy, not dead; its death is reported by Ray.
         """
-        asked = {
-            actor.describe_exit.remote(): index
-            for index in self.indices(*LIVE)
-            for actor in self.actors_of(index)
-            if actor is not None
-        }
-        if not asked:
-            return {}
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-        found: dict[int, str] = {}
-        for ref in done:
-            try:
-                sentence = wait_for(ref, what="an engine's state", timeout_s=10)
-            except ProcessError as error:
-                sentence = str(error)
-            if sentence:
-                found.setdefault(asked[ref], sentence)
-        return found
+        actors = {index: [a for a in self.actors_of(index) if a is not None] for index in self.indices(*LIVE)}
+        return exits_of(actors, timeout_s)
 
     def begin_rollout(self) -> None:
         """Count restarts anew, and see that the router lists no engine that is being evicted.

@@ -55,7 +55,7 @@ class DigestedBuckets:
 
     @functools.cached_property
     def manifest(self) -> Manifest:
-        """That of the source, and what is kept."""
+        """The manifest of the source, and what is kept."""
         return dataclasses.replace(self.source.manifest, kept=self._kept)
 
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:

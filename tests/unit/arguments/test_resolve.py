@@ -9,8 +9,8 @@ import pytest
 from slime.arguments import args_to_resume
 from slime.arguments.resolve import resolve
 from slime.flags.checkpoint import TRACKER
-from slime.flags.cluster import check_on_nan, check_spare_nodes, check_trainer_recovery
 from slime.flags.config import backend_flags
+from slime.flags.fault_tolerance import check_on_nan, check_spare_nodes, check_trainer_recovery
 
 
 @pytest.fixture

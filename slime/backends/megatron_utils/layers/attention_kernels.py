@@ -145,7 +145,7 @@ def flash_attn_4(
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What decides which flash kernel is faster."""
+    """The sizes and the dtype that decide which flash kernel is faster."""
 
     heads: int
     groups: int

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
+from slime.ray.engines import actor as actor_module
 from slime.ray.engines import group as group_module
 from slime.ray.engines.actor import PortCursors
 from slime.ray.engines.group import EngineGroup
@@ -35,7 +36,7 @@ class Ray:
 @pytest.fixture
 def fake(monkeypatch) -> Ray:
     made = Ray()
-    monkeypatch.setattr(group_module, "ray", made)
+    monkeypatch.setattr(actor_module, "ray", made)
     return made
 
 
