@@ -9,7 +9,9 @@
 
 Steps are counted from 1, as in the step line.  A trainer of one rank runs in this process; one of several ranks is
 started through Ray, as ``train.py`` does.  The replay is a run of its own in ``RUN/replays``, whose record is compared
-with the run's: exits with 0 when the step is the same to the bit (or flags were changed), with 1 when it is not.
+with the run's: exits with 0 when the step is the same to the bit (or flags were changed), with 1 when it is not.  On
+another layout (one process for a trainer of several ranks, or ``--set tensor_model_parallel_size=2``) sums have
+another order: loss, gradient norm and log-probs are then compared within ``BOUNDS``.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,12 @@ from tools.replay_rollout import replay_rollout
 
 FOLLOWS = {"changed", "on_nan", "debug_train_only", "rollout_global_dataset", "rollout_num_gpus", "trainer_recovery"}
 """Settings that another value has in every replay."""
+BOUNDS = {
+    "fp32": {"train/loss": 1e-5, "train/grad_norm": 1e-4, "log-probs": 1e-5},
+    "bf16": {"train/loss": 1e-3, "train/grad_norm": 2e-2, "log-probs": 2e-2},
+}
+"""How far a step may be from the recorded one on another layout: loss and gradient norm relative (absolute below 1),
+log-probs by the mean difference of a token."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -260,7 +269,30 @@ def _compare(replay: Replay, *, is_whole: bool) -> int:
     for name, a, b in setting_differences(first, second):
         if name not in own and b != "None":
             print(f"setting: {name} was {a}, is {b}")
-    return 0 if replay.changes else 1
+    is_within = replay.on_another_layout and _is_within_bounds(replay, first, second)
+    return 0 if is_within or not all(map(replay.is_of_layout, replay.changes)) else 1
+
+
+def _is_within_bounds(replay: Replay, first: Run, second: Run) -> bool:
+    """Print how far a step on another layout is from the recorded one, beside the bounds that it has to keep."""
+    bounds = BOUNDS["fp32" if first.value("fp32") else "bf16"]
+    errors = {}
+    for name in bounds.keys() - {"log-probs"}:
+        pairs = [(run[name], second.steps[step][name]) for step, run in first.steps.items() if step in second.steps]
+        errors[name] = max(abs(now - was) / max(1.0, abs(was)) for was, now in pairs)
+    was, now = (_trainer_log_probs(run, replay.rollout_id) for run in (first, second))
+    if was and now:
+        errors["log-probs"] = sum(abs(a - b) for a, b in zip(was, now, strict=True)) / len(was)
+    for name, error in errors.items():
+        print(f"{name:16} {error:.2g} from the recorded one, at most {bounds[name]:g}")
+    is_within = all(error <= bounds[name] for name, error in errors.items())  # False for NaN
+    print(f"Step {replay.rollout_id + 1} on another layout is {'' if is_within else 'not '}within its bounds.")
+    return is_within
+
+
+def _trainer_log_probs(run: Run, rollout_id: int) -> list[float]:
+    rows = (row for row in run.samples(rollout_id) if row["trainer_log_probs"])
+    return [value for row in sorted(rows, key=itemgetter("position")) for value in row["trainer_log_probs"]]
 
 
 def _print_sample(replay: Replay, position: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ LAYOUT = frozenset(
     "--num-layers-per-virtual-pipeline-stage --virtual-pipeline-model-parallel-size "
     "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --allgather-cp".split()
 )
-"""Flags that one process goes without."""
+"""Flags that say how the trainer's ranks divide the model and the batch; one process goes without them."""
 
 
 @dataclass
@@ -63,13 +64,32 @@ class Replay:
 
     @property
     def num_ranks(self) -> int:
-        """Of the run's trainer."""
-        return int(self.run.value("actor_num_nodes", 1)) * int(self.run.value("actor_num_gpus_per_node", 1))
+        """Of the replay's trainer, where it is not forced into one process."""
+        changed_to = dict(_name_and_value(one) for one in self.changes)
+        names = ("actor_num_nodes", "actor_num_gpus_per_node")
+        return math.prod(int(changed_to.get(name) or self.run.value(name, 1)) for name in names)
+
+    @property
+    def on_another_layout(self) -> bool:
+        """True where the ranks divide the model or the batch otherwise than those of the run."""
+        ranks = 1 if self.in_one_process else self.num_ranks
+        of_run = self.run.value("actor_num_nodes", 1) * self.run.value("actor_num_gpus_per_node", 1)
+        return ranks != of_run or any(self.is_of_layout(change) for change in self.changes)
+
+    @staticmethod
+    def is_of_layout(change: str) -> bool:
+        """Return True where a ``NAME=VALUE`` sets a flag of ``LAYOUT``."""
+        return "--" + _name_and_value(change)[0].replace("_", "-") in LAYOUT
 
     @property
     def rollouts(self) -> range:
         """The rollouts that are trained on, those before the step included."""
         return range(self.begin + 1, self.rollout_id + 1)
+
+
+def _name_and_value(change: str) -> tuple[str, str]:
+    name, _, value = change.partition("=")
+    return name.removeprefix("--").replace("-", "_"), value
 
 
 # What there is to replay
@@ -209,10 +229,9 @@ def changed(words: Sequence[str], changes: Sequence[str], *, with_engine_flags: 
 
     parser = build_parser(with_engine_flags=with_engine_flags)
     for change in changes:
-        name, sign, value = change.partition("=")
-        dest = name.removeprefix("--").replace("-", "_")
+        dest, value = _name_and_value(change)
         action = parser.flag_with(dest)
-        if action is None or not sign:
+        if action is None or "=" not in change:
             raise ConfigError(f"--set {change} must be NAME=VALUE with the name of a flag, as in eps_clip=0.1.")
         names = {flag for one in parser._actions if one.dest == dest for flag in one.option_strings}
         words = without(words, frozenset(names))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,13 @@ pytestmark = pytest.mark.dist
 
 NUM_STEPS = 3
 PARTS = ("forward", "backward", "communication", "optimizer")
+TP2 = "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel".split()
+NO_DROPOUT = ["--hidden-dropout", "0"]  # another layout draws other numbers
 FLAGS = (
     "--lr 1e-3 --fp32 --num-rollout 7 --rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size 4 "
     "--lr-decay-style cosine --weight-decay 0.1 --use-dynamic-batch-size --max-tokens-per-gpu 40 --use-kl-loss "
     "--kl-loss-coef 0.1 --data-pad-size-multiplier 4 --attention-dropout 0 --hidden-dropout 0.1 --save-interval 1 "
-    "--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --prompt-data gone.jsonl --wandb-key hidden"
+    "--rollout-num-gpus 1 --prompt-data gone.jsonl --wandb-key hidden"
 ).split()
 
 
@@ -44,26 +48,42 @@ def samples_of(rollout_id: int) -> list[Sample]:
     return samples
 
 
-def train_and_replay(rank: int, world_size: int, port: int, folder: str) -> dict[str, object]:
-    """A run of three steps by the replay's own trainer, then replays of it, all in this process."""
+def train_on_two_ranks(rank: int, world_size: int, port: int, folder: str) -> None:
+    """A run of three steps on two tensor ranks."""
+    from megatron_case import hf_flags
+
+    os.chdir(folder)
+    record_a_run(Path(folder, "tp2"), [*hf_flags(Path(folder, "hf")), *TP2, *NO_DROPOUT], rank, world_size, port)
+
+
+def clear_between_trainers() -> Callable[[], None]:
+    """Let trainers of this process share one default group; return what makes room for the next trainer."""
     import torch.distributed as dist
     from megatron.core import mpu
-    from megatron_case import hf_flags
 
     from slime.backends.train_worker import TrainWorker
     from slime.observability.timer import Timer
 
     join = TrainWorker.join_process_group
     TrainWorker.join_process_group = lambda *given: None if dist.is_initialized() else join(*given)
-    root = Path(folder)
-    run = root / "run"
-    os.chdir(root)
 
     def clear() -> None:
         if mpu.is_initialized():
             mpu.destroy_model_parallel()
         if Timer().is_running("train_wait"):
             Timer().end("train_wait")
+
+    return clear
+
+
+def train_and_replay(rank: int, world_size: int, port: int, folder: str) -> dict[str, object]:
+    """A run of three steps by the replay's own trainer, then replays of it, all in this process."""
+    from megatron_case import hf_flags
+
+    clear = clear_between_trainers()
+    root = Path(folder)
+    run = root / "run"
+    os.chdir(root)
 
     def replayed(step: int, *words: str) -> int | str | None:
         clear()
@@ -75,7 +95,7 @@ def train_and_replay(rank: int, world_size: int, port: int, folder: str) -> dict
         return None
 
     results: dict[str, object] = {}
-    record_a_run(run, hf_flags(root / "hf"))
+    record_a_run(run, [*hf_flags(root / "hf"), "--actor-num-gpus-per-node", "1"])
     for path in run.glob("iter_*"):
         assert (path / "metadata.json").is_file()
     results["same"] = replayed(3)
@@ -89,8 +109,23 @@ def train_and_replay(rank: int, world_size: int, port: int, folder: str) -> dict
     return results
 
 
-def record_a_run(run: Path, model_flags: list[str]) -> None:
-    """Three steps with a checkpoint after each, as a job records them."""
+def replay_on_one_rank(rank: int, world_size: int, port: int, folder: str) -> list[int | str | None]:
+    """Replays of the run on two ranks in this process: its last step as it was, and with another clip range."""
+    leave = clear_between_trainers()
+    codes: list[int | str | None] = []
+    for number, changes in enumerate(([], ["--set", "eps_clip=0.01"])):
+        leave()
+        sys.stdin = io.StringIO("continue\n")  # of the debugger
+        out = str(Path(folder, f"one{number}"))
+        try:
+            replay.main([str(Path(folder, "tp2")), "--step", "3", "--pdb", "--out", out, *changes])
+        except SystemExit as left:
+            codes.append(left.code)
+    return codes
+
+
+def record_a_run(run: Path, model_flags: list[str], rank: int = 0, world_size: int = 1, port: int = 0) -> None:
+    """Three steps with a checkpoint after each, as a job records them; rank 0 records."""
     from slime.arguments import parse_args
     from slime.flags.observability import record_config
     from slime.observability.logging_utils import init_tracking
@@ -100,20 +135,22 @@ def record_a_run(run: Path, model_flags: list[str]) -> None:
     from tests.dist.trainer_case import start_worker
 
     hf = run.parent / "hf"
-    words = [*map(str, model_flags), *FLAGS, "--ref-load", str(hf), "--load", str(run), "--save", str(run)]
+    words = [*FLAGS, *map(str, model_flags), "--ref-load", str(hf), "--load", str(run), "--save", str(run)]
     drop = frozenset({"--prompt-data", "--wandb-key"})
     args = parse_args(
         argv=[*replay_plan.without(words, drop), "--debug-train-only", "--disable-rollout-global-dataset"]
     )
     sys.argv = ["train.py", *words]
-    init_tracking(args)
-    start_recording(args, "driver", primary=True)
-    event("start", rollout=0, num_rollout=args.num_rollout)
-    worker = start_worker(args, 0, 1, 0, with_ref=True)
+    if rank == 0:
+        init_tracking(args)
+        start_recording(args, "driver", primary=True)
+        event("start", rollout=0, num_rollout=args.num_rollout)
+    worker = start_worker(args, rank, world_size, port, with_ref=True)
     for rollout_id in range(NUM_STEPS):
         samples = samples_of(rollout_id)
         data = train_data_from_samples(args, samples)
-        record_rollout(record_config(args), rollout_id, samples, data.rewards)
+        if rank == 0:
+            record_rollout(record_config(args), rollout_id, samples, data.rewards)
         worker.train(rollout_id, split_for_ranks(args, data, worker.get_parallel_config())[0][0])
         worker.save_model(rollout_id, force_sync=True)
         worker.publish_checkpoint(rollout_id)
@@ -208,3 +245,19 @@ def test_what_is_gone_is_told_with_the_nearest_step_that_is_not(replayed):
     with pytest.raises(DataError, match=r"checkpoints after: step 1, step 3.* The nearest step is 3\."):
         replay_plan.plan(run, 9)
     assert json.loads((run.folder / "config.json").read_text())["command"][-1].endswith("run")
+
+
+def test_a_run_on_two_ranks_is_replayed_by_one_within_the_bounds_of_another_layout(tmp_path, capfd):
+    write_model(tmp_path / "hf")
+    run_workers(train_on_two_ranks, 2, str(tmp_path), timeout_s=300)
+    (codes,) = run_workers(replay_on_one_rank, 1, str(tmp_path), timeout_s=300)
+    said = capfd.readouterr().out
+    assert codes == [0, 0], said
+    run, again, other = (read_run(tmp_path / name) for name in ("tp2", "one0", "one1"))
+    as_it_was = replay_plan.Replay(run, 2, 1, tmp_path, in_one_process=True)
+    assert replay._is_within_bounds(as_it_was, run, again) and not replay._is_within_bounds(as_it_was, run, other)
+    assert run.digests[2] != again.digests[2]  # sums in another order: equal digests would mean the same layout
+    for step in (4, 5):
+        for metric in replay.BOUNDS["fp32"].keys() - {"log-probs"}:
+            assert again.steps[step][metric] == pytest.approx(run.steps[step][metric], rel=1e-4, abs=1e-5), metric
+    assert other.steps[5]["train/loss"] != pytest.approx(run.steps[5]["train/loss"], abs=1e-5)
