@@ -43,8 +43,8 @@ def test_a_taken_port_is_an_error_with_its_cause():
 
 def test_a_start_that_hangs_ends_at_its_deadline():
     app = make_app()
-    app.on_startup.append(lambda app: asyncio.sleep(3))
+    app.on_startup.append(lambda app: asyncio.sleep(60))
     began = time.monotonic()
     with pytest.raises(DeadlineError, match="within 0 s"):
         run_app_in_thread(app, host="127.0.0.1", start_timeout_sec=0.3)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30

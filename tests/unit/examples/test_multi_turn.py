@@ -337,7 +337,7 @@ class Breaks(GuessNumber):
         if self.at == "shape":
             return "only text"
         if self.at == "hang":
-            time.sleep(0.3)
+            time.sleep(1.5)
         return super().step(action)
 
     def close(self):
@@ -350,11 +350,11 @@ class Breaks(GuessNumber):
         ("reset", "Breaks.reset: RuntimeError: no table"),
         ("step", "Breaks.step: RuntimeError: no chair"),
         ("shape", "Breaks.step returned 'only text', not a tuple of 5 values"),
-        ("hang", "no answer within 0.05 s"),
+        ("hang", "no answer within 1 s"),
     ],
 )
 def test_an_environment_that_breaks_costs_its_sample_and_no_other(talk, at, message):
-    args = talk(guesser, rollout_environment=f"{HERE}.Breaks", turn_timeout_s=0.05)[0]
+    args = talk(guesser, rollout_environment=f"{HERE}.Breaks", turn_timeout_s=1.0)[0]
     samples = [asking(), asking()]
     samples[0].metadata["at"], samples[1].metadata["at"] = at, None
     closed = Breaks.closed

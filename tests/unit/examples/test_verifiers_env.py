@@ -95,7 +95,7 @@ class Products:
             if self.fault == "hang":
                 await asyncio.sleep(9)
             if self.fault == "block":
-                time.sleep(0.5)
+                time.sleep(1.5)
             values = json.loads(said.tool_calls[0].function.arguments)
             messages.append(said.model_dump(exclude_none=True))
             product = str(values["a"] * values["b"])
@@ -291,14 +291,14 @@ def test_a_limit_truncates_and_keeps_what_was_drawn(stand_in, talk, limits):
     [
         ("raise", "RuntimeError: no chair"),
         ("exit", "SystemExit: 3"),
-        ("hang", "no turn within 0.3 s"),
-        ("block", "no turn within 0.3 s"),
-        ("score", "no reward within 0.2 s"),
+        ("hang", "no turn within 1 s"),
+        ("block", "no turn within 1 s"),
+        ("score", "no reward within 0.5 s"),
         ("silent", "it ended before the first request to the policy"),
     ],
 )
 def test_an_environment_that_breaks_costs_its_sample_and_no_other(stand_in, talk, fault, message):
-    args, _ = talk(caller, turn_timeout_s=0.3, rm_timeout_s=0.2)
+    args, _ = talk(caller, turn_timeout_s=1.0, rm_timeout_s=0.5)
     broken, whole = samples_of(f"verifiers:products?fault={fault}")[0], samples_of("verifiers:products")[0]
 
     async def both():

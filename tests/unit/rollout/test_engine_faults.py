@@ -77,7 +77,7 @@ def test_without_it_such_an_answer_is_an_error_at_once(kind):
 
 def test_nonsense_without_an_end_is_an_error_when_the_monitor_has_had_its_time(monkeypatch):
     monkeypatch.setattr(generate, "BAD_ANSWER_WAIT_S", 0.01)
-    monkeypatch.setattr(config, "BAD_ANSWER_MARGIN_S", 0.2)
+    monkeypatch.setattr(config, "BAD_ANSWER_MARGIN_S", 1.0)
     with ScriptedEngine(Script(faults=[Fault("garbage", times=10**6)])) as engine:
         args = flags(engine, rollout_health_check_interval=0.1, rollout_health_check_timeout=0.1)
         with pytest.raises(EngineError, match="cannot be used"):

@@ -444,7 +444,7 @@ def test_a_group_that_is_always_broken_off_ends_the_rollout(start_job):
 
 
 def test_the_deadline_names_what_is_done_and_which_engine_is_busy(start_job):
-    job = start_job(["a", "b"], {"b": Plan(hold_after=1)}, rollout_timeout_s=0.5)
+    job = start_job(["a", "b"], {"b": Plan(hold_after=1)}, rollout_timeout_s=1.5)
     with pytest.raises(DeadlineError) as caught:
         job.rollout()
     message = str(caught.value)

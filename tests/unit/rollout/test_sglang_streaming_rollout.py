@@ -51,7 +51,7 @@ def serve(monkeypatch) -> Iterator[Any]:
 
 
 async def until(is_true: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not is_true():
             await asyncio.sleep(0.01)
 
@@ -78,7 +78,7 @@ def test_an_aborted_stream_keeps_its_tokens_and_goes_on_from_them(serve):
     async def interrupt() -> None:
         task = asyncio.create_task(generate_streaming(args, sample, dict(PARAMS)))
         await until(lambda: engine.in_flight)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)  # ten tokens arrive
         await abort_engines(rollout_config(args))
         await task
 
@@ -97,9 +97,9 @@ def test_an_engine_that_does_not_end_the_stream_when_the_rollout_is_over_is_left
     async def interrupt() -> None:
         task = asyncio.create_task(generate_streaming(args, sample, dict(PARAMS)))
         await until(lambda: engine.in_flight)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)  # ten tokens arrive
         GenerateState(args).aborted = True
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
         await until(lambda: not engine.in_flight)
 
     run(interrupt())
@@ -162,7 +162,7 @@ def test_a_cancelled_request_keeps_what_had_arrived(serve):
     async def cancel() -> None:
         task = asyncio.create_task(generate_streaming(args, sample, dict(PARAMS)))
         await until(lambda: engine.in_flight)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)  # ten tokens arrive
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -187,8 +187,8 @@ def test_what_blocks_the_loop_is_named_and_ends_the_wait(loop, caplog):
 
 def test_a_short_block_is_no_failure(loop):
     async def main() -> int:
-        time.sleep(1.1)
-        await asyncio.sleep(1.2)
+        time.sleep(0.5)
+        await asyncio.sleep(1.5)
         return 5
 
     assert loop.run(main()) == 5

@@ -115,7 +115,7 @@ def test_no_router_at_the_given_address_is_an_error():
 def test_a_taken_port_ends_the_start_with_the_routers_log(router):
     with pytest.raises(EngineDiedError, match="end of .*router"):
         start_router(
-            ARGS, host="127.0.0.1", port=get_free_port(26100), prometheus_port=router.port, timeout_s=20
+            ARGS, host="127.0.0.1", port=get_free_port(26100), prometheus_port=router.port, timeout_s=120
         ).stop()
 
 
@@ -124,7 +124,7 @@ def test_stopping_leaves_no_process():
     root = psutil.Process(handle.process.pid)
     tree = [root, *root.children(recursive=True)]
     handle.stop()
-    _, alive = psutil.wait_procs(tree, timeout=5)
+    _, alive = psutil.wait_procs(tree, timeout=60)
     assert alive == [] and not handle.is_alive()
 
 
