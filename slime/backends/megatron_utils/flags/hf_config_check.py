@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.flags.model_dims import linear_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
 from slime.backends.megatron_utils.models import FAMILIES, family_of, find_weight_map, has_tower
-from slime.backends.megatron_utils.models.family import ModelFamily, differs
+from slime.backends.megatron_utils.models.family import EXPERT_COUNTS, ModelFamily, differs
 from slime.backends.megatron_utils.models.flag_rules import Flag, shared_rules
 from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
 from slime.flags.distillation import trainer_teachers
@@ -68,10 +68,15 @@ BOOKKEEPING = frozenset(
     {
         *("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout"),
-        *("max_position_embeddings", "quantization_config", "pretraining_tp", "layer_types", "hidden_act"),
+        *("max_position_embeddings", "quantization_config", "pretraining_tp", "layer_types", "router_aux_loss_coef"),
     }
 )
 """Keys of config.json that change no flag, or that every family checks."""
+_LAYER_PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "experts": ("{expert}", EXPERT_COUNTS),
+    "latent attention": ("linear_kv_down_proj", frozenset({"kv_lora_rank"})),
+}
+"""What layers have -> part of a parameter's name in them, and the keys of config.json that say so."""
 
 
 def read_hf_config(path: str) -> dict[str, Any]:
@@ -281,14 +286,13 @@ def _as_given(attribute: str, value: Any) -> str:
 
 def _unknown_family(args: Namespace, config: Mapping[str, Any]) -> str:
     """Return the message to a model type that has no family: the nearest one, and how config.json differs from its."""
-    unread = {name: _unread_keys(config, family) for name, family in FAMILIES.items()}
-    name = min(unread, key=lambda n: (len(unread[n]), bool(FAMILIES[n].spec), len(FAMILIES[n].always), n))
-    keys = ", ".join(f"{key} {config[key]!r}" for key in unread[name]) or "none"
+    apart = {name: _differences(config, family) for name, family in FAMILIES.items()}
+    name = min(apart, key=lambda n: (len(apart[n]), bool(FAMILIES[n].spec), len(FAMILIES[n].always), n))
     return (
-        f"--hf-checkpoint {args.hf_checkpoint} is a {config.get('model_type')!r}, a family unknown here. The "
-        f"nearest one is {name!r}; keys of config.json that it does not read: {keys}. Where they change nothing, give "
-        f"--model-name {name} and the model flags (--num-layers, ...); docs/new_model.md says how to add a family. "
-        f"Known are {', '.join(sorted(FAMILIES))}."
+        f"--hf-checkpoint {args.hf_checkpoint} is a {config.get('model_type')!r}, a family unknown here. The nearest "
+        f"one is {name!r}, from which config.json differs so: {'; '.join(apart[name]) or 'in no key; weights may'}. "
+        f"Where that changes nothing, give --model-name {name} and the model flags (--num-layers, ...); "
+        f"docs/new_model.md says how to add a family. Known are {', '.join(sorted(FAMILIES))}."
     )
 
 
@@ -297,10 +301,9 @@ class _Recorded(dict[str, Any]):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.read = set(BOOKKEEPING)
+        self.read = set(BOOKKEEPING | EXPERT_COUNTS)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return as a dict does."""
         self.read.add(key)
         return super().get(key, default)
 
@@ -309,14 +312,20 @@ class _Recorded(dict[str, Any]):
         return super().__getitem__(key)
 
 
-def _unread_keys(config: Mapping[str, Any], family: ModelFamily) -> list[str]:
-    """Return the keys with a value that the rules of a family would not look at; all where they cannot be applied."""
+def _differences(config: Mapping[str, Any], family: ModelFamily) -> list[str]:
+    """Return what the rules of a family refuse, and the keys with a value that they would not look at."""
     recorded = _Recorded(family.completed(config, is_alone=True))
     try:
-        list(family.rules(recorded))
-    except (KeyError, TypeError, ConfigError):
-        recorded.read.clear()
-    return [key for key, value in config.items() if key not in recorded.read and value not in (None, False, [], {})]
+        refused = [rule for rule in family.rules(recorded) if isinstance(rule, str)]
+    except (KeyError, TypeError, ConfigError) as error:
+        refused = [f"{error!r} in its rules"]
+    for what, (part, keys) in _LAYER_PARTS.items():
+        said = [f"{key} is {config[key]}" for key in sorted(keys) if config.get(key)]
+        has_it = any(part in rule.megatron for rule in family.weight_map.layer)
+        if bool(said) != has_it:
+            refused.append(f"it has {what}" if has_it else f"{said[0]}, and it has no {what}")
+    unread = [key for key, value in config.items() if key not in recorded.read and value not in (None, False, [], {})]
+    return refused + [f"{key} {config[key]!r} is not read" for key in unread]
 
 
 def check_other_models(args: Namespace) -> None:
