@@ -2,7 +2,8 @@
 
 Only flags that the command does not give are chosen.  The model adds to the plan's FLOPs what a layout costs beside
 them: collectives, launches, CPU Adam; and for engines the bytes that a decoding step reads.  Its constants are
-measured ones (benchmarks/results: train_mfu_gpu, recipes_true_size_h200), and tests hold its order against those runs.
+measured ones (benchmarks/results: train_mfu_gpu, train_mfu_images_h200, recipes_true_size_h200), and tests hold its
+order against those runs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slime.planning.command import complete_run
 from slime.planning.engines import kv_bytes_per_token
 from slime.planning.make_plan import make_plan
 from slime.planning.plan import CARDS, Plan, PlanOptions
-from slime.planning.prompts import longest_sample, prompt_lengths
+from slime.planning.prompts import image_patches, longest_sample, prompt_lengths, with_image_tokens
 from slime.planning.trainer_memory import GIB
 from slime.train_data.model_dims import ModelDims
 from slime.utils import env
@@ -30,6 +31,8 @@ from slime.utils.errors import ConfigError, SlimeError
 
 FIT_MFU = 0.47
 """Of one GPU without collectives (Qwen3-4B on an H200)."""
+TOWER_MFU = 0.27
+"""Of a vision tower (Qwen3-VL-8B's on an H200, one or four images of a megapixel, frozen or trained: 23 to 30 %)."""
 WIRE_BYTES_PER_S = 150e9
 """Of NVLink as tensor parallelism uses it, not hidden behind products (Qwen3-4B: 47.0 % alone, 40.3 % with TP 2)."""
 ADAM_ELEMENTS_PER_S = 0.7e9
@@ -145,9 +148,10 @@ def choices(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions,
     """
     dims = model_dims(args, hf_config)
     limit = FULLEST * options.card.memory
+    seen = with_image_tokens(dims, options, image_patches(dims, options))
     trainers = []
     for cut in _cuts(args, dims, given):
-        for layout in _variants(args, cut, options, given):
+        for layout in _variants(args, cut, seen, given):
             candidate, plan = _planned(args, layout, hf_config, options)
             if plan is None:
                 break
@@ -162,7 +166,8 @@ def choices(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions,
             _, plan = _planned(args, layout | engines, hf_config, options)
             if plan is None or plan.too_large or max(plan.phases.rollout or 0, plan.phases.push or 0) > limit:
                 continue
-            choice = Choice(words_of(layout | engines, given), plan, train_s, rollout_seconds(args, plan, dims))
+            rollout_s = rollout_seconds(args, plan, dims, options)
+            choice = Choice(words_of(layout | engines, given), plan, train_s, rollout_s)
             best = choice if best is None or choice.seconds < best.seconds else best
         if best is not None:
             found.append(best)
@@ -242,7 +247,10 @@ def _planned(
 
 
 def train_seconds(args: Namespace, plan: Plan, dims: ModelDims) -> float:
-    """Return the seconds of the trainer's passes over a rollout: FLOPs, collectives, launches, Adam on the host."""
+    """Return the seconds of the trainer's passes over a rollout: FLOPs, collectives, launches, Adam on the host.
+
+    A tower's FLOPs, which each tensor-parallel rank does and other stages wait for, are slower than the others.
+    """
     if plan.work is None or plan.train_seconds is None:
         return 0.0
     work, sizes = plan.work, plan.sizes
@@ -264,21 +272,31 @@ def train_seconds(args: Namespace, plan: Plan, dims: ModelDims) -> float:
     offload = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
     adam = steps * offload * trained / (sizes.data * sizes.context) / ADAM_ELEMENTS_PER_S
     launches = LAUNCHES_S * layers * sum(work.num_microbatches) * passes / 2
-    return plan.train_seconds + wire / WIRE_BYTES_PER_S + adam + launches
+    tower = work.tower_flops * sizes.tower_copies
+    share = tower / (work.hardware_flops - work.tower_flops + tower)
+    flops = plan.train_seconds * (1 + share * (FIT_MFU / TOWER_MFU - 1))
+    return flops + wire / WIRE_BYTES_PER_S + adam + launches
 
 
-def rollout_seconds(args: Namespace, plan: Plan, dims: ModelDims) -> float:
-    """Return the seconds of generating a rollout: steps that read the weights and the cache of what is running."""
+def rollout_seconds(args: Namespace, plan: Plan, dims: ModelDims, options: PlanOptions) -> float:
+    """Return the seconds of generating a rollout: FLOPs of each prompt, its images included, once; then steps that
+    read the weights and the cache of what is running.
+    """
     if not plan.engine_groups or plan.work is None:
         return 0.0
-    group = plan.engine_groups[0]
-    mean = plan.work.num_tokens / plan.work.num_samples
-    waiting = plan.work.num_samples / group.num_engines
+    group, work = plan.engine_groups[0], plan.work
+    mean, images = work.num_tokens / work.num_samples, image_patches(dims, options)
+    prompts = with_image_tokens(dims, options, images).prompts if options.lengths is None else ()
+    prompt = min(sum(prompts) / max(len(prompts), 1), mean - 1)
+    waiting = work.num_samples / group.num_engines
     running = max(min(waiting, group.memory.kv_tokens / mean), 1)
-    steps = max(plan.work.longest, waiting * mean / running)
-    read = group.memory.weights + running * mean / 2 * kv_bytes_per_token(dims, group.shape)
+    steps = max(min(work.longest, args.rollout_max_response_len or work.longest), waiting * (mean - prompt) / running)
+    read = group.memory.weights + running * (mean + prompt) / 2 * kv_bytes_per_token(dims, group.shape)
     sums = 2 * dims.num_layers * ALL_REDUCE_S * (group.num_gpus_per_engine > 1)
-    return steps * (read / (READ_SHARE * plan.card.bandwidth) + sums + DECODE_S)
+    rate = FIT_MFU * plan.card.bf16_flops * group.num_gpus_per_engine * group.num_engines
+    tower = dims.tower_flops(images) * FIT_MFU / TOWER_MFU
+    prefill = work.num_samples / args.n_samples_per_prompt * (dims.forward_flops(int(prompt)) + tower) / rate
+    return prefill + steps * (read / (READ_SHARE * plan.card.bandwidth) + sums + DECODE_S)
 
 
 def words_of(layout: Mapping[str, Any], given: set[str]) -> tuple[str, ...]:
@@ -300,7 +318,9 @@ def words_of(layout: Mapping[str, Any], given: set[str]) -> tuple[str, ...]:
 
 
 def fit_table(best: Sequence[Choice], fixed: Sequence[str]) -> str:
-    """Return what was chosen and the two next best, a line of numbers and the flags that differ from the first's."""
+    """Return what was chosen and the two next best, a line of numbers and the flags that differ from the first's; then
+    what the plan leaves out.
+    """
     lines = [f"--fit, by the plan for {best[0].plan.num_gpus} x {best[0].plan.card.name}:"]
     for number, choice in enumerate(best):
         title = "chosen" if number == 0 else f"next {number}"
@@ -310,4 +330,5 @@ def fit_table(best: Sequence[Choice], fixed: Sequence[str]) -> str:
             f"{choice.rollout_s:.1f}), training takes {memory:.0f} GiB of a card"
         )
         lines.append("    " + " ".join((*fixed, *choice.words) if number == 0 else choice.words))
+    lines += [f"  {note}" for note in best[0].plan.notes]
     return "\n".join(lines)

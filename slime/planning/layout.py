@@ -70,6 +70,13 @@ class ParallelSizes:
         """Ranks that hold the same experts."""
         return self.world // (self.expert_tensor * self.expert * self.pipeline)
 
+    @property
+    def tower_copies(self) -> int:
+        """How often a vision tower's FLOPs are done or waited for: other stages wait for it on the first, and each
+        tensor-parallel rank computes it whole, but for sequence parallelism.
+        """
+        return self.pipeline * (1 if self.sequence_parallel else self.tensor)
+
     @classmethod
     def from_args(cls, args: Namespace) -> ParallelSizes:
         """Read the sizes from complete flags."""

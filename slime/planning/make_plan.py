@@ -134,6 +134,8 @@ def _notes(args: Namespace, options: PlanOptions) -> Iterator[str]:
         yield "Frozen parameters are counted as trained: gradients and optimizer are an upper bound."
     if args.use_critic:
         yield "The critic is counted as a second trainer of the actor's shape, asleep while the actor works."
+    if args.multimodal_keys and not options.images:
+        yield "No image is counted; tools/plan.py --image HxW counts one for each sample."
     if options.lengths is None and not options.prompts and args.rollout_max_prompt_len is None:
         yield (
             f"No prompt is counted: {args.prompt_data or 'a file of prompts'} or its tokenizer is not here. "
@@ -188,16 +190,11 @@ def forward_passes(args: Namespace) -> int:
 
 
 def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOptions) -> float | None:
-    """Return the seconds of the trainer's passes, the slowest rank's, its waits in the pipeline included.
-
-    The other stages wait for the vision tower on the first, which every tensor-parallel rank computes whole but for
-    sequence parallelism.
-    """
+    """Return the seconds of the trainer's passes, the slowest rank's, its waits in the pipeline included."""
     if work is None:
         return None
     rate = sizes.world * options.card.bf16_flops * options.mfu * (1 - work.bubble)
-    copies = sizes.pipeline * (1 if sizes.sequence_parallel else sizes.tensor)
-    return (work.hardware_flops - work.tower_flops + work.tower_flops * copies) * work.imbalance / rate
+    return (work.hardware_flops + work.tower_flops * (sizes.tower_copies - 1)) * work.imbalance / rate
 
 
 def micro_batch_tokens(

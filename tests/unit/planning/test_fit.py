@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published_configs import PUBLISHED
+from benchmarks.published_configs import NUM_PARAMETERS, PUBLISHED, WITHOUT_A_FILE
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.planning.command import complete_run
 from slime.planning.fit import FIT_MFU, fitted, rollout_seconds, train_seconds
@@ -25,17 +25,17 @@ H200 = PlanOptions(card=find_card("H200"), mfu=FIT_MFU, lengths=(1024,) * 128)
 
 def checkpoint(folder: Path, model: str, **more: Any) -> list[str]:
     """A folder with a published config.json, which is all that a plan reads."""
-    (folder / "config.json").write_text(json.dumps({**PUBLISHED[model], **more}))
+    (folder / "config.json").write_text(json.dumps({**(PUBLISHED | WITHOUT_A_FILE)[model], **more}))
     (folder / "tokenizer.json").write_text("{}")
     return ["--hf-checkpoint", str(folder)]
 
 
-def seconds(folder: Path, model: str, flags: str, **more: Any) -> tuple[float, float]:
+def seconds(folder: Path, model: str, flags: str, options: PlanOptions = H200, **more: Any) -> tuple[float, float]:
     """Training and generation of 128 samples of 1,024 tokens on H200s, as the choice sees them."""
     run = complete_run([*checkpoint(folder, model, **more), *RUN.split(), *flags.split()], folder)
     assert run.args is not None and run.problems == []
-    plan, dims = make_plan(run.args, run.hf_config, H200), model_dims(run.args, run.hf_config)
-    return train_seconds(run.args, plan, dims), rollout_seconds(run.args, plan, dims)
+    plan, dims = make_plan(run.args, run.hf_config, options), model_dims(run.args, run.hf_config)
+    return train_seconds(run.args, plan, dims), rollout_seconds(run.args, plan, dims, options)
 
 
 def measured(file: str, row: str) -> list[Any]:
@@ -77,6 +77,22 @@ def test_generation_takes_what_was_measured(tmp_path):
     assert quantized == pytest.approx(generation[2], rel=0.3)  # its FP8 kernels are slower than their bytes
 
 
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+MEGAPIXEL = (1024, 1024)
+
+
+@pytest.mark.parametrize(("row", "num_images"), [("frozen", 8), ("trained", 6)])
+def test_a_tower_takes_what_was_measured(tmp_path, row, num_images):
+    table = json.loads((REPO / "benchmarks/results/train_mfu_images_h200.json").read_text())["tables"][0]
+    parts = next(line[5] for line in table["rows"] if line[0] == row and line[3] == num_images).split(", ")
+    was = sum(float(part) for part in parts if part != "none") / num_images
+    flags = f"{ONE} {FULL}" + " --train-vision-tower" * (row == "trained")
+    blind, seeing = (
+        seconds(tmp_path, "qwen3-vl-8B", flags, replace(H200, images=images))[0] for images in ((), (MEGAPIXEL,))
+    )
+    assert (seeing - blind) / 128 == pytest.approx(was, rel=0.15)
+
+
 def test_the_choice_is_legal_keeps_what_is_given_and_shows_the_next_best(tmp_path):
     words = [
         *checkpoint(tmp_path, "qwen3-4B"),
@@ -95,9 +111,48 @@ def test_the_choice_is_legal_keeps_what_is_given_and_shows_the_next_best(tmp_pat
     plan = make_plan(run.args, run.hf_config, options)
     assert plan.problems == [] and plan.too_large == []
     lines = [line.strip() for line in table.splitlines()]
-    assert [line.split(":")[0] for line in lines[1::2]] == ["chosen", "next 1", "next 2"]
-    steps = [float(line.split()[1 if line.startswith("chosen") else 2]) for line in lines[1::2]]
+    assert [line.split(":")[0] for line in lines[1:7:2]] == ["chosen", "next 1", "next 2"]
+    steps = [float(line.split()[1 if line.startswith("chosen") else 2]) for line in lines[1:7:2]]
     assert steps == sorted(steps)
+
+
+def test_the_choice_counts_a_towers_parameters_activations_tokens_and_time(tmp_path):
+    words = [*checkpoint(tmp_path, "qwen3-vl-2B"), *RUN.split(), "--multimodal-keys", '{"image": "images"}']
+    options = replace(H200, card=find_card("H100"), lengths=None)
+
+    def fit(images: int, *flags: str) -> tuple[Any, Any, str]:
+        seeing = replace(options, images=(MEGAPIXEL,) * images)
+        chosen, table = fitted([*words, *flags, "--fit"], seeing, num_gpus=1)
+        run = complete_run(chosen, tmp_path)
+        assert run.args is not None and run.problems == []
+        return run.args, make_plan(run.args, run.hf_config, seeing), table
+
+    args, plan, table = fit(4, "--train-vision-tower")
+    stage, same = plan.stages[0], replace(options, images=())
+    blind = make_plan(args, json.loads((tmp_path / "config.json").read_text()), same)
+    assert plan.num_parameters == stage.parameters.trained == NUM_PARAMETERS["qwen3-vl-2B"]
+    assert args.max_tokens_per_gpu >= 4 * 1024 + 1024, "tokens of images and of a response"
+    block = 2 * 4096 * 4 * (11 * 1024 + 2 * 4096)  # bf16 of four images: what autograd keeps in one of 24
+    assert stage.memory.activations - blind.stages[0].memory.activations > 24 * block
+    assert plan.train_seconds > 3 * blind.train_seconds and plan.too_large == []
+    assert "No image is counted" not in table
+    assert "No image is counted" in fit(0, "--max-tokens-per-gpu", "4096", "--sglang-mem-fraction-static", "0.5")[2]
+    fit(16)
+    with pytest.raises(ConfigError, match="no layout of 1 x H100 fits"):
+        fit(16, "--train-vision-tower")
+
+
+def test_an_image_is_read_by_engines_once_and_not_drawn_token_by_token(tmp_path):
+    def generation(prompt: int, more: str = "", *images: tuple[int, int]) -> float:
+        options = replace(H200, lengths=None, prompts=(prompt,), images=images)
+        return seconds(tmp_path, "qwen3-vl-2B", f"{ONE} {more}", options)[1]
+
+    text, seen = generation(2048), generation(1024, "", MEGAPIXEL)
+    drawn = generation(0, "--rollout-max-response-len 3072")
+    assert text < 0.7 * drawn
+    num_prompts, patches, hidden = 16, 4096, 1024
+    blocks = 24 * (2 * patches * hidden * (4 * hidden + 2 * 4096) + 4 * patches**2 * hidden)
+    assert seen - text == pytest.approx(num_prompts * blocks / (0.27 * 989e12), rel=0.1)
 
 
 def test_a_model_that_no_layout_takes_is_refused(tmp_path):
