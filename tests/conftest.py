@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import_torchvision()  # transformers looks for it once, and tests with images share processes with others
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["SLIME_CACHE_DIR"] = f"{tempfile.gettempdir()}/slime-cache-{os.environ[MARK]}"  # of these tests alone
+    # Ray starts its workers at nice 15: beside a few busy processes a job would get a fiftieth of the machine.
+    os.environ["RAY_worker_niceness"] = "0"
 
 
 def processes_since(start_s: float) -> list[psutil.Process]:

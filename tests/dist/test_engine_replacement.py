@@ -42,7 +42,7 @@ ARGS = Namespace(
     debug_rollout_only=False,
     hf_checkpoint="/none",
     sglang_dp_size=1,
-    engine_start_timeout_s=60.0,
+    engine_start_timeout_s=300.0,
     weight_update_timeout_s=30.0,
     rollout_health_check_interval=1.0,
     rollout_health_check_timeout=3.0,
@@ -53,8 +53,8 @@ ARGS = Namespace(
     router_log_level="warn",
 )
 FOUND_WITHIN_S = ARGS.rollout_health_check_interval + ARGS.rollout_health_check_timeout
-SLACK_S = 20.0
-"""For a loaded machine; the monitor's own deadlines are an order below."""
+SLACK_S = 120.0
+"""For a machine with a load of ten; the monitor's own deadlines are an order below."""
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +63,14 @@ def gpus() -> GpuSlice:
         address="local", num_cpus=12, num_gpus=4, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
     )  # fmt: skip
-    yield _reserve(4, 60)[0]
+    yield _reserve(4, 300)[0]
     ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def router() -> RouterHandle:
     handle = start_router(
-        ARGS, host="127.0.0.1", port=get_free_port(26800), prometheus_port=get_free_port(27800), timeout_s=60
+        ARGS, host="127.0.0.1", port=get_free_port(26800), prometheus_port=get_free_port(27800), timeout_s=300
     )
     yield handle
     handle.stop()
@@ -101,7 +101,7 @@ def make_group(gpus, router, monkeypatch):
             needs_offload=False, cursors=PortCursors(), restarts=restarts,
         )  # fmt: skip
         groups.append(group)
-        wait_for(group.start(), what="the engines", timeout_s=90)
+        wait_for(group.start(), what="the engines", timeout_s=300)
         group.started()
         return group
 
@@ -121,7 +121,7 @@ def watched(make_group):
 
 
 def facts(group: EngineGroup) -> list[dict]:
-    return ray.get([actor.facts.remote() for actor in group.all_engines], timeout=30)
+    return ray.get([actor.facts.remote() for actor in group.all_engines], timeout=120)
 
 
 def wait_until(condition, timeout_s: float) -> None:
@@ -157,7 +157,7 @@ def test_a_faulty_engine_is_evicted_and_restarted_on_the_same_gpu_without_touchi
     assert listed(router) >= {old_url, other_url}
     fault(watched)
     wait_until(lambda: watched.states[0] is not EngineState.SERVING, FOUND_WITHIN_S + SLACK_S)
-    wait_until(lambda: watched.states[0] is EngineState.UPDATING, 90)
+    wait_until(lambda: watched.states[0] is EngineState.UPDATING, 300)
     assert old_url not in listed(router) and other_url in listed(router)
     assert watched.urls[0] not in listed(router)  # it has no weights yet
     after = facts(watched)
@@ -180,11 +180,11 @@ def _is_running(pid: int) -> bool:
 def test_a_model_without_updates_serves_at_once(make_group, router):
     group = make_group(1, takes_updates=False)
     kill(group)
-    wait_until(lambda: group.find_exited(5.0), 10)
+    wait_until(lambda: group.find_exited(5.0), SLACK_S)
     (found,) = group.find_exited(5.0).items()
     assert "was killed by signal 9" in found[1]
     group.report(found[0], EngineEvent.DIED, found[1])
-    group.wait_settled(90)
+    group.wait_settled(300)
     assert group.states == [EngineState.SERVING] and group.urls[0] in listed(router)
 
 
@@ -197,7 +197,7 @@ def test_a_paused_monitor_evicts_nobody(make_group):
     monitor.resume()
     wait_until(lambda: group.states[0] is not EngineState.SERVING, SLACK_S)
     monitor.stop()
-    group.wait_settled(90)
+    group.wait_settled(300)
 
 
 def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_restarted(make_group):
@@ -239,7 +239,7 @@ def test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause(mak
     monkeypatch.setattr(group_module, "start_engine_actor", refuse)
     group.report(0, EngineEvent.DIED, "it was killed by signal 9")
     with pytest.raises(EngineDiedError, match="killed by signal 9.*2 new ones did not start.*no memory is left"):
-        group.wait_settled(60)
+        group.wait_settled(300)
     assert group.states == [EngineState.RETIRED]
 
 
@@ -247,10 +247,10 @@ def test_an_engine_that_dies_again_and_again_is_given_up(make_group, monkeypatch
     monkeypatch.setattr(group_module, "MAX_RESTARTS", 1)
     group = make_group(1)
     group.report(0, EngineEvent.DIED, "first")
-    group.wait_settled(90)
+    group.wait_settled(300)
     group.report(0, EngineEvent.DIED, "second")
     with pytest.raises(EngineDiedError, match="died 2 times within one rollout, last: second"):
-        group.wait_settled(60)
+        group.wait_settled(300)
 
 
 def test_an_engine_over_two_nodes_has_an_actor_on_each_and_one_rendezvous(make_group):
@@ -265,10 +265,10 @@ def test_an_engine_over_two_nodes_has_an_actor_on_each_and_one_rendezvous(make_g
     assert first["port"] != second["port"]
     # The second node's process serves no HTTP for us, but without it the engine is dead.
     os.kill(second["pid"], signal.SIGKILL)
-    wait_until(lambda: group.find_exited(5.0), 10)
+    wait_until(lambda: group.find_exited(5.0), SLACK_S)
     assert list(group.find_exited(5.0)) == [0]
     group.report(0, EngineEvent.DIED, "a node")
-    group.wait_settled(90)
+    group.wait_settled(300)
     again = facts(group)
     assert {fact["pid"] for fact in again}.isdisjoint({first["pid"], second["pid"]})
     assert again[0]["dist_init_addr"] == again[1]["dist_init_addr"]

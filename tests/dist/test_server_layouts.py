@@ -33,7 +33,7 @@ def gpus() -> GpuSlice:
         num_cpus=20, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
     )  # fmt: skip
-    yield _reserve(NUM_GPUS, 60)[0]
+    yield _reserve(NUM_GPUS, 300)[0]
     ray.shutdown()
 
 
@@ -70,7 +70,7 @@ def arguments(**given) -> Namespace:
         debug_train_only=False,
         debug_rollout_only=False,
         hf_checkpoint="/policy",
-        engine_start_timeout_s=60.0,
+        engine_start_timeout_s=300.0,
         rollout_health_check_interval=1.0,
         rollout_health_check_timeout=2.0,
         weight_update_timeout_s=30.0,
@@ -105,7 +105,7 @@ def start(gpus, monkeypatch):
 
 
 def facts(actors) -> list[dict]:
-    return ray.get([actor.facts.remote() for actor in actors if actor is not None], timeout=30)
+    return ray.get([actor.facts.remote() for actor in actors if actor is not None], timeout=120)
 
 
 def listed(router) -> dict[str, str]:
@@ -215,7 +215,7 @@ def test_external_engines_are_adopted_behind_a_router_and_left_running(start):
         assert [(engine.num_gpus, engine.gpu_offset) for engine in engines.engines] == [(1, 1), (1, 2)]
         assert engines.num_new == 2
         assert [engine.is_colocated for engine in engines.engines] == [False, False]
-        assert ray.get(engines.handles[0].get_weight_version.remote(), timeout=30) == first.weight_version
+        assert ray.get(engines.handles[0].get_weight_version.remote(), timeout=120) == first.weight_version
         fleet.stop()
         assert first.is_up and second.is_up
 
