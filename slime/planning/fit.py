@@ -2,8 +2,8 @@
 
 Only flags that the command does not give are chosen.  The model adds to the plan's FLOPs what a layout costs beside
 them: collectives, launches, CPU Adam; and for engines the bytes that a decoding step reads.  Its constants are
-measured ones (benchmarks/results: train_mfu_gpu, train_mfu_images_h200, recipes_true_size_h200), and tests hold its
-order against those runs.
+measured ones (benchmarks/results: train_mfu_gpu, train_mfu_h100, train_mfu_h200, train_mfu_images_h200,
+recipes_true_size_h200), and tests hold its seconds and its order against those runs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ from slime.train_data.model_dims import ModelDims
 from slime.utils import env
 from slime.utils.errors import ConfigError, SlimeError
 
-FIT_MFU = 0.47
-"""Of one GPU without collectives (Qwen3-4B on an H200)."""
+FIT_MFU = 0.5
+"""Of one GPU without collectives, gradient sums and Adam (Qwen3-4B on an H200: 47.5 % with them)."""
+ADAPTER_SHARE = 0.86
+"""Seconds of a step whose base weights have no gradient, of one in which they have (Qwen3-4B: 1.60 of 1.89 on an H200,
+0.60 of 0.70 on an H100)."""
 TOWER_MFU = 0.27
 """Of a vision tower (Qwen3-VL-8B's on an H200, one or four images of a megapixel, frozen or trained: 23 to 30 %)."""
 WIRE_BYTES_PER_S = 150e9
 """Of NVLink as tensor parallelism uses it, not hidden behind products (Qwen3-4B: 47.0 % alone, 40.3 % with TP 2)."""
+ALL_REDUCE_BYTES_PER_S = 323e9
+"""Of NVLink in collectives of whole gradients (two H100)."""
 ADAM_ELEMENTS_PER_S = 0.7e9
 """Of a rank's Adam on the host, its copies included."""
 LAUNCHES_S = 1e-3
@@ -42,7 +47,10 @@ LAUNCHES_S = 1e-3
 DECODE_S, ALL_REDUCE_S = 3e-3, 12e-6
 """Of a decoding step beside what it reads, and of one of its sums over tensor-parallel ranks."""
 READ_SHARE = 0.6
-"""Of the card's bandwidth in decoding."""
+"""Of the card's bandwidth, in decoding and in what touches every parameter."""
+SUM_BYTES, ADAM_BYTES = 12, 30
+"""Of a trained parameter, read and written: by a micro-batch's gradient (bf16, fp32), and by Adam's step on the card.
+Of six layers of Qwen3-30B-A3B, whose experts' parameters few tokens use, 8 and 4 % of a step on an H200."""
 FULLEST = 0.93
 """Part of a card that a plan may fill: torch reserves more than it has allocated."""
 SIZES = (1, 2, 4, 8)
@@ -247,7 +255,7 @@ def _planned(
 
 
 def train_seconds(args: Namespace, plan: Plan, dims: ModelDims) -> float:
-    """Return the seconds of the trainer's passes over a rollout: FLOPs, collectives, launches, Adam on the host.
+    """Return the seconds of the trainer's passes over a rollout: FLOPs, collectives, launches, gradients, Adam.
 
     A tower's FLOPs, which each tensor-parallel rank does and other stages wait for, are slower than the others.
     """
@@ -265,17 +273,19 @@ def train_seconds(args: Namespace, plan: Plan, dims: ModelDims) -> float:
         per_layer += 2 * (dims.kv_lora + dims.rope_dim) * (sizes.context - 1)
     moe_share = sum(dims.is_moe) / dims.num_layers
     per_layer += moe_share * 2 * dims.topk * hidden / sizes.tensor * (1 - 1 / sizes.expert)
-    wire = tokens * layers * passes * per_layer
+    wire = tokens * layers * passes * per_layer / WIRE_BYTES_PER_S
     steps, trained = len(work.num_microbatches), max(stage.parameters.trained for stage in plan.stages)
-    if sizes.data * sizes.context > 1:
-        wire += steps * 6 * trained
+    sharers = sizes.data * sizes.context
+    wire += steps * 6 * trained * (1 - 1 / sharers) / ALL_REDUCE_BYTES_PER_S
     offload = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
-    adam = steps * offload * trained / (sizes.data * sizes.context) / ADAM_ELEMENTS_PER_S
+    adam = steps * offload * trained / sharers / ADAM_ELEMENTS_PER_S
+    touched = trained * (SUM_BYTES * sum(work.num_microbatches) + ADAM_BYTES * steps * (1 - offload) / sharers)
     launches = LAUNCHES_S * layers * sum(work.num_microbatches) * passes / 2
     tower = work.tower_flops * sizes.tower_copies
     share = tower / (work.hardware_flops - work.tower_flops + tower)
-    flops = plan.train_seconds * (1 + share * (FIT_MFU / TOWER_MFU - 1))
-    return flops + wire / WIRE_BYTES_PER_S + adam + launches
+    spared = 1.0 if args.lora_rank is None else ADAPTER_SHARE
+    flops = plan.train_seconds * (spared * (1 - share) + share * FIT_MFU / TOWER_MFU)
+    return flops + wire + adam + touched / (READ_SHARE * plan.card.bandwidth) + launches
 
 
 def rollout_seconds(args: Namespace, plan: Plan, dims: ModelDims, options: PlanOptions) -> float:
