@@ -24,7 +24,7 @@ import os, sys, time
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 from slime.weights.quantize.block_fp8 import quantize_block
-from slime.weights.quantize.offline_rules import is_quantized_offline
+from slime.weights.quantize.formats import is_quantized_offline
 
 source, target = map(Path, sys.argv[1:])
 target.mkdir()

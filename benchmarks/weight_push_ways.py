@@ -286,8 +286,7 @@ def run_format(
     from slime.backends.megatron_utils.update_weight.sources.gather import hf_headers
     from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
     from slime.weights.quantize import Quantizer
-    from slime.weights.quantize.formats import BlockFp8
-    from slime.weights.quantize.offline_rules import is_quantized_offline
+    from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 
     name = str(CONFIGS[options.model]["model_type"])
     device = torch.device(options.device)

@@ -25,8 +25,8 @@ from aiohttp import web
 
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.flags.config import read_config
+from slime.flags.distillation import TeacherServerConfig
 from slime.flags.security import secret_of_file
-from slime.flags.teacher_server import TeacherServerConfig
 from slime.observability.logging_utils import configure_logger
 from slime.utils.json_file import read_model_config, text_over_all
 from tools.cli import clean_exit

@@ -146,7 +146,7 @@ def _validate_backends(args: Namespace) -> None:
             finish_critic(args.critic_args)
             check_critic_layout(args)
     if not args.debug_train_only:
-        from slime.arguments.family_checks import check_engines_of_family
+        from slime.arguments.cross_group import check_engines_of_family
         from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 
         validate_sglang_arguments(args)

@@ -18,7 +18,7 @@ from slime.flags.algorithm import add_algorithm_arguments
 from slime.flags.cluster import add_cluster_arguments
 from slime.flags.data import add_data_arguments, add_eval_arguments
 from slime.flags.debug import add_debug_arguments
-from slime.flags.distillation import add_distillation_arguments
+from slime.flags.distillation import add_distillation_arguments, add_teacher_server_arguments
 from slime.flags.fault_tolerance import add_fault_tolerance_arguments
 from slime.flags.lora import add_lora_arguments
 from slime.flags.observability import add_observability_arguments
@@ -26,7 +26,6 @@ from slime.flags.parser import Parser
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 from slime.flags.security import REDACTED, add_security_arguments, is_secret
-from slime.flags.teacher_server import add_teacher_server_arguments
 from slime.flags.train import add_train_arguments
 from slime.flags.weight_sync import add_weight_sync_arguments
 from slime.utils.errors import ConfigError

@@ -6,14 +6,40 @@ import argparse
 import logging
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from slime.algorithms.advantages import ESTIMATORS, get_estimator
 from slime.algorithms.kl import KL_KINDS
-from slime.algorithms.loss_types import ACTOR_LOSS_TYPES, LOSS_TYPES
 from slime.algorithms.policy_losses import CISPO
+from slime.algorithms.registry import Registry
 from slime.flags.kinds import RegistryChoices, fraction, non_negative_float, non_negative_int, positive_int
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossType:
+    """Properties of a loss; the functions of the same names are in ``slime.backends.megatron_utils.loss``."""
+
+    summary: str
+    needs_advantages: bool = False
+    """It cannot do without ``compute_advantages_and_returns``."""
+    of_critic: bool = False
+    """Chosen by the role and not by the flag."""
+
+
+LOSS_TYPES: Registry[LossType] = Registry(
+    "--loss-type",
+    {
+        "policy_loss": LossType(summary="the surrogate of the advantage estimator", needs_advantages=True),
+        "value_loss": LossType(summary="the critic's regression", needs_advantages=True, of_critic=True),
+        "sft_loss": LossType(summary="negative log-likelihood of the response"),
+        "custom_loss": LossType(summary="--custom-loss-function-path"),
+    },
+)
+
+ACTOR_LOSS_TYPES = tuple(name for name, loss in LOSS_TYPES.items() if not loss.of_critic)
+"""The values of ``--loss-type``."""
 
 
 def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:

@@ -78,7 +78,7 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
 
 def _check(args: Namespace) -> list[str]:
     """Run every stage of checks that can still run; each reports what it finds."""
-    from slime.arguments.family_checks import check_engines_of_family
+    from slime.arguments.cross_group import check_engines_of_family
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
     from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 

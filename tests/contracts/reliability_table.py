@@ -771,8 +771,8 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=REWARDS,
         waits="Sample for a reward server that is down, slow, or answers garbage",
-        code=("slime.rollout.rm_hub.remote.remote_rm", "slime.rollout.rm_hub.policy.within"),
-        bounds=("slime.rollout.rm_hub.remote.TIMEOUT_S", "--rm-timeout-s"),
+        code=("slime.rollout.rm_hub.remote_rm", "slime.rollout.rm_hub.policy.within"),
+        bounds=("slime.rollout.rm_hub.TIMEOUT_S", "--rm-timeout-s"),
         deadline="10 tries, 1, 2, 4 ... 30 s apart, within the flag",
         raises="GraderError",
         log="manager: a warning for every try",

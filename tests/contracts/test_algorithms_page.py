@@ -9,11 +9,11 @@ import pytest
 
 from slime.algorithms.advantages import ESTIMATORS
 from slime.algorithms.kl import KL_KINDS
-from slime.algorithms.loss_types import LOSS_TYPES
 from slime.algorithms.off_policy import TOKEN_CORRECTIONS
 from slime.algorithms.off_policy.mis import MisConfig
 from slime.algorithms.policy_losses import POLICY_LOSSES
 from slime.backends.megatron_utils.loss import LOSSES
+from slime.flags.algorithm import LOSS_TYPES
 from tests.contracts.source_tree import REPO
 
 PAGE = (REPO / "docs/algorithms.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from torch import Tensor
 from slime.backends.sglang_utils import cpu_shim
 from slime.weights.quantize import make_quantizer
 from slime.weights.quantize.block_fp8 import FP8
-from slime.weights.quantize.offline_rules import is_quantized_offline, modules_to_not_convert
+from slime.weights.quantize.formats import is_quantized_offline, modules_to_not_convert
 from tests.loaded_model.buckets import whole_buckets
 from tests.loaded_model.engine import LoadedModel
 from tests.loaded_model.rank import BLOCK_FP8

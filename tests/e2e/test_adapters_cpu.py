@@ -27,7 +27,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
 from slime.backends.megatron_utils import initialize  # noqa: E402
 from slime.backends.megatron_utils.adapters import peft_tensors, save_peft  # noqa: E402
-from slime.backends.megatron_utils.flags.served_adapters import served_adapters  # noqa: E402
+from slime.backends.megatron_utils.flags.lora_arguments import served_adapters  # noqa: E402
 from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import start_server, wait_until_healthy  # noqa: E402
 from slime.flags.lora import lora_config  # noqa: E402

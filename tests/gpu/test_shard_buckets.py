@@ -18,8 +18,7 @@ from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_t
 from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
 from slime.utils.distributed_utils import init_gloo_group
 from slime.weights.quantize import Quantizer
-from slime.weights.quantize.formats import BlockFp8
-from slime.weights.quantize.offline_rules import is_quantized_offline
+from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 from tests.matrix import trainer
 from tests.matrix.case import load_cases, read_config
 from tests.matrix.shard_push import differences

@@ -37,8 +37,7 @@ from slime.utils.distributed_utils import get_gloo_group, init_gloo_group
 from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.manifest import Manifest
 from slime.weights.quantize import Quantizer
-from slime.weights.quantize.formats import BlockFp8, ChannelFp8, WeightFormat
-from slime.weights.quantize.offline_rules import is_quantized_offline
+from slime.weights.quantize.formats import BlockFp8, ChannelFp8, WeightFormat, is_quantized_offline
 from tests.matrix import layout_rank
 from tests.matrix.case import FamilyCase, load_cases, read_config
 from tests.matrix.layouts import FULL_FAMILIES, LAYOUTS, Layout, _case, layouts_of, with_layers, write_checkpoint

@@ -11,8 +11,7 @@ from typing import Any
 
 from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.hf_rewrite.to_quantized import ToQuantized, _fp8_config
-from slime.weights.quantize.formats import BlockFp8
-from slime.weights.quantize.offline_rules import is_quantized_offline
+from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 from tests.matrix.case import FamilyCase, write_bf16_copy
 from tests.matrix.layouts import LAYOUTS as TRAINER_LAYOUTS
 from tests.matrix.layouts import Layout, write_checkpoint

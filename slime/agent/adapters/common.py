@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.adapters.engine import call_sglang_generate
+from slime.agent.adapters.engine import build_prompt_ids, call_sglang_generate
 from slime.agent.adapters.messages import (
     EventStream,
     Reply,
@@ -30,7 +30,6 @@ from slime.agent.adapters.messages import (
 )
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook, is_trusted
 from slime.agent.parsing import ParsedModelOutput, check_parsers, parse_model_output
-from slime.agent.stitching import build_prompt_ids
 from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
 from slime.utils.errors import ProcessError, SlimeError
 from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError

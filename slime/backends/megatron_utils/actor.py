@@ -24,7 +24,6 @@ from slime.backends.megatron_utils.advantages import choose_teachers, compute_ad
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.checkpoints.memory_copy import copy_state
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_data_iterator, prepare_rollout_data
-from slime.backends.megatron_utils.expert_load import ExpertLoad
 from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
@@ -32,6 +31,7 @@ from slime.backends.megatron_utils.model import initialize_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies, teacher_tag
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.top_k import get_log_probs_and_top
+from slime.backends.megatron_utils.train_metrics import ExpertLoad
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights

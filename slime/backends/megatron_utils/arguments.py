@@ -21,9 +21,9 @@ from slime.backends.megatron_utils.flags.hf_config_check import (
     fill_model_flags,
     open_model_flags,
 )
+from slime.backends.megatron_utils.flags.lora_arguments import served_adapters
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
-from slime.backends.megatron_utils.flags.served_adapters import served_adapters
 
 __all__ = [
     "add_megatron_arguments",

@@ -188,7 +188,7 @@ LOSSES: dict[str, Callable[..., LossAndMetrics]] = {
     "sft_loss": sft_loss_function,
     "custom_loss": custom_loss_function,
 }
-"""By ``--loss-type``; ``value_loss`` is the critic's.  The same names as in ``slime.algorithms.loss_types``."""
+"""By ``--loss-type``; ``value_loss`` is the critic's.  The same names as in ``slime.flags.algorithm``."""
 
 
 def loss_function(

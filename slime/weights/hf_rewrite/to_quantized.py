@@ -18,8 +18,16 @@ from slime.weights.hf_rewrite.plan import OutputRows, TensorPlan, copied
 from slime.weights.hf_rewrite.source import HfSource, shown
 from slime.weights.hf_rewrite.tensor_file import RowReader
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
-from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, WeightFormat
-from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline, modules_to_not_convert
+from slime.weights.quantize.formats import (
+    SUFFIX,
+    BlockFp8,
+    ChannelFp8,
+    GroupInt,
+    TensorFp8,
+    WeightFormat,
+    is_quantized_offline,
+    modules_to_not_convert,
+)
 from slime.weights.stacked_experts import Stack, expert_names, find_stacks, is_stack, tensors_in
 from slime.weights.stored_tensors import StoredTensor, TensorInfo
 

@@ -3,8 +3,8 @@
     config.json ─▶ read_format ─▶ a format (formats.py)   ┐
     names in the index ─▶ quantized_names                 ┴▶ make_quantizer ─▶ Quantizer
 
-``block_fp8`` and ``group_int`` are the mathematics; ``formats`` reads quantized weights back, too;
-``offline_rules`` is what converters quantize.
+``block_fp8`` and ``group_int`` are the mathematics; ``formats`` reads quantized weights back, too, and says what
+converters quantize.
 """
 
 from slime.weights.quantize.quantizer import Quantizer, make_quantizer, quantized_names, read_format

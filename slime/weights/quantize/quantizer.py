@@ -17,9 +17,17 @@ from torch import Tensor
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import Header, NamedTensors
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
-from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, Shape, TensorFp8, WeightFormat
+from slime.weights.quantize.formats import (
+    SUFFIX,
+    BlockFp8,
+    ChannelFp8,
+    GroupInt,
+    Shape,
+    TensorFp8,
+    WeightFormat,
+    is_quantized_offline,
+)
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
-from slime.weights.quantize.offline_rules import SUFFIX, is_quantized_offline
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.agent.stitching import build_prompt_ids
+from slime.agent.adapters.engine import build_prompt_ids
 from slime.agent.trajectory import KnownPrefix
 from tests.unit.agent.talking_engine import drawn
 

@@ -8,8 +8,8 @@ import pytest
 
 from slime.algorithms.advantages import ESTIMATORS, get_estimator
 from slime.algorithms.kl import KL_KINDS
-from slime.algorithms.loss_types import ACTOR_LOSS_TYPES
 from slime.arguments import slime_validate_args
+from slime.flags.algorithm import ACTOR_LOSS_TYPES
 from slime.flags.kinds import RegistryChoices
 from slime.utils.errors import ConfigError, HookError
 

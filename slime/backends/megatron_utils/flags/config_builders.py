@@ -22,7 +22,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slime.backends.megatron_utils.flags.config_flags import attribute_of, config_arguments
-from slime.backends.megatron_utils.flags.rotary_arguments import yarn_fields
+from slime.backends.megatron_utils.models.rotary_rules import YARN_DEFAULTS
 from slime.utils.errors import ConfigError
 
 
@@ -143,3 +143,20 @@ def _build(config_class: type, values: dict[str, Any]) -> Any:
 def params_dtype(*, bf16: bool, fp16: bool) -> torch.dtype:
     """Return the dtype that a model's parameters have."""
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+
+
+def has_yarn(args: Namespace) -> bool:
+    """Return True for positions of type yarn in attention that is not latent."""
+    is_chosen = args.position_embedding_type == "yarn" and not args.use_rotary_position_embeddings
+    return is_chosen and not args.multi_latent_attention
+
+
+def yarn_fields(args: Namespace) -> dict[str, Any]:
+    """Return what megatron-core's model reads from its config, beside the fields that this has, for YaRN.
+
+    Latent attention has fields of its own.
+    """
+    if not has_yarn(args):
+        return {}
+    values = {f"yarn_{name}": vars(args)[name] for name in YARN_DEFAULTS}
+    return {**values, "yarn_correction_range_round_to_int": args.yarn_truncate}

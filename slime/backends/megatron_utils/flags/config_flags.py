@@ -74,7 +74,7 @@ DEFAULTS: dict[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
     "rope_type": None,
-    # None: see rotary_arguments
+    # None: see resolve_arguments
     "rotary_scaling_factor": None,
     "original_max_position_embeddings": None,
     "beta_fast": None,

@@ -1,19 +1,37 @@
-"""Which matrices of a model have an adapter, by the family's weight table; and what does not go with adapters."""
+"""The matrices of a model that have an adapter, by the family's weight table; what does not go with adapters; and the
+adapters that engines take (``--lora-push adapter``).
+"""
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models import family_of, find_weight_map
 from slime.backends.megatron_utils.models.rule import WeightMap
-from slime.flags.lora import ALL_LINEAR, LoraConfig, lora_config
-from slime.utils.errors import ConfigError
+from slime.flags.config import backend_flags
+from slime.flags.lora import ALL_LINEAR, LoraConfig, engine_adapters, lora_config
+from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_type
+from slime.weights.peft_folder import read_peft_config
+from slime.weights.push.adapter import as_engines_call
 
 _LINEAR = re.compile(
     r"(?:decoder\.layers\.\d+\.)?((?:self_attention|mlp)\.(?:\w+\.)*(?:linear_\w+|in_proj|out_proj))\.weight(\d+|\{expert\})?"
+)
+EXPERT = "experts.{expert}"
+# As SGLang 0.5.15.post1 serves them.
+_SERVED = frozenset(
+    "q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj "
+    "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj".split()
+)
+_JOINED = (
+    # Modules that SGLang joins, or whose adapters it applies together, and the end of the name of what they are in.
+    ({"q_proj", "k_proj", "v_proj"}, ""),
+    ({"q_a_proj", "kv_a_proj_with_mqa"}, ""),
+    ({"gate_proj", "up_proj"}, ""),
+    ({"gate_proj", "up_proj", "down_proj"}, EXPERT),
 )
 
 
@@ -78,3 +96,96 @@ def check_lora_arguments(args: Namespace) -> None:
 
 def _weight_map(args: Namespace) -> WeightMap:
     return find_weight_map(args.model_name or read_model_type(args.hf_checkpoint))
+
+
+def served_adapters(args: Namespace) -> tuple[list[str], int] | None:
+    """Return what engines make room for: last names of modules, as engines have them, and the largest rank.
+
+    That is of the adapters pushed and of those in folders; None where pushes are merged.
+
+    Raises:
+        ConfigError: SGLang does not serve adapters on their modules.
+        DataError: a folder of ``--lora-engine-adapters`` is not one of plain LoRA.
+    """
+    config = lora_config(args)
+    if config is None or args.lora_push != "adapter":
+        return None
+    asked = [("--lora-push adapter", "use --lora-push merged, or other --lora-target-modules", config)]
+    for name, folder in engine_adapters(args).items():
+        flag = f"--lora-engine-adapters {name}={folder}"
+        content = read_peft_config(folder, flag=flag)
+        rank, targets = content.get("r"), content.get("target_modules")
+        if type(rank) is not int or not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+            raise DataError(
+                f"{flag}: adapter_config.json has r {rank!r} and target_modules {targets!r}; engines want a number "
+                "and a list of names."
+            )
+        asked.append((flag, "leave it out", LoraConfig(rank=rank, alpha=1.0, dropout=0.0, targets=tuple(targets))))
+    modules: set[str] = set()
+    for flag, remedy, one in asked:
+        modules |= _modules(args, one, flag=flag, remedy=remedy)
+    return sorted(modules), max(one.rank for _, _, one in asked)
+
+
+def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> set[str]:
+    model_name = args.model_name or read_model_type(args.hf_checkpoint)
+    weight_map, family = find_weight_map(model_name), family_of({"model_type": model_name})
+    by_parent: dict[str, set[str]] = {}
+    refused: set[str] = set()
+    met: set[str] = set()
+    for rule in weight_map.layer:
+        if not is_linear(rule.megatron) or not _is_there(rule.megatron, args):
+            continue
+        if "linear_kv_up" in rule.megatron and family is not None and family.sparse_architecture:
+            continue  # absorbed into others, without an adapter
+        for hf_name, is_chosen in zip(rule.hf, chosen_parts(config, rule.megatron, rule.hf), strict=True):
+            if not is_chosen:
+                continue
+            met |= {
+                target for target in config.targets if f".{hf_name}".removesuffix(".weight").endswith(f".{target}")
+            }
+            parent, _, module = hf_name.removesuffix(".weight").rpartition(".")
+            module = as_engines_call(module)
+            by_parent.setdefault(parent, set()).add(module)
+            is_stacked = not hf_name.endswith(".weight")
+            unserved = family.engine_without_adapters if family is not None else ()
+            # Without a latent of queries SGLang takes these for parts of matrices that such a model has not.
+            is_misread = rule.megatron.endswith(("linear_q_proj.weight", "linear_kv_down_proj.weight"))
+            if is_stacked or module not in _SERVED or module in unserved or (is_misread and args.q_lora_rank is None):
+                refused.add(module)
+    if flag.startswith("--lora-engine-adapters"):  # the run's own are known to be there
+        refused |= {target for target in config.targets if target not in met}
+    if refused:
+        raise ConfigError(
+            f"{flag}: SGLang serves no adapters on {', '.join(sorted(refused))} of {weight_map.family}; {remedy}."
+        )
+    for problem in [*_half_joined(by_parent), *_engine_problems(args, by_parent)]:
+        raise ConfigError(f"{flag}: {problem}, or {remedy}.")
+    return set().union(*by_parent.values())
+
+
+def _is_there(name: str, args: Namespace) -> bool:
+    """Return whether this model has a layer of the family's table: experts, and one of two forms of queries."""
+    if "shared_experts" in name:
+        return args.moe_shared_expert_intermediate_size is not None
+    if "experts" in name:
+        return args.num_experts is not None
+    if "linear_q_proj" in name:
+        return args.q_lora_rank is None
+    return args.q_lora_rank is not None or ("linear_q_down" not in name and "linear_q_up" not in name)
+
+
+def _half_joined(by_parent: dict[str, set[str]]) -> Iterator[str]:
+    for parent, names in by_parent.items():
+        for joined, where in _JOINED:
+            if names & joined and not joined <= names and parent.endswith(where):
+                yield (
+                    f"SGLang joins {', '.join(sorted(joined))}, of which --lora-target-modules has "
+                    f"{', '.join(sorted(names & joined))} alone; name all"
+                )
+
+
+def _engine_problems(args: Namespace, by_parent: dict[str, set[str]]) -> Iterator[str]:
+    backend = backend_flags(args).sglang_moe_a2a_backend
+    if backend not in (None, "none") and any(parent.endswith(EXPERT) for parent in by_parent):
+        yield f"--sglang-moe-a2a-backend {backend} applies no adapters of experts; drop it"

@@ -13,7 +13,6 @@ from slime.backends.megatron_utils.flags.config_flags import add_unless_present
 
 _RESOLVE = "slime.backends.megatron_utils.flags.resolve_arguments"
 _INT4 = "slime.backends.megatron_utils.flags.int4_arguments"
-_ROTARY = "slime.backends.megatron_utils.flags.rotary_arguments"
 _BUILDERS = "slime.backends.megatron_utils.flags.config_builders"
 _MODEL = "slime.backends.megatron_utils.model_provider"
 _INITIALIZE = "slime.backends.megatron_utils.initialize"
@@ -66,7 +65,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     _value("--rope-scaling-factor", _MODEL, "The factor of --use-rope-scaling.", type=float, default=8.0),
     OwnFlag(
         ("--yarn-truncate",),
-        _ROTARY,
+        _RESOLVE,
         "YaRN rounds the range of dimensions between stretched and not to whole ones; of --position-embedding-type "
         "yarn. Default: truncate of --hf-checkpoint's config.json, else on.",
         {"action": argparse.BooleanOptionalAction, "default": None},

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.flags.config_builders import num_stages_of_layout, params_dtype
+from slime.backends.megatron_utils.flags.config_builders import has_yarn, num_stages_of_layout, params_dtype
+from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.backends.megatron_utils.flags.field_table import reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.int4_arguments import derive_int4
-from slime.backends.megatron_utils.flags.rotary_arguments import derive_rope
+from slime.backends.megatron_utils.models.rotary_rules import YARN_DEFAULTS
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
         _world,
         _layout,
         _shape,
-        derive_rope,
+        _rope,
         _vocabulary,
         _schedule,
         _checkpoint,
@@ -167,6 +168,28 @@ def _shape(args: Namespace) -> dict[str, Any]:
         "position_embedding_type": position_type,
         "attention_output_gate": args.attention_output_gate or args.use_gated_attention,
     }
+
+
+def _rope(args: Namespace) -> dict[str, Any]:
+    """Return the rotary flags that neither the command nor config.json gave.
+
+    Raises:
+        ConfigError: YaRN's flags without YaRN.
+    """
+    is_yarn, is_latent = has_yarn(args), args.multi_latent_attention
+    names = [*YARN_DEFAULTS, *(() if is_latent else ("yarn_truncate",))]
+    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    if given and not (is_yarn or is_latent):
+        name = next(iter(given))
+        raise ConfigError(
+            f"{flag_of(name)} is {given[name]} without --multi-latent-attention or --position-embedding-type "
+            "yarn, where it has no effect; --use-rope-scaling stretches the positions of Llama 3."
+        )
+    if not (is_yarn or is_latent):
+        return {"rope_type": args.rope_type or "rope"}
+    values = {**YARN_DEFAULTS, **({"yarn_truncate": True} if is_yarn else {}), **given}
+    is_stretched = is_latent and values["rotary_scaling_factor"] != 1.0
+    return {**values, "rope_type": args.rope_type or ("yarn" if is_stretched else "rope")}
 
 
 def _vocabulary(args: Namespace) -> dict[str, Any]:

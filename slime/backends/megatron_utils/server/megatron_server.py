@@ -27,7 +27,7 @@ from aiohttp import web
 
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.backends.megatron_utils.server.scorer import Scorer, ScoreRequest, Scores
-from slime.flags.teacher_server import TeacherServerConfig
+from slime.flags.distillation import TeacherServerConfig
 from slime.utils.errors import DataError, SlimeError
 from slime.utils.http_utils import encode_json, has_secret
 from slime.utils.net import is_loopback

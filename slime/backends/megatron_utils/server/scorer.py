@@ -30,7 +30,7 @@ from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.top_k import get_log_probs_and_top
 from slime.flags.config import read_config
-from slime.flags.teacher_server import TeacherServerConfig
+from slime.flags.distillation import TeacherServerConfig
 from slime.train_data.bins import first_fit
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import SlimeError

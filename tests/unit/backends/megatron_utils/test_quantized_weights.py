@@ -27,7 +27,7 @@ from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.hf_rewrite.to_quantized import to_fp8
 from slime.weights.quantize.block_fp8 import FP8, is_power_of_two, quantize_block
-from slime.weights.quantize.offline_rules import is_quantized_offline
+from slime.weights.quantize.formats import is_quantized_offline
 from tests.matrix.case import load_cases
 from tests.matrix.quantized import RECIPES, check_quantized
 from tests.matrix.report import summary

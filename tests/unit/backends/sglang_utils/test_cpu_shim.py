@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.cpu_shim._name_stubs import StubFinder
+from slime.backends.sglang_utils.cpu_shim import StubFinder
 from slime.utils import env
 from slime.utils.errors import ConfigError
 

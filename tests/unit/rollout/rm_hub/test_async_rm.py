@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.rollout import control_client
-from slime.rollout.rm_hub import async_rm, batched_async_rm, remote
+from slime.rollout import control_client, rm_hub
+from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.utils.errors import ConfigError, GraderError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
@@ -102,7 +102,7 @@ def serve(
         real_sleep = asyncio.sleep
         monkeypatch.setattr(control_client.asyncio, "sleep", no_wait)
         try:
-            return await remote.remote_rm(
+            return await rm_hub.remote_rm(
                 args(rm_url=f"http://127.0.0.1:{port}/"), Sample(prompt="p", response="r", label="l"), **flags
             )
         finally:

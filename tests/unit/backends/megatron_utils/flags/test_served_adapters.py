@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.flags.served_adapters import served_adapters
+from slime.backends.megatron_utils.flags.lora_arguments import served_adapters
 from slime.backends.sglang_utils import cpu_shim
 from slime.utils.errors import ConfigError, SlimeError
 from slime.weights.push.adapter import as_engines_call

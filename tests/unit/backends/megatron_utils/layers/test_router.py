@@ -14,10 +14,10 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 
-from slime.backends.megatron_utils.expert_load import ExpertLoad, load_metrics
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.routed_samples import RoutedSamples, routers_need_samples
 from slime.backends.megatron_utils.layers.router import Router
+from slime.backends.megatron_utils.train_metrics import ExpertLoad, load_metrics
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 NUM_EXPERTS, TOPK, HIDDEN = 6, 2, 8

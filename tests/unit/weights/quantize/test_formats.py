@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.weights.quantize.offline_rules import is_quantized_offline, modules_to_not_convert
+from slime.weights.quantize.formats import is_quantized_offline, modules_to_not_convert
 
 QUANTIZED = (
     "model.layers.0.self_attn.q_proj.weight",
