@@ -282,9 +282,9 @@ def run_format(
 ) -> list[dict[str, Any]]:
     """All pairs for one format of the engine."""
     from slime.backends.megatron_utils.memory import clear_memory
-    from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
-    from slime.backends.megatron_utils.update_weight.sources.gather import hf_headers
-    from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
+    from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
+    from slime.backends.megatron_utils.update_weight.gather import hf_headers
+    from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
     from slime.weights.quantize import Quantizer
     from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 

@@ -24,9 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import non_negative_int
-from slime.rollout.ledger.frames import Kind, Record, describe_damage
+from slime.rollout.ledger.frames import Kind, Record, describe_damage, folder_bytes, read_folder, segment_files
 from slime.rollout.ledger.records import ReplayState, RolloutState
-from slime.rollout.ledger.segments import folder_bytes, read_folder, segment_files
 
 MAX_GROUPS_SHOWN = 20
 MAX_PROBLEMS_SHOWN = 50

@@ -14,7 +14,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.utils.errors import ConfigError
 
 

@@ -57,7 +57,7 @@ def value_gradients(args: Namespace, rank_data: Any) -> dict[str, list[float]]:
     from slime.backends.megatron_utils.model import build_model
     from slime.backends.megatron_utils.parameters import iter_shards
     from slime.backends.megatron_utils.train_step import accumulate_gradients
-    from slime.backends.megatron_utils.update_weight.sources.gather import gather_tensor_parallel
+    from slime.backends.megatron_utils.update_weight.gather import gather_tensor_parallel
 
     model = build_model(Namespace(**{**vars(args), "use_distributed_optimizer": False}), "critic")
     load_checkpoint(args, model)
@@ -91,7 +91,7 @@ def value_gradients(args: Namespace, rank_data: Any) -> dict[str, list[float]]:
 def run_ppo(rank: int, world_size: int, port: int, folder: str, variants: list[tuple[str, ...]]) -> list[Any]:
     """For each variant of flags: the critic's values, gradients and parameters, and the step of its actor."""
     from slime.backends.megatron_utils.train_metrics import is_main_rank
-    from slime.backends.megatron_utils.update_weight.sources.gather import iter_full_tensors
+    from slime.backends.megatron_utils.update_weight.gather import iter_full_tensors
 
     results = []
     for number, variant in enumerate(variants):
@@ -120,7 +120,7 @@ def resume_critics(
 ) -> Any:
     """For each (folder of saves, flags): values and parameters of a critic that goes on with rollout 1."""
     from slime.backends.megatron_utils.checkpoint import publish_checkpoint
-    from slime.backends.megatron_utils.update_weight.sources.gather import iter_full_tensors
+    from slime.backends.megatron_utils.update_weight.gather import iter_full_tensors
 
     results = []
     for saves, variant in cases:

@@ -90,7 +90,7 @@ class Case:
         """What the trainer gathers now, independently of the push."""
         import torch
 
-        from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
+        from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
         from slime.backends.megatron_utils.update_weight.updater import model_name
         from slime.weights.push.wire import named_views
 

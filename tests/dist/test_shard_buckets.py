@@ -19,9 +19,9 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.policies import ModelSwitch
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import SentWeights
-from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
-from slime.backends.megatron_utils.update_weight.sources.shard_buckets import ShardBuckets
+from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights.kernels.tables import CastTable

@@ -47,7 +47,7 @@ def full_gradients(args: Namespace, rank_data: Any) -> dict[str, list[float]]:
     from slime.backends.megatron_utils.model import build_model
     from slime.backends.megatron_utils.parameters import iter_shards
     from slime.backends.megatron_utils.train_step import accumulate_gradients
-    from slime.backends.megatron_utils.update_weight.sources.gather import gather_tensor_parallel
+    from slime.backends.megatron_utils.update_weight.gather import gather_tensor_parallel
 
     whole_buffers = Namespace(**{**vars(args), "use_distributed_optimizer": False})
     model = build_model(whole_buffers)
@@ -88,7 +88,7 @@ def run_layout(rank: int, world_size: int, port: int, folder: str, variants: lis
     """For each variant of flags: gradients, and what two rollouts of training report and end with."""
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.backends.megatron_utils.train_metrics import is_main_rank
-    from slime.backends.megatron_utils.update_weight.sources.gather import iter_full_tensors
+    from slime.backends.megatron_utils.update_weight.gather import iter_full_tensors
 
     results = []
     for variant in variants:

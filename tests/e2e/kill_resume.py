@@ -42,8 +42,8 @@ import torch
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
+from slime.rollout.ledger.frames import folder_bytes, read_folder  # noqa: E402
 from slime.rollout.ledger.records import ReplayState  # noqa: E402
-from slime.rollout.ledger.segments import folder_bytes, read_folder  # noqa: E402
 from slime.rollout.state_file import read_state  # noqa: E402
 from tools import ledger as ledger_tool  # noqa: E402
 

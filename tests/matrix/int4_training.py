@@ -62,8 +62,8 @@ class Int4Run(FamilyRun):
 
     def _push(self) -> dict[str, Tensor]:
         """The tensors of a push in fp32 to engines that were started from the int4 folder."""
-        from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
-        from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
+        from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
+        from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
 
         config = read_config(self.engine_folder)
         quantizer = checkpoint_quantizer(self.engine_folder, config["quantization_config"], dtype=torch.float32)

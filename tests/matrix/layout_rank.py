@@ -30,7 +30,7 @@ from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout, wire_schedules
-from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.utils.types import RolloutBatch
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data

@@ -63,8 +63,8 @@ class QuantizedRun:
     def export(self) -> tuple[float, float, str]:
         """The trainer holds the unquantized weights and exports for the quantized checkpoint: the same bytes."""
         from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
-        from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
-        from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors
+        from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
+        from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 
         config = read_config(self.folder)
         saved = self.run.work / "saved"

@@ -31,7 +31,7 @@ from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.parameters import iter_global_parameters, iter_shards
 from slime.backends.megatron_utils.train_step import accumulate_gradients
-from slime.backends.megatron_utils.update_weight.sources.gather import iter_hf_tensors, whole_shape
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors, whole_shape
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank

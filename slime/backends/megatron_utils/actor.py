@@ -34,7 +34,7 @@ from slime.backends.megatron_utils.top_k import get_log_probs_and_top
 from slime.backends.megatron_utils.train_metrics import ExpertLoad
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
-from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
+from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater, model_name
 from slime.backends.train_worker import TrainWorker
 from slime.flags.distillation import trainer_teachers

@@ -33,7 +33,7 @@ from slime.backends.megatron_utils.parameters import (
     iter_shards,
     tensor_parallel_group,
 )
-from slime.backends.megatron_utils.update_weight.sources.gather import (
+from slime.backends.megatron_utils.update_weight.gather import (
     HostWeights,
     is_gate_up,
     iter_full_tensors,

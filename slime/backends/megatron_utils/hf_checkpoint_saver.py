@@ -17,9 +17,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
-from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
+from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
-from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_tensors
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_model_config

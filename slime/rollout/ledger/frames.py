@@ -1,4 +1,4 @@
-"""Frames: the records of the ledger as bytes in a file.
+"""Frames: the records of the ledger as bytes, and the segment files that hold them, read in order.
 
 A frame is a header of 24 bytes, a *head* (msgpack: what happened, small enough to be read by the million) and a *blob*
 (tokens, log-probs and everything else a sample holds; readers of events alone seek over it).
@@ -8,6 +8,9 @@ A frame is a header of 24 bytes, a *head* (msgpack: what happened, small enough 
 Frames are only appended.  A process that is killed leaves at most one unfinished frame, at the end of its last
 segment: the file ends before the frame does, and the reader passes over it.  Anything else that is not as it was
 written is damage; the header has a checksum of its own, so that no flipped length looks like an unfinished frame.
+
+A segment that goes on where another one ends begins with the size of that one, and numbers have no gaps: a file that
+was cut short or is gone is told like a flipped byte.  Segments that an index covers are not read.
 """
 
 from __future__ import annotations
@@ -219,3 +222,80 @@ def _read_frame(file: IO[bytes], path: Path, size: int) -> Record:
 
 
 _KINDS = frozenset(Kind)
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """Return the file of segment ``number``."""
+    return folder / f"segment-{number:08d}.led"
+
+
+def index_path(folder: Path, number: int) -> Path:
+    """Return the file that keeps the heads of all segments up to ``number`` that no earlier index covers."""
+    return folder / f"index-{number:08d}.led"
+
+
+def segment_files(folder: Path) -> list[Path]:
+    """Return the indexes, then the segments that none of them covers, each in order."""
+    indexes = sorted(folder.glob("index-????????.led"))
+    covered = segment_number(indexes[-1]) if indexes else -1
+    segments = sorted(path for path in folder.glob("segment-????????.led") if segment_number(path) > covered)
+    return indexes + segments
+
+
+def next_number(folder: Path) -> int:
+    """Return a segment number that was never used in ``folder``."""
+    files = [*folder.glob("index-????????.led"), *folder.glob("segment-????????.led")]
+    return max((segment_number(path) for path in files), default=-1) + 1
+
+
+def read_folder(
+    folder: Path,
+    *,
+    first_segment: int = 0,
+    verify_blobs: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Record]:
+    """Yield the records from segment ``first_segment`` on; of compacted segments, the heads in their index.
+
+    Where a file is damaged, cut short or missing comes a record DAMAGED.
+
+    Args:
+        first_segment: where to begin.
+        verify_blobs, progress: see ``read_segment``.
+    """
+    before: Path | None = None
+    for path in segment_files(folder):
+        if segment_number(path) < first_segment:
+            continue
+        if before is not None and not _is_index(path) and segment_number(path) != segment_number(before) + 1:
+            missing = segment_path(folder, segment_number(before) + 1)
+            yield damage(missing, 0, "the file is missing", is_gap=True)
+            before = None
+        last: Record | None = None
+        for last in read_segment(path, verify_blobs=verify_blobs, progress=progress):
+            if last.kind is Kind.CONTINUED:
+                size, written = 0 if before is None else before.stat().st_size, last.head["bytes"]
+                if before is not None and not _is_index(before) and size != written:
+                    yield damage(before, size, f"it has {size} bytes of {written} that were written", is_gap=True)
+            elif last.kind is not Kind.WHOLE:
+                yield last
+        if _is_index(path) and is_cut(path, last):
+            yield damage(path, path.stat().st_size, "the end of the index is missing", is_gap=True)
+        before = path
+
+
+def _is_index(path: Path) -> bool:
+    return path.name.startswith("index-")
+
+
+def is_cut(path: Path, last: Record | None) -> bool:
+    """Return True when the last record of an index is not its end; indexes of earlier versions have none."""
+    if last is not None and last.kind in (Kind.WHOLE, Kind.DAMAGED):
+        return False
+    with open(path, "rb") as file:
+        return file.read(1) != bytes([OLD_MAGIC])
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the number of bytes that ``read_folder`` passes over."""
+    return sum(path.stat().st_size for path in segment_files(folder))

@@ -17,11 +17,10 @@ from typing import Any
 
 from slime.rollout import plain_values
 from slime.rollout.base_types import RolloutFnTrainOutput, leaf_samples
-from slime.rollout.ledger.frames import Record, describe_damage
+from slime.rollout.ledger.frames import Record, describe_damage, read_folder
 from slime.rollout.ledger.journal import Journal, group_name, prompt_start
 from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, ReplayState, RolloutState
 from slime.rollout.ledger.sample_codec import apply_entry, to_entry
-from slime.rollout.ledger.segments import read_folder
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 

@@ -1,11 +1,14 @@
-"""Segment files: appended by a thread, and read in order.
+"""Segment files: appended by a thread, and compacted once a checkpoint has made them final.
 
 Callers put items into a queue, which costs them well below a microsecond; the thread gathers what arrives within the
 flush interval, turns it into frames and writes them with one system call.  Written records survive the death of every
 process; ``flush(sync=True)`` makes them survive the machine's, too.
 
-A segment that goes on where another one ends begins with the size of that one, and numbers have no gaps: a file that
-was cut short or is gone is told like a flipped byte.  Segments that an index covers (``compaction``) are not read.
+Compaction folds old segments into an index: the heads of their records, without blobs (and without the answers of
+single executions, once the whole group is described).  It is renamed into place before the segments go, and readers
+skip segments that an index covers: a kill in between loses and doubles nothing.  A damaged segment is never unlinked:
+what cannot be read now may be all that tells of a group.  The index says where it is damaged, so that a check of the
+ledger goes on to fail.
 """
 
 from __future__ import annotations
@@ -15,92 +18,27 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from slime.rollout.ledger.frames import OLD_MAGIC, Kind, Record, damage, pack_frame, read_segment, segment_number
+from slime.rollout.ledger.frames import (
+    STRIPPED,
+    Kind,
+    Record,
+    describe_damage,
+    index_path,
+    next_number,
+    pack_frame,
+    read_folder,
+    read_segment,
+    segment_number,
+    segment_path,
+)
+from slime.utils.atomic_file import replace_file
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-
-def segment_path(folder: Path, number: int) -> Path:
-    """Return the file of segment ``number``."""
-    return folder / f"segment-{number:08d}.led"
-
-
-def index_path(folder: Path, number: int) -> Path:
-    """Return the file that keeps the heads of all segments up to ``number`` that no earlier index covers."""
-    return folder / f"index-{number:08d}.led"
-
-
-def segment_files(folder: Path) -> list[Path]:
-    """Return the indexes, then the segments that none of them covers, each in order."""
-    indexes = sorted(folder.glob("index-????????.led"))
-    covered = segment_number(indexes[-1]) if indexes else -1
-    segments = sorted(path for path in folder.glob("segment-????????.led") if segment_number(path) > covered)
-    return indexes + segments
-
-
-def next_number(folder: Path) -> int:
-    """Return a segment number that was never used in ``folder``."""
-    files = [*folder.glob("index-????????.led"), *folder.glob("segment-????????.led")]
-    return max((segment_number(path) for path in files), default=-1) + 1
-
-
-def read_folder(
-    folder: Path,
-    *,
-    first_segment: int = 0,
-    verify_blobs: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> Iterator[Record]:
-    """Yield the records from segment ``first_segment`` on; of compacted segments, the heads in their index.
-
-    Where a file is damaged, cut short or missing comes a record DAMAGED.
-
-    Args:
-        first_segment: where to begin.
-        verify_blobs, progress: see ``read_segment``.
-    """
-    before: Path | None = None
-    for path in segment_files(folder):
-        if segment_number(path) < first_segment:
-            continue
-        if before is not None and not _is_index(path) and segment_number(path) != segment_number(before) + 1:
-            missing = segment_path(folder, segment_number(before) + 1)
-            yield damage(missing, 0, "the file is missing", is_gap=True)
-            before = None
-        last: Record | None = None
-        for last in read_segment(path, verify_blobs=verify_blobs, progress=progress):
-            if last.kind is Kind.CONTINUED:
-                size, written = 0 if before is None else before.stat().st_size, last.head["bytes"]
-                if before is not None and not _is_index(before) and size != written:
-                    yield damage(before, size, f"it has {size} bytes of {written} that were written", is_gap=True)
-            elif last.kind is not Kind.WHOLE:
-                yield last
-        if _is_index(path) and is_cut(path, last):
-            yield damage(path, path.stat().st_size, "the end of the index is missing", is_gap=True)
-        before = path
-
-
-def _is_index(path: Path) -> bool:
-    return path.name.startswith("index-")
-
-
-def is_cut(path: Path, last: Record | None) -> bool:
-    """Return True when the last record of an index is not its end; indexes of earlier versions have none."""
-    if last is not None and last.kind in (Kind.WHOLE, Kind.DAMAGED):
-        return False
-    with open(path, "rb") as file:
-        return file.read(1) != bytes([OLD_MAGIC])
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the number of bytes that ``read_folder`` passes over."""
-    return sum(path.stat().st_size for path in segment_files(folder))
-
 
 MAX_WAITING = 16384
 """Items in the queue beyond which the caller of ``put`` writes them itself."""
@@ -323,3 +261,80 @@ _REMEDY = (
     "Make room there, choose another place with --rollout-ledger-dir, allow more time with "
     "--rollout-ledger-timeout-s, or pass --no-rollout-ledger."
 )
+
+
+def compact(folder: Path, *, first_needed: int) -> int:
+    """Fold every segment below ``first_needed`` into an index; return the number of bytes freed."""
+    indexes = sorted(folder.glob("index-????????.led"))
+    covered = segment_number(indexes[-1]) if indexes else -1
+    segments = sorted(folder.glob("segment-????????.led"))
+    # A kill before they went, or they are damaged.
+    left = [path for path in segments if segment_number(path) <= covered]
+    old = [path for path in segments if covered < segment_number(path) < first_needed]
+    damaged = {record.head["file"] for path in indexes if left for record in _damage_in(read_segment(path))}
+    if old:
+        damaged |= _write_index(folder, old)
+    freed = 0
+    for path in left + old:
+        if path.name not in damaged:
+            freed += path.stat().st_size
+            path.unlink()
+    return freed
+
+
+def _damage_in(records: Iterable[Record]) -> Iterator[Record]:
+    return (record for record in records if record.kind is Kind.DAMAGED)
+
+
+def _write_index(folder: Path, segments: list[Path]) -> set[str]:
+    """Write the index of these segments; return the names of those that are damaged."""
+    path = index_path(folder, segment_number(segments[-1]))
+    described = {
+        record.head["g"]
+        for record in _read(folder, segments)
+        if record.kind in (Kind.FINISHED, Kind.RETURNED, Kind.HANDED)
+    }
+    damaged = set()
+
+    def write(file: IO[bytes]) -> None:
+        for record in _read(folder, segments, verify_blobs=True):
+            file.write(_stripped(record, described))
+            if record.kind is Kind.DAMAGED:
+                damaged.add(record.head["file"])
+                logger.error(
+                    "The ledger is damaged, %s. The file is kept; see tools/ledger.py %s --check.",
+                    describe_damage(record),
+                    folder,
+                )
+        file.write(pack_frame(Kind.WHOLE, {}))
+
+    replace_file(path, write)
+    return damaged
+
+
+def _read(folder: Path, segments: list[Path], *, verify_blobs: bool = False) -> Iterator[Record]:
+    """Yield the records of these segments; the beginning of the next one tells whether the last is cut short."""
+    for record in read_folder(folder, first_segment=segment_number(segments[0]), verify_blobs=verify_blobs):
+        if segment_number(record.segment) > segment_number(segments[-1]):
+            return
+        yield record
+
+
+def _stripped(record: Record, described: set[int | None]) -> bytes:
+    """Return the frame of a record in the index; empty when other records say the same."""
+    if record.kind is Kind.RESPONSE and record.head["g"] in described and not _is_partial(record):
+        return b""
+    head = dict(record.head)
+    if "entries" in head:
+        head["entries"] = [stripped_entry(entry) for entry in head["entries"]]
+    return pack_frame(record.kind, head, flags=STRIPPED)
+
+
+def _is_partial(record: Record) -> bool:
+    return any(leaf["status"] == "aborted" for entry in record.head["entries"] for leaf in entry["leaves"])
+
+
+def stripped_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of an execution without the parts that need its blob."""
+    leaves = [{k: v for k, v in leaf.items() if k not in ("packed", "rest")} for leaf in entry["leaves"]]
+    return {"shape": entry["shape"], "leaves": leaves}

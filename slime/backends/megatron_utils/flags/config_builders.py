@@ -22,7 +22,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slime.backends.megatron_utils.flags.config_flags import attribute_of, config_arguments
-from slime.backends.megatron_utils.models.rotary_rules import YARN_DEFAULTS
+from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS
 from slime.utils.errors import ConfigError
 
 

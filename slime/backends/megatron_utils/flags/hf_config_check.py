@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.flags.attention_arguments import sparse_probl
 from slime.backends.megatron_utils.flags.config_flags import add_config_flags, flag_of, switched_off
 from slime.backends.megatron_utils.flags.model_dims import linear_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
-from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
+from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.models import FAMILIES, family_of, find_weight_map, has_tower
 from slime.backends.megatron_utils.models.family import EXPERT_COUNTS, ModelFamily, differs
 from slime.backends.megatron_utils.models.flag_rules import Flag, shared_rules

@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.flags.config_builders import has_yarn, num_st
 from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.backends.megatron_utils.flags.field_table import reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.int4_arguments import derive_int4
-from slime.backends.megatron_utils.models.rotary_rules import YARN_DEFAULTS
+from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

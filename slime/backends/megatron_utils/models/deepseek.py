@@ -16,8 +16,7 @@ from typing import Any
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import SIGMOID
 from slime.backends.megatron_utils.models.index_sharing import index_sharing
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.shared_rules import (
+from slime.backends.megatron_utils.models.rule import (
     EXPERTS,
     MLP,
     MTP,
@@ -26,6 +25,8 @@ from slime.backends.megatron_utils.models.shared_rules import (
     ROUTER,
     ROUTER_BIAS,
     TOP,
+    Rule,
+    WeightMap,
     shared_expert_rules,
 )
 from slime.backends.megatron_utils.models.weight_layouts import turning_part_first, turning_part_last

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.shared_rules import ATTENTION, MLP, TOP
+from slime.backends.megatron_utils.models.rule import ATTENTION, MLP, TOP, Rule, WeightMap
 
 LOCAL_ROTARY_BASE = 10000.0
 """Of the layers with a window, in all published models."""

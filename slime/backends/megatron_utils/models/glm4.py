@@ -13,8 +13,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import PLAIN, SIGMOID, Config
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.shared_rules import (
+from slime.backends.megatron_utils.models.rule import (
     ATTENTION,
     COMPOSITE_LAYER,
     COMPOSITE_TOP,
@@ -26,6 +25,8 @@ from slime.backends.megatron_utils.models.shared_rules import (
     ROUTER,
     ROUTER_BIAS,
     TOP,
+    Rule,
+    WeightMap,
     shared_expert_rules,
 )
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag, choices, expert_layers
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.shared_rules import ATTENTION, NORMS, TOP
+from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap
 from slime.train_data.model_dims import ModelDims
 
 

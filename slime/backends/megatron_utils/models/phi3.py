@@ -9,8 +9,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, window_is_idle
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.shared_rules import NORMS, TOP
+from slime.backends.megatron_utils.models.rule import NORMS, TOP, Rule, WeightMap
 from slime.backends.megatron_utils.models.weight_layouts import merge_qkv, split_qkv
 from slime.train_data.model_dims import ModelDims
 

@@ -6,14 +6,15 @@ from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, PLAIN, window_is_idle
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.shared_rules import (
+from slime.backends.megatron_utils.models.rule import (
     ATTENTION,
     EXPERTS,
     MLP,
     NORMS,
     ROUTER,
     TOP,
+    Rule,
+    WeightMap,
     shared_expert_rules,
 )
 

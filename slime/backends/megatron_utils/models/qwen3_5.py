@@ -30,14 +30,15 @@ from slime.backends.megatron_utils.models.qwen3_next import (
     linear_flags,
 )
 from slime.backends.megatron_utils.models.qwen3_vl import tower_parameters
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.shared_rules import (
+from slime.backends.megatron_utils.models.rule import (
     COMPOSITE_LAYER,
     COMPOSITE_TOP,
     EXPERTS,
     MLP,
     NORMS,
     ROUTER,
+    Rule,
+    WeightMap,
 )
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
 from slime.train_data.model_dims import ModelDims

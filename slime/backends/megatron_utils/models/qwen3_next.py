@@ -18,8 +18,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag, fact, facts
 from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SOFTMAX
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.shared_rules import EXPERTS, MLP, NORMS, ROUTER, TOP
+from slime.backends.megatron_utils.models.rule import EXPERTS, MLP, NORMS, ROUTER, TOP, Rule, WeightMap
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
 from slime.train_data.model_dims import ModelDims
 

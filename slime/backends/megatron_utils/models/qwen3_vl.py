@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config
+from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, hf_rope_settings
 from slime.backends.megatron_utils.models.qwen import DENSE, QWEN_MOE, SOFTMAX
-from slime.backends.megatron_utils.models.rotary_rules import hf_rope_settings
-from slime.backends.megatron_utils.models.shared_rules import COMPOSITE_LAYER, COMPOSITE_TOP
+from slime.backends.megatron_utils.models.rule import COMPOSITE_LAYER, COMPOSITE_TOP
 
 _COMPOSITE: dict[str, Any] = {
     "top": COMPOSITE_TOP,

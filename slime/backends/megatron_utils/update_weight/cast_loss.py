@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.parameters import Shard, iter_shards
-from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, sent_dtype
+from slime.backends.megatron_utils.update_weight.gather import HostWeights, sent_dtype
 from slime.weights.named_tensors import dtype_name
 
 logger = logging.getLogger(__name__)

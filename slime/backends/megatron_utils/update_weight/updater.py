@@ -20,13 +20,13 @@ from slime.backends.megatron_utils import memory, sglang
 from slime.backends.megatron_utils.adapters import peft_tensors
 from slime.backends.megatron_utils.hf_to_megatron.tensors import untrained_tensors
 from slime.backends.megatron_utils.layers.lora import has_adapters
-from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
+from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.parameters import frozen_tower
+from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
 from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstimate
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
-from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
-from slime.backends.megatron_utils.update_weight.sources.shard_buckets import CollectedBuckets, ShardBuckets
+from slime.backends.megatron_utils.update_weight.gather import HostWeights
+from slime.backends.megatron_utils.update_weight.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.flags.lora import lora_config
 from slime.utils.errors import HookError, WeightSyncError
 from slime.utils.misc import load_function

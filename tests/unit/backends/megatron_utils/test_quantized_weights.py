@@ -19,8 +19,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.flags.hf_config_check import check_that_weights_can_be_pushed
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
-from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
-from slime.backends.megatron_utils.megatron_to_hf.quantization import checkpoint_quantizer
+from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, convert_to_hf
 from slime.backends.megatron_utils.models import MAPS
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError, DataError

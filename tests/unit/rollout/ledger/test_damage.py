@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout.ledger.compaction import compact
-from slime.rollout.ledger.frames import OLD_MAGIC, STRIPPED, Kind, encode_value, read_segment
-from slime.rollout.ledger.segments import read_folder, segment_files, segment_path
+from slime.rollout.ledger.frames import (
+    OLD_MAGIC,
+    STRIPPED,
+    Kind,
+    encode_value,
+    read_folder,
+    read_segment,
+    segment_files,
+    segment_path,
+)
+from slime.rollout.ledger.segments import compact
 from tests.unit.rollout.ledger.test_ledger import Process, died_in_rollout_1
 from tests.unit.rollout.ledger.test_segments import frame, numbers, open_writer
 from tools.ledger import main as tool

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from slime.rollout.ledger.frames import read_folder
 from slime.rollout.ledger.records import ReplayState
-from slime.rollout.ledger.segments import read_folder
 from tests.unit.rollout.ledger import control_plane
 from tests.unit.rollout.ledger.control_plane import World, make_world, run_to_the_end
 from tools.ledger import Balance

@@ -12,8 +12,8 @@ import pytest
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.ledger.frames import segment_files
 from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger, NoLedger, open_ledger, position_path
-from slime.rollout.ledger.segments import segment_files
 from slime.rollout.state_file import read_state
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import make_args

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from slime.rollout.ledger import segments as segments_module
-from slime.rollout.ledger.compaction import compact
-from slime.rollout.ledger.frames import Kind, pack_frame, read_segment
-from slime.rollout.ledger.segments import (
-    JournalWriter,
+from slime.rollout.ledger.frames import (
+    Kind,
     next_number,
+    pack_frame,
     read_folder,
+    read_segment,
     segment_files,
     segment_path,
 )
+from slime.rollout.ledger.segments import JournalWriter, compact
 from slime.utils.errors import DataError
 
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.published_configs import PUBLISHED
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.rotary import LatentRotary
-from slime.backends.megatron_utils.models.rotary_rules import hf_rope_settings
+from slime.backends.megatron_utils.models.flag_rules import hf_rope_settings
 from slime.utils.errors import ConfigError
 from tests.matrix.case import load_cases
 from tests.unit.backends.megatron_utils.megatron_case import parse

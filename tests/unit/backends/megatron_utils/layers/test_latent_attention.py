@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.rotary import LatentRotary, rotate_pairs
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.parameters import iter_global_parameters
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import GatheredBuckets, SentWeights
+from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
 from slime.weights.quantize.block_fp8 import dequantize_block
 from tests.matrix.case import load_cases, read_tensors, write_tensors
 from tests.matrix.references.kimi_k2 import KimiK2

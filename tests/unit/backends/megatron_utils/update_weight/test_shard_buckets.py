@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.update_weight.sources.shard_buckets import describe_misfits, share_of
+from slime.backends.megatron_utils.update_weight.shard_buckets import describe_misfits, share_of
 
 
 def test_parameters_that_are_gathered_are_named_once_for_all_layers() -> None:

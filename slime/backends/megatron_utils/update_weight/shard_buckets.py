@@ -24,15 +24,15 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import NO_BUCKET, GatheredBuckets, SentWeights
-from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights
-from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
+from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, GatheredBuckets, SentWeights
+from slime.backends.megatron_utils.update_weight.gather import HostWeights
+from slime.backends.megatron_utils.update_weight.shard_plan import (
     PlannedBucket,
     ShardPlan,
     SliceHeader,
     plan_shards,
 )
-from slime.backends.megatron_utils.update_weight.sources.shard_slices import ShardSlices
+from slime.backends.megatron_utils.update_weight.shard_slices import ShardSlices
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import SlimeError, WeightSyncError
 from slime.weights.kernels.tables import CastTable

@@ -12,7 +12,7 @@ from torch import Tensor
 from slime.backends.megatron_utils import models
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.update_weight.sources.shard_layout import (
+from slime.backends.megatron_utils.update_weight.shard_layout import (
     RowRuns,
     ShardLayout,
     ShardSlice,

@@ -21,7 +21,7 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.models import find_weight_map
-from slime.backends.megatron_utils.update_weight.sources.gather import (
+from slime.backends.megatron_utils.update_weight.gather import (
     HostWeights,
     StageHeaders,
     hf_headers,

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from slime.backends.megatron_utils.update_weight.sources import shard_plan
-from slime.backends.megatron_utils.update_weight.sources.shard_plan import (
+from slime.backends.megatron_utils.update_weight import shard_plan
+from slime.backends.megatron_utils.update_weight.shard_plan import (
     ShardPlan,
     SliceHeader,
     plan_shards,

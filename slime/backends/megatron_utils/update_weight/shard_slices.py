@@ -15,15 +15,15 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
-from slime.backends.megatron_utils.update_weight.sources.bucket_source import SentWeights
-from slime.backends.megatron_utils.update_weight.sources.gather import HostWeights, is_gate_up, sent_dtype
-from slime.backends.megatron_utils.update_weight.sources.shard_layout import (
+from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
+from slime.backends.megatron_utils.update_weight.gather import HostWeights, is_gate_up, sent_dtype
+from slime.backends.megatron_utils.update_weight.shard_layout import (
     RowRuns,
     ShardLayout,
     ShardSlice,
     TensorSplit,
 )
-from slime.backends.megatron_utils.update_weight.sources.shard_plan import PlannedSlice, SliceHeader
+from slime.backends.megatron_utils.update_weight.shard_plan import PlannedSlice, SliceHeader
 from slime.weights.kernels.table_items import CastItem, Kind
 from slime.weights.quantize.block_fp8 import num_blocks
 from slime.weights.quantize.formats import BlockFp8
