@@ -36,7 +36,17 @@ from slime.observability.run_reader import Run, read_run
 from slime.utils.errors import ConfigError, DataError
 from tools.cli import clean_exit
 from tools.diff import first_differences, setting_differences
-from tools.replay_plan import FROM_START, LAYOUT, LEFT_OUT, Replay, flags_of, places_to_begin, plan, recorded_samples
+from tools.replay_plan import (
+    FROM_START,
+    LAYOUT,
+    LEFT_OUT,
+    SCRIPT,
+    Replay,
+    flags_of,
+    places_to_begin,
+    plan,
+    recorded_samples,
+)
 from tools.replay_rollout import replay_rollout
 
 FOLLOWS = {"changed", "on_nan", "debug_train_only", "rollout_global_dataset", "rollout_num_gpus", "trainer_recovery"}
@@ -133,7 +143,7 @@ def _take_steps(replay: Replay, options: Namespace) -> None:
     template = str(replay.folder / "rollouts" / "{rollout_id}.pt")
     for rollout_id in replay.rollouts:
         save_rollout_dump(template, rollout_id, recorded_samples(replay.run, rollout_id))
-    sys.argv = ["train.py", *flags_of(replay)]
+    sys.argv = [SCRIPT, *flags_of(replay)]
     came_from = "the start" if replay.begin == FROM_START else f"the checkpoint after step {replay.begin + 1}"
     print(f"Step {replay.rollout_id + 1} from {came_from}, {len(replay.rollouts)} steps; {replay.folder}", flush=True)
     if replay.in_one_process:
@@ -291,7 +301,7 @@ def _is_within_bounds(replay: Replay, first: Run, second: Run) -> bool:
 
 
 def _trainer_log_probs(run: Run, rollout_id: int) -> list[float]:
-    rows = (row for row in run.samples(rollout_id) if row["trainer_log_probs"])
+    rows = (row for row in run.samples(rollout_id) if row.get("trainer_log_probs"))
     return [value for row in sorted(rows, key=itemgetter("position")) for value in row["trainer_log_probs"]]
 
 
@@ -312,7 +322,7 @@ def _print_sample(replay: Replay, position: int) -> None:
     rows = {row["position"]: row for row in replay.run.samples(replay.rollout_id)}
     columns = {name: rows[position].get(f"{name}_log_probs") for name in ("engine", "trainer")}
     save_rollout_dump(str(replay.folder / "rollouts" / "{rollout_id}.pt"), replay.rollout_id, samples)
-    sys.argv = ["train.py", *flags_of(replay)]
+    sys.argv = [SCRIPT, *flags_of(replay)]
     worker = _start_worker(replay)
     args = worker.args
     batch = samples_to_train_data([samples[position]], [0.0], [0.0], rollout_top_p=args.rollout_top_p)

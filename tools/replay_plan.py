@@ -14,6 +14,8 @@ from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 from tools.cli import parse_bool
 
+SCRIPT = str(Path(__file__).resolve().parents[1] / "train.py")
+"""Of the replay; Ray's workers import from its folder, whatever the current one is."""
 FROM_START = -1
 """The place of a checkpoint: what the run began with."""
 LEFT_OUT = frozenset(

@@ -16,7 +16,7 @@ from slime.observability.run_reader import read_run
 from slime.rollout.data_source import DataSource
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
-from tools.replay_plan import Replay, recorded_samples, rollout_flags_of
+from tools.replay_plan import SCRIPT, Replay, recorded_samples, rollout_flags_of
 
 FILE = "prompts.pt"
 """In the replay's folder."""
@@ -77,7 +77,7 @@ def replay_rollout(replay: Replay) -> int:
         print("The run had no --sglang-enable-deterministic-inference: its engines drew by chance.", flush=True)
     samples = recorded_samples(replay.run, replay.rollout_id)
     save_rollout_dump(str(replay.folder / FILE), 0, [unanswered(sample) for sample in samples])
-    sys.argv = ["train.py", *rollout_flags_of(replay)]
+    sys.argv = [SCRIPT, *rollout_flags_of(replay)]
     from slime.ray.job import run
     from slime.ray.train_loop import TrainJob
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.observability.run_record import flush_recording
 from slime.train_data.columns import RankBatch
 from slime.utils import distributed_utils, env
 from slime.utils.errors import ProcessError, WeightSyncError
@@ -167,6 +168,10 @@ class TrainWorker(ABC):
     def excluded_engines(self) -> list[ExcludedEngine]:
         """Return the engines that the last push excluded, also when it raised; they are paused and serve nothing."""
         return []
+
+    def flush_record(self) -> None:
+        """Write what this process has recorded: it may be killed from here on."""
+        flush_recording()
 
     @abstractmethod
     def sleep(self) -> None:

@@ -81,7 +81,12 @@ class _RecordWriter:
     def flush(self) -> None:
         """Wait until what was submitted is written, ``FLUSH_TIMEOUT_S`` at most."""
         done = threading.Event()
-        self.submit(done.set)
+
+        def write() -> None:
+            self._write_spans()
+            done.set()
+
+        self.submit(write)
         done.wait(FLUSH_TIMEOUT_S)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from slime.arguments import args_to_resume
 from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import TRACKER, read_tracker
 from slime.flags.weight_version import VersionCount
+from slime.observability.run_record import FLUSH_TIMEOUT_S
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice, strategy_for
@@ -183,6 +184,14 @@ class RayTrainGroup:
         self._manager = rollout_manager
         config = self.layouts()[0]
         wait_for(rollout_manager.set_train_parallel_config.remote(config), what="the rollout manager", timeout_s=120)
+
+    def finish(self) -> None:
+        """End every rank after it has written what it has recorded; one that cannot ends without."""
+        try:
+            self._on_all("flush_record", what="the trainer's record", timeout_s=2 * FLUSH_TIMEOUT_S)
+        except ProcessError as error:
+            logger.warning("The record of the last rollout may lack the %s's part: %s", self.role, error)
+        self.release()
 
     def release(self) -> None:
         """Kill every rank.  Ray counts their resources as free some seconds later, when the processes have gone."""

@@ -65,7 +65,7 @@ class ReleasedTrainGroup(RayTrainGroup):
         written = self._on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)
         self._written = written[0]
         self._version.number = self._written.number
-        self.release()
+        self.finish()
         if cluster_has_accelerators():
             time.sleep(RELEASE_GRACE_S)
 

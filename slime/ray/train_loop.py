@@ -283,7 +283,7 @@ class TrainJob:
         self._ask("dispose", what="the engines to stop", timeout_s=self.args.shutdown_timeout_s * 2)
         for trainer in (self.critic, self.actor):
             if trainer is not None:
-                trainer.release()
+                trainer.finish()
         event("finish")
         stop_recording()
         finish_tracking(self.args)
