@@ -20,12 +20,20 @@ from slime.rollout.prompt_files import checked_file, parquet_columns, read_rows
 from slime.rollout.prompt_template import TemplateCheck, as_messages, insert_multimodal, map_with_deadline, render
 from slime.utils.errors import DataError
 from slime.utils.plugins import said_by
-from slime.utils.processing_utils import build_processor_kwargs, image_sources, open_image, process_vision_info
+from slime.utils.processing_utils import (
+    build_processor_kwargs,
+    image_sources,
+    open_image,
+    parts_of,
+    process_vision_info,
+)
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_BATCH = 1024
+_NOT_SEEN = ("audio", "input_audio", "audio_url", "video_url")
+"""Parts of messages that no model here takes, and that the reader of images would pass over."""
 
 
 def check_prompt_file(
@@ -239,6 +247,10 @@ def _multimodal_inputs(prompt: Any, processor: Any, where: str) -> dict[str, Any
     """Return images and videos of a prompt; None for a text model or a prompt of text only."""
     if processor is None or not isinstance(prompt, list):
         return None
+    if left_out := [part["type"] for message in prompt for part in parts_of(message) if part.get("type") in _NOT_SEEN]:
+        raise DataError(
+            f"{where}: the prompt has a part of type {left_out[0]}; models see images alone. Leave it out."
+        )
     try:
         found = process_vision_info(prompt, processor)
     except DataError as error:

@@ -211,13 +211,13 @@ def join_images(first: Mapping[str, Any] | None, second: Mapping[str, Any] | Non
 
     if not first or not second:
         return dict(first or second or {})
-    if not ("pixel_range" in first and "pixel_range" in second):
+    both = "pixel_range" in first and "pixel_range" in second
+    if not both:
         first, second = (
             {key: full_pixels(part) if key == "pixel_values" else value for key, value in part.items()}
             for part in (first, second)
         )
     joined = {key: torch.cat([first[key], second[key]]) for key in second if key != "pixel_range"}
-    both = "pixel_range" in first and "pixel_range" in second
     return {**joined, "pixel_range": second["pixel_range"]} if both else joined
 
 
@@ -231,12 +231,11 @@ def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dic
         DataError: an image cannot be used, see :func:`open_image`.
     """
     opened = [_with_open_images(message) for message in prompt]
-    parts = [part for message in opened for part in _parts_of(message)]
-    has_video = any(part.get("type") == "video" for part in parts)
+    parts = [part for message in opened for part in parts_of(message)]
     try:
         from qwen_vl_utils import process_vision_info as qwen_process_vision_info
     except ImportError:
-        if has_video:
+        if any(part.get("type") == "video" for part in parts):
             raise DataError("A prompt holds a video; reading videos needs the package qwen_vl_utils.") from None
         return {"images": [part["image"] for part in parts if part.get("type") == "image"] or None, "videos": None}
     image_processor = getattr(processor, "image_processor", None)
@@ -245,7 +244,8 @@ def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dic
     return {"images": images, "videos": videos}
 
 
-def _parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a message's content; none of text."""
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
@@ -258,7 +258,7 @@ def media_of(sample: Sample) -> list[Any]:
 
 def image_sources(prompt: Sequence[dict[str, Any]]) -> list[Any]:
     """Return what chat messages name as images, in order: paths, URLs, bytes."""
-    return [_source(part) for message in prompt for part in _parts_of(message) if _is_image(part)]
+    return [_source(part) for message in prompt for part in parts_of(message) if _is_image(part)]
 
 
 def _is_image(part: dict[str, Any]) -> bool:
@@ -270,7 +270,7 @@ def _source(part: dict[str, Any]) -> Any:
 
 
 def _with_open_images(message: dict[str, Any]) -> dict[str, Any]:
-    if not any(map(_is_image, _parts_of(message))):
+    if not any(map(_is_image, parts_of(message))):
         return message
     parts = [
         {**part, "type": "image", "image": open_image(_source(part))}
@@ -294,7 +294,7 @@ def open_image(source: Any) -> Any:
     from PIL import Image
 
     if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path") or source.get("url")
+        source = source.get("bytes") or source.get("path") or source.get("url") or source
     if isinstance(source, Image.Image):
         return source.convert("RGB")
     name, data = _image_data(source)

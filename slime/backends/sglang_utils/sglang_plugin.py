@@ -5,7 +5,8 @@ log-probs renormalised over them.  ``server_main`` registers the hooks in slime'
 else SGLang finds them by the entry point of the installed package.
 
 A request that names no adapter runs on the one pushed last (``--lora-push adapter``).  Every answer names its engine.
-Ids with images go to an encoder as text does, and a flush forgets the features of images.
+Ids with images go to an encoder as text does, GLM-4V counts the positions of ids as drawn, a flush forgets features of
+images, and a request that brings some is refused.
 
 A token's nucleus goes with SGLang's ``customized_info``: sampler, scheduler, detokenizer and tokenizer manager each
 know a list with one entry per token.
@@ -39,6 +40,7 @@ LOST_COUNT_S = 5.0
 """An adapter without requests for so long has none in the scheduler either, which aborts within a step."""
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
+_ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 _is_registered = False
 
@@ -66,6 +68,7 @@ def register() -> None:
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
+        (f"{_ROPE}.get_rope_index_glm4v", _glm_positions, HookType.AROUND),
     ):
         HookRegistry.register(target, hook, kind)
     for module in (native_layers, delta_nets) if cpu_shim.is_needed() else ():
@@ -148,6 +151,7 @@ def _attach_log_probs(
 async def _generate(
     original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **options: Any
 ) -> AsyncIterator[Any]:
+    _refuse_features(obj)
     version = _choose_adapter(manager, obj)
     lora_id = _lora_id(manager, obj)
     engine = f"{manager.server_args.host}:{manager.server_args.port}"
@@ -203,6 +207,35 @@ def _receive_images(original: Callable[..., Any], receiver: Any, requests: Any, 
         if getattr(request, "need_wait_for_mm_inputs", None) and request.input_text is None:
             request.input_text = list(request.input_ids)
     return original(receiver, requests, *args, **options)
+
+
+def _glm_positions(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return the positions of a request's ids, none of which is padding.
+
+    SGLang 0.5.15 masks them by the text of the same ids, tokenised again: where it has another number of tokens, as
+    that of a drawn response may, the request fails.
+    """
+    return original(*args, **{**options, "attention_mask": None})
+
+
+def _refuse_features(obj: Any) -> None:
+    """Refuse a request with what a processor or a tower has made of an image, sound or video.
+
+    SGLang 0.5.15 takes it from programs in its own process.  Of JSON it makes lists, which end its scheduler.
+
+    Raises:
+        ValueError: the server's answer is status 400 with it.
+    """
+    items = [getattr(obj, f"{kind}_data", None) for kind in ("image", "video", "audio")]
+    while items:
+        item = items.pop()
+        if isinstance(item, list):
+            items += item
+        elif isinstance(item, dict) and "format" in item:
+            raise ValueError(
+                f"The request brings {item['format']!r} in the place of an image. Engines take images as they are: a "
+                "data: URL, base64 or a path; `encoder` groups of --sglang-config compute features apart from engines."
+            )
 
 
 def _forget_images(is_flushed: bool, scheduler: Any, *args: Any, **options: Any) -> None:

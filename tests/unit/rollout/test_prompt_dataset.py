@@ -268,3 +268,11 @@ def test_an_image_that_cannot_be_used_is_found_before_the_run_with_its_row(write
     assert sample.multimodal_inputs["images"][0].size == (4, 4)
     with pytest.raises(DataError, match=r"data.parquet.* 2: The image \(40 bytes\)"):
         Dataset(str(path), None, object(), None, prompt_key="input", multimodal_keys=keys)
+
+
+@pytest.mark.parametrize("kind", ["audio", "input_audio", "audio_url", "video_url"])
+def test_sound_and_films_in_messages_are_refused_and_not_passed_over(write, kind):
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": kind, kind: "x"}]}]
+    with pytest.raises(DataError, match=f"a part of type {kind}; models see images alone"):
+        Dataset(write({"input": prompt}), None, object(), None, prompt_key="input")
+    assert len(Dataset(write({"input": prompt}), None, None, None, prompt_key="input").samples) == 1, "a text model"

@@ -173,6 +173,7 @@ FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
         ("data:image/png;base64,@@@", "is no base64"),
         ("no/such.png", "'no/such.png' of a prompt cannot be opened"),
         (7, "An image of a prompt is '7'; it must be"),
+        ({"format": "processor_output"}, "An image of a prompt is .{'format': 'processor_output'}.; it must be"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_refused(source, message):
