@@ -221,7 +221,7 @@ class Cluster:
         """Return how long a message to or from a process takes."""
         role = self.role_of(process)
         cut_s = self.cut_until_s.get(role, 0.0) - self.kernel.now_s
-        return max(cut_s, 0.0) + self.kernel.draw(f"message {role}", 0.0005, 0.02)
+        return (cut_s if cut_s > 0 else 0.0) + self.kernel.draw(f"message {role}", 0.0005, 0.02)
 
     def start_actor(self, cls: type, groups: dict[str, int], arguments: Any, keywords: Any) -> Handle:
         kernel = self.kernel
@@ -253,7 +253,7 @@ class Cluster:
             left_s = None if end_s is None else end_s - kernel.now_s
             if len(done) >= num_returns or (left_s is not None and left_s <= 0):
                 done = done[:num_returns]
-                return done, [ref for ref in refs if ref not in done]
+                return done, [ref for ref in refs if ref not in done] if done else refs
             open_refs = [ref for ref in refs if not ref.is_done]
             for ref in open_refs:
                 ref.waiting.append(me)

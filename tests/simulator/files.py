@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import pathlib
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulator.kernel import _KERNEL, Process
-from tests.simulator.oracles import check_file_operation
+from tests.simulator.oracles import Checkpoints
 
 
 class Files:
@@ -21,6 +22,7 @@ class Files:
     def __init__(self, world: Any, folder: Path) -> None:
         self.world, self.folder = world, folder
         self.full_until_s = 0.0
+        self._checkpoints = Checkpoints(world)
         self.locks: dict[str, Process] = {}
         self.descriptors: dict[int, str] = {}
         """Open files of simulated processes, which close nothing when they are killed."""
@@ -34,9 +36,10 @@ class Files:
         """Pass a point at which a fault may strike: before the operation, in its middle, or (returned) after it."""
         world = self.world
         process = world.kernel.current_process
-        name = re.sub(r"[0-9a-f]*\d+", "#", os.path.basename(path)).removesuffix(".tmp")
-        check_file_operation(world, what, Path(path))
-        outcome = world.at(f"file {world.cluster.role_of(process)} {what} {name}", process)
+        self._checkpoints.check(what, path)
+        outcome = world.at(
+            f"file {world.cluster.role_of(process)} {what} {name_of_site(os.path.basename(path))}", process
+        )
         if outcome == "half":
             if half is not None:
                 half()
@@ -60,6 +63,12 @@ class Files:
         self.at("sync", path)
         kernel = self.world.kernel
         kernel.sleep(kernel.draw("disk", 0.001, 2.0))
+
+
+@functools.lru_cache(maxsize=4096)
+def name_of_site(name: str) -> str:
+    """Return what the names of files of one kind have in common."""
+    return re.sub(r"[0-9a-f]*\d+", "#", name).removesuffix(".tmp")
 
 
 def _append(path: Path, content: bytes) -> None:

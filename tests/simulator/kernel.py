@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,7 @@ class Process:
         """It is stopped (SIGSTOP, a hanging GPU) until then."""
         self.globals: list[Any] = []
         """Values of the module globals of which it has its own, while other processes run."""
+        self.singletons: dict[type, Any] = {}
         self.owned: list[Process] = []
         self.on_death: list[Callable[[], None]] = []
         self.end_s: float | None = None
@@ -87,9 +88,20 @@ class Strand(greenlet):
 
 
 class Kernel:
-    """The clock, the queue of events, and the one source of chance."""
+    """The clock, the queue of events, and the one source of chance.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: of all chance.
+        globals_of_process: (module, name, maker) of which each process has a value of its own.
+        singletons: a class of which each process has ``_instances`` of its own.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        globals_of_process: Sequence[tuple[Any, str, Callable[[], Any]]] = (),
+        singletons: Any = None,
+    ) -> None:
         self.seed = seed
         self.now_s = 0.0
         self.wall_shift_s = 0.0
@@ -101,13 +113,14 @@ class Kernel:
         self.num_events = 0
         self.horizon_s = float("inf")
         self.strands: set[Strand] = set()
-        self.globals_of_process: list[tuple[Any, str, Callable[[], Any]]] = []
-        """(holder, attribute, maker): each process has a value of its own."""
+        self._slots = [(vars(module), name, maker) for module, name, maker in globals_of_process]
+        self._singletons = singletons
         self._heap: list[tuple[float, float, int, Any, int]] = []
         self._number = 0
         self._rngs: dict[str, random.Random] = {}
-        self._order = random.Random(seed * 7919 + 1)
+        self._order = random.Random(seed * 7919 + 1).random
         self._loaded: Process | None = None
+        self._is_stopped = False
 
     # Chance
 
@@ -127,7 +140,7 @@ class Kernel:
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
         """Call back after a time; not within any process."""
         self._number += 1
-        heapq.heappush(self._heap, (self.now_s + delay_s, self._order.random(), self._number, callback, -1))
+        heapq.heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, callback, -1))
 
     def spawn(self, process: Process, work: Callable[[], Any], name: str, delay_s: float = 0.0) -> Strand:
         """Start a strand of a process."""
@@ -138,7 +151,7 @@ class Kernel:
 
     def _push(self, strand: Strand, delay_s: float) -> None:
         self._number += 1
-        heapq.heappush(self._heap, (self.now_s + delay_s, self._order.random(), self._number, strand, strand.token))
+        heapq.heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, strand, strand.token))
 
     def wake(self, strand: Strand) -> None:
         """Let a parked strand go on."""
@@ -151,11 +164,14 @@ class Kernel:
             raise GreenletExit
         assert isinstance(strand, Strand), f"{waits_for}: a wait outside the simulation"
         strand.waits_for = waits_for
-        deadline_s = None if timeout_s is None else self.now_s + max(timeout_s, 0.0)
-        if timeout_s is not None:
-            self._push(strand, max(timeout_s, 0.0))
+        if timeout_s is None:
+            self._yield(strand)
+            return True
+        timeout_s = max(timeout_s, 0.0)
+        deadline_s = self.now_s + timeout_s
+        self._push(strand, timeout_s)
         self._yield(strand)
-        return deadline_s is None or self.now_s < deadline_s
+        return self.now_s < deadline_s
 
     def _yield(self, strand: Strand) -> None:
         loop = asyncio._get_running_loop()
@@ -184,53 +200,62 @@ class Kernel:
         strand = getcurrent()
         return strand.process if isinstance(strand, Strand) else None
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """Let events happen until ``until()``.
+    def stop(self) -> None:
+        """Have :meth:`run` return."""
+        self._is_stopped = True
+
+    def run(self) -> None:
+        """Let events happen until one calls :meth:`stop`.
 
         Raises:
             StuckError: there are none left, or the horizon is passed.
         """
-        heap = self._heap
-        while not until():
+        heap, pop, self._is_stopped = self._heap, heapq.heappop, False
+        while not self._is_stopped:
             if not heap:
                 raise StuckError(f"nothing can happen any more\n{self.describe_waits()}")
-            when_s, _, _, target, token = heapq.heappop(heap)
+            when_s, _, _, target, token = pop(heap)
             if token == -1:
-                self.now_s = max(self.now_s, when_s)
+                if when_s > self.now_s:
+                    self.now_s = when_s
                 target()
-                continue
-            if target.token != token or target.dead:
-                continue
-            process = target.process
-            if not process.is_alive:
-                continue
-            if process.frozen_until_s > max(when_s, self.now_s):
-                self._number += 1
-                heapq.heappush(heap, (process.frozen_until_s, self._order.random(), self._number, target, token))
-                continue
-            self.now_s = max(self.now_s, when_s)
-            if self.now_s > self.horizon_s:
-                raise StuckError(f"not over after {self.horizon_s:.0f} s\n{self.describe_waits()}")
-            self.num_events += 1
-            if process is not self._loaded:
-                self._load(process)
-            target.switch()
-            if target.dead:
-                self.strands.discard(target)
-            if self.escaped:
-                name, error = self.escaped[0]
-                raise AssertionError(f"an error left a thread of {name}: {type(error).__name__}: {error}") from error
+            elif target.token == token and not target.dead and target.process.is_alive:
+                self._resume(when_s, target)
+
+    def _resume(self, when_s: float, strand: Strand) -> None:
+        process = strand.process
+        if when_s < self.now_s:
+            when_s = self.now_s
+        if process.frozen_until_s > when_s:
+            self._number += 1
+            event = (process.frozen_until_s, self._order(), self._number, strand, strand.token)
+            heapq.heappush(self._heap, event)
+            return
+        self.now_s = when_s
+        if when_s > self.horizon_s:
+            raise StuckError(f"not over after {self.horizon_s:.0f} s\n{self.describe_waits()}")
+        self.num_events += 1
+        if process is not self._loaded:
+            self._load(process)
+        strand.switch()
+        if strand.dead:
+            self.strands.discard(strand)
+        if self.escaped:
+            name, error = self.escaped[0]
+            raise AssertionError(f"an error left a thread of {name}: {type(error).__name__}: {error}") from error
 
     def _load(self, process: Process | None) -> None:
         """Put the module globals of a process into the modules."""
-        before, slots = self._loaded, self.globals_of_process
+        before, slots, singletons = self._loaded, self._slots, self._singletons
         if before is not None:
-            before.globals = [getattr(holder, name) for holder, name, _ in slots]
+            before.globals = [names[name] for names, name, _ in slots]
+            before.singletons = singletons._instances
         if process is not None:
             if not process.globals:
                 process.globals = [make() for _, _, make in slots]
-            for (holder, name, _), value in zip(slots, process.globals, strict=True):
-                setattr(holder, name, value)
+            for (names, name, _), value in zip(slots, process.globals, strict=True):
+                names[name] = value
+            singletons._instances = process.singletons
         self._loaded = process
 
     def describe_waits(self) -> str:

@@ -6,6 +6,7 @@ A server is a simulated process without strands: it acts when a request arrives 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,11 @@ class Server:
         process.on_death.append(self._die)
         self.kernel.call_later(ready_s, self._listen)
 
+    def next_number(self) -> int:
+        """Return the number of one more connection."""
+        self._next += 1
+        return self._next
+
     def _listen(self) -> None:
         if self.process.is_alive:
             self.world.servers[self.port] = self
@@ -77,20 +83,119 @@ class Server:
 
     def later(self, delay_s: float, work: Callable[[], None]) -> None:
         """Do something after a time, unless the process is dead then; later while it is stopped."""
+        self.kernel.call_later(delay_s * self.slowness, lambda: self._do(work))
 
-        def due() -> None:
-            if not self.process.is_alive:
-                return
-            wait_s = self.process.frozen_until_s - self.kernel.now_s
-            if wait_s > 0:
-                self.kernel.call_later(wait_s, due)
-            else:
-                work()
-
-        self.kernel.call_later(delay_s * self.slowness, due)
+    def _do(self, work: Callable[[], None]) -> None:
+        if not self.process.is_alive:
+            return
+        wait_s = self.process.frozen_until_s - self.kernel.now_s
+        if wait_s > 0:
+            self.kernel.call_later(wait_s, lambda: self._do(work))
+        else:
+            work()
 
 
-def send(  # noqa: C901
+class Exchange:
+    """A request on its way, and its answer: ``done`` gets ``(status, body)`` or a Cut, once.
+
+    Nothing in it refers to itself once it is over, so that it needs no collector.
+    """
+
+    __slots__ = (
+        "_done", "_is_over", "_kernel", "_method", "_number", "_path", "_payload", "_port", "_reply", "_role",
+        "_sender", "_server", "_world", "_wrong",
+    )  # fmt: skip
+
+    def __init__(
+        self, world: Any, method: str, url: str, payload: Any, done: Callable[[Any], None], sender: Process
+    ) -> None:
+        self._world, self._kernel, self._method, self._payload = world, world.kernel, method, payload
+        self._port, self._path = split_url(url)
+        self._done, self._sender, self._is_over = done, sender, False
+        self._server: Server | None = None
+        self._reply: Reply | None = None
+        self._number, self._role, self._wrong = 0, "", None
+        sender.on_death.append(self.hang_up)
+        self._kernel.call_later(self._kernel.draw(f"http {self._port}", 0.0005, 0.02), self._arrive)
+
+    def hang_up(self) -> None:
+        """Close the connection, as the end of the sender does; the server is told."""
+        self._close()
+        server, reply, self._server, self._reply = self._server, self._reply, None, None
+        if server is not None and reply is not None:
+            server.waiting.pop(self._number, None)
+            reply.hang_up()
+
+    def _close(self) -> None:
+        self._is_over = True
+        if self.hang_up in self._sender.on_death:
+            self._sender.on_death.remove(self.hang_up)
+
+    def _finish(self, outcome: Any) -> None:
+        if not self._is_over:
+            self._close()
+            self._server = self._reply = None
+            self._done(outcome)
+
+    def _break(self) -> None:
+        self._finish(Cut("connection reset by peer"))
+
+    def _arrive(self) -> None:
+        world, kernel, server = self._world, self._kernel, self._world.servers.get(self._port)
+        if self._is_over:
+            return
+        if server is None:
+            self._finish(Cut("connection refused"))
+            return
+        role = self._role = world.cluster.role_of(server.process)
+        cut_s = world.cluster.cut_until_s.get(role, 0.0) - kernel.now_s
+        if cut_s > 0:
+            kernel.call_later(cut_s, self._arrive)
+            return
+        wrong = self._wrong = world.at(f"http {role} {self._method} {self._path.partition('?')[0]}", server.process)
+        if wrong == "refuse" or not server.process.is_alive:
+            self._finish(Cut("connection reset"))
+            return
+        if wrong == "status":
+            kernel.call_later(0.001, lambda: self._finish((503, b"out of order")))
+            return
+        self._server, self._number = server, server.next_number()
+        server.waiting[self._number] = self._break
+        self._reply = Reply(self._answer)
+        self._serve_by(server, self._reply, 0.0)
+        if wrong == "double":
+            nobody = Reply(lambda status, body: None)
+            nobody.is_awaited = False
+            self._serve_by(server, nobody, 0.005)
+
+    def _serve_by(self, server: Server, reply: Reply, delay_s: float) -> None:
+        server.later(delay_s, lambda: server.handle(self._method, self._path, self._payload, reply))
+
+    def _answer(self, status: int, body: bytes) -> None:
+        server, reply, kernel = self._server, self._reply, self._kernel
+        if server is None or reply is None:
+            return
+        self._server = self._reply = None
+        reply.is_awaited = False
+        if server.waiting.pop(self._number, None) is None:
+            return
+        delay_s = kernel.draw(f"reply {self._role}", 0.0005, 0.01)
+        outcome: Any = Cut("connection reset by peer") if self._wrong == "lose" else (status, body)
+        if self._wrong == "garbage":  # it is done, and answered with half of an object
+            outcome = (status, b'{"meta_info": {"finish_reason"')
+        if self._wrong == "nonsense":
+            outcome = (200, kernel.rng("nonsense").choice(NONSENSE))
+        kernel.call_later(delay_s, lambda: self._finish(outcome))
+
+
+@functools.lru_cache(maxsize=4096)
+def split_url(url: str) -> tuple[int | None, str]:
+    """Return port and path with query."""
+    parts = urlsplit(url)
+    return parts.port, parts.path + (f"?{parts.query}" if parts.query else "")
+
+
+def send(
     world: Any, method: str, url: str, payload: Any, done: Callable[[Any], None], *, sender: Process
 ) -> Callable[[], None]:
     """Send a request; ``done`` gets ``(status, body)`` or a Cut, once.
@@ -98,85 +203,7 @@ def send(  # noqa: C901
     Return a function that hangs up, as the end of the sender does.  The server is told, since SGLang and its router
     end what nobody waits for.
     """
-    kernel = world.kernel
-    parts = urlsplit(url)
-    port, path = parts.port, parts.path + (f"?{parts.query}" if parts.query else "")
-    state = {"over": False}
-    tell_server: list[Callable[[], None]] = []
-
-    def finish(outcome: Any) -> None:
-        if not state["over"]:
-            close()
-            done(outcome)
-
-    def hang_up() -> None:
-        close()
-        for tell in tell_server:
-            tell()
-
-    def close() -> None:
-        state["over"] = True
-        if hang_up in sender.on_death:
-            sender.on_death.remove(hang_up)
-
-    sender.on_death.append(hang_up)
-
-    def arrive() -> None:
-        server = world.servers.get(port)
-        if state["over"]:
-            return
-        if server is None:
-            finish(Cut("connection refused"))
-            return
-        role = world.cluster.role_of(server.process)
-        cut_s = world.cluster.cut_until_s.get(role, 0.0) - kernel.now_s
-        if cut_s > 0:
-            kernel.call_later(cut_s, arrive)
-            return
-        wrong = world.at(f"http {role} {method} {parts.path}", server.process)
-        if wrong == "refuse":
-            finish(Cut("connection reset"))
-            return
-        if not server.process.is_alive:
-            finish(Cut("connection reset"))
-            return
-        if wrong == "status":
-            kernel.call_later(0.001, lambda: finish((503, b"out of order")))
-            return
-        number = server._next = server._next + 1
-        server.waiting[number] = lambda: finish(Cut("connection reset by peer"))
-
-        def answer(status: int, body: bytes) -> None:
-            reply.is_awaited = False
-            if server.waiting.pop(number, None) is None:
-                return
-            delay_s = kernel.draw(f"reply {role}", 0.0005, 0.01)
-            outcome: Any = Cut("connection reset by peer") if wrong == "lose" else (status, body)
-            if wrong == "garbage":  # it is done, and answered with half of an object
-                outcome = (status, b'{"meta_info": {"finish_reason"')
-            if wrong == "nonsense":
-                outcome = (200, kernel.rng("nonsense").choice(NONSENSE))
-            kernel.call_later(delay_s, lambda: finish(outcome))
-
-        reply = Reply(answer)
-
-        def closed() -> None:
-            server.waiting.pop(number, None)
-            reply.hang_up()
-
-        tell_server.append(closed)
-
-        def serve() -> None:
-            server.handle(method, path, payload, reply)
-
-        server.later(0.0, serve)
-        if wrong == "double":
-            nobody = Reply(lambda status, body: None)
-            nobody.is_awaited = False
-            server.later(0.005, lambda: server.handle(method, path, payload, nobody))
-
-    kernel.call_later(kernel.draw(f"http {port}", 0.0005, 0.02), arrive)
-    return hang_up
+    return Exchange(world, method, url, payload, done, sender).hang_up
 
 
 # Clients

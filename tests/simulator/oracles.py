@@ -79,19 +79,31 @@ def check_checkpoint(world: World) -> None:
         world.violate(f"the checkpoint of rollout {iteration} cannot be loaded: {type(error).__name__}: {error}")
 
 
-def check_file_operation(world: World, what: str, path: Path) -> None:
-    """The checkpoint that counts is whole at any time: nothing in it is touched, and whatever comes to count is whole.
+class Checkpoints:
+    """The checkpoint that counts is whole at any time: nothing in it is touched, and what comes to count is whole."""
 
-    Args:
-        what: it begins, or "replaced", has ended.
-    """
-    root = world.folder / "save"
-    if what == "replaced" and path == root / TRACKER:
-        check_checkpoint(world)
-    elif what in ("make", "write", "replace", "remove") and root in path.parents and (root / TRACKER).exists():
-        folder = root / f"iter_{int((root / TRACKER).read_text()):07d}"
-        if folder == path or folder in path.parents:
-            world.violate(f"the checkpoint that counts is written over: {what} {path.relative_to(root)}")
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._root = f"{world.folder}/save/"
+        self._tracker = self._root + TRACKER
+        self._counts: str | None = None
+        """The folder of the one that counts, "" without any; None where that is to be looked up."""
+
+    def check(self, what: str, path: str) -> None:
+        """See to a file operation that begins, or "replaced", has ended."""
+        if path.startswith(self._tracker):
+            self._counts = None
+            if what == "replaced" and path == self._tracker:
+                check_checkpoint(self._world)
+        elif what in ("make", "write", "replace", "remove") and path.startswith(self._root):
+            if self._counts is None:
+                self._counts = self._look_up()
+            if self._counts and (path == self._counts or path.startswith(self._counts + "/")):
+                self._world.violate(f"the checkpoint that counts is written over: {what} {path[len(self._root) :]}")
+
+    def _look_up(self) -> str:
+        tracker = Path(self._tracker)
+        return f"{self._root}iter_{int(tracker.read_text()):07d}" if tracker.exists() else ""
 
 
 @dataclass

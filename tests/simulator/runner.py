@@ -269,7 +269,6 @@ def process_globals() -> list[tuple[Any, str, Callable[[], Any]]]:
         (async_utils, "_LOOPS_LOCK", Lock),
         (http_utils, "_CLIENT", http_utils._Client),
         (fully_async_rollout, "_WORKERS", list),
-        (SingletonMeta, "_instances", dict),
     ]
 
 
@@ -285,6 +284,7 @@ def installed() -> Iterator[None]:
         return
     level, was_collecting = logging.root.manager.disable, gc.isenabled()
     patches = install()
+    patches.set(SingletonMeta, "_instances", SingletonMeta._instances)
     patches.set(sys, "unraisablehook", lambda unraisable: None)  # coroutines of killed processes end at some time
     for holder, name, _ in process_globals():
         patches.set(holder, name, getattr(holder, name))
@@ -305,13 +305,12 @@ def installed() -> Iterator[None]:
             gc.enable()
 
 
-def run_schedule(seed: int, setup: Setup, faults: Sequence[Fault]) -> Outcome:
-    """Run one schedule."""
+def run_schedule(seed: int, setup: Setup, faults: Sequence[Fault], *, ends_with_recovery: bool = False) -> Outcome:
+    """Run one schedule, or what of it is passed until the recovery from its first fault is over."""
     folder = Path(tempfile.mkdtemp(prefix="slime-sim-", dir=MEMORY if MEMORY.is_dir() else None))
     random_state = random.getstate()
     random.seed(seed)
-    kernel = Kernel(seed)
-    kernel.globals_of_process = process_globals()
+    kernel = Kernel(seed, process_globals(), SingletonMeta)
     now = WORLD[0] = World(setup, list(faults), folder, kernel)
     SyncSession.world = AsyncSession.world = now
     now.cluster.name_of_class = {
@@ -320,7 +319,7 @@ def run_schedule(seed: int, setup: Setup, faults: Sequence[Fault]) -> Outcome:
     }  # fmt: skip
     try:
         with running(kernel):
-            return now.run()
+            return now.run(ends_with_recovery=ends_with_recovery)
     finally:
         now.files.close()
         random.setstate(random_state)
@@ -343,7 +342,7 @@ def schedule_of(seed: int) -> tuple[Setup, list[Fault]]:
     faults = draw_faults(seed, setup, plain.sites, plain.virtual_s - 30.0)
     if strikes_recovery(seed):
         faults = [first_of_recovery(seed, faults[0])]
-        first = run_schedule(seed, setup, faults)
+        first = run_schedule(seed, setup, faults, ends_with_recovery=True)
         faults = faults + draw_faults_of_recovery(seed, setup, first.recovery_sites, _new_sites(first, plain))
     return setup, faults
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import traceback
 import zlib
@@ -19,21 +18,20 @@ from slime.flags.checkpoint import derive_starting_point, has_finished_save, ins
 from slime.ray import job
 from tests.scripted_engine.script import Script, split_prompt
 from tests.simulator.fake_ray import Cluster
-from tests.simulator.faults import DISK_FAULTS, EXCUSES, WRONG_ANSWERS, Fault, Setup, are_too_many, may_cost_an_engine
+from tests.simulator.faults import EXCUSES, Fault, Setup, are_too_many, may_cost_an_engine
 from tests.simulator.files import Files
 from tests.simulator.job import base_args, write_layout
 from tests.simulator.kernel import Kernel, Process, StuckError
 from tests.simulator.network import Server
 from tests.simulator.oracles import check_checkpoint, check_end, check_journal, check_trained, watch_bounds
 from tests.simulator.servers import LOG_PROB_UNIT, EngineServer
+from tests.simulator.strikes import Strikes
 from tests.simulator.trainer import NUM_BUCKETS
 
 DEBUG = False
 LIFE_HORIZON_S = 6 * 3600.0
 """Virtual time after which a job that has not ended hangs."""
 ORPHANS_AFTER_S = 30.0
-RECOVERY_S = 60.0
-"""Time after a fault in which others strike the recovery from it."""
 LEDGER_S = 10.0
 """Time in which the ledger writes what it was given, however slow its disk."""
 NUM_PROMPTS = 64
@@ -88,7 +86,9 @@ class World:
             write_layout(folder / "layout.yaml", setup)
         self.story: list[str] = []
         self.violations: list[str] = []
-        self.sites: Counter[str] = Counter()
+        self.strikes = Strikes(self, faults)
+        self.at = self.strikes.at
+        """Pass a point; returns what a fault there has its caller do."""
         self.peaks: Counter[str] = Counter()
         """The largest sizes of what may not grow without bound."""
         self.cluster = Cluster(kernel, self.at, self.note)
@@ -116,21 +116,9 @@ class World:
         self.engines: list[EngineServer] = []
         self.last_error: BaseException | None = None
         self.num_lives = 0
-        self.fired: list[tuple[Fault, float]] = []
-        """Faults, and until when they last."""
-        self.had_early_fault = False
-        """One struck before the engines had weights: a job that cannot start ends."""
-        self.fired_in_life: list[Fault] = []
+        self._ends_with_recovery = self._is_seen = False
         self.is_started = False
         """The engines got weights in this life."""
-        self._sites_before: Counter[str] = Counter()
-        self._sites_after: Counter[str] = Counter()
-        self._is_recovering = False
-        self._replaced_sites: dict[str, tuple[int, int]] = {}
-        self._by_site: dict[str, list[Fault]] = {}
-        for fault in faults:
-            if fault.site:
-                self._by_site.setdefault(fault.site, []).append(fault)
 
     def router_role(self, manager: Process, port: int) -> str:
         """Return which router of a manager listens there: that of its first model, or that of the judge."""
@@ -156,72 +144,6 @@ class World:
         if size > bound:
             self.violate(f"{size} {what}, of which there may be {bound}")
 
-    # Faults
-
-    def at(self, site: str, process: Process | None) -> str | None:
-        """Pass a point; return what a fault there has its caller do."""
-        count = self.sites[site] = self.sites[site] + 1
-        if self._is_recovering and process is not None and "#" in process.name:
-            self._replaced_sites[site] = self._replaced_sites.get(site, (count - 1, 0))[0], count
-        found = self._by_site.get(site)
-        if found is None:
-            return None
-        outcome = None
-        for fault in found:
-            if fault.nth == count:
-                outcome = self.strike(fault, process) or outcome
-        return outcome
-
-    def strike(self, fault: Fault, process: Process | None) -> str | None:
-        """Let a fault happen; return what the place where it happens must do itself."""
-        lasts_s = fault.amount if fault.kind in ("hang", "cut", "full") else 0.0
-        if not self.fired:
-            self._sites_before, self._is_recovering = self.sites.copy(), True
-            self.kernel.call_later(RECOVERY_S, self._end_recovery)
-        self.fired.append((fault, self.kernel.now_s + lasts_s))
-        self.fired_in_life.append(fault)
-        self.had_early_fault |= not self.is_started
-        self.note(f"fault: {fault}")
-        kernel = self.kernel
-        if fault.kind in WRONG_ANSWERS or fault.kind in ("half", "after", "ioerror"):
-            return fault.kind
-        if fault.kind == "clock":
-            kernel.wall_shift_s += fault.amount
-        elif fault.kind == "full":
-            self.files.full_until_s = kernel.now_s + fault.amount
-        elif fault.kind == "cut":
-            self.cluster.cut_until_s[self._role(fault, process)] = kernel.now_s + fault.amount
-        else:
-            for target in self._targets(fault, process):
-                if fault.kind == "kill":
-                    target.kill()
-                elif fault.kind == "hang":
-                    target.frozen_until_s = kernel.now_s + fault.amount
-                elif fault.kind == "slow":
-                    for server in self.servers.values():
-                        if server.process is target:
-                            server.slowness = fault.amount
-        return None
-
-    def _end_recovery(self) -> None:
-        self._sites_after.update(self.sites)
-        self._is_recovering = False
-
-    def _recovery_sites(self) -> dict[str, tuple[int, int]]:
-        before, after = self._sites_before, self._sites_after
-        return {site: (before[site], after[site]) for site in after if after[site] > before[site]}
-
-    def _role(self, fault: Fault, process: Process | None) -> str:
-        return self.cluster.role_of(process) if fault.target == "self" and process else fault.target
-
-    def _targets(self, fault: Fault, process: Process | None) -> list[Process]:
-        if fault.target == "self":
-            return [process] if process is not None and process.is_alive else []
-        role_of = self.cluster.role_of
-        found = [p for p in self.kernel.processes if p.is_alive and role_of(p) == fault.target]
-        own = self.kernel.current_process
-        return sorted(found, key=lambda p: p is own)  # whoever strikes itself last
-
     def ended_with(self, error: BaseException) -> None:
         """The driver reports the error that ends it."""
         self.last_error = error
@@ -245,8 +167,8 @@ class World:
 
     def evicted(self, engine: str, reason: str) -> None:
         """A manager gives an engine up: not one to which nothing happened."""
-        if not any(may_cost_an_engine(fault, self.setup) for fault in self.fired_in_life):
-            self.violate(f"{engine} is replaced ({reason}) though only {self.fired_in_life} happened")
+        if not any(may_cost_an_engine(fault, self.setup) for fault in self.strikes.in_life):
+            self.violate(f"{engine} is replaced ({reason}) though only {self.strikes.in_life} happened")
 
     def tokens_drawn(self, server: EngineServer, state: int | None, version: str, request: Any, count: int) -> None:
         """An engine answered a request of the rollout."""
@@ -274,7 +196,7 @@ class World:
         if manager is None or manager.end_s is None or request.earlier:
             return
         had_time = manager.end_s > written_s and manager.frozen_until_s <= written_s
-        if had_time and not any(fault.kind in DISK_FAULTS for fault, _ in self.fired):
+        if had_time and not self.strikes.hit_the_disk:
             self.violate(
                 f"{server.process} draws the answer to {request.prompt} with seed {request.seed} again, which "
                 f"the ledger of {manager} had {manager.end_s - written_s:.1f} s before its end"
@@ -323,34 +245,37 @@ class World:
 
     # Lives
 
-    def run(self) -> Outcome:
-        """Run the command again and again until it ends well."""
-        is_done = False
-        for fault in self.faults:
-            if not fault.site:
-                self.kernel.call_later(fault.at_s, functools.partial(self.strike, fault, None))
-        while not is_done and not self.violations:
+    def run(self, *, ends_with_recovery: bool = False) -> Outcome:
+        """Run the command again and again until it ends well, or just to the end of the first fault's recovery."""
+        self._ends_with_recovery, is_done = ends_with_recovery, False
+        while not is_done and not self.violations and not self._is_seen:
             self.num_lives += 1
             if self.num_lives > 2 * len(self.faults) + 12:
                 self.violate(f"the command failed {self.num_lives - 1} times with {len(self.faults)} faults")
                 break
             is_done = self._live()
-        if is_done and not self.violations:
+        if is_done and not self.violations and not self._is_seen:
             check_end(self)
         return Outcome(
-            self.violations, self.story, self.sites, self.num_lives, self.kernel.now_s, self.kernel.num_events,
-            len(self.fired), self._recovery_sites(), self._replaced_sites,
+            self.violations, self.story, self.strikes.sites, self.num_lives, self.kernel.now_s,
+            self.kernel.num_events, len(self.strikes.fired), self.strikes.recovery_sites, self.strikes.replaced_sites,
         )  # fmt: skip
+
+    def recovery_is_over(self) -> None:
+        """Nothing more is to be seen where that was all."""
+        if self._ends_with_recovery:
+            self._is_seen = True
+            self.kernel.stop()
 
     def _live(self) -> bool:
         kernel = self.kernel
         began_s = kernel.now_s
-        lasting = [fault for fault, until_s in self.fired if until_s > began_s and fault.kind != "slow"]
-        self.last_error, self.fired_in_life, self.is_started = None, lasting, False
-        self.had_early_fault = any(fault.kind != "clock" for fault in lasting)
+        self.last_error, self.is_started = None, False
+        self.strikes.begin_life()
         kernel.horizon_s = began_s + LIFE_HORIZON_S
         driver = Process(kernel, "driver" if self.num_lives == 1 else f"driver#{self.num_lives}")
         self.cluster.roles[driver] = "driver"
+        driver.on_death.append(kernel.stop)
         watch_bounds(self, driver)
         codes: list[Any] = []
         self.note(f"the command is given (time {self.num_lives})")
@@ -364,20 +289,24 @@ class World:
 
         kernel.spawn(driver, drive, "main")
         try:
-            kernel.run(until=lambda: not driver.is_alive)
+            kernel.run()
         except StuckError as error:
             self.violate(f"a wait does not end: {error}")
             return False
         except AssertionError as error:
             self.violate("".join(traceback.format_exception(error)) if DEBUG else f"{type(error).__name__}: {error}")
             return False
+        if self._is_seen:
+            return False
         code = codes[0] if codes else -9
         error = self.last_error
         self.note(f"the command ended with {code}" + (f": {type(error).__name__}: {error}" if error else ""))
-        is_excused = self.had_early_fault or any(EXCUSES(fault, self.setup) for fault in self.fired_in_life)
-        is_excused |= are_too_many(self.fired_in_life, self.make_args().max_recoveries)
+        is_excused = self.strikes.had_early or any(EXCUSES(fault, self.setup) for fault in self.strikes.in_life)
+        is_excused |= are_too_many(self.strikes.in_life, self.make_args().max_recoveries)
         if code not in (0, -9) and not is_excused:
-            self.violate(f"the run ended ({type(error).__name__}: {error}) though only {self.fired_in_life} happened")
+            self.violate(
+                f"the run ended ({type(error).__name__}: {error}) though only {self.strikes.in_life} happened"
+            )
         check_checkpoint(self)
         check_journal(self)
         self._pass_time(ORPHANS_AFTER_S)
@@ -386,15 +315,15 @@ class World:
                 self.violate(f"{process} is still there {ORPHANS_AFTER_S:.0f} s after the end of its job")
         kernel.processes.clear()
         if code:  # somebody gives the command again once what lasts is over
-            rest_s = max((until_s for _, until_s in self.fired), default=0.0) - kernel.now_s
+            rest_s = self.strikes.last_until_s - kernel.now_s
             if rest_s > 0 and kernel.rng("patience").random() < 0.7:
                 self._pass_time(rest_s)
         return code == 0
 
     def _pass_time(self, seconds: float) -> None:
-        kernel, ends_s = self.kernel, self.kernel.now_s + seconds
-        kernel.call_later(seconds, lambda: None)
-        kernel.run(until=lambda: kernel.now_s >= ends_s)
+        kernel = self.kernel
+        kernel.call_later(seconds, kernel.stop)
+        kernel.run()
 
     def make_args(self) -> Namespace:
         """Return the flags of the command, as of now."""
