@@ -129,12 +129,16 @@ def peft_tensors(
     model: Sequence[torch.nn.Module],
     *,
     host_weights: HostWeights | None = None,
+    device: str | None = "cpu",
 ) -> dict[str, Tensor]:
-    """Return on rank 0 what :func:`iter_peft_tensors` yields, in memory of their own; {} on others.  Collective."""
+    """Return on rank 0 what :func:`iter_peft_tensors` yields, in memory of their own; {} on others.  Collective.
+
+    ``device`` None leaves them where they are.
+    """
     is_main, tensors = dist.get_rank() == 0, {}
     for name, tensor in iter_peft_tensors(args, model, host_weights=host_weights):
         if is_main:  # the gathering needs all ranks
-            tensors[name] = tensor.to("cpu", copy=True)
+            tensors[name] = tensor.to(device or tensor.device, copy=True)
     return tensors
 
 

@@ -18,9 +18,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
+
+import torch
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
@@ -66,6 +68,7 @@ def register() -> None:
         (f"{_SAMPLER}._attach_logprobs_to_output", _attach_log_probs, HookType.AFTER),
         ("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", _generate, HookType.AROUND),
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
+        ("sglang.srt.lora.lora.LoRAAdapter.initialize_weights_from_tensors", _take_adapter, HookType.AROUND),
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
         (f"{_ROPE}.get_rope_index_glm4v", _glm_positions, HookType.AROUND),
@@ -196,6 +199,23 @@ async def _wait_for_unload(original: Callable[..., Any], registry: Any, lora_id:
             registry._counters.pop(lora_id, None)
             break
     _running.pop(lora_id, None)
+
+
+def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Leave an adapter that came in memory of the GPU on the GPU, as copies: SGLang takes each tensor to the host, and
+    all of them back with the first batch.
+    """
+    from sglang.srt.layers.utils import get_layer_id
+
+    layers = {name: get_layer_id(name) for name in tensors}
+    if None in layers.values() or any(tensor.is_cpu for tensor in tensors.values()):
+        original(adapter, tensors)
+        return
+    for name, tensor in tensors.items():
+        adapter.layers[layers[name]].weights[name] = tensor.clone()
+    adapter._normalize_weights()
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()  # with the answer the trainer frees what was copied
 
 
 def _receive_images(original: Callable[..., Any], receiver: Any, requests: Any, *args: Any, **options: Any) -> Any:

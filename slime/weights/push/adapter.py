@@ -1,7 +1,8 @@
 """The push of an adapter alone, which engines take without a pause.
 
 An engine holds the last two adapters.  A request runs on the one that was the last when it began, so that a push waits
-for requests that began before the push before it.
+for requests that began before the push before it.  The engine that has rank 0's GPU alone is handed memory of it,
+others there memory of the host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from slime.weights.push.wire import StockWire, as_text
 ADAPTER_PREFIX = "slime-"
 """An adapter is called by this and its version, for engines."""
 
+ON_CARD, ON_HOST, BY_VALUE = "on the card", "on the host", "by value"
+"""How an engine gets an adapter: through memory of its GPU or of its host, or as text."""
+
 _ENGINE_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Last name of a module in Mixtral's layout -> the one by which engines know its adapter."""
 
@@ -35,7 +39,7 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
 
     Args:
         push: new; afterwards its participants say which engines were excluded and why.
-        tensors: by PEFT's names; rank 0 has them all.
+        tensors: by PEFT's names, on the GPU or on the host; rank 0 has them all.
         config: the content of PEFT's adapter_config.json.
         wire: SGLang's form of tensors in shared memory.
 
@@ -44,19 +48,15 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
     """
 
     def load() -> None:
-        on_host = [(name, tensor.cpu()) for name, tensor in tensors.items()]
-        near = [
-            one for one in push.participants.good if one.is_colocated and one.gpu_offset < push.ranks.ranks_per_host
-        ]
-        handle, kept = _shared(on_host, wire) if near else ("", None)
-        text = as_text(dict(on_host)) if len(near) < len(push.participants.good) else ""
+        forms = {one.index: _form_for(one, push, tensors) for one in push.participants.good}
+        made = {form: _payload(form, tensors, wire) for form in set(forms.values())}
 
         def ask(engine: EngineProxy) -> Pending:
-            payload = (handle, True) if engine in near else (text, False)
-            return engine.load_adapter(push.version, dict(config), *payload)
+            text, _ = made[forms[engine.index]]
+            return engine.load_adapter(push.version, dict(config), text, forms[engine.index] != BY_VALUE)
 
         push.participants.ask("loading the adapter", ask)
-        del kept  # engines have mapped it until here
+        made.clear()  # engines have mapped the buffers until here
 
     with push.step("adapter"):
         push.on_main_rank(f"loading the adapter of version {push.version}", load)
@@ -64,12 +64,24 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
     return replace(push.report(Manifest((), ())), num_tensors=len(tensors), num_bytes=num_bytes)
 
 
-def _shared(tensors: list[tuple[str, Tensor]], wire: StockWire) -> tuple[str, Tensor]:
+def _form_for(engine: EngineProxy, push: Push, tensors: Mapping[str, Tensor]) -> str:
+    """Return how an engine gets the tensors: one that has rank 0's GPU alone maps them where they are."""
+    if not (engine.is_colocated and engine.gpu_offset < push.ranks.ranks_per_host):
+        return BY_VALUE
+    is_on_card = (engine.gpu_offset, engine.num_gpus) == (0, 1) and not any(one.is_cpu for one in tensors.values())
+    return ON_CARD if is_on_card else ON_HOST
+
+
+def _payload(form: str, tensors: Mapping[str, Tensor], wire: StockWire) -> tuple[str, Tensor | None]:
+    """Return the tensors' text or handle, and the buffer that must outlive the engines' answers."""
+    held = tensors if form == ON_CARD else {name: tensor.cpu() for name, tensor in tensors.items()}
+    if form == BY_VALUE:
+        return as_text(held), None
     wire.prepare()
     sharing: Any = torch.multiprocessing
     strategy = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")  # descriptors pass between relatives only
     try:
-        return wire.serialize_bucket(tensors)
+        return wire.serialize_bucket(list(held.items()))
     finally:
         sharing.set_sharing_strategy(strategy)

@@ -241,8 +241,9 @@ class WeightUpdater:
             self.excluded = list(push.participants.excluded)
 
     def _push_adapter(self, push: Push) -> PushReport:
-        tensors = peft_tensors(self.args, self._model, host_weights=self._weights_getter())
-        own = {as_engines_call(name): tensor.to(self._dtype) for name, tensor in tensors.items()}
+        with push.step("gather"):
+            tensors = peft_tensors(self.args, self._model, host_weights=self._weights_getter(), device=None)
+            own = {as_engines_call(name): tensor.to(self._dtype) for name, tensor in tensors.items()}
         config = lora_config(self.args)
         assert config is not None
         return push_adapter(push, own, peft_config(own, config, base_model=self.args.hf_checkpoint), sglang)

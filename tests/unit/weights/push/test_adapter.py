@@ -20,6 +20,7 @@ TENSORS = {"base_model.model.q_proj.lora_A.weight": torch.arange(6.0).view(2, 3)
 class Engine:
     def __init__(self, index: int, gpu_offset: int, *, is_colocated: bool = True, error: Exception | None = None):
         self.index, self.gpu_offset, self.is_colocated, self.error = index, gpu_offset, is_colocated, error
+        self.num_gpus = 1
         self.loaded: tuple[Any, ...] = ()
 
     def load_adapter(self, *loaded: Any) -> Engine:
@@ -37,19 +38,29 @@ class Wire:
 
     def serialize_bucket(self, bucket: Any) -> tuple[str, torch.Tensor]:
         assert torch.multiprocessing.get_sharing_strategy() == "file_system"
-        return f"handle to {bucket[0][0]}", bucket[0][1]
+        return f"handle to {bucket[0][0]} on {bucket[0][1].device}", bucket[0][1]
 
 
-def push(*engines: Engine) -> Any:
+class OnCard(torch.Tensor):
+    """A tensor that says that it is not on the host, and is."""
+
+    is_cpu = False
+    device = "card"
+
+    def cpu(self, *_: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def push(*engines: Engine, tensors: dict[str, torch.Tensor] = TENSORS) -> Any:
     push = Push("7", Participants(engines, PushClock(10)), TrainerRanks(ranks_per_host=8))
-    return push_adapter(push, TENSORS, {"r": 2}, Wire())
+    return push_adapter(push, tensors, {"r": 2}, Wire())
 
 
 def test_engines_of_rank_0s_host_get_a_handle_and_others_the_values() -> None:
     strategy = torch.multiprocessing.get_sharing_strategy()
     near, far, apart = Engine(0, 0), Engine(1, 8), Engine(2, 0, is_colocated=False)
     report = push(near, far, apart)
-    assert near.loaded == ("7", {"r": 2}, "handle to base_model.model.q_proj.lora_A.weight", True)
+    assert near.loaded == ("7", {"r": 2}, "handle to base_model.model.q_proj.lora_A.weight on cpu", True)
     for engine in (far, apart):
         *told, text, is_handle = engine.loaded
         assert told == ["7", {"r": 2}] and not is_handle
@@ -66,3 +77,11 @@ def test_an_engine_that_refuses_is_excluded_and_the_last_one_ends_the_push() -> 
     ]
     with pytest.raises(WeightSyncError, match="no engine took weight version 7 .*rank 64 is above 32"):
         push(bad)
+
+
+def test_an_engine_that_has_rank_0s_gpu_alone_gets_a_handle_to_memory_of_it() -> None:
+    alone, beside, wider = Engine(0, 0), Engine(1, 1), Engine(2, 0)
+    wider.num_gpus = 2
+    push(alone, beside, wider, tensors={name: tensor.as_subclass(OnCard) for name, tensor in TENSORS.items()})
+    assert [engine.loaded[2].split()[-1] for engine in (alone, beside, wider)] == ["card", "cpu", "cpu"]
+    assert alone.loaded[3] is True
