@@ -18,12 +18,11 @@ from slime.flags.weight_version import VersionCount
 from slime.observability.run_record import FLUSH_TIMEOUT_S
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s
-from slime.ray.gpus import GpuSlice, strategy_for
+from slime.ray.gpus import GpuSlice
 from slime.ray.heartbeats import Heartbeats
 from slime.ray.memory_checkpoints import MemoryCheckpoints
-from slime.ray.train_actor import remote_class, trainer_environment
-from slime.ray.utils import ray_transport
-from slime.ray.waiting import forget, wait_for, watch
+from slime.ray.train_actor import start_ranks
+from slime.ray.waiting import forget, wait_for
 from slime.utils.errors import CheckpointError, ProcessError, WeightSyncError
 from slime.utils.misc import Box
 from slime.weights.push.participants import ExcludedEngine
@@ -146,19 +145,7 @@ class RayTrainGroup:
             from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
             worker_class = MegatronTrainRayActor
-        options = {
-            "num_cpus": self._num_gpus_per_actor,
-            "num_gpus": self._num_gpus_per_actor,
-            "runtime_env": {"env_vars": trainer_environment(self.args, self.world_size)},
-            "enable_tensor_transport": ray_transport(self.args) is not None,
-        }
-        remote = remote_class(worker_class)
-        self.actors = [
-            remote.options(scheduling_strategy=strategy_for(self.gpus, rank), **options).remote()
-            for rank in range(self.world_size)
-        ]
-        for actor, name in zip(self.actors, self.names, strict=True):
-            watch(actor, name)
+        self.actors = start_ranks(worker_class, self.args, self.gpus, self.names, gpu_share=self._num_gpus_per_actor)
         asked = self.actors[0].get_master_addr_and_port.remote()
         address, port = wait_for(asked, what=f"the first {self.role} rank to start", timeout_s=600)
         self._wait(

@@ -1,12 +1,13 @@
 """A trainer rank as a Ray actor: the verbs of ``TrainWorker``, with Ray's references resolved on the way in.
 
-Also its initial environment, some of which (LD_PRELOAD, thread counts) cannot be set later.
+Also its start, and its initial environment, some of which (LD_PRELOAD, thread counts) cannot be set later.
 """
 
 from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.train_worker import TrainWorker
 from slime.observability.pulse import Beat, Pulse
 from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.memory_checkpoints import COPY_GROUP, CopyingRank
 from slime.ray.utils import (
     COMMON_ACTOR_ENV,
@@ -26,8 +28,9 @@ from slime.ray.utils import (
     RayActor,
     cluster_has_accelerators,
     one_node_environment,
+    ray_transport,
 )
-from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
+from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.utils import env
 from slime.utils.env import visible_index
 from slime.utils.errors import ConfigError
@@ -83,6 +86,33 @@ def remote_class(worker_class: type[TrainWorker]) -> Any:
     """Return the Ray actor class of a trainer: ``worker_class`` with the Ray-side verbs of :class:`TrainRayActor`."""
     combined = type(worker_class.__name__, (TrainRayActor, worker_class), {"__module__": worker_class.__module__})
     return ray.remote(num_gpus=1, concurrency_groups={WATCH_GROUP: 1, PULSE_GROUP: 1, COPY_GROUP: 1})(combined)
+
+
+def start_ranks(
+    worker_class: type[TrainWorker], args: Namespace, gpus: GpuSlice, names: Sequence[str], *, gpu_share: float
+) -> list[Any]:
+    """Return the actors of a trainer's ranks, which begin to start and are watched: rank r on the r-th GPU.
+
+    Args:
+        worker_class: of the ranks.
+        args: the run's arguments.
+        gpus: at least as many as ranks.
+        names: of the ranks, in messages.
+        gpu_share: the share of a GPU bundle that one rank reserves.
+    """
+    remote = remote_class(worker_class)
+    options = {
+        "num_cpus": gpu_share,
+        "num_gpus": gpu_share,
+        "runtime_env": {"env_vars": trainer_environment(args, len(names))},
+        "enable_tensor_transport": ray_transport(args) is not None,
+    }
+    actors = [
+        remote.options(scheduling_strategy=strategy_for(gpus, rank), **options).remote() for rank in range(len(names))
+    ]
+    for actor, name in zip(actors, names, strict=True):
+        watch(actor, name)
+    return actors
 
 
 def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:

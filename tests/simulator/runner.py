@@ -102,7 +102,7 @@ def install() -> Patches:
     """Put the simulator at every seam."""
     from slime.backends.sglang_utils import router_process, sglang_engine, weight_verbs
     from slime.observability import pulse
-    from slime.ray import actor_group, job, rollout, startup, train_actor, train_loop, waiting
+    from slime.ray import job, rollout, startup, train_actor, train_loop, waiting
     from slime.ray import utils as ray_utils
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.engines import actor as engine_actor
@@ -138,8 +138,8 @@ def install() -> Patches:
         (ray_utils, "Lock", ray_class(ray_utils._Lock)),
         (fleet, "Lock", ray_class(ray_utils._Lock)),
         (startup, "RayTrainGroup", functools.partial(RayTrainGroup, actor_cls=SimulatedTrainer)),
-        (actor_group, "trainer_environment", lambda *_: {}),
-        (actor_group, "strategy_for", nothing),
+        (train_actor, "trainer_environment", lambda *_: {}),
+        (train_actor, "strategy_for", nothing),
         (engine_actor, "strategy_for", nothing),
         (engine_actor, "one_node_environment", lambda: {}),
         (train_actor, "check_hooks", nothing),
