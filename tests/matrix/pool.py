@@ -26,9 +26,17 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = (
+    "tests.matrix.torchvision_first",  # transformers looks for it once
     "tests.matrix.layout_rank",
     "tests.matrix.parity",
+    *(f"tests.matrix.families.{path.stem}" for path in sorted(Path(__file__).with_name("families").glob("*.py"))),
     "transformers.models.auto.modeling_auto",
+    "transformers.modeling_utils",  # and with it all of scipy that a model imports
+    "transformers.models.auto.processing_auto",
+    "slime.backends.megatron_utils.arguments",
+    "slime.backends.megatron_utils.flags.check_arguments",
+    "slime.backends.megatron_utils.flags.served_adapters",
+    "slime.rollout.data_source",
     "slime.rollout.sglang_rollout",  # the check of the flags imports it
     "tools.convert_hf_to_torch_dist",
     "tools.convert_torch_dist_to_hf",
