@@ -77,6 +77,7 @@ async def generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]
     from slime.rollout import sglang_rollout
 
     folder = Path(args.save)
+    (folder / "ready").touch()
     while not (folder / "go").exists():
         await asyncio.sleep(0.05)
     length = response_length(sample.index, json.loads((folder / "trace.json").read_text()))
@@ -166,17 +167,13 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_starts(jobs: dict[str, subprocess.Popen[bytes]], options: argparse.Namespace) -> None:
-    """Wait until every job has pushed its first weights, or ended."""
-    deadline_s = time.monotonic() + options.start_s
+    """Wait until every job has its first request, or has ended."""
+    start_s = time.monotonic()
     for mode, job in jobs.items():
-        folder = folder_of(mode, options)
-        while job.poll() is None and not any("perf/weight_push_s" in row for row in records(folder)):
-            if time.monotonic() > deadline_s:
-                break
+        ready = folder_of(mode, options) / "ready"
+        while job.poll() is None and not ready.exists() and time.monotonic() - start_s < options.start_s:
             time.sleep(0.2)
-        is_up = any("perf/weight_push_s" in row for row in records(folder))
-        waited_s = time.monotonic() - deadline_s + options.start_s
-        print(f"{mode}: {'started' if is_up else 'not up'}, {waited_s:.0f} s", flush=True)
+        print(f"{mode}: {'started' if ready.exists() else 'not up'}, {time.monotonic() - start_s:.0f} s", flush=True)
 
 
 def leave(job: subprocess.Popen[bytes]) -> None:
