@@ -1,11 +1,15 @@
 """Checkpoints: where weights come from and go to, from which of them a run starts, and what a folder holds.
 
-Folders are told apart by their files alone; nothing is loaded.
+Folders are told apart by their files alone; nothing is loaded.  Beside the checkpoints of ``--save`` lies the last
+weight version of the run, from which the same command counts on: counted from the rollout alone, a push that was
+repeated would leave samples in the ledger whose version comes again for other weights, and which look younger than
+they are (``--max-staleness``).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -14,15 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.flags.kinds import file_path, non_negative_int, positive_int
-from slime.utils.errors import ConfigError
+from slime.utils.atomic_file import write_atomically
+from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_config, read_object
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Written last by a save: its presence means that the save it names is complete."""
+VERSION_REMEDY = "Remove it to count versions from the rollout."
 LFS_NOTE = b"version https://git-lfs"
+"""Beginning of the pointer that git-lfs leaves in place of a large file."""
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "preprocessor_config.json")
 """Files beside config.json that transformers reads later."""
-"""Beginning of the pointer that git-lfs leaves in place of a large file."""
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -288,3 +294,48 @@ def _has_files(path: Path) -> bool:
 
 def _saves_in(path: Path) -> str:
     return ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir())) or "none"
+
+
+def _version_path(folder: str) -> Path:
+    return Path(folder) / "rollout" / "weight_version.json"
+
+
+def version_before(args: Namespace, start_rollout_id: int) -> int:
+    """Return the version from which a trainer that goes on with ``start_rollout_id`` counts its pushes.
+
+    Raises:
+        DataError: the file of ``--load`` or ``--save`` is damaged.
+    """
+    version = max(start_rollout_id, args.update_weight_start_version)
+    for path in {_version_path(folder) for folder in (args.load, args.save) if folder is not None}:
+        if not path.is_file():
+            continue
+        told = read_object(path, remedy=VERSION_REMEDY)
+        last, rollout_id = told.get("version"), told.get("rollout")
+        if not isinstance(last, int) or not isinstance(rollout_id, int):
+            raise DataError(
+                f"{path} says version {last!r} of rollout {rollout_id!r}; both must be numbers. {VERSION_REMEDY}"
+            )
+        # The weights after the same rollout are the same, and keep their version.
+        version = max(version, last - (rollout_id == start_rollout_id - 1))
+    return version
+
+
+class VersionCount:
+    """The versions of a run as its driver counts them: at least as high as its trainer's."""
+
+    number = 0
+    """Of the last push."""
+    rollout_id = -1
+    """The last rollout that the weights were trained on."""
+
+    def start(self, args: Namespace, start_rollout_id: int) -> None:
+        """Count on as a trainer that goes on with ``start_rollout_id``."""
+        self.number, self.rollout_id = version_before(args, start_rollout_id), start_rollout_id - 1
+
+    def count(self, folder: str | None) -> None:
+        """Count a push, before any engine gets its version; ``folder``: of ``--save``."""
+        self.number += 1
+        if folder is not None:
+            content = json.dumps({"version": self.number, "rollout": self.rollout_id}).encode()
+            write_atomically(_version_path(folder), lambda file: file.write(content), what="The weight version")

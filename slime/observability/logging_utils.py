@@ -1,4 +1,4 @@
-"""The log format, and the one function through which metrics leave a process.
+"""The log format, the one function through which metrics leave a process, and the records of rollouts and evaluations.
 
 The driver calls ``init_tracking(args)``; every other process that logs calls ``init_tracking(args, primary=False)``
 (or nothing: the first ``log`` does it).  ``log`` sends a record to ``metrics.jsonl``, wandb and TensorBoard.
@@ -12,11 +12,15 @@ import sys
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from slime.flags.observability import tracking_config
 from slime.observability.metrics_file import START_KEY, MetricsFile, append_record, metrics_path
+from slime.observability.rollout_metrics import compute_eval_record, compute_rollout_record
+from slime.utils.errors import DataError
+from slime.utils.misc import call_hook
+from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -136,3 +140,37 @@ def finish_tracking(args: Namespace | None = None) -> None:
     trackers, _Process.trackers = _Process.trackers, None
     for tracker in trackers or ():
         tracker.finish()
+
+
+def log_rollout(
+    args: Namespace, rollout_id: int, samples: Sequence[Sample], extra: Mapping[str, Any] | None, seconds: float
+) -> None:
+    """Log one rollout; ``--custom-rollout-log-function-path`` may do it instead by returning something true."""
+    path = args.custom_rollout_log_function_path
+    if path:
+        if call_hook("--custom-rollout-log-function-path", path, rollout_id, args, samples, extra, seconds):
+            return
+    log(args, compute_rollout_record(args, rollout_id, samples, extra, seconds), step_key="rollout/step")
+
+
+def log_eval(
+    args: Namespace,
+    rollout_id: int,
+    data: Mapping[str, Mapping[str, Any]],
+    extra: Mapping[str, Any] | None,
+    seconds: float,
+) -> dict[str, float]:
+    """Log one evaluation; ``--custom-eval-rollout-log-function-path`` may do it instead.  Return the record."""
+    path = args.custom_eval_rollout_log_function_path
+    is_logged = False
+    if path:
+        is_logged = bool(call_hook("--custom-eval-rollout-log-function-path", path, rollout_id, args, data, extra))
+    try:
+        record = compute_eval_record(args, rollout_id, data, extra) | {"perf/time_eval_s": seconds}
+    except DataError:
+        if not is_logged:
+            raise
+        return {"perf/time_eval_s": seconds}  # rewards that only the hook can read
+    if not is_logged:
+        log(args, record, step_key="eval/step")
+    return record

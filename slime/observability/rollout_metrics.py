@@ -1,6 +1,6 @@
 """Metrics of the samples of a rollout or an evaluation: samples in, a dict of metrics out.
 
-The rollout manager logs it through ``logging_utils.log`` (``slime.ray.rollout_logging``).
+The rollout manager logs it through ``slime.observability.logging_utils``.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ import ray
 
 from slime.arguments import args_to_resume
 from slime.backends.train_worker import TrainWorker
-from slime.flags.checkpoint import TRACKER, read_tracker
-from slime.flags.weight_version import VersionCount
+from slime.flags.checkpoint import TRACKER, VersionCount, read_tracker
 from slime.observability.run_record import FLUSH_TIMEOUT_S
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s

@@ -24,12 +24,11 @@ from slime.arguments import record_runtime
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL, resolve_sglang_config
 from slime.flags.observability import record_config
 from slime.observability.dumps import dump_rollout
-from slime.observability.logging_utils import configure_logger
+from slime.observability.logging_utils import configure_logger, log_eval
 from slime.observability.run_record import flush_recording, start_recording
 from slime.observability.sample_record import record_evaluation
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
-from slime.ray.rollout_logging import log_eval
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.rollout.base_types import call_rollout_fn, eval_samples

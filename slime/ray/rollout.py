@@ -16,7 +16,7 @@ import ray
 
 from slime.flags.observability import record_config
 from slime.observability.dumps import dump_rollout, load_rollout_dump
-from slime.observability.logging_utils import configure_logger, finish_tracking
+from slime.observability.logging_utils import configure_logger, finish_tracking, log_eval, log_rollout
 from slime.observability.run_record import recorded_span, start_recording, stop_recording
 from slime.observability.sample_record import BEFORE_ALL, record_evaluation, record_rollout
 from slime.ray.background_eval import evaluation_args
@@ -24,7 +24,6 @@ from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S, EngineFleet, start_fleet
 from slime.ray.gpus import GpuSlice
 from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for_ranks, train_data_from_samples
-from slime.ray.rollout_logging import log_eval, log_rollout
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
 from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, check_samples, eval_samples, leaf_samples

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import parse_args, record_runtime
+from slime.observability.logging_utils import log_rollout
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.gpus import GpuSlice
 from slime.ray.rollout import RolloutManager
 from slime.ray.rollout_data import check_fan_out, split_for_ranks, train_data_from_samples
-from slime.ray.rollout_logging import log_rollout
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState

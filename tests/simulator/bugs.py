@@ -80,7 +80,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "if False:",
     ),
     "versions of an earlier life come again for other weights": _bug(
-        "slime.flags.weight_version:version_before",
+        "slime.flags.checkpoint:version_before",
         "max(version, last - (rollout_id == start_rollout_id - 1))",
         "version",
     ),

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import FORMAT_FILE
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
-from slime.flags.weight_version import version_before
+from slime.flags.checkpoint import version_before
 from slime.utils.errors import DataError
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry

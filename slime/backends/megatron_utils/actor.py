@@ -37,9 +37,9 @@ from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater, model_name
 from slime.backends.train_worker import TrainWorker
+from slime.flags.checkpoint import version_before
 from slime.flags.distillation import trainer_teachers
 from slime.flags.fault_tolerance import is_copy_due
-from slime.flags.weight_version import version_before
 from slime.observability.logging_utils import configure_logger
 from slime.observability.profile_utils import TrainProfiler
 from slime.observability.run_record import flush_recording, start_recording

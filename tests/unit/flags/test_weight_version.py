@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.flags.weight_version import VersionCount, version_before
+from slime.flags.checkpoint import VersionCount, version_before
 from slime.utils.errors import DataError
 
 
