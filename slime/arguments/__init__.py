@@ -87,12 +87,12 @@ def _value_origins(args: Namespace, parsed: Mapping[str, Any], parser: Parser, w
     return origins
 
 
-def parse_flags(argv: Sequence[str], add_custom_arguments: AddArguments | None = None) -> Namespace:
+def parse_flags(argv: Sequence[str]) -> Namespace:
     """Return the flags as they were given, nothing derived or checked yet."""
-    return _parse(argv, add_custom_arguments)[0]
+    return _parse(argv)[0]
 
 
-def _parse(argv: Sequence[str], add_custom_arguments: AddArguments | None) -> tuple[Namespace, Parser]:
+def _parse(argv: Sequence[str], add_custom_arguments: AddArguments | None = None) -> tuple[Namespace, Parser]:
     idle = engine_flags_are_idle(argv)
     words, left_out = split_engine_flags(argv) if idle else (list(argv), [])
     parser = build_parser(with_engine_flags=not idle, add_custom_arguments=add_custom_arguments)

@@ -191,26 +191,26 @@ def register_worker(
         time.sleep(POLL_S)
 
 
-def unregister_worker(router: ServerControl, worker_url: str, *, timeout_s: float = UNREGISTER_TIMEOUT_S) -> None:
+def unregister_worker(router: ServerControl, worker_url: str) -> None:
     """Take an engine off the router's list, and wait until it is: the router removes it after its answer.
 
     Nothing happens when the router does not know it.
 
     Raises:
-        DeadlineError: it is still listed after ``timeout_s`` seconds.
+        DeadlineError: it is still listed after ``UNREGISTER_TIMEOUT_S``.
     """
-    worker = find_worker(router, worker_url, timeout_s=timeout_s)
+    worker = find_worker(router, worker_url, timeout_s=UNREGISTER_TIMEOUT_S)
     if worker is None:
         return
     try:
-        router.delete(f"/workers/{worker['id']}", timeout_s=timeout_s)
+        router.delete(f"/workers/{worker['id']}", timeout_s=UNREGISTER_TIMEOUT_S)
     except Refused as refused:
         if refused.status != HTTPStatus.NOT_FOUND:  # an earlier removal is under way
             raise
-    deadline = time.monotonic() + timeout_s
-    while find_worker(router, worker_url, timeout_s=timeout_s) is not None:
+    deadline = time.monotonic() + UNREGISTER_TIMEOUT_S
+    while find_worker(router, worker_url, timeout_s=UNREGISTER_TIMEOUT_S) is not None:
         if time.monotonic() > deadline:
-            raise DeadlineError(f"{router.name} still lists the engine {worker_url} after {timeout_s:g} s")
+            raise DeadlineError(f"{router.name} still lists the engine {worker_url} after {UNREGISTER_TIMEOUT_S:g} s")
         time.sleep(POLL_S)
 
 
