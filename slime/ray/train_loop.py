@@ -67,10 +67,13 @@ class TrainJob:
         self._step_line = StepLine.follow(args)
         self._metrics_page = self._serve_metrics() if args.prometheus_port is not None else None
         self.actor, self.critic = create_training_models(args, gpus, self.manager)
-        self._recovery = TrainerRecovery(args, self.actor, self._train, self.critic, TrainerGpus(args, gpus))
+        self._recovery = TrainerRecovery(
+            args, self.actor, self._train, self.critic, TrainerGpus(args, gpus), self._save_unsaved
+        )
         self._unsaved: int | None = None
         """The last rollout that was trained on since the last save."""
         NOTICE.grace_s, NOTICE.save = args.preemption_grace_s, self._save_and_leave
+        NOTICE.lets_go = self._recovery.can_let_go
         self._background: BackgroundEvaluation | None = None
         if args.eval_in_background and not args.debug_train_only:
             self._background = BackgroundEvaluation(args, self.manager, self.actor)
@@ -189,11 +192,20 @@ class TrainJob:
         if not (is_due or args.release_train or self._recovery.must_save):
             return
         with NOTICE.deferred(), self._timed("save"):
-            self._recovery.run(lambda: self._save(rollout_id))
-            self._unsaved = None
-            self._recovery.record_saved()
-            self._ask("record_published", rollout_id, what="the ledger")
+            self._save_to_count(rollout_id)
+
+    def _save_to_count(self, rollout_id: int, *, is_last: bool = False) -> None:
+        """Save, over deaths of the trainer, and have what the checkpoint makes superfluous dropped."""
+        self._recovery.run(lambda: self._save(rollout_id, is_last=is_last))
+        self._unsaved = None
+        self._recovery.record_saved()
+        self._ask("record_published", rollout_id, what="the ledger")
         event("save", rollout=rollout_id)
+
+    def _save_unsaved(self) -> None:
+        """Save what was trained since the last checkpoint, to disk before this returns: the trainer is to go."""
+        if self._unsaved is not None and self.args.save is not None:
+            self._save_to_count(self._unsaved, is_last=True)
 
     def _save_and_leave(self) -> None:
         """Save what was trained since the last checkpoint; nothing else is done with these processes."""
@@ -328,7 +340,8 @@ class TrainJob:
                 return
             self._recovery.restart()
             self._change_memory("onload_idle")
-        self.actor.serve_new_engines()
+        with NOTICE.deferred():
+            self.actor.serve_new_engines()
 
     def _change_memory(self, method: str) -> Any:
         ref: ray.ObjectRef = getattr(self.manager, method).remote()

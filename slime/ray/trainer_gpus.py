@@ -53,6 +53,17 @@ class TrainerGpus:
         self._gpu_ids = {part.bundle_indices[i]: part.gpu_ids[i] for part, positions in known for i in positions}
         self._nodes = self._table()
         """Where each bundle is, or was last."""
+        self._leaving: dict[str | None, float] = {}
+        """Nodes that are to be taken away, and until when they may still answer."""
+
+    def is_elsewhere(self, rank: int) -> bool:
+        """Return whether a rank is on another node than this process."""
+        return self._group is None or self._nodes.get(self._mine[rank]) != ray.get_runtime_context().get_node_id()
+
+    def avoid(self, ranks: Sequence[int], seconds: float) -> None:
+        """Start nothing on the nodes of these ranks for so long, in which they are taken away."""
+        until = time.monotonic() + seconds
+        self._leaving |= {self._nodes.get(self._mine[rank]): until for rank in ranks}
 
     def find_again(self) -> GpuSlice:
         """Return a GPU on a node that is alive for each rank; waits for nodes to come back, or takes the reserve.
@@ -66,7 +77,8 @@ class TrainerGpus:
         while True:
             placed, waited_s = self._placed(), time.monotonic() - began
             lost = [bundle for bundle in self._mine if bundle not in placed]
-            chosen = choose(self._mine, self._reserve if waited_s >= NODE_RETURN_S else [], placed)
+            takes_reserve = waited_s >= NODE_RETURN_S or bool(self._still_leaving())
+            chosen = choose(self._mine, self._reserve if takes_reserve else [], placed)
             if chosen is not None:
                 break
             if waited_s >= self._wait_s:
@@ -96,9 +108,13 @@ class TrainerGpus:
     def _placed(self) -> dict[int, str]:
         """Return the node of every bundle that is on one that answers: of a death Ray learns half a minute late."""
         table = self._table()
-        used = set(table.values())
+        used = set(table.values()) - self._still_leaving()
         alive = {node["NodeID"] for node in ray.nodes() if node["NodeID"] in used and node["Alive"] and answers(node)}
         return {bundle: node for bundle, node in table.items() if node in alive}
+
+    def _still_leaving(self) -> set[str | None]:
+        now = time.monotonic()
+        return {node for node, until in self._leaving.items() if now < until}
 
     def _identify(self, moved: Sequence[int]) -> None:
         """Note which GPUs these bundles have on their new node."""

@@ -11,6 +11,9 @@ data since the last checkpoint, which stay in Ray's object store (it spills to d
 A step whose numbers cannot be used (``--on-nan rollback N``) goes the same way back, with two differences: N
 checkpoints instead of one, and neither its rollout nor those since that checkpoint are trained on again, because the
 same data would lead to the same numbers.  A save follows, so that later deaths do not lead further back.
+
+Ranks whose node is taken away (SIGTERM, ``--preemption-grace-s``) save first, and start on other nodes, in reserve or
+not, or on theirs once it is back.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import TypeVar
 from slime.flags.fault_tolerance import checkpoints_to_go_back
 from slime.observability.run_record import span
 from slime.ray.actor_group import RayTrainGroup
+from slime.ray.preemption import NOTICE, RanksLeave
 from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.trainer_gpus import TrainerGpus
 from slime.ray.utils import cluster_has_accelerators
@@ -49,6 +53,7 @@ class TrainerRecovery:
         train: trains on one rollout, as the job does.
         critic: of the actor; both start again when a rank of either dies.
         gpus: finds GPUs for their ranks; without it they start where they were.
+        save: saves what was trained since the last checkpoint, and waits until that is on disk.
     """
 
     def __init__(
@@ -58,13 +63,14 @@ class TrainerRecovery:
         train: Callable[[int, list[Box]], None],
         critic: RayTrainGroup | None = None,
         gpus: TrainerGpus | None = None,
+        save: Callable[[], None] = lambda: None,
     ) -> None:
         self.args = args
         self.is_down = False
         """The trainer died and was not started again yet."""
         self.must_save = False
         """The trainer went back to an older checkpoint, which the next save is to replace."""
-        self._actor, self._train, self._gpus = actor, train, gpus
+        self._actor, self._train, self._gpus, self._save = actor, train, gpus, save
         self._trainers = [actor] if critic is None else [actor, critic]
         """In the order in which they start."""
         self._is_on = args.trainer_recovery != "off"
@@ -87,7 +93,10 @@ class TrainerRecovery:
             try:
                 if self.is_down and (needs_trainer or not self.args.offload_rollout):
                     self.restart()
-                return step()
+                with NOTICE.letting_go():
+                    return step()
+            except RanksLeave as leave:
+                self._let_go(leave)
             except StepError as error:
                 back = checkpoints_to_go_back(self.args)
                 if not back:
@@ -102,7 +111,7 @@ class TrainerRecovery:
                     raise
                 self._take_down(error)
             except Exception as error:  # a death shows first in whatever the other ranks were doing
-                death = find_death(self._names, timeout_s=NOTICE_S) if self._is_on else None
+                death = (find_death(self._names, timeout_s=NOTICE_S) or NOTICE.departure()) if self._is_on else None
                 if death is None:
                     raise
                 self._take_down(death, error)
@@ -128,6 +137,26 @@ class TrainerRecovery:
         """Keep other references to the train data since the last checkpoint: the owner of those before died."""
         self._trained = trained
 
+    def can_let_go(self, rank: str) -> bool:
+        """Return whether the job goes on without the node of a rank that was told to leave.
+
+        Not where engines share the GPUs, which would have to make room for the save, nor without the driver's node.
+        """
+        if not (self._is_on and self.args.preemption_grace_s and rank in self._names) or self.args.offload_rollout:
+            return False
+        return self._gpus is None or self._gpus.is_elsewhere(self._number_of(rank))
+
+    def _let_go(self, leave: RanksLeave) -> None:
+        """Save while the ranks that are to leave are there, and give all up."""
+        if not self.is_down:
+            with NOTICE.deferred():
+                self._save()
+        if NOTICE.leaving:  # else they died over it, and others have their place
+            self._take_down(leave)
+
+    def _number_of(self, name: str) -> int:
+        return next(t.names.index(name) for t in self._trainers if name in t.names)
+
     @property
     def _names(self) -> list[str]:
         return [name for trainer in self._trainers for name in trainer.names]
@@ -140,6 +169,9 @@ class TrainerRecovery:
         """Kill the ranks that are left, unless there were too many deaths."""
         self.count(death, error)
         logger.error("%s. The trainer is started again (--trainer-recovery %s).", death, self.args.trainer_recovery)
+        if NOTICE.leaving and self._gpus is not None:
+            self._gpus.avoid([self._number_of(name) for name in NOTICE.leaving], self.args.preemption_grace_s)
+        NOTICE.leaving.clear()
         self._release()
         self.is_down = True
 

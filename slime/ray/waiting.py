@@ -8,7 +8,6 @@ when any *watched* actor of the job dies, even one that the present wait does no
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -158,13 +157,13 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
 
 
 def _death(ref: ray.ObjectRef) -> EngineDiedError | None:
-    """Return how the actor of a sentinel died; None where it lives and was told to leave: so is this process then."""
+    """Return how the actor of a sentinel died; None where it lives and was told to leave, of which NOTICE learns."""
     name = _sentinels[ref]
     try:
         ray.get(ref, timeout=10)
     except RayError as error:
         return EngineDiedError(f"{name} died: {error}")
-    logger.warning("SIGTERM to %s: the job is to leave", name)
+    logger.warning("SIGTERM to %s", name)
     forget(name)
-    os.kill(os.getpid(), signal.SIGTERM)
+    NOTICE.tell(name)
     return None

@@ -105,11 +105,17 @@ PROMISES = (
     ),
     Promise(
         fails="SIGTERM to the driver or a rank of the trainer",
-        promise="with `--preemption-grace-s` the trainer's step ends and is saved, and the next start repeats none; "
-        "SIGTERM that reaches Ray's own process of a node (raylet) ends its ranks untold, as the node's death",
-        cost="saved 0.1 s after the signal, gone after 12 to 17 s; no step repeated",
+        promise="with `--preemption-grace-s` the trainer's step ends and is saved; a rank on another node than the "
+        "driver's is then let go, where `--trainer-recovery` is on and engines have GPUs of their own: its trainer "
+        "starts on the reserve at once, else on its node once that is back, or has stayed beyond the grace; "
+        "otherwise the job leaves, and the next start repeats no step. SIGTERM that reaches Ray's own process of a "
+        "node (raylet) ends its ranks untold, as the node's death",
+        cost="saved 0.1 s after the signal, gone after 12 to 17 s; no step repeated; letting a rank go was timed in "
+        "the simulator alone",
         tests=(
             "tests/unit/ray/test_preemption.py::test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves",
+            "tests/unit/ray/test_trainer_recovery.py::test_ranks_that_are_told_to_leave_save_first_and_start_elsewhere_without_a_step_repeated",
+            "tests/unit/ray/test_trainer_gpus.py::test_a_node_that_is_to_go_is_left_at_once_for_the_reserve_and_else_waited_for",
         ),
     ),
     Promise(
@@ -258,7 +264,8 @@ EDGES: tuple[Edge, ...] = (
         deadline="of the driver; a rank's signal reaches it within the constant",
         raises="",
         log="driver: 'Saved ... s after SIGTERM', or that the grace was too short",
-        outcome="the job leaves with code 130; the next start goes on from that save, or from the one before it",
+        outcome="the job leaves with code 130, and the next start goes on from that save, or from the one before it; "
+        "or the trainer starts without the node",
         tests=(
             "tests/unit/ray/test_preemption.py::test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves",
             "tests/unit/ray/test_preemption.py::test_a_step_or_a_save_that_takes_longer_than_the_grace_is_left",

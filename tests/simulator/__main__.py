@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("--bugs", action="store_true", help="Put bugs of the past back and look for them.")
     parser.add_argument("--past", action="store_true", help="Run the schedules that once failed.")
     parser.add_argument("--bug", default="", help="Only those whose name contains this.")
+    parser.add_argument("--limit-s", type=float, default=1e6, help="Seconds of real time for --bugs, then it ends.")
     parser.add_argument(
         "--out",
         type=Path,
@@ -71,9 +72,10 @@ def main() -> int:
     if options.past:
         return run_past()
     if options.bugs:
-        from tests.simulator.bugs import find_all
+        import tests.simulator.runner  # noqa: F401 - once, for all workers
+        from tests.simulator.bugs import Search
 
-        return find_all(options)
+        return Search(options).run()
     return run_many(options)
 
 

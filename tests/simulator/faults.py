@@ -44,6 +44,8 @@ class Setup:
     """Weights go to the engines by broadcast."""
     judge: bool = False
     """One more engine, of a model that is not trained, grades; it shares a GPU where the trainer is as large."""
+    grace_s: float = 0.0
+    """From SIGTERM to the end of a trainer's node, or of the driver."""
 
     @property
     def is_strict(self) -> bool:
@@ -89,7 +91,8 @@ def setup_of(seed: int) -> Setup:
     prefill, judge = rng.random() < 0.2 and setup.engines > 1, rng.random() < 0.2 and setup.engines < 3
     ranks = 2 * setup.engines if judge and setup.colocate else setup.trainer_ranks
     broadcasts = not (setup.colocate or setup.disk) and rng.random() < 0.6
-    return replace(setup, prefill=prefill, judge=judge, trainer_ranks=ranks, broadcast=broadcasts)
+    grace_s = rng.choice((0.0, 20.0, 120.0))
+    return replace(setup, prefill=prefill, judge=judge, trainer_ranks=ranks, broadcast=broadcasts, grace_s=grace_s)
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,13 @@ WRONG_ANSWERS = ("refuse", "lose", "status", "garbage", "nonsense", "double")
 
 
 def draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int, int]], end_s: float) -> Fault:
+    """Draw a fault; of the deaths of trainer and driver some are announced by SIGTERM."""
+    fault = _draw_fault(rng, setup, sites, end_s)
+    is_announced = rng.random() < 0.3 and fault.kind == "kill" and victim(fault).startswith(("trainer", "driver"))
+    return replace(fault, kind="term") if is_announced else fault
+
+
+def _draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int, int]], end_s: float) -> Fault:
     """Draw a fault: first whether at a request, a file or a call, then at what of these, however often it is passed.
 
     Args:
@@ -230,7 +240,7 @@ def may_cost_an_engine(fault: Fault, setup: Setup) -> bool:
     """Return whether an engine may be replaced because of a fault."""
     if fault.kind == "clock" or fault.kind in DISK_FAULTS:
         return False
-    return fault.kind != "kill" or not victim(fault).startswith(("trainer", "driver", "manager"))
+    return fault.kind not in ("kill", "term") or not victim(fault).startswith(("trainer", "driver", "manager"))
 
 
 def are_too_many(faults: Sequence[Fault], max_recoveries: int) -> bool:
@@ -246,6 +256,8 @@ def EXCUSES(fault: Fault, setup: Setup) -> bool:  # noqa: N802
         return True
     role = victim(fault)
     if role.startswith("trainer"):
+        if fault.kind == "term" and (setup.colocate or not setup.grace_s):
+            return True
         return setup.recovery == "off" or fault.kind == "cut"
     if role.startswith(("engine", "server", "router")):
         # A node that nobody reaches for longer than engines may take to start has no engine.

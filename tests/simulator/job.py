@@ -75,7 +75,7 @@ def base_args(setup: Setup) -> Namespace:
         "rollout_function_path": setup.rollout_function, "colocate": setup.colocate,
         "dynamic_sampling_filter_path": f"{HERE}.drops_some" if setup.is_filtered else None,
         "update_weights_interval": setup.update_interval, "keep_last": setup.keep_last,
-        "trainer_recovery": setup.recovery, "verify_checkpoint": False,
+        "trainer_recovery": setup.recovery, "preemption_grace_s": setup.grace_s, "verify_checkpoint": False,
         "rollout_health_check_interval": 5.0, "rollout_health_check_timeout": 5.0,
         "engine_start_timeout_s": 60.0, "weight_update_timeout_s": 60.0, "train_timeout_s": 300.0,
         "rollout_timeout_s": 900.0, "loop_stall_timeout_s": 300.0, "rollout_stall_timeout_s": 60.0,

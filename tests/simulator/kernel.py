@@ -153,6 +153,11 @@ class Kernel:
         self._number += 1
         heapq.heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, strand, strand.token))
 
+    def strands_of(self, process: Process, name: str) -> list[Strand]:
+        """Return the strands of a process that were given a name."""
+        found = [strand for strand in self.strands if strand.process is process and not strand.dead]
+        return sorted((s for s in found if s.name == f"{process.name}/{name}"), key=lambda s: s.token)
+
     def wake(self, strand: Strand) -> None:
         """Let a parked strand go on."""
         self._push(strand, 0.0)

@@ -88,5 +88,15 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
             Fault("kill", "http router POST /generate", 5, target="trainer0"),
         ],
     ),
+    "SIGTERM to a rank while it trains": (
+        1,
+        Setup(trainer_ranks=2, save_interval=4, grace_s=20.0),
+        [Fault("term", "train 1", 1)],
+    ),
+    "SIGTERM to a rank while the next rollout is generated and the last checkpoint is written": (
+        1,
+        Setup(is_async=True, trainer_ranks=2, save_interval=2, async_save=True, grace_s=20.0),
+        [Fault("term", "http router POST /generate", 14, target="trainer1")],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

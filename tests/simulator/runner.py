@@ -8,6 +8,7 @@ import gc
 import logging
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from typing import Any
 
 import requests
 
+from slime.ray.preemption import NOTICE, Notice
 from slime.rollout import fully_async_rollout, sglang_rollout  # noqa: F401 - before clocks are replaced
 from slime.rollout.ledger.journal import Journal
 from slime.utils.misc import SingletonMeta
@@ -157,6 +159,9 @@ def install() -> Patches:
         (train_loop, "configure_logger", nothing),
         (rollout, "configure_logger", nothing),
         (job.signal, "signal", nothing),
+        (job.signal, "setitimer", set_alarm),
+        (job.signal, "raise_signal", lambda number: NOTICE._on_signal(number, None)),
+        (job, "print", nothing),
         (job, "_report", lambda title, error: world().ended_with(error)),
         (job.traceback, "print_exc", nothing),
         (sglang_engine, "ChildProcess", Child),
@@ -181,6 +186,11 @@ def install() -> Patches:
         (uuid, "uuid4", lambda: uuid.UUID(int=world().kernel.rng("uuid").getrandbits(128))),
     ):
         patches.set(holder, name, value)
+    check = Notice.check
+    # It is the driver's; that of other processes is told nothing.
+    patches.set(
+        Notice, "check", lambda notice: check(notice) if world().kernel.current_process.owner is None else None
+    )
     evict = EngineGroup._evict
 
     @functools.wraps(evict)
@@ -228,6 +238,19 @@ class _Silent:
 
     def flush(self) -> None:
         pass
+
+
+def set_alarm(which: int, seconds: float) -> None:
+    """signal.setitimer, for the driver that runs; what was set stays, and strikes nobody in the next life."""
+    kernel = world().kernel
+    driver = kernel.current_process
+
+    def strike() -> None:
+        if driver is None or driver.is_alive:
+            NOTICE._on_alarm(signal.SIGALRM, None)
+
+    if seconds:
+        kernel.call_later(seconds, strike)
 
 
 def make_gpus(args: Namespace, gpu_slice: Any) -> dict[str, Any]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from slime.ray.preemption import NOTICE
 from tests.simulator.faults import DISK_FAULTS, WRONG_ANSWERS, Fault
 from tests.simulator.kernel import Process
 
 if TYPE_CHECKING:
     from tests.simulator.world import World
 
+AFTER_GRACE_S = 90.0
+"""From the end of the grace to the end of a process that was told to leave."""
 RECOVERY_S = 60.0
 """Time after a fault in which others strike the recovery from it."""
 
@@ -109,10 +113,26 @@ class Strikes:
             target.kill()
         elif fault.kind == "hang":
             target.frozen_until_s = self._kernel.now_s + fault.amount
+        elif fault.kind == "term":
+            self._announce_end(target)
         elif fault.kind == "slow":
             for server in self._world.servers.values():
                 if server.process is target:
                     server.slowness = fault.amount
+
+    def _announce_end(self, target: Process) -> None:
+        """Send SIGTERM to the driver or a rank of its trainer, and SIGKILL some time after the grace."""
+        kernel, rank = self._kernel, getattr(target, "trainer", None)
+        if self._world.cluster.role_of(target) == "driver":
+            NOTICE._on_signal(signal.SIGTERM, None)
+        elif rank is None:  # it heeds no signal yet
+            target.kill()
+            return
+        else:
+            rank._is_told_to_leave = True
+            for strand in kernel.strands_of(target, "stay_alive"):
+                kernel.wake(strand)
+        kernel.call_later(self._world.setup.grace_s + AFTER_GRACE_S, target.kill)
 
     def end_recovery(self) -> None:
         """Note what was passed since the first fault."""

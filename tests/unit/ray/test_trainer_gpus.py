@@ -38,7 +38,8 @@ class Cluster:
 def cluster(monkeypatch) -> Cluster:
     made = Cluster()
     monkeypatch.setattr(trainer_gpus, "placement_group_table", lambda group: {"bundles_to_node_id": made.table})
-    monkeypatch.setattr(trainer_gpus, "ray", Namespace(nodes=made.nodes))
+    here = Namespace(get_node_id=lambda: "the driver's")
+    monkeypatch.setattr(trainer_gpus, "ray", Namespace(nodes=made.nodes, get_runtime_context=lambda: here))
     monkeypatch.setattr(trainer_gpus, "answers", lambda node: node["NodeID"] not in made.silent)
     monkeypatch.setattr(trainer_gpus, "time", Namespace(monotonic=lambda: made.now_s, sleep=made.sleep))
     found = lambda group, bundles, share: [("address", 7 - bundle) for bundle in bundles]  # noqa: E731
@@ -81,6 +82,24 @@ def test_a_node_that_comes_back_in_time_is_taken_in(cluster):
     cluster.events = {3.0: {0: "d", 1: "d"}}
     assert found.find_again() == GpuSlice(GROUP, [0, 1], [7, 6])
     assert cluster.now_s == 3.0
+
+
+@pytest.mark.parametrize("spare_nodes", [0, 1])
+def test_a_node_that_is_to_go_is_left_at_once_for_the_reserve_and_else_waited_for(cluster, spare_nodes):
+    found = gpus(spare_nodes)
+    assert found.is_elsewhere(0)
+    cluster.events = {6.0: {0: "", 1: ""}, 9.0: {0: "d", 1: "d"}}
+    found.avoid([0], 30.0)
+    moved = GpuSlice(GROUP, [4, 5], [0, 1]) if spare_nodes else GpuSlice(GROUP, [0, 1], [7, 6])
+    assert found.find_again() == moved
+    assert cluster.now_s == (0.0 if spare_nodes else 9.0)
+
+
+def test_a_node_that_was_to_go_and_stays_is_taken_again_after_the_grace(cluster):
+    found = gpus(0)
+    found.avoid([0], 30.0)
+    assert found.find_again() == GpuSlice(GROUP, [0, 1], [0, 1])
+    assert cluster.now_s == 30.0
 
 
 def test_without_a_node_the_run_ends_with_what_is_missing(cluster):

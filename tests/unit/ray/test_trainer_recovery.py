@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime.ray import trainer_recovery
+from slime.ray import preemption, trainer_recovery
+from slime.ray.preemption import Interrupted, Notice
 from slime.ray.train_loop import TrainJob
 from slime.ray.trainer_recovery import TrainerRecovery
 from slime.utils.errors import EngineDiedError, HangError, StepError
@@ -24,6 +25,7 @@ class Trainer:
         self.left_out: set[int] = set()
         self.copy_every, self.copied = 0, (-1, [])
         self.is_dead, self.num_starts = False, 1
+        self.gpus = "those it was given"
 
     @property
     def last_checkpoint(self) -> int | None:
@@ -66,6 +68,14 @@ def trainer(monkeypatch) -> Trainer:
     death = lambda names, timeout_s: EngineDiedError("actor rank 0 died") if made.is_dead else None  # noqa: E731
     monkeypatch.setattr(trainer_recovery, "find_death", death)
     monkeypatch.setattr(trainer_recovery, "cluster_has_accelerators", lambda: False)
+    return made
+
+
+@pytest.fixture
+def notice(monkeypatch) -> Notice:
+    made = Notice()
+    monkeypatch.setattr(trainer_recovery, "NOTICE", made)
+    monkeypatch.setattr(preemption.signal, "raise_signal", lambda number: made._on_signal(number, None))
     return made
 
 
@@ -182,6 +192,58 @@ def test_a_wait_for_engines_on_the_same_gpus_goes_on_without_a_trainer(trainer):
     assert states == [False, True] and trainer.num_starts == 1
     job.run(lambda: trainer.train(0, 7))
     assert (trainer.num_starts, trainer.weights, job.is_down) == (2, [7], False)
+
+
+@pytest.mark.parametrize("dies_over_the_save", [False, True])
+def test_ranks_that_are_told_to_leave_save_first_and_start_elsewhere_without_a_step_repeated(
+    trainer, notice, dies_over_the_save
+):
+    taken, avoided, told = [], [], [0]
+
+    class Gpus:
+        is_elsewhere = staticmethod(lambda rank: True)
+        find_again = staticmethod(lambda: "others")
+        avoid = staticmethod(lambda ranks, seconds: avoided.append((ranks, seconds)))
+
+    def save() -> None:
+        trainer.is_dead = dies_over_the_save and trainer.num_starts == 1
+        job.run(lambda: trainer.save(job._trained[-1][0]))
+        job.record_saved()
+
+    def train(rollout_id: int, data: Any) -> None:
+        taken.append(rollout_id)
+        trainer.train(rollout_id, data)
+
+    args = recovery(trainer, preemption_grace_s=30.0).args
+    job = TrainerRecovery(args, trainer, train, None, Gpus(), save)  # type: ignore[arg-type]
+    notice.lets_go, notice.grace_s = job.can_let_go, 30.0
+    job.train(0, 0)  # type: ignore[arg-type]
+    with notice.deferred():
+        notice.tell("actor rank 0")  # its step ends first
+        job.train(1, 10)  # type: ignore[arg-type]
+
+    def generate() -> str:
+        notice.check()
+        told[0] += 1
+        return "the rollout"
+
+    trainer_weights = list(trainer.weights)
+    assert job.run(generate, needs_trainer=False) == "the rollout"
+    job.train(2, 20)  # type: ignore[arg-type]
+    assert trainer_weights == [0, 10] and trainer.weights == [0, 10, 20] and told == [1]
+    assert trainer.num_starts == 2 and trainer.gpus == "others" and avoided == [([0], 30.0)]
+    assert taken == ([0, 1, 0, 1, 2] if dies_over_the_save else [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "flags", [{"trainer_recovery": "off"}, {"preemption_grace_s": 0.0}, {"offload_rollout": True}], ids=str
+)
+def test_a_rank_that_cannot_be_let_go_has_the_job_leave(trainer, notice, flags):
+    job = recovery(trainer, **{"preemption_grace_s": 30.0} | flags)
+    notice.lets_go = job.can_let_go
+    notice.tell("actor rank 0")
+    with pytest.raises(Interrupted):
+        notice.check()
 
 
 def test_deaths_beyond_the_bound_end_the_run_and_tell_of_the_earlier_ones(trainer):
