@@ -59,7 +59,7 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
         type=wait_s_or_zero,
         default=0.0,
         help="Seconds from SIGTERM to the driver or a trainer rank in which the trainer's step ends and is saved "
-        "before the job leaves. 0: it leaves at once.",
+        "before the job leaves, or goes on without that node. 0: it leaves at once.",
     )
     group.add_argument(
         "--on-nan",
