@@ -49,7 +49,7 @@ PROMISES = (
         cost="48 s; the optimizer steps since the save are taken again",
         tests=(
             "tests/e2e/test_job_cpu.py::test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer",
-            "tests/e2e/test_job_cpu.py::test_a_death_of_the_critic_or_of_its_actor_takes_both_back_and_changes_no_loss",
+            "tests/e2e/test_job_cpu.py::test_ppo_trains_its_critic_first_and_a_death_of_either_takes_both_back_and_changes_no_bit",
         ),
     ),
     Promise(

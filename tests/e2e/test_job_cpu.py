@@ -91,93 +91,79 @@ def test_a_step_of_that_run_is_taken_again_to_the_bit(run_folder):
     assert "Step 3 is the same to the bit" in ended.stdout
 
 
-FROM_CHECKPOINTS = [("0", "1"), ("2", "1")], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
-FROM_COPIES = [("1", "0"), ("3", "0")], [0, 1, 2, 2, 3, 4, 5, 6, 6, 7]
-"""Where the trainer goes on after each death and how many rollouts it trains again on; the optimizer steps."""
+def hook(name: str) -> list[str]:
+    return ["--custom-megatron-before-train-step-hook-path", f"tests.e2e.dying_trainer.{name}"]
 
 
-@pytest.mark.parametrize(
-    ("recovery", "hook", "back_at", "taken"),
-    [
-        ("checkpoint --save-interval 2", "die_once_in_rollouts_1_and_3", *FROM_CHECKPOINTS),
-        ("memory --save-interval 100", "die_once_in_rollouts_1_and_3", *FROM_COPIES),
-        ("memory --save-interval 2", "die_with_the_copies_in_rollouts_1_and_3", *FROM_CHECKPOINTS),
-    ],
-)
 def test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer(
-    task, run_folder, tmp_path, recovery, hook, back_at, taken
+    task, run_folder, tmp_path
 ):
-    """It dies in the middle of a rollout twice: before the first checkpoint, and one rollout after it."""
-    dumps = f"{run_folder}/dump/{{rollout_id}}.pt"
+    """It dies in the middle of three rollouts: in the second and the fourth the copies of its state die with it."""
     flags = replay_flags(
-        task, tmp_path, dumps, *f"--actor-num-gpus-per-node 1 --num-rollout 4 --trainer-recovery {recovery}".split(),
-        *f"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.{hook}".split(),
+        task, tmp_path, f"{run_folder}/dump/{{rollout_id}}.pt",
+        *"--actor-num-gpus-per-node 1 --num-rollout 4 --save-interval 2 --trainer-recovery memory".split(),
+        *hook("die_in_rollouts_1_2_and_3_with_the_copies_but_in_2"),
     )  # fmt: skip
     job = Job("train.py", flags, tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
     went_on = re.findall(r"went on from rollout (\d+) and trained again on (\d+) rollouts", job.text())
-    assert went_on == back_at
-    from_copies = re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text())
-    assert from_copies == (["0", "2"] if taken is FROM_COPIES[1] else [])
-    assert job.text().count("The copies in memory are lost") == (2 if "copies" in hook else 0)
+    assert went_on == [("0", "1"), ("2", "0"), ("2", "1")]  # from the start, from the copies, from the checkpoint
+    assert re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text()) == ["1"]
+    assert job.text().count("The copies in memory are lost") == 2
     original = {row["train/step"]: row for row in records(run_folder, "train/step")}
     steps = records(tmp_path, "train/step")
-    assert [row["train/step"] for row in steps] == taken
+    assert [row["train/step"] for row in steps] == [0, 1, 2, 0, 1, 2, 3, 4, 4, 5, 6, 4, 5, 6, 7]
     for row in steps:
         for name in ("train/loss", "train/grad_norm", "train/kl_loss"):
             assert row[name] == original[row["train/step"]][name], (row["train/step"], name)
 
 
-def ppo_flags(task: Path, run_folder: Path, save: Path) -> list[str]:
-    """Of a run on the recorded rollouts: the engines' part is tested above."""
-    roles = save / "roles.yaml"
-    roles.write_text("megatron:\n  - {name: values, role: critic, overrides: {lr: 1e-3}}\n")
-    return replay_flags(
-        task, save, f"{run_folder}/dump/{{rollout_id}}.pt",
-        *"--actor-num-gpus-per-node 1 --advantage-estimator ppo --num-critic-only-steps 1 --num-rollout 3".split(),
-        *("--megatron-config-path", str(roles)),
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ppo_folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ppo")
-
-
-def test_ppo_trains_its_critic_first_on_the_same_gpu_saves_both_and_takes_a_step_again(task, run_folder, ppo_folder):
-    tmp_path = ppo_folder
-    job = Job("train.py", ppo_flags(task, run_folder, tmp_path), tmp_path / "log.txt")
-    assert job.finish(JOB_S) == 0, job.text()[-4000:]
-    critic_steps = records(tmp_path, "train/critic-value_loss")
-    assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 3, 4, 5]
-    assert {step["train/critic-lr-pg_0"] for step in critic_steps} == {1e-3}
-    assert [step["train/step"] for step in records(tmp_path, "train/pg_loss")] == [2, 3, 4, 5]
-    assert all("rollout/values" in record for record in records(tmp_path, "rollout/returns"))
-    assert [row["rollout/step"] for row in records(tmp_path, "rollout/explained_variance")] == [0, 1, 2]
-    for folder in (tmp_path, tmp_path / "critic"):
-        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
-    job.seconds_until_gone(GONE_S)
-    again = Job("tools/replay.py", [str(tmp_path), "--step", "2"], tmp_path / "replay.txt")
-    assert again.finish(JOB_S) == 0, again.text()[-4000:]
-    assert "Step 2 is the same to the bit" in again.text() and "digest of the critic's weights" in again.text()
-    run, replayed = read_run(tmp_path), read_run(tmp_path / "replays/step_2")
-    assert (replayed.digests, replayed.critic_digests) == ({1: run.digests[1]}, {1: run.critic_digests[1]})
-    again.seconds_until_gone(GONE_S)
-
-
-def test_a_death_of_the_critic_or_of_its_actor_takes_both_back_and_changes_no_loss(
-    task, run_folder, ppo_folder, tmp_path
+def test_ppo_trains_its_critic_first_and_a_death_of_either_takes_both_back_and_changes_no_bit(
+    task, run_folder, tmp_path
 ):
-    """To the checkpoint, before both have trained on a rollout; then to the copies of both in memory."""
-    hook = "tests.e2e.dying_trainer.the_critic_dies_in_rollout_1_and_the_actor_in_2"
-    more = f"--trainer-recovery memory --custom-megatron-before-train-step-hook-path {hook}".split()
-    job = Job("train.py", [*ppo_flags(task, run_folder, tmp_path), *more], tmp_path / "log.txt")
+    """On the recorded rollouts; the engines' part is tested above.  A replay in which nothing dies is the measure.
+
+    The critic dies before both have trained on a rollout, so that both go back to the checkpoint; the actor dies
+    later, and both go back to the copies in memory.
+    """
+    roles = tmp_path / "roles.yaml"
+    roles.write_text("megatron:\n  - {name: values, role: critic, overrides: {lr: 1e-3}}\n")
+    flags = replay_flags(
+        task, tmp_path, f"{run_folder}/dump/{{rollout_id}}.pt",
+        *"--actor-num-gpus-per-node 1 --advantage-estimator ppo --num-critic-only-steps 1 --num-rollout 3".split(),
+        *("--megatron-config-path", str(roles), "--trainer-recovery", "memory"),
+        *hook("the_critic_dies_in_rollout_1_and_the_actor_in_2"),
+    )  # fmt: skip
+    job = Job("train.py", flags, tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
     assert re.findall(r"(\w+) rank 0 died", job.text())[:2] == ["critic", "actor"]
     assert re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text()) == ["1", "1"]
     assert "copies in memory are lost" not in job.text()
-    for name, taken in (("train/critic-value_loss", [0, 1, 2, 2, 3, 4, 5, 4, 5]), ("train/pg_loss", [2, 3, 4, 4, 5])):
-        original = {row["train/step"]: row[name] for row in records(ppo_folder, name)}
-        steps = records(tmp_path, name)
-        assert [row["train/step"] for row in steps] == taken
-        assert all(row[name] == original[row["train/step"]] for row in steps)
+    critic_steps = records(tmp_path, "train/critic-value_loss")
+    assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 2, 3, 4, 5, 4, 5]
+    assert {step["train/critic-lr-pg_0"] for step in critic_steps} == {1e-3}
+    actor_steps = records(tmp_path, "train/pg_loss")
+    assert [step["train/step"] for step in actor_steps] == [2, 3, 4, 4, 5]
+    assert all("rollout/values" in record for record in records(tmp_path, "rollout/returns"))
+    assert [row["rollout/step"] for row in records(tmp_path, "rollout/explained_variance")] == [0, 1, 1, 2, 2]
+    for folder in (tmp_path, tmp_path / "critic"):
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+    job.seconds_until_gone(GONE_S)
+    for rollout_id in (0, 1):
+        (tmp_path / f"iter_{rollout_id:07d}").rename(tmp_path / f"hidden_{rollout_id}")  # so it begins at the start
+    out = tmp_path / "again"
+    for folder in (out, out / "critic"):
+        folder.mkdir()
+        for rollout_id in (1, 2):
+            (folder / f"died_in_{rollout_id}").touch()  # nothing dies in the replay
+    again = Job("tools/replay.py", [str(tmp_path), "--step", "3", "--out", str(out)], tmp_path / "replay.txt")
+    assert again.finish(JOB_S) == 0, again.text()[-4000:]
+    assert "Step 3 from the start, 3 steps" in again.text()
+    assert "Step 3 is the same to the bit" in again.text() and "digest of the critic's weights" in again.text()
+    run, replayed = read_run(tmp_path), read_run(out)
+    assert list(run.critic_digests) == [0, 1, 2] and list(run.digests) == [1, 2]
+    assert (replayed.digests, replayed.critic_digests) == (run.digests, run.critic_digests)
+    for name, steps in (("train/critic-value_loss", critic_steps), ("train/pg_loss", actor_steps)):
+        undisturbed = {row["train/step"]: row[name] for row in records(out, name)}
+        assert all(row[name] == undisturbed[row["train/step"]] for row in steps)
+    again.seconds_until_gone(GONE_S)
