@@ -47,7 +47,7 @@ def test_a_prefill_and_a_decode_engine_generate_without_a_trainer_until_they_die
         *"--debug-rollout-only --rollout-max-response-len 400 --num-rollout 1000 --save-interval 1000".split(),
     )  # fmt: skip
     job = Job("train.py", flags, tmp_path / "log.txt")
-    job.wait_until(lambda: (tmp_path / "dump/1.pt").exists(), "second rollout", STEP_S)
+    job.wait_until(lambda: (tmp_path / "dump/0.pt").exists(), "first rollout", STEP_S)
     url = re.search(r"router default (http://127\.0\.0\.1:\d+)", job.text())[1]
     model = AutoModelForCausalLM.from_pretrained(task / "task/hf", dtype=torch.float32)
     worst = max(error_of_answer(url, model, length) for length in (1, 9, 450))

@@ -83,7 +83,7 @@ def answer_of(method: str, url: str, **request: Any) -> requests.Response:
         try:
             with requests.Session() as session:
                 session.trust_env = False
-                return session.request(method, url, timeout=30, **request)
+                return session.request(method, url, timeout=120, **request)
         except requests.ConnectionError:
             if attempt == 3:
                 raise
@@ -156,7 +156,7 @@ def test_a_stranger_gets_nothing_beyond_health_of_a_job_that_ends_when_its_train
     known = {"Authorization": f"Bearer {secret}"}
     for url, path in ((engine, "/v1/loads"), (engine, "/metrics"), (router, "/workers"), (page, "/metrics")):
         assert ask(url, path, marker, **known)["GET"].ok, path
-    text = requests.get(page + "/metrics", headers=known, timeout=30).text
+    text = requests.get(page + "/metrics", headers=known, timeout=120).text
     assert "smg_" in text and "sglang:" in text  # what the router and the engine show is in the job's page
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path != secret_file]
     assert [path for path in files if holds(path, secret)] == []
