@@ -50,7 +50,7 @@ from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.sglang_utils.server_guard import ServerGuard
 from slime.utils import http_utils
 from slime.utils.net import get_free_port
-from slime.weights import file_digests, hf_digests
+from slime.weights import file_digests
 from slime.weights.hf_files import HfFolderWriter
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_parallel, write_hf_model
 
@@ -158,12 +158,12 @@ def save_hf(tensors: dict[str, torch.Tensor], folder: Path, *, digests: bool) ->
         with HfFolderWriter(folder, assets_from=None, shard_bytes=1 << 28) as writer:
             writer.add_all(tensors.items())
 
-    kept = hf_digests.digest_of
-    hf_digests.digest_of = kept if digests else lambda data: "0" * 16
+    kept = file_digests.digest_of
+    file_digests.digest_of = kept if digests else lambda data: "0" * 16
     try:
         return timed(write)
     finally:
-        hf_digests.digest_of = kept
+        file_digests.digest_of = kept
 
 
 def model_loads(root: Path, mib: int) -> tuple[Callable[..., Times], int]:

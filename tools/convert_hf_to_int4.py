@@ -29,7 +29,7 @@ from slime.flags.kinds import any_float, any_int
 from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import copy_assets
-from slime.weights.hf_rewrite.source import HfSource, open_source
+from slime.weights.hf_rewrite.plan import HfSource, open_source
 from slime.weights.hf_rewrite.to_quantized import ignored_by_int4, require_plain
 from tools.cli import clean_exit
 

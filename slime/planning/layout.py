@@ -72,7 +72,7 @@ class ParallelSizes:
 
     @property
     def tower_copies(self) -> int:
-        """How often a vision tower's FLOPs are done or waited for: other stages wait for it on the first, and each
+        """Times that a vision tower's FLOPs are done or waited for: other stages wait for it on the first, and each
         tensor-parallel rank computes it whole, but for sequence parallelism.
         """
         return self.pipeline * (1 if self.sequence_parallel else self.tensor)

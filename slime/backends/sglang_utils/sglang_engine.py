@@ -27,7 +27,7 @@ from slime.flags.security import job_secret
 from slime.utils.env import visible_index
 from slime.utils.errors import DataError, DeadlineError, EngineDiedError, EngineError, ProcessError
 from slime.utils.net import format_host_port
-from slime.weights.hf_digests import check_in_background
+from slime.weights.file_digests import check_in_background
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,8 @@ import torch
 from tqdm import tqdm
 
 from slime.utils.errors import ConfigError
-from slime.weights.file_digests import FolderDigests
-from slime.weights.hf_digests import check_file
-from slime.weights.hf_rewrite.plan import FilePlan, Rewrite, TensorPlan, make_plan
-from slime.weights.hf_rewrite.source import HfSource, open_source, shown
+from slime.weights.file_digests import FolderDigests, check_file
+from slime.weights.hf_rewrite.plan import FilePlan, HfSource, Rewrite, TensorPlan, make_plan, open_source, shown
 from slime.weights.hf_rewrite.target import Target
 from slime.weights.hf_rewrite.tensor_file import CHUNK_BYTES, RowReader, copy_bytes, write_at
 

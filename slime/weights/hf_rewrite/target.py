@@ -19,11 +19,9 @@ from typing import Any
 from slime.utils.atomic_file import sync_to_disk
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_object
-from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of
-from slime.weights.hf_digests import pieces_of_file
+from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of, pieces_of_file
 from slime.weights.hf_files import INDEX_FILE, is_weight_file
-from slime.weights.hf_rewrite.plan import FilePlan, make_index
-from slime.weights.hf_rewrite.source import CONFIG_FILE, HfSource
+from slime.weights.hf_rewrite.plan import CONFIG_FILE, FilePlan, HfSource, make_index
 
 JOURNAL = ".conversion.json"
 LOCK = ".conversion.lock"

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.plan import OutputRows, TensorPlan, copied, dropped
-from slime.weights.hf_rewrite.source import HfSource, shown, without_quantization
+from slime.weights.hf_rewrite.plan import (
+    HfSource,
+    OutputRows,
+    TensorPlan,
+    copied,
+    dropped,
+    shown,
+    without_quantization,
+)
 from slime.weights.hf_rewrite.tensor_file import RowReader
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
 from slime.weights.quantize.formats import GroupInt

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.plan import OutputRows, TensorPlan, copied
-from slime.weights.hf_rewrite.source import HfSource, shown
+from slime.weights.hf_rewrite.plan import HfSource, OutputRows, TensorPlan, copied, shown
 from slime.weights.hf_rewrite.tensor_file import RowReader
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.source import open_source
+from slime.weights.hf_rewrite.plan import open_source
 from slime.weights.quantize import read_format
 from tests.unit.weights.hf_rewrite.checkpoints import read_folder, tensors_of, write_folder
 from tools import (

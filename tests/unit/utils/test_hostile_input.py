@@ -29,7 +29,7 @@ from slime.utils.answer_checks import problem_with_answer
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
 from slime.utils.sglang_meta import decode_int32
 from slime.weights.file_digests import FolderDigests
-from slime.weights.hf_rewrite.source import open_source
+from slime.weights.hf_rewrite.plan import open_source
 from slime.weights.peft_folder import read_peft_folder
 from slime.weights.quantize.quantizer import FP8_LISTS, read_format
 from slime.weights.stored_tensors import read_layout

@@ -65,7 +65,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     _value("--rope-scaling-factor", _MODEL, "The factor of --use-rope-scaling.", type=float, default=8.0),
     OwnFlag(
         ("--yarn-truncate",),
-        _RESOLVE,
+        _BUILDERS,
         "YaRN rounds the range of dimensions between stretched and not to whole ones; of --position-embedding-type "
         "yarn. Default: truncate of --hf-checkpoint's config.json, else on.",
         {"action": argparse.BooleanOptionalAction, "default": None},

@@ -17,8 +17,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.models import WeightMap
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_config
-from slime.weights.file_digests import FolderDigests
-from slime.weights.hf_digests import check_header, check_tensor
+from slime.weights.file_digests import FolderDigests, check_header, check_tensor
 from slime.weights.manifest import Manifest, TensorEntry
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight

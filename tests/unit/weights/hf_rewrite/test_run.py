@@ -13,8 +13,7 @@ import torch
 from safetensors import safe_open
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.file_digests import DIGEST_FILE, FolderDigests
-from slime.weights.hf_digests import check_in_background, pieces_of_file
+from slime.weights.file_digests import DIGEST_FILE, FolderDigests, check_in_background, pieces_of_file
 from slime.weights.hf_rewrite import run, tensor_file
 from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.hf_rewrite.target import JOURNAL, LOCK
