@@ -1,4 +1,7 @@
-"""The real SGLang server behind the real router, on the CPU, against transformers.  One engine serves all tests."""
+"""The real SGLang server behind the real router, on the CPU, against transformers.  One engine serves all tests.
+
+Its model sees: text and pictures are asked about.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,11 +24,15 @@ import psutil
 import pytest
 import requests
 import torch
+from PIL import Image, ImageDraw
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.rollout.generate import append_output, request_payload
 from slime.utils.errors import WeightSyncError
+from slime.utils.processing_utils import full_pixels, load_processor
+from slime.utils.types import Sample
 from slime.weights.push.verbs import COMPARE, FILL_WITH_NAN, FIND_NAN
 from tests.loaded_model.buckets import digests, fill, whole_buckets
 
@@ -38,6 +46,8 @@ pytestmark = [
 ]
 
 PROMPT = [5, 6, 7, 8, 9]
+RED, GREEN, BLUE = (250, 40, 10), (10, 200, 30), (20, 60, 220)
+ROLLOUT: Any = Namespace(use_rollout_routing_replay=False, sglang_speculative_algorithm=None)
 
 
 @dataclass
@@ -52,25 +62,57 @@ class Running:
     models: dict[int, Any]
     folders: dict[int, Path]
     router_metrics_url: str
+    processor: Any
 
-    def generate(self, num_tokens: int = 16, url: str | None = None, **sampling: Any) -> dict[str, Any]:
-        """One response through the router, greedy unless told otherwise."""
-        sampling = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
-        payload = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    def post(self, payload: dict[str, Any]) -> requests.Response:
+        """What the router answers."""
         with requests.Session() as session:
             session.trust_env = False
-            response = session.post(f"{url or self.router_url}/generate", json=payload, timeout=300)
+            return session.post(f"{self.router_url}/generate", json=payload, timeout=300)
+
+    def generate(self, num_tokens: int = 16, **sampling: Any) -> dict[str, Any]:
+        """One response through the router, greedy unless told otherwise."""
+        sampling = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
+        response = self.post({"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True})
         response.raise_for_status()
         return response.json()
 
     def error_against(self, seed: int) -> float:
         """Largest difference between the engine's log-probs and those of model ``seed`` in transformers."""
         pairs = self.generate()["meta_info"]["output_token_logprobs"]
-        tokens = torch.tensor([PROMPT + [token for _, token, *_ in pairs]])
+        tokens = PROMPT + [token for _, token, *_ in pairs]
+        return self.difference(seed, tokens, [log_prob for log_prob, *_ in pairs])
+
+    def difference(self, seed: int, tokens: list[int], log_probs: list[float], **pictures: Any) -> float:
+        """The largest of the log-probs of the last tokens from those of model ``seed`` in transformers."""
         with torch.no_grad():
-            log_probs = self.models[seed](tokens).logits.float().log_softmax(-1)[0]
-        expected = log_probs[range(len(PROMPT) - 1, tokens.shape[1] - 1), tokens[0, len(PROMPT) :]]
-        return (expected - torch.tensor([log_prob for log_prob, *_ in pairs])).abs().max().item()
+            expected = self.models[seed](torch.tensor([tokens]), **pictures).logits.float().log_softmax(-1)[0]
+        drawn = range(len(tokens) - len(log_probs), len(tokens))
+        ours = expected[[index - 1 for index in drawn], [tokens[index] for index in drawn]]
+        return (ours - torch.tensor(log_probs)).abs().max().item()
+
+    def sample(self, *colours: tuple[int, int, int]) -> Sample:
+        """A question about pictures of these colours."""
+        parts = [part for _ in colours for part in ({"type": "image"}, {"type": "text", "text": "how many"})]
+        messages = [{"role": "user", "content": parts}]
+        prompt = self.processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return Sample(index=0, prompt=prompt, multimodal_inputs={"images": [picture(colour) for colour in colours]})
+
+    def go_on(self, sample: Sample, num_tokens: int) -> dict[str, Any]:
+        """Let the engine go on with a sample as a rollout does; what it tells of the request."""
+        params = {"max_new_tokens": sample.response_length + num_tokens, "temperature": 0.0, "ignore_eos": True}
+        state = Namespace(tokenizer=self.processor.tokenizer, processor=self.processor)
+        response = self.post(request_payload(ROLLOUT, sample, params, state))
+        response.raise_for_status()
+        append_output(ROLLOUT, sample, response.json())
+        return response.json()["meta_info"]
+
+    def error_of(self, sample: Sample, seed: int) -> float:
+        """Largest difference between a sample's log-probs and those of model ``seed``, which sees its pictures."""
+        inputs, tokens = sample.multimodal_train_inputs, sample.tokens
+        is_picture = torch.tensor([[token == self.processor.image_token_id for token in tokens]]).int()
+        pictures = {"pixel_values": full_pixels(inputs), "image_grid_thw": inputs["image_grid_thw"]}
+        return self.difference(seed, tokens, sample.rollout_log_probs, mm_token_type_ids=is_picture, **pictures)
 
     def named_tensors(self, seed: int) -> list[tuple[str, torch.Tensor]]:
         """A copy of the HF weights of model ``seed``."""
@@ -102,6 +144,12 @@ class Running:
         return sent, self.engine.acknowledge_weight_update(push_id)
 
 
+def picture(colour: tuple[int, int, int]) -> Image.Image:
+    shown = Image.new("RGB", (48, 33), colour)
+    ImageDraw.Draw(shown).ellipse((1, 0, 24, 32), fill=(250, 250, 0))
+    return shown
+
+
 def shared_bucket(named_tensors: list[tuple[str, torch.Tensor]]) -> str:
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -119,7 +167,7 @@ def by_value(named_tensors: list[tuple[str, torch.Tensor]]) -> str:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     cpu_shim.install()
     from engine_owner import engine_args
-    from tiny_qwen3 import save_tiny_model
+    from tiny_qwen3_vl import save_tiny_model
 
     torch.multiprocessing.set_sharing_strategy("file_system")
     folder = tmp_path_factory.mktemp("engine")
@@ -141,7 +189,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         engine = SGLangEngine(engine_args(str(folders[0])), rank=0)
         engine.connect(facts["engine_url"])
         urls = facts["router_url"], facts["router_metrics_url"]
-        yield Running(engine, urls[0], owner, facts["roots"], facts["start_s"], models, folders, urls[1])
+        processor = load_processor(str(folders[0]))
+        yield Running(engine, urls[0], owner, facts["roots"], facts["start_s"], models, folders, urls[1], processor)
     finally:
         owner.kill()
         owner.wait(timeout=60)
@@ -228,14 +277,14 @@ def test_a_changed_element_is_named_and_nothing_is_loaded(running: Running) -> N
     running.push(0, "1")
     changed = running.named_tensors(0)
     tensors = dict(changed)
-    tensors["model.layers.1.self_attn.k_proj.weight"].view(-1)[3] += 0.25
-    tensors["model.layers.0.mlp.up_proj.weight"].view(-1)[5] = 1.0
+    tensors["model.language_model.layers.1.self_attn.k_proj.weight"].view(-1)[3] += 0.25
+    tensors["model.visual.blocks.0.mlp.linear_fc1.weight"].view(-1)[5] = 1.0
     with pytest.raises(WeightSyncError) as caught:
         running.engine.update_weights_from_tensor([by_value(changed)], COMPARE, "1")
     message = str(caught.value)
     assert "2 problems" in message
-    assert "model.layers.1.self_attn.k_proj.weight (shape [32, 64]): 1 elements" in message
-    assert "model.layers.0.mlp.up_proj.weight" in message
+    assert "model.language_model.layers.1.self_attn.k_proj.weight (shape [64, 128]): 1 elements" in message
+    assert "model.visual.blocks.0.mlp.linear_fc1.weight" in message
     assert running.error_against(0) < 1e-5
 
 
@@ -244,7 +293,7 @@ def test_a_push_that_forgets_tensors_is_found_out(running: Running) -> None:
     running.engine.update_weights_from_tensor([nothing], FILL_WITH_NAN)
     without_keys = [(name, tensor) for name, tensor in running.named_tensors(0) if "k_proj" not in name]
     running.engine.update_weights_from_tensor([shared_bucket(without_keys)], "flattened_bucket", "1")
-    with pytest.raises(WeightSyncError, match=r"qkv_proj.weight: 2048 of 8192 elements were never pushed"):
+    with pytest.raises(WeightSyncError, match=r"qkv_proj.weight: 8192 of 32768 elements were never pushed"):
         running.engine.update_weights_from_tensor([nothing], FIND_NAN)
     running.push(0, "1")
     running.engine.update_weights_from_tensor([nothing], FIND_NAN)
@@ -254,7 +303,7 @@ def test_snapshot_and_compare_work_without_cuda(running: Running) -> None:
     running.push(0, "1")
     running.engine.check_weights("snapshot")
     running.engine.check_weights("reset_tensors")
-    with pytest.raises(WeightSyncError, match="model.embed_tokens.weight"):
+    with pytest.raises(WeightSyncError, match="visual.patch_embed.proj.weight"):
         running.engine.check_weights("compare")
     running.push(0, "1")
     running.engine.check_weights("compare")
@@ -318,7 +367,7 @@ def num_requests_in_flight(server: ServerControl) -> int:
 def test_an_abort_returns_what_was_generated_so_far(running: Running, verb: str) -> None:
     server = ServerControl(running.engine.get_url() or "", api_key=running.engine.args.job_secret)
     with ThreadPoolExecutor(1) as pool:
-        response = pool.submit(running.generate, 2000, temperature=1.0)
+        response = pool.submit(running.generate, 480, temperature=1.0)
         while num_requests_in_flight(server) == 0:
             time.sleep(0.05)
         time.sleep(1.0)  # the first tokens
@@ -330,7 +379,41 @@ def test_an_abort_returns_what_was_generated_so_far(running: Running, verb: str)
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 2000
+    assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 480
+
+
+def test_pictures_are_kept_with_their_prompts_until_a_push(running: Running) -> None:
+    running.push(0, "1")
+    first, again, other = samples = [running.sample(RED, shown) for shown in (BLUE, BLUE, GREEN)]
+    cached = [running.go_on(sample, 4)["cached_tokens"] for sample in samples]
+    image = running.processor.image_token_id
+    second = [at for at, token in enumerate(first.tokens) if token == image and first.tokens[at - 1] != image][1]
+    assert cached == [0, len(first.tokens) - 4 - 1, second]
+    assert first.tokens == again.tokens and first.rollout_log_probs != other.rollout_log_probs
+    assert max(running.error_of(sample, 0) for sample in samples) < 2e-5
+    running.push(1, "2")
+    later = running.sample(RED, BLUE)
+    assert running.go_on(later, 4)["cached_tokens"] == 0
+    assert running.error_of(later, 1) < 2e-5 < running.error_of(later, 0)
+
+
+def test_a_sample_with_pictures_goes_on_where_it_was_aborted(running: Running) -> None:
+    running.push(0, "1")
+    server = ServerControl(running.engine.get_url() or "", api_key=running.engine.args.job_secret)
+    sample = running.sample(RED, BLUE)
+    with ThreadPoolExecutor(1) as pool:
+        response = pool.submit(running.go_on, sample, 400)
+        while num_requests_in_flight(server) == 0:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        running.engine.abort_all()
+        response.result(timeout=300)
+    before, kept = list(sample.tokens), sample.response_length
+    assert sample.status is Sample.Status.ABORTED and 0 < kept < 400
+    told = running.go_on(sample, 8)
+    assert told["prompt_tokens"] == len(before) and told["cached_tokens"] >= len(before) - kept
+    assert sample.tokens[: len(before)] == before and sample.response_length == kept + 8
+    assert running.error_of(sample, 0) < 2e-5
 
 
 def test_release_and_resume_may_be_repeated(running: Running) -> None:
