@@ -241,7 +241,8 @@ def _glm_positions(original: Callable[..., Any], *args: Any, **options: Any) -> 
 def _refuse_features(obj: Any) -> None:
     """Refuse a request with what a processor or a tower has made of an image, sound or video.
 
-    SGLang 0.5.15 takes it from programs in its own process.  Of JSON it makes lists, which end its scheduler.
+    SGLang 0.5.15 takes it from programs in its own process.  On the lists that JSON makes of it, it fails with status
+    500, which clients send again.
 
     Raises:
         ValueError: the server's answer is status 400 with it.
