@@ -3,7 +3,7 @@
     pip install 'verl[sglang]==0.9.1'        # beside slime; see --help for what runs without it
     python benchmarks/peers/run.py --out runs/peers
     python benchmarks/peers/run.py --out /tmp/p --shape tiny --prompts 2 --samples 4 --median 24 --cap 32 \\
-        --sides slime --slime '--fp32'       # a CPU, slime alone
+        --sides slime --slime=--fp32       # a CPU, slime alone
 
 Each side is a whole colocated job, one after the other: GRPO with a KL term against a reference, one optimizer step a
 rollout, fp32 master weights, no recomputation, engines with the same attention, memory share and number of requests.

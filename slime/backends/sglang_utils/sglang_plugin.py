@@ -5,6 +5,7 @@ log-probs renormalised over them.  ``server_main`` registers the hooks in slime'
 else SGLang finds them by the entry point of the installed package.
 
 A request that names no adapter runs on the one pushed last (``--lora-push adapter``).  Every answer names its engine.
+A pause ends as soon as aborted requests have.
 Ids with images go to an encoder as text does, GLM-4V counts the positions of ids as drawn, a flush forgets features of
 images, and a request that brings some is refused.
 
@@ -40,8 +41,11 @@ _running: Counter[str | None] = Counter()
 """Requests under way, by the id of their adapter."""
 LOST_COUNT_S = 5.0
 """An adapter without requests for so long has none in the scheduler either, which aborts within a step."""
+PAUSE_LOOK_S = 0.01
+"""Between two looks whether aborted requests have ended, for a second; then SGLang's own wait begins."""
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 _is_registered = False
@@ -66,8 +70,10 @@ def register() -> None:
         (f"{_SAMPLER}.forward", _forward, HookType.AROUND),
         (f"{_SAMPLER}._sample_from_probs", _sample_from_probs, HookType.AROUND),
         (f"{_SAMPLER}._attach_logprobs_to_output", _attach_log_probs, HookType.AFTER),
-        ("sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", _generate, HookType.AROUND),
+        (f"{_TOKENIZER_MANAGER}.generate_request", _generate, HookType.AROUND),
+        (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, HookType.AROUND),
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
+        ("sglang.srt.managers.scheduler.Scheduler.load_lora_adapter_from_tensors", _open_handles, HookType.AROUND),
         ("sglang.srt.lora.lora.LoRAAdapter.initialize_weights_from_tensors", _take_adapter, HookType.AROUND),
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
@@ -169,6 +175,22 @@ async def _generate(
             yield answer
 
 
+async def _pause(original: Callable[..., Any], manager: Any, request: Any) -> None:
+    """Pause once aborted requests have ended, within milliseconds.
+
+    SGLang 0.5.15 aborts, looks at once, and then only every second: a push during a rollout took one more.
+    """
+    if request.mode == "abort":
+        async with manager.is_pause_cond:
+            manager.is_pause = True  # holds new requests, as SGLang's own pause does
+        manager.abort_request(abort_all=True)
+        for _ in range(round(1 / PAUSE_LOOK_S)):
+            if not await manager.model_update_lock.is_locked():
+                break
+            await asyncio.sleep(PAUSE_LOOK_S)
+    await original(manager, request)
+
+
 @asynccontextmanager
 async def _counted(lora_id: str | None) -> AsyncIterator[None]:
     _running[lora_id] += 1
@@ -199,6 +221,18 @@ async def _wait_for_unload(original: Callable[..., Any], registry: Any, lora_id:
             registry._counters.pop(lora_id, None)
             break
     _running.pop(lora_id, None)
+
+
+def _open_handles(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Load an adapter that lies in memory of the trainer's GPU.
+
+    Handles name GPUs by UUID, which SGLang 0.5.15 teaches torch before it loads weights, not before adapters.
+    """
+    if torch.cuda.is_available():
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+    return original(scheduler, request)
 
 
 def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,9 +1,11 @@
-"""An adapter that comes in memory of the GPU stays there, as SGLang's own adapter holds it."""
+"""Hooks in SGLang's processes, against SGLang's own classes: adapters stay on the GPU, a pause does not sleep."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
@@ -12,7 +14,11 @@ cpu_shim.install()
 from sglang.srt.lora.lora import LoRAAdapter  # noqa: E402 - after the shim
 from sglang.srt.lora.lora_config import LoRAConfig  # noqa: E402
 
-from slime.backends.sglang_utils.sglang_plugin import _take_adapter  # noqa: E402
+from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: E402
+from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
+from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
+
+from slime.backends.sglang_utils.sglang_plugin import _pause, _take_adapter  # noqa: E402
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -37,3 +43,46 @@ def test_an_adapter_on_the_card_is_held_there_as_one_on_the_host_is_on_the_host(
     assert shapes[0] == shapes[1]
     assert on_card["base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"].shape == (16, 2)
     assert not {id(one) for one in on_card.values()} & {id(one) for one in given.values()}
+
+
+class Manager:
+    """A tokenizer manager with a request under way that ends some turns of the loop after its abort."""
+
+    def __init__(self) -> None:
+        self.is_pause, self.is_pause_cond, self.model_update_lock = False, asyncio.Condition(), RWLock()
+        self.aborted = asyncio.Event()
+
+    def abort_request(self, abort_all: bool) -> None:
+        self.aborted.set()
+
+    async def answer(self, turns: int) -> bool:
+        """Give whether requests were held when this one ended."""
+        async with self.model_update_lock.reader_lock:
+            await self.aborted.wait()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return self.is_pause
+
+
+@pytest.mark.parametrize("is_hooked", [True, False])
+def test_a_pause_ends_when_aborted_requests_have(is_hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def record(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    async def run() -> bool:
+        manager, pause = Manager(), TokenizerManager.pause_generation
+        request = asyncio.ensure_future(manager.answer(turns=5))
+        await sleep(0)
+        monkeypatch.setattr(asyncio, "sleep", record)
+        asked = PauseGenerationReqInput(mode="abort")
+        await (_pause(pause, manager, asked) if is_hooked else pause(manager, asked))  # type: ignore[arg-type]
+        assert manager.is_pause and request.done()
+        return await request
+
+    assert asyncio.run(run())
+    # SGLang's own pause would wait a second: when it no longer does, the hook can go.
+    assert (1.0 in slept) is not is_hooked
