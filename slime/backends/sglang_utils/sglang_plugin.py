@@ -73,7 +73,6 @@ def register() -> None:
         (f"{_TOKENIZER_MANAGER}.generate_request", _generate, HookType.AROUND),
         (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, HookType.AROUND),
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
-        ("sglang.srt.managers.scheduler.Scheduler.load_lora_adapter_from_tensors", _open_handles, HookType.AROUND),
         ("sglang.srt.lora.lora.LoRAAdapter.initialize_weights_from_tensors", _take_adapter, HookType.AROUND),
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
@@ -221,18 +220,6 @@ async def _wait_for_unload(original: Callable[..., Any], registry: Any, lora_id:
             registry._counters.pop(lora_id, None)
             break
     _running.pop(lora_id, None)
-
-
-def _open_handles(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Load an adapter that lies in memory of the trainer's GPU.
-
-    Handles name GPUs by UUID, which SGLang 0.5.15 teaches torch before it loads weights, not before adapters.
-    """
-    if torch.cuda.is_available():
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        monkey_patch_torch_reductions()
-    return original(scheduler, request)
 
 
 def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -13,7 +13,6 @@ from slime.backends.sglang_utils import cpu_shim
 cpu_shim.install()
 from sglang.srt.lora.lora import LoRAAdapter  # noqa: E402 - after the shim
 from sglang.srt.lora.lora_config import LoRAConfig  # noqa: E402
-
 from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: E402
 from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
 from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
