@@ -74,6 +74,7 @@ def register() -> None:
         (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, HookType.AROUND),
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
         ("sglang.srt.lora.lora.LoRAAdapter.initialize_weights_from_tensors", _take_adapter, HookType.AROUND),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.unload_lora_adapter", _unload_adapter, HookType.AROUND),
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
         (f"{_ROPE}.get_rope_index_glm4v", _glm_positions, HookType.AROUND),
@@ -237,6 +238,14 @@ def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[
     adapter._normalize_weights()
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()  # with the answer the trainer frees what was copied
+
+
+def _unload_adapter(original: Callable[..., Any], runner: Any, lora_ref: Any) -> Any:
+    """Unload an adapter and leave its memory in torch's cache, for the one that is loaded next.
+
+    SGLang empties the cache twice, to log the free memory.
+    """
+    return runner.lora_manager.unload_lora_adapter(lora_ref)
 
 
 def _receive_images(original: Callable[..., Any], receiver: Any, requests: Any, *args: Any, **options: Any) -> Any:

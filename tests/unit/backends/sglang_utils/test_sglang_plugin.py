@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: E402
 from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
 from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
 
-from slime.backends.sglang_utils.sglang_plugin import _pause, _take_adapter  # noqa: E402
+from slime.backends.sglang_utils.sglang_plugin import _pause, _take_adapter, _unload_adapter  # noqa: E402
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -85,3 +85,13 @@ def test_a_pause_ends_when_aborted_requests_have(is_hooked: bool, monkeypatch: p
     assert asyncio.run(run())
     # SGLang's own pause would wait a second: when it no longer does, the hook can go.
     assert (1.0 in slept) is not is_hooked
+
+
+def test_an_adapter_goes_without_a_look_at_the_free_memory() -> None:
+    def original(*_: object) -> None:
+        raise AssertionError("it empties torch's cache")
+
+    gone: list[str] = []
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(unload_lora_adapter=lambda ref: gone.append(ref) or "done"))
+    assert _unload_adapter(original, runner, "one") == "done"
+    assert gone == ["one"]
