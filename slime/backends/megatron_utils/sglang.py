@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import NamedTensors
@@ -34,9 +35,25 @@ def prepare() -> None:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
+        share_host_tensors()
     else:
         # The default strategy hands file descriptors over a socket, which only works between relatives.
         torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+def share_host_tensors() -> None:
+    """Pickle handles to host memory as torch does: SGLang's patch, which puts the GPU's id into a handle, ends with an
+    IndexError for a tensor that has none (0.5.15).
+    """
+    patched, stock = reductions.reduce_tensor, vars(reductions)["_reduce_tensor_original"]
+    if patched.__module__ == __name__:
+        return
+
+    def reduce_tensor(tensor: torch.Tensor) -> Any:
+        return (stock if tensor.is_cpu else patched)(tensor)
+
+    reductions.reduce_tensor = reduce_tensor
+    reductions.init_reductions()
 
 
 def wants_ue8m0_scales(block: tuple[int, int]) -> bool:

@@ -73,6 +73,7 @@ def register() -> None:
         (f"{_TOKENIZER_MANAGER}.generate_request", _generate, HookType.AROUND),
         (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, HookType.AROUND),
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
+        ("sglang.srt.managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors", _read_adapter, HookType.AROUND),
         ("sglang.srt.lora.lora.LoRAAdapter.initialize_weights_from_tensors", _take_adapter, HookType.AROUND),
         ("sglang.srt.model_executor.model_runner.ModelRunner.unload_lora_adapter", _unload_adapter, HookType.AROUND),
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
@@ -221,6 +222,14 @@ async def _wait_for_unload(original: Callable[..., Any], registry: Any, lora_id:
             registry._counters.pop(lora_id, None)
             break
     _running.pop(lora_id, None)
+
+
+def _read_adapter(original: Callable[..., Any], worker: Any, request: Any) -> Any:
+    """Prepare the process to map a handle to memory of a GPU, as SGLang does for weights but not for adapters."""
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+    monkey_patch_torch_reductions()
+    return original(worker, request)
 
 
 def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -15,9 +15,17 @@ from sglang.srt.lora.lora import LoRAAdapter  # noqa: E402 - after the shim
 from sglang.srt.lora.lora_config import LoRAConfig  # noqa: E402
 from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: E402
 from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
+from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
 from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
+from torch.multiprocessing import reductions  # noqa: E402
 
-from slime.backends.sglang_utils.sglang_plugin import _pause, _take_adapter, _unload_adapter  # noqa: E402
+from slime.backends.megatron_utils.sglang import serialize_bucket, share_host_tensors  # noqa: E402
+from slime.backends.sglang_utils.sglang_plugin import (  # noqa: E402
+    _pause,
+    _read_adapter,
+    _take_adapter,
+    _unload_adapter,
+)
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -95,3 +103,15 @@ def test_an_adapter_goes_without_a_look_at_the_free_memory() -> None:
     runner = SimpleNamespace(lora_manager=SimpleNamespace(unload_lora_adapter=lambda ref: gone.append(ref) or "done"))
     assert _unload_adapter(original, runner, "one") == "done"
     assert gone == ["one"]
+
+
+def test_handles_of_gpus_can_be_read_before_the_first_push_and_those_of_host_memory_still_be_made() -> None:
+    assert _read_adapter(lambda *_: hasattr(reductions, "_rebuild_cuda_tensor_original"), None, None)
+    tensor = torch.arange(4.0)
+    with pytest.raises(IndexError):  # SGLang's patch alone
+        serialize_bucket([("one", tensor)])
+    share_host_tensors()
+    share_host_tensors()
+    text, _buffer = serialize_bucket([("one", tensor)])
+    held = MultiprocessingSerializer.deserialize(text)["flattened_tensor"]
+    assert held.view(torch.float32).equal(tensor)
