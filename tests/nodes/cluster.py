@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import ray
-from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._private.authentication.authentication_token_setup import Config, ensure_token_if_auth_enabled
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
@@ -121,6 +121,7 @@ def logical_nodes(
     """
     variables = dict(job_variables or {})
     with patch.dict(os.environ, ENVIRONMENT | variables):
+        Config.initialize("")  # Ray has read the mode when it was imported
         ensure_token_if_auth_enabled()
         nodes = LogicalNodes(Cluster(), num_gpus, head_gpus)
         try:
