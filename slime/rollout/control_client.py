@@ -102,8 +102,15 @@ async def worker_urls(config: RolloutConfig) -> list[str]:
 
 
 async def list_workers(list_url: str) -> list[dict[str, Any]]:
-    """Return the entries of a router's list; requests to these engines carry the job's secret from then on."""
-    workers: list[dict[str, Any]] = (await control_get(list_url)).get("workers", [])
+    """Return the entries of a router's list; requests to these engines carry the job's secret from then on.
+
+    Raises:
+        EngineError: it does not answer, or not with a list of engines.
+    """
+    answer = await control_get(list_url)
+    workers = answer.get("workers", []) if isinstance(answer, dict) else None
+    if not isinstance(workers, list):
+        raise EngineError(f"GET {list_url} was answered with {str(answer)[:200]!r}; expected the router's engines.")
     add_job_servers(*(worker["url"] for worker in workers))
     return workers
 

@@ -88,6 +88,11 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
             Fault("kill", "http router POST /generate", 5, target="trainer0"),
         ],
     ),
+    "a router answers a look at its engines with JSON of another shape": (
+        30001931,
+        Setup(is_async=True, num_rollout=3, over_sampling=1, engines=1, update_interval=2, seconds_per_token=1.0),
+        [Fault("nonsense", "http router GET /workers", 8)],
+    ),
     "SIGTERM to a rank while it trains": (
         1,
         Setup(trainer_ranks=2, save_interval=4, grace_s=20.0),
