@@ -237,6 +237,8 @@ def run_chunks(chunks: list[list[int]], workers: int, tally: Tally) -> list[list
                     tally.add(result)
                 del running[future]
         except KeyboardInterrupt:
+            for worker in list(pool._processes.values()):  # they would go through all that is left
+                worker.terminate()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         except BrokenProcessPool:
