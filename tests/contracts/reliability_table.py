@@ -107,9 +107,10 @@ PROMISES = (
         fails="SIGTERM to the driver or a rank of the trainer",
         promise="with `--preemption-grace-s` the trainer's step ends and is saved; a rank on another node than the "
         "driver's is then let go, where `--trainer-recovery` is on and engines have GPUs of their own: its trainer "
-        "starts on the reserve at once, else on its node once that is back, or has stayed beyond the grace; "
-        "otherwise the job leaves, and the next start repeats no step. SIGTERM that reaches Ray's own process of a "
-        "node (raylet) ends its ranks untold, as the node's death",
+        "starts on the reserve at once, else on its node once that is back, or has stayed beyond the grace (a save of "
+        "`--async-save` that is still being written is lost, and its steps are taken again); otherwise "
+        "the job leaves, and the next start repeats no step. SIGTERM that reaches Ray's own process of a node "
+        "(raylet) ends its ranks untold, as the node's death",
         cost="saved 0.1 s after the signal, gone after 12 to 17 s; no step repeated; letting a rank go was timed in "
         "the simulator alone",
         tests=(
