@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: install
 	@scripts/demo.sh
 
-# A pretrained model on a task of reasoning-gym: 100 MB of packages, 25 minutes on two quiet cores; DEVICE=gpu for one GPU.
+# A pretrained model on a task of reasoning-gym: 100 MB of packages, 23 minutes on two quiet cores; DEVICE=gpu for one GPU.
 demo-real: install
 	@scripts/demo_real.sh
 

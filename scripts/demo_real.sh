@@ -30,7 +30,7 @@ elif [[ "${DEVICE}" == cpu ]]; then
     DTYPE=float32 HELD_OUT=32
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
     DEVICE_ARGS=(
-        --num-rollout 40
+        --num-rollout 30
         --lr 2e-5 # with 32 samples a step, 5e-5 forgets what it learns
         --rollout-batch-size 4
         --global-batch-size 32
