@@ -32,7 +32,7 @@ SPIN_S = 0.0002
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Read when a group is made.  Torch would end the process whose broadcast does not end; we leave the group instead."""
 STORE_TIMEOUT_S = 10.0
-"""Deadline of one question to the store, once everybody has joined."""
+"""Deadline of reaching the store, which the trainer opens as it asks the others to join, and of one question to it."""
 _ABANDONED = "abandoned"
 
 
@@ -72,22 +72,24 @@ class WeightChannel:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._backend = backend
         self._work: dist.Work | None = None
-        limit = timedelta(seconds=timeout_s)
+        question = timedelta(seconds=min(STORE_TIMEOUT_S, timeout_s))
         try:
-            self._store = open_store(master_address, master_port, rank=rank, world_size=world_size, timeout=limit)
+            self._store = open_store(master_address, master_port, rank=rank, world_size=world_size, timeout=question)
             # All must have joined before any of them makes connections: a backend's own hand-shake is harder to end.
             if self._store.add("joined", 1) == world_size:
                 self._store.set("complete", "1")
             self._wait_for_all(is_cancelled)
+            limit = timedelta(seconds=timeout_s)
+            self._store.set_timeout(limit)  # the hand-shake waits there for what other members write
             store = dist.PrefixStore("group", self._store)
             self._group: _Connections | None = _make_backend(backend, store, rank, world_size, limit)
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
             self._abandon_unjoined()
             raise WeightSyncError(
                 f"rank {rank} of {world_size} could not join the weight group at {master_address}:{master_port} "
-                f"within {timeout_s:g} s (--weight-update-timeout-s): {error}"
+                f"(--weight-update-timeout-s {timeout_s:g}): {error}"
             ) from error
-        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        self._store.set_timeout(question)
 
     def _abandon_unjoined(self) -> None:
         """Abandon the group, since joining failed; the store goes with its owner."""

@@ -103,5 +103,10 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
         Setup(is_async=True, trainer_ranks=2, save_interval=2, async_save=True, grace_s=20.0),
         [Fault("term", "http router POST /generate", 14, target="trainer1")],
     ),
+    "a trainer dies as it asks engines to join the group of a push": (
+        50000972,
+        Setup(num_rollout=1, engines=3, broadcast=True),
+        [Fault("kill", "call engine2.join_weight_group", 1, target="trainer0")],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slime.weights import channel
 from tests.simulator.kernel import _KERNEL, WORLD, Process
 
 LOOK_S = 0.25
@@ -139,6 +140,7 @@ class Member:
         name, port, rank = message["group_name"], asked["master_port"], asked["rank_offset"]
         self._groups.pop(name, None)
         state: list[Rendezvous] = []
+        reached_by_s = now_s() + min(channel.STORE_TIMEOUT_S, message["timeout_s"])
 
         def has_met() -> bool:
             group = WORLD[0].rendezvous.get(port)
@@ -153,7 +155,10 @@ class Member:
             self._groups[name] = group, rank
             return True
 
-        self._wait(has_met, lambda: bool(state) and state[0].is_over, message["timeout_s"], done)
+        def is_over() -> bool:
+            return state[0].is_over if state else now_s() >= reached_by_s
+
+        self._wait(has_met, is_over, message["timeout_s"], done)
 
     def leave(self, message: dict[str, Any]) -> None:
         """Leave the group of a message, if there is one."""
@@ -196,7 +201,6 @@ class Member:
 def patch_weight_groups(patches: Any, find_port: Callable[..., int]) -> None:
     """Lead the trainer's weight groups to this module."""
     from slime.utils import net
-    from slime.weights import channel
 
     for holder, name, value in (
         (channel, "open_store", open_store),
