@@ -376,7 +376,7 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=ENGINES,
-        waits="Manager for all engines to start; for an actor to name a free port (600 s)",
+        waits="Manager for all engines to start; for their actors to name free ports (600 s at most)",
         code=("slime.ray.engines.models.wait_until_serving", "slime.ray.engines.actor._probe"),
         bounds=("--engine-start-timeout-s",),
         deadline="the flag and 120 s: the engine's own deadline comes first",

@@ -108,5 +108,13 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
         Setup(num_rollout=1, engines=3, broadcast=True),
         [Fault("kill", "call engine2.join_weight_group", 1, target="trainer0")],
     ),
+    "an engine hangs between two ports that it names as it starts again": (
+        50000005,
+        Setup(num_rollout=1, engines=1),
+        [
+            Fault("kill", "http server0 POST /get_weights_by_name", 3, target="server0"),
+            Fault("hang", "answer engine0._get_current_node_ip_and_free_port", 5, amount=4000.0),
+        ],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

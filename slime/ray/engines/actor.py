@@ -9,6 +9,7 @@ own actor.
 from __future__ import annotations
 
 import random
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,12 @@ from slime.utils.errors import ProcessError
 from slime.utils.net import format_host_port, loopback_address
 
 FIRST_PORTS = range(21000, 31000)
+START_MARGIN_S = 120.0
+"""Of a start beyond ``--engine-start-timeout-s``, which the engine's actor keeps itself once it runs."""
+PORTS_TIMEOUT_S = 600.0
+"""Longest time for actors to start and name free ports."""
+MIN_WAIT_S = 1.0
+"""Least time for a call whose turn comes late."""
 KILL_TIMEOUT_S = 15.0
 """Time for an engine's actor to kill its server; then the actor is killed, and the server ends with it."""
 ENGINE_ENV_DEFAULTS = {
@@ -124,10 +131,15 @@ class PortCursors:
     next_port: dict[str, int] = field(default_factory=dict)
 
 
+def start_timeout_s(args: Namespace) -> float:
+    """Return the time that one start of an engine may take, its actor's included."""
+    return float(args.engine_start_timeout_s + START_MARGIN_S)
+
+
 def allocate_addresses(
     args: Namespace, engines: Sequence[Any], *, nodes_per_engine: int, worker_type: str, cursors: PortCursors
 ) -> list[EngineAddress]:
-    """Allocate one address per engine actor.
+    """Allocate one address per engine actor, all within the time that a start may take.
 
     Args:
         args: the run's arguments; ``sglang_dp_size`` decides how many ports an engine's rendezvous takes.
@@ -138,11 +150,12 @@ def allocate_addresses(
     """
     addresses: list[EngineAddress] = []
     shared_rendezvous: str | None = None
+    deadline_s = time.monotonic() + min(start_timeout_s(args), PORTS_TIMEOUT_S)
     for rank, engine in enumerate(engines):
-        host, _ = _probe(engine, cursors.first_port, 1)
+        host, _ = _probe(engine, cursors.first_port, 1, deadline_s)
 
         def take(count: int, engine: Any = engine, host: str = host) -> int:
-            _, port = _probe(engine, cursors.next_port.get(host, cursors.first_port), count)
+            _, port = _probe(engine, cursors.next_port.get(host, cursors.first_port), count, deadline_s)
             cursors.next_port[host] = port + count
             return port
 
@@ -160,9 +173,9 @@ def allocate_addresses(
     return addresses
 
 
-def _probe(engine: Any, start_port: int, count: int) -> tuple[str, int]:
+def _probe(engine: Any, start_port: int, count: int, deadline_s: float) -> tuple[str, int]:
     return wait_for(
         engine._get_current_node_ip_and_free_port.remote(start_port, count),
         what="an engine actor to start and name a free port",
-        timeout_s=600,
+        timeout_s=max(deadline_s - time.monotonic(), MIN_WAIT_S),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,15 @@ from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.flags.security import job_secret
 from slime.observability import run_record
-from slime.ray.engines.actor import PortCursors, allocate_addresses, exits_of, kill_actors, start_engine_actor
+from slime.ray.engines.actor import (
+    MIN_WAIT_S,
+    PortCursors,
+    allocate_addresses,
+    exits_of,
+    kill_actors,
+    start_engine_actor,
+    start_timeout_s,
+)
 from slime.ray.engines.lifecycle import LIVE, UNSETTLED, Action, EngineEvent, EngineState, next_step
 from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import wait_for
@@ -34,15 +43,13 @@ logger = logging.getLogger(__name__)
 
 MAX_START_ATTEMPTS = 3
 """Starts of a replacement, one after the other, before the run is given up."""
-START_MARGIN_S = 120.0
-"""Of an attempt beyond ``--engine-start-timeout-s``, which the engine's actor keeps itself."""
 MAX_RESTARTS = 5
 """Restarts of one engine within one rollout: an engine that dies again and again has a cause that stays."""
 
 
 def restart_timeout_s(args: Namespace) -> float:
     """Return the time that all attempts to restart an engine may take."""
-    return MAX_START_ATTEMPTS * (args.engine_start_timeout_s + START_MARGIN_S)
+    return MAX_START_ATTEMPTS * start_timeout_s(args)
 
 
 @dataclass
@@ -302,12 +309,11 @@ class EngineGroup:
         register = not self.takes_updates
         for attempt in range(1, MAX_START_ATTEMPTS + 1):
             logger.info("%s starts again (attempt %d of %d)", self.name_of(index), attempt, MAX_START_ATTEMPTS)
+            deadline_s = time.monotonic() + start_timeout_s(self.args)
             try:
-                wait_for(
-                    self._launch([index], register=register),
-                    what=f"{self.name_of(index)} to start again",
-                    timeout_s=self.args.engine_start_timeout_s + START_MARGIN_S,
-                )
+                starting = self._launch([index], register=register)
+                what = f"{self.name_of(index)} to start again"
+                wait_for(starting, what=what, timeout_s=max(deadline_s - time.monotonic(), MIN_WAIT_S))
             except Exception as error:  # the edge of this thread: whatever it was, the slot must not stay half-made
                 if self.states[index] is EngineState.RETIRED:
                     return  # the job has ended meanwhile

@@ -13,13 +13,13 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from slime.ray.engines.actor import MIN_WAIT_S
 from slime.ray.engines.group import EngineGroup, restart_timeout_s
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ProcessError
 
 MARGIN_S = 180.0
-MIN_WAIT_S = 1.0
 
 Place = tuple[EngineGroup, int]
 """An engine as its group and its index there."""

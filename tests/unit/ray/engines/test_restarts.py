@@ -10,7 +10,7 @@ import pytest
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray.engines import actor as actor_module
 from slime.ray.engines import group as group_module
-from slime.ray.engines.actor import PortCursors
+from slime.ray.engines.actor import PortCursors, allocate_addresses
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import EngineEvent, EngineState
 from slime.utils.errors import DeadlineError, EngineDiedError
@@ -72,7 +72,7 @@ def test_three_starts_have_the_flag_and_two_minutes_each_and_the_run_ends_with_t
     group.report(0, EngineEvent.DIED, "it was killed by signal 9")
     with pytest.raises(EngineDiedError, match="killed by signal 9.*3 new ones did not start: DeadlineError"):
         group.wait_settled(60)
-    assert given == [50 + 120] * 3 and group.states == [EngineState.RETIRED]
+    assert given == pytest.approx([50 + 120] * 3, abs=1) and group.states == [EngineState.RETIRED]
     # Each gets 15 s for its own end, does not take them, and is killed all the same before the next one starts.
     names = ["first", "replacement 1", "replacement 2", "replacement 3"]
     assert fake.events == [event for name in names for event in (([f"end of {name}"], 15), name)]
@@ -108,3 +108,22 @@ def test_an_engine_that_cannot_be_killed_is_started_again_all_the_same(monkeypat
     group.report(0, EngineEvent.DIED, "it was killed by signal 9")
     group.wait_settled(60)
     assert group.states == [EngineState.UPDATING] and starts == [[0]]
+
+
+def test_ports_that_an_actor_does_not_name_cost_the_attempt_no_more_than_a_start_may_take(monkeypatch):
+    given: list[float] = []
+    answers: list[Any] = [("10.0.0.1", 21000)]
+
+    def wait_for(ref: Any, *, what: str, timeout_s: float) -> Any:
+        given.append(timeout_s)
+        if not answers:
+            raise DeadlineError(what)
+        return answers.pop()
+
+    monkeypatch.setattr(actor_module, "wait_for", wait_for)
+    engine = Namespace(_get_current_node_ip_and_free_port=Namespace(remote=lambda start, count: "ref"))
+    with pytest.raises(DeadlineError, match="name a free port"):
+        allocate_addresses(
+            Namespace(**FLAGS), [engine], nodes_per_engine=1, worker_type="regular", cursors=PortCursors()
+        )
+    assert given == pytest.approx([50 + 120] * 2, abs=1)
