@@ -108,6 +108,14 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
         Setup(num_rollout=1, engines=3, broadcast=True),
         [Fault("kill", "call engine2.join_weight_group", 1, target="trainer0")],
     ),
+    "a router dies as it is told that the only engine of a model that is not trained has died": (
+        50022491,
+        Setup(judge=True),
+        [
+            Fault("kill", "http router1 DELETE /workers/w1", 1),
+            Fault("kill", "http server1 POST /abort_request", 4, target="server2"),
+        ],
+    ),
     "an engine hangs between two ports that it names as it starts again": (
         50000005,
         Setup(num_rollout=1, engines=1),

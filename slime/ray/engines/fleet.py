@@ -332,13 +332,10 @@ class EngineFleet:
             self._next_router_check_s = time.monotonic() + self.args.rollout_health_check_interval
         timeout_s = self.args.rollout_health_check_timeout if is_time_to_ask else None
         for server in self.servers:
-            if server.router is None or (problem := server.router.problem(timeout_s)) is None:
-                continue
-            dead = f"the router {server.router.url} of model {server.config.name!r} {problem}"
-            if not tolerant or server.router.process is None:
+            if tolerant and server.has_own_router:
+                server.revive_router(self.args, timeout_s)
+            elif dead := server.router_problem(timeout_s):
                 raise EngineDiedError(f"{dead}. The rollout cannot go on; {END_ADVICE[tolerant]}.")
-            logger.error("%s: it is started again", dead)
-            server.restart_router(self.args)
         self._raise_if_given_up()
         if tolerant:
             return

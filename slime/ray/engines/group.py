@@ -11,7 +11,7 @@ import threading
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -71,6 +71,8 @@ class EngineGroup:
     cursors: PortCursors
     restarts: bool = True
     """True when an evicted engine is started again; otherwise the run ends (or goes on without it)."""
+    revive_router: Callable[[], None] = lambda: None
+    """Start the router again where it has ended or hangs; an engine that starts may have to register there."""
     extra_overrides: dict[str, Any] = field(default_factory=dict)
     """ServerArgs fields that follow from other groups; the group's own overrides win over them."""
     all_engines: list[Any] = field(default_factory=list)
@@ -311,6 +313,8 @@ class EngineGroup:
             logger.info("%s starts again (attempt %d of %d)", self.name_of(index), attempt, MAX_START_ATTEMPTS)
             deadline_s = time.monotonic() + start_timeout_s(self.args)
             try:
+                if register:
+                    self.revive_router()
                 starting = self._launch([index], register=register)
                 what = f"{self.name_of(index)} to start again"
                 wait_for(starting, what=what, timeout_s=max(deadline_s - time.monotonic(), MIN_WAIT_S))

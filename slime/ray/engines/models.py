@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -51,6 +53,9 @@ class RolloutServer:
     router: RouterHandle | None
     groups: list[EngineGroup]
 
+    def __post_init__(self) -> None:
+        self._reviving = threading.Lock()
+
     @property
     def engines(self) -> list[Any]:
         """Every engine of the model that is there."""
@@ -89,6 +94,28 @@ class RolloutServer:
                 if (url := group.urls[index]) is not None:
                     pages.append(PageSource(f"{url}/metrics", {**labels, "slime_model": self.config.name}))
         return pages
+
+    @property
+    def has_own_router(self) -> bool:
+        """True when slime started the router, and may start it again."""
+        return self.router is not None and self.router.process is not None
+
+    def router_problem(self, timeout_s: float | None) -> str | None:
+        """Return what keeps the router from its work, as a sentence; see ``RouterHandle.problem``."""
+        if self.router is None or (problem := self.router.problem(timeout_s)) is None:
+            return None
+        return f"the router {self.router.url} of model {self.config.name!r} {problem}"
+
+    def revive_router(self, args: Namespace, timeout_s: float | None) -> None:
+        """Start the router again where something keeps it from its work; one that the user runs is left alone.
+
+        Raises:
+            ProcessError: as :meth:`restart_router`.
+        """
+        with self._reviving:
+            if self.has_own_router and (problem := self.router_problem(timeout_s)):
+                logger.error("%s: it is started again", problem)
+                self.restart_router(args)
 
     def restart_router(self, args: Namespace) -> None:
         """Start the router again at its old address (URLs that were handed out stay valid), with its engines.
@@ -158,6 +185,7 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> tuple[list[Rollout
                 needs_offload=config.worker_type != "encoder" and _needs_offload(args, gpu_offset),
                 cursors=cursors,
                 restarts=args.use_fault_tolerance,
+                revive_router=partial(server.revive_router, args, args.rollout_health_check_timeout),
             )
             server.groups.append(group)
             gpu_offset += config.num_gpus

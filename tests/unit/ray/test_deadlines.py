@@ -165,7 +165,8 @@ def test_a_router_that_gives_no_sign_of_life_ends_the_run_or_is_started_again(mo
     made = quiet_fleet(use_fault_tolerance=tolerant)
     restarted: list[Any] = []
     router = Namespace(url="http://router", process=object(), problem=lambda timeout_s: "does not answer")
-    server = Namespace(router=router, config=Namespace(name="actor"), groups=[], restart_router=restarted.append)
+    server = models.RolloutServer(Namespace(name="actor"), router, [])  # type: ignore[arg-type]
+    monkeypatch.setattr(server, "restart_router", restarted.append)
     made.servers = [server]
     if tolerant:
         made.check()
@@ -180,7 +181,7 @@ def test_a_request_that_a_dead_router_refused_ends_the_run_with_the_death(monkey
     monkeypatch.setattr(fleet, "ENGINE_CHECK_INTERVAL_S", 0.01)
     made = quiet_fleet(rollout_timeout_s=60.0)
     router = RouterHandle("router", 80, Namespace(is_alive=lambda: not is_dead))
-    made.servers = [Namespace(router=router, config=Namespace(name="actor"), groups=[])]
+    made.servers = [models.RolloutServer(Namespace(name="actor"), router, [])]  # type: ignore[arg-type]
     monkeypatch.setattr(made, "pause_monitors", lambda: None)
     cause = "the router http://router:80 .* has ended" if is_dead else "GET http://router/workers failed"
     with pytest.raises(EngineDiedError if is_dead else EngineError, match=cause):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,3 +128,14 @@ def test_ports_that_an_actor_does_not_name_cost_the_attempt_no_more_than_a_start
             Namespace(**FLAGS), [engine], nodes_per_engine=1, worker_type="regular", cursors=PortCursors()
         )
     assert given == pytest.approx([50 + 120] * 2, abs=1)
+
+
+def test_a_router_is_revived_before_an_engine_that_registers_there_starts(monkeypatch, fake):
+    group, events = make_group(), []
+    group.model = replace(group.model, update_weights=False)
+    group.revive_router = lambda: events.append("router")
+    monkeypatch.setattr(group, "_launch", lambda indices, register: events.append(register) or ["ref"])
+    monkeypatch.setattr(group_module, "wait_for", lambda refs, what, timeout_s: None)
+    group.report(0, EngineEvent.DIED, "it was killed by signal 9")
+    group.wait_settled(60)
+    assert group.states == [EngineState.SERVING] and events == ["router", True]
