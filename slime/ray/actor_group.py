@@ -22,7 +22,7 @@ from slime.ray.heartbeats import Heartbeats
 from slime.ray.memory_checkpoints import MemoryCheckpoints
 from slime.ray.train_actor import start_ranks
 from slime.ray.waiting import forget, wait_for
-from slime.utils.errors import CheckpointError, ProcessError, WeightSyncError
+from slime.utils.errors import CheckpointError, HangError, ProcessError, WeightSyncError
 from slime.utils.misc import Box
 from slime.weights.push.participants import ExcludedEngine
 
@@ -270,6 +270,8 @@ class RayTrainGroup:
         while True:
             try:
                 return self.push_once()
+            except HangError:
+                raise  # the trainer's, which is started again
             except (ProcessError, WeightSyncError) as error:
                 num_failed += 1
                 if not self.restarts_engines or num_failed == MAX_PUSHES:
@@ -288,6 +290,8 @@ class RayTrainGroup:
         try:
             self.resend_weights(engines)
             self._failed_resends = 0
+        except HangError:
+            raise
         except (ProcessError, WeightSyncError) as error:
             # It may have died as well: then its monitor reports it, and we are called again.
             self._failed_resends += 1

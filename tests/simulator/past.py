@@ -124,5 +124,13 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
             Fault("hang", "answer engine0._get_current_node_ip_and_free_port", 5, amount=4000.0),
         ],
     ),
+    "a trainer hangs before it gives weights to a new engine, the only one": (
+        50060967,
+        Setup(is_async=True, num_rollout=2, over_sampling=1, engines=1),
+        [
+            Fault("kill", "http server0 GET /v1/loads", 1),
+            Fault("hang", "http router POST /generate", 29, target="trainer0", amount=400.0),
+        ],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

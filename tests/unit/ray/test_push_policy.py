@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray.actor_group import MAX_PUSHES, RayTrainGroup
-from slime.utils.errors import EngineError, WeightSyncError
+from slime.utils.errors import EngineError, HangError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 
 EXCLUDED = [ExcludedEngine(1, "it holds other bytes")]
@@ -36,6 +36,8 @@ class Group(RayTrainGroup):
         self.excluded = list(EXCLUDED) if outcome in ("excludes one", "excludes all") else []
         if outcome in ("excludes all", "trainer fails"):
             raise WeightSyncError(outcome)
+        if outcome == "trainer hangs":
+            raise HangError(outcome)
         return {}
 
     def resend_weights(self, engines: Any) -> None:
@@ -101,6 +103,14 @@ def test_a_failure_of_the_trainers_own_stays_one() -> None:
     with pytest.raises(WeightSyncError, match="trainer fails"):
         group.update_weights()
     assert group.pushes == ["update"]
+
+
+def test_a_trainer_that_hangs_is_not_asked_again() -> None:
+    for act in (Group.update_weights, Group.serve_new_engines):
+        group = Group("trainer hangs", waiting=1)
+        with pytest.raises(HangError, match="trainer hangs"):
+            act(group)
+        assert len(group.pushes) == 1 and "find_dead_engines" not in asked(group)
 
 
 def test_without_fault_tolerance_a_push_that_nobody_takes_ends_the_run() -> None:
