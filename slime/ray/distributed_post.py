@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.ray.utils import COMMON_ACTOR_ENV
 from slime.ray.waiting import wait_for
-from slime.utils.http_utils import PostTransportUnavailable, post, set_post_transport
+from slime.utils.http_utils import PostTransportUnavailable, init_http_client, post, set_post_transport
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ START_TIMEOUT_S = 120.0
 
 class _Poster:
     """Posts what it is given."""
+
+    def __init__(self, args: Namespace) -> None:
+        init_http_client(args)
 
     def ready(self) -> bool:
         """Return True once the process is up."""
@@ -85,7 +88,7 @@ def start_distributed_post(args: Namespace) -> DistributedPost:
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
         options = {"scheduling_strategy": strategy, "max_concurrency": 4096}
         options["runtime_env"] = {"env_vars": COMMON_ACTOR_ENV}
-        posters += [_RemotePoster.options(**options).remote() for _ in range(count)]
+        posters += [_RemotePoster.options(**options).remote(args) for _ in range(count)]
     wait_for([poster.ready.remote() for poster in posters], what="the posting actors", timeout_s=START_TIMEOUT_S)
     logger.info("requests are posted by %d actors on %d nodes", len(posters), len(ray.nodes()))
     transport = DistributedPost(posters)

@@ -27,7 +27,7 @@ from typing import Any
 from slime.rollout.config import RolloutConfig
 from slime.rollout.control_client import list_workers
 from slime.utils.errors import EngineError, ProcessError
-from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post
+from slime.utils.http_utils import POST_TIMEOUT_S, RETRIED_STATUSES, HttpStatusError, post
 from slime.utils.misc import SingletonMeta
 from slime.utils.sglang_meta import decode_generate_answer
 
@@ -183,20 +183,24 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, rout
     attempts = max(_ATTEMPTS, config.request_retries) if config.use_fault_tolerance else _ATTEMPTS
     failed: list[str] = []
     last_error: ProcessError | None = None
-    for attempt in range(attempts):
-        if attempt:
+    num_failed, deadline_s = 0, time.monotonic() + POST_TIMEOUT_S
+    while num_failed < attempts:
+        if last_error is not None:
             await asyncio.sleep(_RETRY_WAIT_S)
         try:
-            urls = await picker.urls(refresh=attempt > 0)
+            urls = await picker.urls(refresh=last_error is not None)
         except NotForWorkers:
             raise
         except ProcessError as error:  # the router may be starting again
             last_error = error
+            num_failed += 1
             continue
         # Those that failed are asked again when all have: they may have been replaced at their old address.
         fresh = [url for url in urls if url not in failed] or urls
         if not fresh:
             last_error = EngineError("The router lists no worker.")
+            # With fault tolerance one will come, or the run ends.
+            num_failed += not config.use_fault_tolerance or time.monotonic() >= deadline_s
             continue
         url = picker.choose(fresh, routing_key, prefix)
         try:
@@ -210,7 +214,8 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, rout
             logger.warning("Worker %s failed (%s); trying another.", url, error)
             failed.append(url)
             last_error = error
+            num_failed += 1
     raise EngineError(
-        f"No worker answered in {attempts} attempts (tried {sorted(set(failed)) or 'none'}); last: {last_error}. "
+        f"No worker answered in {num_failed} attempts (tried {sorted(set(failed)) or 'none'}); last: {last_error}. "
         "Look at the logs of the engines."
     ) from last_error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ from slime.rollout.context import RolloutContext, context_of
 from slime.rollout.direct_workers import WorkerPicker, router_would_drop
 from slime.rollout.generate import append_checked, append_output, check_answer, request_payload
 from slime.rollout.waiting import cancel_all
+from slime.utils import http_utils
 from slime.utils.errors import ConfigError, EngineError, ProcessError
-from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post_for_events
+from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post_for_events, waits_for_engines
 from slime.utils.sglang_meta import decode_generate_answer
 from slime.utils.types import Sample
 
@@ -57,7 +59,8 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             "whole text. Drop the flag."
         )
     state = context.state()
-    for attempt in range(config.request_retries + 1):
+    num_failed, deadline_s = 0, time.monotonic() + http_utils.POST_TIMEOUT_S
+    while True:
         payload = request_payload(config, sample, sampling_params, state)
         if payload is None:
             return sample
@@ -71,7 +74,8 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             if state.aborted:
                 sample.status = Sample.Status.ABORTED
                 return sample
-            if attempt == config.request_retries:
+            num_failed += not waits_for_engines(error) or time.monotonic() >= deadline_s
+            if num_failed > config.request_retries:
                 raise
             logger.warning(
                 "The stream of sample %s broke; it goes on from %d tokens: %s",
@@ -83,7 +87,6 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             continue
         append_checked(args, sample, output)
         return sample
-    raise AssertionError("the last attempt returns or raises")
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """Requests to engines, routers and reward servers: one pooled client for each event loop, retries, one clear error.
 
 Retried are failures that time can heal: a connection refused, reset or cut, and the statuses in ``RETRIED_STATUSES``.
-Any other status is the caller's mistake and ends the call at once.  Proxies of the environment are not used.
+Any other status is the caller's mistake and ends the call at once.  A router without engines is no failure where these
+are replaced (``--use-fault-tolerance``): the job ends when one cannot be, and until then a request waits for it.
+Proxies of the environment are not used.
 Requests to routers and engines of the job carry the job's secret; requests to any other server never do.
 ``slime.ray`` may route posts through other processes with ``set_post_transport``.
 """
@@ -17,6 +19,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 import aiohttp
@@ -45,6 +48,7 @@ __all__ = [
     "post",
     "post_for_events",
     "set_post_transport",
+    "waits_for_engines",
 ]
 
 logger = logging.getLogger(__name__)
@@ -61,6 +65,8 @@ KEEPALIVE_S = 4.0
 READ_BUFFER_BYTES = 1 << 18
 """A long answer is taken from its socket in pieces of this size."""
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+NO_ENGINE = ("no_available_workers", "server_selection_failed")
+"""Codes of a router (with status 503) that has no engine for a request, or none of a kind that it needs."""
 RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, asyncio.TimeoutError)
 
 Decoder = Callable[[bytes], Any]
@@ -81,6 +87,13 @@ class HttpStatusError(EngineError):
         return HttpStatusError, self._parts
 
 
+def waits_for_engines(error: Exception) -> bool:
+    """Return whether a router had no engine for a request, and will have one: that is no failed attempt."""
+    if not (_CLIENT.replaces_engines and isinstance(error, HttpStatusError)):
+        return False
+    return error.status == HTTPStatus.SERVICE_UNAVAILABLE and any(code in error.body for code in NO_ENGINE)
+
+
 class PostTransportUnavailable(EngineError):
     """An installed post transport cannot serve; the request is made from this process instead."""
 
@@ -95,6 +108,8 @@ class _Client:
 
     max_connections: int = 0
     """0 is no limit."""
+    replaces_engines: bool = False
+    """Engines that are gone are replaced (``--use-fault-tolerance``)."""
     transport: PostTransport | None = None
     secret: str | None = field(default_factory=env.job_secret)
     """The job's; None where the job has none, or in a process that makes no requests of a job."""
@@ -139,12 +154,15 @@ def get_rollout_num_engines(args: Namespace) -> int:
 
 
 def init_http_client(args: Namespace) -> None:
-    """Allow as many connections as the engines take requests at a time.  Call it before the first request.
+    """Allow as many connections as the engines take requests at a time, and learn whether engines are replaced.
+
+    Call it before the first request.
 
     From then on requests to the job's routers carry its secret.
     """
     _CLIENT.max_connections = args.sglang_server_concurrency * get_rollout_num_engines(args)
     known = vars(args)
+    _CLIENT.replaces_engines = bool(known.get("use_fault_tolerance"))
     _CLIENT.secret = known.get("job_secret")
     routers = [*(known.get("sglang_model_routers") or {}).values()]
     routers.append((known.get("sglang_router_ip"), known.get("sglang_router_port")))
@@ -215,7 +233,7 @@ async def post(
     Args:
         url: full URL.
         payload: JSON-serialisable body.
-        max_retries: further attempts after the first one failed, one second apart.
+        max_retries: further attempts after the first one failed, one second apart; see :func:`waits_for_engines`.
         headers: additional headers.
         timeout_s: deadline of the whole call in seconds, retries included.
         decode: makes the answer of the body's bytes in place of ``decode_json``.  A transport that was set decodes by
@@ -314,7 +332,7 @@ async def _request(
 ) -> Any:
     """Send one request with its retries, all before one deadline."""
     began = time.monotonic()
-    attempt = 0
+    attempt = num_failed = 0
     while True:
         attempt += 1
         remaining_s = timeout_s - (time.monotonic() - began)
@@ -328,7 +346,8 @@ async def _request(
         except RETRIED_ERRORS as error:
             cause = error
         passed_s = time.monotonic() - began
-        if attempt > max_retries or passed_s + RETRY_WAIT_S >= timeout_s:
+        num_failed += not waits_for_engines(cause)
+        if num_failed > max_retries or passed_s + RETRY_WAIT_S >= timeout_s:
             raise EngineError(
                 f"{method} {url} failed {attempt} time(s) in {passed_s:.1f} s (deadline {timeout_s:.0f} s, "
                 f"{max_retries} retries); last: {_describe(cause)}. Is the server at that address alive? See its log."

@@ -603,7 +603,7 @@ EDGES: tuple[Edge, ...] = (
             "slime.rollout.config.DEFAULT_RETRIES",
         ),
         deadline="60 repetitions, a second apart; with --use-fault-tolerance a further one for each second that an "
-        "engine may take to start",
+        "engine may take to start, and none is counted while the router has no engine",
         raises="EngineError",
         log="manager: a warning at tries 1, 10, 60, 120 ...",
         outcome="repeated, through the router, from the tokens that the sample holds; then ends the run",

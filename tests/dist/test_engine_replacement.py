@@ -283,7 +283,9 @@ def test_the_routers_list_holds_only_engines_that_serve(make_group, router):
 
 def test_posts_go_through_actors_and_through_this_process_when_they_are_gone(make_group):
     group = make_group(1)
-    transport = start_distributed_post(Namespace(num_gpus_per_node=2))
+    transport = start_distributed_post(
+        Namespace(num_gpus_per_node=2, sglang_server_concurrency=64, rollout_num_engines=1)
+    )
     payload = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
 
     async def ask(count: int):

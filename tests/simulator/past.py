@@ -132,5 +132,13 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
             Fault("hang", "http router POST /generate", 29, target="trainer0", amount=400.0),
         ],
     ),
+    "the only engine hangs as it starts again, while requests wait for it": (
+        50052545,
+        Setup(num_rollout=1, engines=1, seconds_per_token=1.0),
+        [
+            Fault("kill", "http server0 GET /health_generate", 3),
+            Fault("hang", "answer engine0._get_current_node_ip_and_free_port", 8, amount=4000.0),
+        ],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

@@ -19,6 +19,7 @@ from tests.simulator.weight_groups import Member, state_in
 LOG_PROB_UNIT = 1e-3
 """The log-prob of a token names the weights that drew it: minus (their number + 1) units."""
 
+NO_ENGINES = b'{"error": {"code": "no_available_workers", "message": "No available workers"}}'
 HANG_UP_S = 4.0
 """SGLang looks so often whether a client is still there (SGLANG_REQUEST_STATE_WAIT_TIMEOUT), and ends its request."""
 
@@ -353,7 +354,7 @@ class RouterServer(Server):
         """Have one engine answer a request; where some only prefill, one of them first and then one that decodes."""
         stages = [urls for kind in ("prefill", "decode") if (urls := self._urls(kind))]
         if not self._urls("regular") and len(stages) < 2:
-            self.later(0.5, lambda: reply(503, b"no workers are there"))
+            self.later(0.5, lambda: reply(503, NO_ENGINES))
             return
         self._turn += 1
         left = [urls[self._turn % len(urls)] for urls in stages or [self._urls("regular")]]

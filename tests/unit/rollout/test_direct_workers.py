@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from argparse import Namespace
 from collections import Counter
 
 import pytest
+import requests
 
 from slime.backends.sglang_utils.router_process import register_worker, start_router
 from slime.backends.sglang_utils.server_control import ServerControl
-from slime.rollout import direct_workers
+from slime.rollout import config, direct_workers
 from slime.rollout.config import rollout_config
 from slime.rollout.direct_workers import WorkerPicker, post_to_worker, router_would_drop
+from slime.utils import http_utils
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import HttpStatusError, close_http_client
 from slime.utils.net import get_free_port
@@ -158,19 +161,51 @@ def test_a_request_that_is_at_fault_is_not_tried_elsewhere(router, workers):
     assert sum(counts(workers)) == 1
 
 
-def test_without_any_worker_the_error_says_so(workers, monkeypatch):
-    monkeypatch.setattr(direct_workers, "_ATTEMPTS", 2)
-    monkeypatch.setattr(direct_workers, "_RETRY_WAIT_S", 0.01)
+@pytest.fixture
+def empty_router():
     WorkerPicker.clear_instances()
-    empty = start_router(
+    handle = start_router(
         ROUTER_ARGS, host="127.0.0.1", port=get_free_port(26700), prometheus_port=get_free_port(27700), timeout_s=60
     )
+    yield handle
+    WorkerPicker.clear_instances()
+    handle.stop()
+
+
+def test_without_any_worker_the_error_says_so(empty_router, monkeypatch):
+    monkeypatch.setattr(direct_workers, "_ATTEMPTS", 2)
+    monkeypatch.setattr(direct_workers, "_RETRY_WAIT_S", 0.01)
+    with pytest.raises(EngineError, match="No worker answered in 2 attempts .* lists no worker"):
+        send(empty_router, [[1]])
+
+
+def test_without_any_worker_a_request_waits_where_engines_are_replaced(empty_router, workers, monkeypatch):
+    monkeypatch.setattr(direct_workers, "_RETRY_WAIT_S", 0.01)
+    monkeypatch.setattr(direct_workers, "_ATTEMPTS", 2)
+    flags = dict(use_fault_tolerance=True, engine_start_timeout_s=0.0)
+    flags |= dict(rollout_health_check_interval=0.0, rollout_health_check_timeout=0.0)
+    monkeypatch.setattr(config, "DEFAULT_RETRIES", 1)
+    control = ServerControl(empty_router.url)
+    late = threading.Timer(1.0, register_worker, [control, workers[0].url], {"worker_type": "regular"})
+    late.start()
+    send(empty_router, [[1]], **flags)
+    late.join()
+    assert counts(workers)[0] == 1
+
+
+@pytest.mark.parametrize("pd_disaggregation", [False, True])
+def test_the_router_tells_that_it_has_no_engine_by_a_code_that_requests_wait_for(monkeypatch, pd_disaggregation):
+    monkeypatch.setattr(http_utils, "_CLIENT", http_utils._Client(replaces_engines=True))
+    router = start_router(
+        ROUTER_ARGS, host="127.0.0.1", port=get_free_port(26800), prometheus_port=get_free_port(27800), timeout_s=60,
+        pd_disaggregation=pd_disaggregation,
+    )  # fmt: skip
     try:
-        with pytest.raises(EngineError, match="lists no worker"):
-            send(empty, [[1]])
+        answer = requests.post(f"{router.url}/generate", json=payload([1]), timeout=60)
     finally:
-        WorkerPicker.clear_instances()
-        empty.stop()
+        router.stop()
+    error = HttpStatusError("POST", router.url, answer.status_code, answer.text)
+    assert http_utils.waits_for_engines(error), error
 
 
 def test_counts_are_those_of_requests_in_flight():

@@ -94,6 +94,24 @@ def test_retries_end_with_one_error_that_names_url_attempts_and_cause():
     assert len(server.seen) == 3
 
 
+@pytest.mark.parametrize("code", http_utils.NO_ENGINE)
+def test_a_router_without_engines_is_waited_for_where_these_are_replaced(code):
+    answers = [(503, {"error": {"code": code}})] * 5
+
+    def ask(**limits):
+        return talk([*answers, (503, "busy"), (200, {})], lambda url: http_utils.post(url, {}, **limits))
+
+    with pytest.raises(EngineError, match=rf"failed 2 time\(s\).*1 retries.*status 503: .*{code}"):
+        ask(max_retries=1)
+    http_utils.init_http_client(
+        Namespace(sglang_server_concurrency=1, rollout_num_engines=1, use_fault_tolerance=True)
+    )
+    result, server = ask(max_retries=1)
+    assert result == {} and len(server.seen) == 7
+    with pytest.raises(EngineError, match=rf"deadline 0 s, 60 retries.*status 503: .*{code}"):
+        ask(timeout_s=0.03)
+
+
 def test_a_closed_port_is_an_engine_error():
     async def conversation():
         try:
