@@ -136,7 +136,7 @@ class SGLangEngine(WeightVerbs):
         self._bootstrap_port = disaggregation_bootstrap_port
         self._released.clear()
         self._push_id = self._acknowledged = None
-        self._adapters = ()
+        self._adapters, self._unloading = (), None
         name = f"engine {self.rank} {format_host_port(host, port)}"
         self.server = ServerControl(f"http://{format_host_port(host, port)}", api_key=self._secret, name=name)
         self._worker_key = None if self._secret is None else generation_key(self._secret)

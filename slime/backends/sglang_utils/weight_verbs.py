@@ -13,9 +13,11 @@ import uuid
 import zlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.server_control import NoAnswer
 from slime.utils.errors import ConfigError, EngineError, ProcessError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, call_plugin
@@ -58,7 +60,9 @@ class WeightVerbs(EngineVerbs):
     _num_buckets: int = 0
     """Of the push begun last."""
     _adapters: tuple[str, ...] = ()
-    """Names of the adapters that the server holds, the oldest first."""
+    """Names of the adapters that the server holds and that are not on their way out, the oldest first."""
+    _unloading: Future[None] | None = None
+    """The end of those on their way out, which waits for their requests."""
 
     def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
         raise NotImplementedError
@@ -203,14 +207,30 @@ class WeightVerbs(EngineVerbs):
     def load_adapter(self, weight_version: str, config: dict[str, Any], tensors: str, is_handle: bool) -> None:
         name = f"{ADAPTER_PREFIX}{weight_version}"
         if self._adapters[-1:] != (name,):  # a resend finds it where only another engine missed it
-            for old in self._adapters[:-1]:
-                self._update("/unload_lora_adapter", {"lora_name": old})  # waits for its requests
-            self._adapters = self._adapters[-1:]
+            self._finish_unloading()
             adapter = {"lora_name": name, "config_dict": config, "serialized_tensors": tensors}
             load_format = {"load_format": FLATTENED_BUCKET} if is_handle else {}
             self._update("/load_lora_adapter_from_tensors", adapter | load_format)
             self._adapters += (name,)
         self._update("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+        if old := self._adapters[:-1]:
+            self._adapters = self._adapters[-1:]
+            pool = ThreadPoolExecutor(1, thread_name_prefix="unload adapters")
+            self._unloading = pool.submit(self._unload, old)
+            pool.shutdown(wait=False)
+
+    def _unload(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._update("/unload_lora_adapter", {"lora_name": name})  # waits for its requests
+
+    def _finish_unloading(self) -> None:
+        """Wait for the requests of adapters that the last push took out of use."""
+        unloading, self._unloading = self._unloading, None
+        try:
+            if unloading is not None:
+                unloading.result(self.args.weight_update_timeout_s)
+        except (NoAnswer, TimeoutError):
+            logger.info("engine %d: requests of an old adapter still run; the new one waits in its queue", self.rank)
 
     def post_verb(self, verb: Verb, payload: Mapping[str, Any]) -> None:
         """Let the server do what its endpoint of the verb says; a check that found problems raises."""

@@ -1,8 +1,8 @@
 """The push of an adapter alone, which engines take without a pause.
 
-An engine holds the last two adapters.  A request runs on the one that was the last when it began, so that a push waits
-for requests that began before the push before it.  The engine that has rank 0's GPU alone is handed memory of it,
-others there memory of the host.
+A request runs on the adapter that was the last when it began.  An engine holds two at most: after a push the one
+before goes when its requests have ended, for which the next push waits.  The engine that has rank 0's GPU alone is
+handed memory of it, others there memory of the host.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class EngineVerbs(Protocol):
 
     @verb()
     def load_adapter(self, weight_version: str, config: dict[str, Any], tensors: str, is_handle: bool) -> None:
-        """Run requests that begin from now on with an adapter, and unload all but this one and the last.
+        """Run requests that begin from now on with an adapter; the one before goes when its requests have ended.
 
         Args:
             weight_version: names it.

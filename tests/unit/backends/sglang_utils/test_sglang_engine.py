@@ -6,7 +6,9 @@ import asyncio
 from argparse import Namespace
 from array import array
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
+from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_shim, sglang_engine, sglang_plugin
+from slime.backends.sglang_utils.server_control import NoAnswer, Refused
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.sglang_plugin import _choose_adapter
 from slime.backends.sglang_utils.weight_verbs import CHECK_LOADERS
@@ -161,24 +164,57 @@ def test_an_engine_whose_model_differs_from_its_digests_is_ended(engine, monkeyp
     assert stopped == [True, True] and engine.server.asked == []
 
 
-def test_an_engine_holds_two_adapters_in_turn(engine):
-    for version in ("1", "2", "2", "3", "4"):
-        engine.load_adapter(version, {"r": 2}, "tensors", version == "4")
-    asked = [
+def asked_of_adapters(engine):
+    return [
         (path.rpartition("/")[2], json.get("lora_name") or json["new_version"])
         for _, path, json in engine.server.asked
     ]
+
+
+def test_an_engine_holds_two_adapters_in_turn(engine):
+    for version in ("1", "2", "2", "3", "4"):
+        engine.load_adapter(version, {"r": 2}, "tensors", version == "4")
+        wait([engine._unloading] if engine._unloading else [])
     load, unload, name = "load_lora_adapter_from_tensors", "unload_lora_adapter", "update_weight_version"
-    assert asked == [
+    assert asked_of_adapters(engine) == [
         *[(load, "slime-1"), (name, "1")],
-        *[(load, "slime-2"), (name, "2")],
+        *[(load, "slime-2"), (name, "2"), (unload, "slime-1")],
         (name, "2"),  # a resend that this engine did not miss
-        *[(unload, "slime-1"), (load, "slime-3"), (name, "3")],
-        *[(unload, "slime-2"), (load, "slime-4"), (name, "4")],
+        *[(load, "slime-3"), (name, "3"), (unload, "slime-2")],
+        *[(load, "slime-4"), (name, "4"), (unload, "slime-3")],
     ]
-    sent = engine.server.asked[-2][2]
+    sent = engine.server.asked[-3][2]
     assert sent["serialized_tensors"] == "tensors" and sent["config_dict"] == {"r": 2}
     assert sent["load_format"] == "flattened_bucket" and "load_format" not in engine.server.asked[0][2]
+
+
+def test_a_push_does_not_wait_for_an_old_adapters_requests_and_the_next_one_does(engine, monkeypatch):
+    request, have_ended = engine.server.request, Event()
+
+    def slow(method: str, path: str, **options: Any) -> Any:
+        if path == "/unload_lora_adapter":
+            assert have_ended.wait(20)
+        return request(method, path, **options)
+
+    monkeypatch.setattr(engine.server, "request", slow)
+    for version in ("1", "2"):
+        engine.load_adapter(version, {}, "tensors", False)
+    assert not engine._unloading.done()
+    Timer(0.2, have_ended.set).start()
+    engine.load_adapter("3", {}, "tensors", False)
+    asked = asked_of_adapters(engine)
+    assert asked.index(("unload_lora_adapter", "slime-1")) < asked.index(("load_lora_adapter_from_tensors", "slime-3"))
+
+
+@pytest.mark.parametrize("error", [NoAnswer("not within 60 s"), Refused("no such adapter", status=400)])
+def test_an_old_adapter_that_does_not_go_in_time_leaves_the_wait_to_sglang_and_other_errors_are_raised(engine, error):
+    engine.load_adapter("1", {}, "tensors", False)
+    engine._unloading = Future()
+    engine._unloading.set_exception(error)
+    with nullcontext() if isinstance(error, NoAnswer) else pytest.raises(Refused, match="no such adapter"):
+        engine.load_adapter("2", {}, "tensors", False)
+    engine.load_adapter("2", {}, "tensors", False)  # as a resend does
+    assert ("update_weight_version", "2") in asked_of_adapters(engine)
 
 
 def test_a_request_without_adapter_runs_on_the_last_one_and_keeps_its_version():
