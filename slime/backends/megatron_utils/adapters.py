@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
 from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.parameters import (
     Shard,
     iter_global_parameters,
@@ -40,6 +42,7 @@ from slime.backends.megatron_utils.update_weight.gather import (
     whole_shape,
 )
 from slime.flags.lora import LoraConfig, lora_config
+from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_type
@@ -113,15 +116,14 @@ def iter_peft_tensors(
         model: this rank's chunks.
         host_weights: instead of the live parameters, by :attr:`Shard.key`.
     """
-    table = _Table(args)
+    table = _table_of(args)
     for name, tensor in iter_full_tensors(model, dtype=None, host_weights=host_weights, adapters=True):
-        weights, matrix = table.weights_of(name)
-        for rule, modules in map(table.find, weights):
+        matrix, weights = table.peft_names(name)
+        for rule, names in weights:
             parts = tensor.unbind(0) if matrix == "a" else rule.split(tensor, table.dims)
-            kept = [module for module in modules if module is not None] if matrix == "a" else modules
-            for module, part in zip(kept, parts, strict=True):
-                if module is not None:
-                    yield tensor_name(module, matrix.upper()), part
+            for peft_name, part in zip(names, parts, strict=True):
+                if peft_name is not None:
+                    yield peft_name, part
 
 
 def peft_tensors(
@@ -131,14 +133,14 @@ def peft_tensors(
     host_weights: HostWeights | None = None,
     device: str | None = "cpu",
 ) -> dict[str, Tensor]:
-    """Return on rank 0 what :func:`iter_peft_tensors` yields, in memory of their own; {} on others.  Collective.
+    """Return on rank 0 what :func:`iter_peft_tensors` yields, as copies on ``device``; {} on others.  Collective.
 
-    ``device`` None leaves them where they are.
+    ``device`` None leaves them as they are, parts of the live parameters among them.
     """
     is_main, tensors = dist.get_rank() == 0, {}
     for name, tensor in iter_peft_tensors(args, model, host_weights=host_weights):
         if is_main:  # the gathering needs all ranks
-            tensors[name] = tensor.to(device or tensor.device, copy=True)
+            tensors[name] = tensor if device is None else tensor.to(device, copy=True)
     return tensors
 
 
@@ -157,7 +159,7 @@ def load_peft(args: Namespace, model: Sequence[torch.nn.Module], folder: str | P
     Raises:
         DataError: it has other modules than this run's adapters, or tensors of other shapes.
     """
-    tensors, table = read_peft_folder(folder, _config(args)), _Table(args)
+    tensors, table = read_peft_folder(folder, _config(args)), _table_of(args)
     read: set[str] = set()
 
     def get(module: str, matrix: str, shape: Sequence[int]) -> Tensor:
@@ -207,12 +209,11 @@ def load_peft(args: Namespace, model: Sequence[torch.nn.Module], folder: str | P
 class _Table:
     """The correspondence of a run's adapters and Hugging Face modules."""
 
-    def __init__(self, args: Namespace) -> None:
-        self._map = find_weight_map(args.model_name or read_model_type(args.hf_checkpoint))
-        self._config = _config(args)
-        self.dims = model_dims(args)
+    def __init__(self, weight_map: WeightMap, config: LoraConfig, dims: ModelDims) -> None:
+        self._map, self._config, self.dims = weight_map, config, dims
+        self._names: dict[str, tuple[str, list[tuple[Rule, list[str | None]]]]] = {}
 
-    def find(self, weight: str) -> tuple[Any, list[str | None]]:
+    def find(self, weight: str) -> tuple[Rule, list[str | None]]:
         """Return the rule of a weight, and for each of its HF tensors the module, or None where it has no adapter."""
         rule, hf_names = self._map.find(weight, self.dims)
         chosen = chosen_parts(self._config, weight, hf_names)
@@ -227,6 +228,29 @@ class _Table:
         assert match is not None, name
         numbers = range(self.dims.num_experts) if ".mlp.experts." in name and not match[3] else [match[3]]
         return [f"{match[1]}.weight{number}" for number in numbers], match[2]
+
+    def peft_names(self, name: str) -> tuple[str, list[tuple[Rule, list[str | None]]]]:
+        """Return ``a`` or ``b``, and for each weight the rule and PEFT's names of an adapter's parts.
+
+        An ``a`` has parts for modules with an adapter alone; a ``b`` for the others too, whose name is None.
+        """
+        if name not in self._names:  # pushes repeat
+            weights, matrix = self.weights_of(name)
+            found = []
+            for rule, modules in map(self.find, weights):
+                kept = modules if matrix == "b" else [module for module in modules if module is not None]
+                found.append((rule, [module and tensor_name(module, matrix.upper()) for module in kept]))
+            self._names[name] = matrix, found
+        return self._names[name]
+
+
+def _table_of(args: Namespace) -> _Table:
+    return _make_table(args.model_name, args.hf_checkpoint, _config(args), model_dims(args))
+
+
+@cache
+def _make_table(model_name: str | None, checkpoint: str, config: LoraConfig, dims: ModelDims) -> _Table:
+    return _Table(find_weight_map(model_name or read_model_type(checkpoint)), config, dims)
 
 
 def _config(args: Namespace) -> LoraConfig:

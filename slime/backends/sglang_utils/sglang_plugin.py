@@ -29,7 +29,7 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
 from slime.utils.sglang_meta import TOP_P_ASK
-from slime.weights.push.adapter import ADAPTER_PREFIX
+from slime.weights.push.adapter import ADAPTER_PREFIX, IN_ONE_BUFFER, named_parts
 
 logger = logging.getLogger(__name__)
 
@@ -225,28 +225,40 @@ async def _wait_for_unload(original: Callable[..., Any], registry: Any, lora_id:
 
 
 def _read_adapter(original: Callable[..., Any], worker: Any, request: Any) -> Any:
-    """Prepare the process to map a handle to memory of a GPU, as SGLang does for weights but not for adapters."""
+    """Read an adapter in one buffer.  SGLang's own bucket describes each tensor by an object, and its process has not
+    been prepared to map memory of a GPU, as it is for weights.
+    """
+    from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
     monkey_patch_torch_reductions()
-    return original(worker, request)
+    if request.load_format != IN_ONE_BUFFER:
+        return original(worker, request)
+    tensors = named_parts(*MultiprocessingSerializer.deserialize(request.serialized_tensors))
+    return worker.model_runner.load_lora_adapter_from_tensors(
+        request.to_ref(), tensors, request.config_dict, request.added_tokens_config
+    )
 
 
 def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Leave an adapter that came in memory of the GPU on the GPU, as copies: SGLang takes each tensor to the host, and
-    all of them back with the first batch.
+    """Leave an adapter that came in memory of the GPU on the GPU: SGLang takes each tensor to the host, and all of
+    them back with the first batch.
     """
     from sglang.srt.layers.utils import get_layer_id
 
     layers = {name: get_layer_id(name) for name in tensors}
-    if None in layers.values() or any(tensor.is_cpu for tensor in tensors.values()):
+    if None in layers.values():
         original(adapter, tensors)
         return
+    held = [layer.weights for layer in adapter.layers]
     for name, tensor in tensors.items():
-        adapter.layers[layers[name]].weights[name] = tensor.clone()
-    adapter._normalize_weights()
+        held[layers[name]][name] = tensor
+    adapter._normalize_weights()  # joins some of them, in memory of its own
+    lent = {id(tensor) for tensor in tensors.values() if not tensor.is_cpu}  # with the answer the trainer frees it
+    for weights in held:
+        weights.update({name: one.clone() for name, one in weights.items() if id(one) in lent})
     if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()  # with the answer the trainer frees what was copied
+        torch.cuda.current_stream().synchronize()
 
 
 def _unload_adapter(original: Callable[..., Any], runner: Any, lora_ref: Any) -> Any:

@@ -22,7 +22,7 @@ from slime.utils.errors import ConfigError, EngineError, ProcessError, WeightSyn
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, call_plugin
 from slime.weights.local_copy import LocalCopy
-from slime.weights.push.adapter import ADAPTER_PREFIX
+from slime.weights.push.adapter import ADAPTER_PREFIX, IN_ONE_BUFFER
 from slime.weights.push.verbs import (
     COMPARE_SNAPSHOT,
     FILL_WITH_NAN,
@@ -34,7 +34,7 @@ from slime.weights.push.verbs import (
     Verb,
     post_endpoints,
 )
-from slime.weights.push.wire import CHECK_REPORT, FLATTENED_BUCKET, NOTHING, PUSH_REPORT, encode, flatten_reports
+from slime.weights.push.wire import CHECK_REPORT, NOTHING, PUSH_REPORT, encode, flatten_reports
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class WeightVerbs(EngineVerbs):
         if self._adapters[-1:] != (name,):  # a resend finds it where only another engine missed it
             self._finish_unloading()
             adapter = {"lora_name": name, "config_dict": config, "serialized_tensors": tensors}
-            load_format = {"load_format": FLATTENED_BUCKET} if is_handle else {}
+            load_format = {"load_format": IN_ONE_BUFFER} if is_handle else {}
             self._update("/load_lora_adapter_from_tensors", adapter | load_format)
             self._adapters += (name,)
         self._update("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})

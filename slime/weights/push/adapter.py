@@ -7,8 +7,10 @@ handed memory of it, others there memory of the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from slime.weights.manifest import Manifest
 from slime.weights.push.state import Push, PushReport
 from slime.weights.push.verbs import EngineProxy, Pending
-from slime.weights.push.wire import StockWire, as_text
+from slime.weights.push.wire import StockWire, as_text, handle_of
 
 ADAPTER_PREFIX = "slime-"
 """An adapter is called by this and its version, for engines."""
@@ -25,10 +27,16 @@ ADAPTER_PREFIX = "slime-"
 ON_CARD, ON_HOST, BY_VALUE = "on the card", "on the host", "by value"
 """How an engine gets an adapter: through memory of its GPU or of its host, or as text."""
 
+IN_ONE_BUFFER = "slime_adapter"
+"""``load_format`` by which our plugin takes a handle to a flat buffer, and names and shapes of the tensors in it."""
+
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+
 _ENGINE_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Last name of a module in Mixtral's layout -> the one by which engines know its adapter."""
 
 
+@cache
 def as_engines_call(module: str) -> str:
     """Return a module's name, or that of its adapter's tensor, as engines have it."""
     return ".".join(_ENGINE_NAMES.get(part, part) for part in module.split("."))
@@ -39,9 +47,9 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
 
     Args:
         push: new; afterwards its participants say which engines were excluded and why.
-        tensors: by PEFT's names, on the GPU or on the host; rank 0 has them all.
+        tensors: by PEFT's names, of one dtype, on the GPU or on the host; rank 0 has them all.
         config: the content of PEFT's adapter_config.json.
-        wire: SGLang's form of tensors in shared memory.
+        wire: makes this process able to share tensors.
 
     Raises:
         WeightSyncError: no engine took it.
@@ -49,7 +57,9 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
 
     def load() -> None:
         forms = {one.index: _form_for(one, push, tensors) for one in push.participants.good}
-        made = {form: _payload(form, tensors, wire) for form in set(forms.values())}
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+        shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        made = {form: _payload(form, flat, shapes, wire) for form in set(forms.values())}
 
         def ask(engine: EngineProxy) -> Pending:
             text, _ = made[forms[engine.index]]
@@ -64,6 +74,12 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
     return replace(push.report(Manifest((), ())), num_tensors=len(tensors), num_bytes=num_bytes)
 
 
+def named_parts(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """Return the tensors that lie in ``flat`` one behind the other."""
+    parts = flat.split_with_sizes([math.prod(shape) for _, shape in shapes])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+
+
 def _form_for(engine: EngineProxy, push: Push, tensors: Mapping[str, Tensor]) -> str:
     """Return how an engine gets the tensors: one that has rank 0's GPU alone maps them where they are."""
     if not (engine.is_colocated and engine.gpu_offset < push.ranks.ranks_per_host):
@@ -72,16 +88,17 @@ def _form_for(engine: EngineProxy, push: Push, tensors: Mapping[str, Tensor]) ->
     return ON_CARD if is_on_card else ON_HOST
 
 
-def _payload(form: str, tensors: Mapping[str, Tensor], wire: StockWire) -> tuple[str, Tensor | None]:
+def _payload(form: str, flat: Tensor, shapes: Shapes, wire: StockWire) -> tuple[str, Tensor]:
     """Return the tensors' text or handle, and the buffer that must outlive the engines' answers."""
-    held = tensors if form == ON_CARD else {name: tensor.cpu() for name, tensor in tensors.items()}
+    held = flat if form == ON_CARD else flat.cpu()
     if form == BY_VALUE:
-        return as_text(held), None
+        # Copies: with a part torch would send the whole buffer.
+        return as_text({name: part.clone() for name, part in named_parts(held, shapes).items()}), held
     wire.prepare()
     sharing: Any = torch.multiprocessing
     strategy = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")  # descriptors pass between relatives only
     try:
-        return wire.serialize_bucket(list(held.items()))
+        return handle_of((held, shapes)), held
     finally:
         sharing.set_sharing_strategy(strategy)

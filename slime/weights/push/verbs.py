@@ -214,7 +214,7 @@ class EngineVerbs(Protocol):
             weight_version: names it.
             config: the content of PEFT's adapter_config.json.
             tensors: by PEFT's names.
-            is_handle: they are a flat bucket in shared memory instead.
+            is_handle: they lie in one buffer of shared memory instead, as :data:`IN_ONE_BUFFER` says.
         """
 
     @verb(endpoint="/init_weights_update_group")

@@ -81,13 +81,13 @@ NOTHING = by_value([])
 """A payload for loaders that need no tensors."""
 
 
-def handle_of(buffer: Tensor) -> str:
-    """Return a handle to the shared or CUDA memory of a flat bucket, which must outlive the engine's answer.
+def handle_of(content: Any) -> str:
+    """Return tensors as handles to their shared or CUDA memory, which must outlive the engine's answer.
 
-    A buffer in ordinary memory moves to shared memory.
+    A tensor in ordinary memory moves to shared memory.
     """
     data = io.BytesIO()
-    ForkingPickler(data).dump(buffer)
+    ForkingPickler(data).dump(content)
     return base64.b64encode(data.getvalue()).decode("ascii")
 
 

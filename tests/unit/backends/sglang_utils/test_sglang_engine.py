@@ -22,6 +22,7 @@ from slime.backends.sglang_utils.sglang_plugin import _choose_adapter
 from slime.backends.sglang_utils.weight_verbs import CHECK_LOADERS
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs
 from slime.utils.errors import ConfigError, DataError, DeadlineError, EngineError, WeightSyncError
+from slime.weights.push.adapter import IN_ONE_BUFFER
 from slime.weights.push.verbs import RECEIVER, WEIGHT_CHECKS, WEIGHT_LOADERS
 
 
@@ -185,7 +186,7 @@ def test_an_engine_holds_two_adapters_in_turn(engine):
     ]
     sent = engine.server.asked[-3][2]
     assert sent["serialized_tensors"] == "tensors" and sent["config_dict"] == {"r": 2}
-    assert sent["load_format"] == "flattened_bucket" and "load_format" not in engine.server.asked[0][2]
+    assert sent["load_format"] == IN_ONE_BUFFER and "load_format" not in engine.server.asked[0][2]
 
 
 def test_a_push_does_not_wait_for_an_old_adapters_requests_and_the_next_one_does(engine, monkeypatch):

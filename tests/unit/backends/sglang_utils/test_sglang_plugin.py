@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from slime.backends.sglang_utils import cpu_shim
 cpu_shim.install()
 from sglang.srt.lora.lora import LoRAAdapter  # noqa: E402 - after the shim
 from sglang.srt.lora.lora_config import LoRAConfig  # noqa: E402
-from sglang.srt.managers.io_struct import PauseGenerationReqInput  # noqa: E402
+from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, PauseGenerationReqInput  # noqa: E402
 from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
 from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
@@ -26,6 +27,8 @@ from slime.backends.sglang_utils.sglang_plugin import (  # noqa: E402
     _take_adapter,
     _unload_adapter,
 )
+from slime.weights.push.adapter import IN_ONE_BUFFER  # noqa: E402
+from slime.weights.push.wire import handle_of  # noqa: E402
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -106,7 +109,8 @@ def test_an_adapter_goes_without_a_look_at_the_free_memory() -> None:
 
 
 def test_handles_of_gpus_can_be_read_before_the_first_push_and_those_of_host_memory_still_be_made() -> None:
-    assert _read_adapter(lambda *_: hasattr(reductions, "_rebuild_cuda_tensor_original"), None, None)
+    stock, loaded = SimpleNamespace(load_format=None), list[Any]()
+    assert _read_adapter(lambda *_: hasattr(reductions, "_rebuild_cuda_tensor_original"), None, stock)
     tensor = torch.arange(4.0)
     with pytest.raises(IndexError):  # SGLang's patch alone
         serialize_bucket([("one", tensor)])
@@ -115,3 +119,12 @@ def test_handles_of_gpus_can_be_read_before_the_first_push_and_those_of_host_mem
     text, _buffer = serialize_bucket([("one", tensor)])
     held = MultiprocessingSerializer.deserialize(text)["flattened_tensor"]
     assert held.view(torch.float32).equal(tensor)
+
+    ours = LoadLoRAAdapterFromTensorsReqInput(
+        lora_name="slime-1", config_dict={"r": 2}, lora_id="id", load_format=IN_ONE_BUFFER,
+        serialized_tensors=handle_of((tensor, [("a", (1, 1)), ("b", (3, 1))])),
+    )  # fmt: skip
+    runner = SimpleNamespace(load_lora_adapter_from_tensors=lambda *given: loaded.extend(given) or "done")
+    assert _read_adapter(lambda *_: None, SimpleNamespace(model_runner=runner), ours) == "done"
+    assert (loaded[0].lora_name, loaded[2:]) == ("slime-1", [{"r": 2}, None])
+    assert {name: one.tolist() for name, one in loaded[1].items()} == {"a": [[0.0]], "b": [[1.0], [2.0], [3.0]]}

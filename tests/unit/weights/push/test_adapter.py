@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from slime.utils.errors import EngineError, WeightSyncError
-from slime.weights.push.adapter import push_adapter
+from slime.weights.push import adapter
+from slime.weights.push.adapter import Shapes, named_parts, push_adapter
 from slime.weights.push.participants import Participants, PushClock
 from slime.weights.push.state import Push, TrainerRanks
 
-TENSORS = {"base_model.model.q_proj.lora_A.weight": torch.arange(6.0).view(2, 3)}
+TENSORS = {
+    "base_model.model.q_proj.lora_A.weight": torch.arange(6.0).view(2, 3),
+    "base_model.model.q_proj.lora_B.weight": torch.arange(8.0).view(2, 4).t(),
+}
 
 
 class Engine:
@@ -36,19 +40,28 @@ class Wire:
     def prepare(self) -> None:
         pass
 
-    def serialize_bucket(self, bucket: Any) -> tuple[str, torch.Tensor]:
-        assert torch.multiprocessing.get_sharing_strategy() == "file_system"
-        return f"handle to {bucket[0][0]} on {bucket[0][1].device}", bucket[0][1]
-
 
 class OnCard(torch.Tensor):
     """A tensor that says that it is not on the host, and is."""
 
     is_cpu = False
-    device = "card"
 
     def cpu(self, *_: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
+
+
+@pytest.fixture(autouse=True)
+def handles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, Shapes]]:
+    """What handles were made of, in turn."""
+    made: list[tuple[torch.Tensor, Shapes]] = []
+
+    def handle_of(content: tuple[torch.Tensor, Shapes]) -> str:
+        assert torch.multiprocessing.get_sharing_strategy() == "file_system"
+        made.append(content)
+        return f"handle to memory of the {'host' if content[0].is_cpu else 'card'}"
+
+    monkeypatch.setattr(adapter, "handle_of", handle_of)
+    return made
 
 
 def push(*engines: Engine, tensors: dict[str, torch.Tensor] = TENSORS) -> Any:
@@ -56,17 +69,22 @@ def push(*engines: Engine, tensors: dict[str, torch.Tensor] = TENSORS) -> Any:
     return push_adapter(push, tensors, {"r": 2}, Wire())
 
 
-def test_engines_of_rank_0s_host_get_a_handle_and_others_the_values() -> None:
+def test_engines_of_rank_0s_host_get_a_handle_and_others_the_values(
+    handles: list[tuple[torch.Tensor, Shapes]],
+) -> None:
     strategy = torch.multiprocessing.get_sharing_strategy()
     near, far, apart = Engine(0, 0), Engine(1, 8), Engine(2, 0, is_colocated=False)
     report = push(near, far, apart)
-    assert near.loaded == ("7", {"r": 2}, "handle to base_model.model.q_proj.lora_A.weight on cpu", True)
+    assert near.loaded == ("7", {"r": 2}, "handle to memory of the host", True)
+    sent = [named_parts(*handles[0])]
     for engine in (far, apart):
         *told, text, is_handle = engine.loaded
         assert told == ["7", {"r": 2}] and not is_handle
-        (name, sent), *others = pickle.loads(base64.b64decode(text)).items()
-        assert not others and sent.equal(TENSORS[name])
-    assert (report.version, report.num_tensors, report.num_bytes, report.num_engines) == (7, 1, 24, 3)
+        sent.append(pickle.loads(base64.b64decode(text)))
+        assert all(one.untyped_storage().nbytes() == one.nbytes for one in sent[-1].values())
+    for tensors in sent:
+        assert list(tensors) == list(TENSORS) and all(tensors[name].equal(TENSORS[name]) for name in TENSORS)
+    assert (report.version, report.num_tensors, report.num_bytes, report.num_engines) == (7, 2, 56, 3)
     assert torch.multiprocessing.get_sharing_strategy() == strategy
 
 
@@ -83,5 +101,5 @@ def test_an_engine_that_has_rank_0s_gpu_alone_gets_a_handle_to_memory_of_it() ->
     alone, beside, wider = Engine(0, 0), Engine(1, 1), Engine(2, 0)
     wider.num_gpus = 2
     push(alone, beside, wider, tensors={name: tensor.as_subclass(OnCard) for name, tensor in TENSORS.items()})
-    assert [engine.loaded[2].split()[-1] for engine in (alone, beside, wider)] == ["card", "cpu", "cpu"]
+    assert [engine.loaded[2].split()[-1] for engine in (alone, beside, wider)] == ["card", "host", "host"]
     assert alone.loaded[3] is True
