@@ -82,10 +82,13 @@ def iter_shards(
         decoder = getattr(inner, "decoder", None)
         layers = [layer.layer_number - 1 for layer in decoder.layers] if decoder is not None else []
         shares_embedding = getattr(inner, "share_embeddings_and_output_weights", False)
-        named = [*inner.named_parameters(), *((n, b) for n, b in inner.named_buffers() if "expert_bias" in n)]
+        if adapters:
+            held = vars(inner).get("adapters", ())
+            named = [(f"{prefix}.{name}", one) for prefix, each in held for name, one in each._parameters.items()]
+        else:
+            named = [item for item in inner.named_parameters() if not is_of_adapter(item[0])]
+            named += [(name, buffer) for name, buffer in inner.named_buffers() if "expert_bias" in name]
         for local_name, tensor in named:
-            if adapters != is_of_adapter(local_name):
-                continue
             if shares_embedding and local_name == "output_layer.weight" and not with_copies:
                 continue
             match = _LAYER.match(local_name)

@@ -206,7 +206,6 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
     if config is None:
         return 0
     model.requires_grad_(False)
-    vars(model)["trains_adapters"] = True
     model_name = args.model_name or read_model_type(args.hf_checkpoint)
     weight_map, dims = find_weight_map(model_name), model_dims(args)
     layers: dict[int, Any] = {
@@ -238,6 +237,8 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
             layer.lora.draw(name, shard, args.seed)
         elif shard.expert_index == 0:
             layer.lora.draw(shard.name, shard, args.seed)
+    found = [(name, one) for name, one in model.named_modules() if isinstance(one, Adapter)]
+    vars(model)["adapters"] = found  # a push would look through the whole model
     embedding = getattr(model, "embedding", None)
     if args.recompute_granularity is not None and embedding is not None:
         # A recomputed block has a backward pass only where an input of it needs a gradient.
@@ -290,7 +291,7 @@ def _with_dense_gradient(layer: Any, inputs: tuple[Any, ...], output: tuple[Tens
 
 def has_adapters(model: Sequence[torch.nn.Module]) -> bool:
     """Return True when adapters are trained in place of all weights, on whatever rank they are."""
-    return any(vars(unwrap_model(chunk)).get("trains_adapters", False) for chunk in model)
+    return any("adapters" in vars(unwrap_model(chunk)) for chunk in model)
 
 
 def with_adapter(shard: Shard, value: Tensor, host_weights: Mapping[str, Tensor] | None = None) -> Tensor:
