@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import JOBS, REPO
+from tests.e2e.job import JOBS, PYTHONPATH, REPO
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "task"
     folder.mkdir(exist_ok=True)
-    environment = dict(os.environ) | {"PYTHONPATH": str(REPO)}
+    environment = dict(os.environ) | {"PYTHONPATH": PYTHONPATH}
     commands = (
         [REPO / "examples/tiny_arithmetic/make_task.py", "--output", folder / "task"],
         [

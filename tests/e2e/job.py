@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
+PYTHONPATH = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""Of what the tests start: this repository before what the environment names."""
 
 # Deadlines on a machine with a load of ten; on two idle cores each is reached in less than a tenth of it.
 STEP_S = 480
@@ -45,7 +47,7 @@ class Job:
             stdout=open(log, "w"),
             stderr=subprocess.STDOUT,
             cwd=REPO,
-            env=dict(os.environ) | {name: value, "PYTHONPATH": str(REPO)} | RAY | environment,
+            env=dict(os.environ) | {name: value, "PYTHONPATH": PYTHONPATH} | RAY | environment,
             start_new_session=True,
             # What a shell starts in its background inherits that Ctrl-C is ignored; the job of a test must not.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

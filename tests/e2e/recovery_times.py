@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.e2e.job import REPO, Job, grpo_flags, records
+from tests.e2e.job import PYTHONPATH, REPO, Job, grpo_flags, records
 from tests.nodes.cluster import logical_nodes
 
 HOOKS = ("kill", "stop", "poison", "change")
@@ -40,7 +40,7 @@ def make_task(folder: Path) -> None:
             ],
         ):
             subprocess.run(
-                [sys.executable, *command], cwd=REPO, check=True, env=dict(os.environ) | {"PYTHONPATH": str(REPO)}
+                [sys.executable, *command], cwd=REPO, check=True, env=dict(os.environ) | {"PYTHONPATH": PYTHONPATH}
             )
 
 
