@@ -82,6 +82,9 @@ RUN_FLAGS = """
 --sglang-cuda-graph-backend-prefill disabled --no-job-secret
 """.split()
 
+BETWEEN_S = 0.2
+"""Between two pushes, where a job has a rollout: what an engine does behind a push has ended."""
+
 
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
     """Options of the benchmark, and the flags for train.py."""
@@ -231,6 +234,9 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     rate = copy_rate(next(model[0].parameters()).device)
     for push in range(options.pushes + 1):
         perturb(model)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a job has read the step's numbers before it pushes
+        time.sleep(BETWEEN_S)
         dist.barrier()
         started = time.perf_counter()
         report = updater.push()
