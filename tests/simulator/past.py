@@ -140,5 +140,13 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
             Fault("hang", "answer engine0._get_current_node_ip_and_free_port", 8, amount=4000.0),
         ],
     ),
+    "an engine is given up before a push, and the trainer hangs in it": (
+        70039637,
+        Setup(num_rollout=3, over_sampling=2, fault_tolerance=False, seconds_per_token=1.0, judge=True),
+        [
+            Fault("hang", "call engine0.get_weight_version", 3, target="trainer0", amount=4000.0),
+            Fault("cut", at_s=40.929, target="server1", amount=90.0),
+        ],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

@@ -193,7 +193,12 @@ class EngineFleet:
         self._connected = list(self._described)
 
     def push_started(self) -> UpdatableEngines:
-        """Report that the trainers begin a push; describe the engines that take it."""
+        """Report that the trainers begin a push; describe the engines that take it.
+
+        Raises:
+            EngineDiedError: the run cannot go on without an engine, which may still answer with the old weights.
+        """
+        self._raise_if_given_up()
         engines = self.updatable()
         self._report_described(engines.handles, EngineEvent.PUSH_STARTED)
         return engines

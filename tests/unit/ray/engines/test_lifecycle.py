@@ -198,6 +198,14 @@ def push(fleet: EngineFleet, *excluded: ExcludedEngine) -> None:
     fleet.push_refused(excluded)
 
 
+def test_no_push_begins_beside_an_engine_that_was_given_up_and_may_serve_on():
+    fleet, group = make_fleet(2, "stop")
+    group.restarts = False
+    group.report(1, EVENT.FAILED, "no sign of life")
+    with pytest.raises(EngineDiedError, match="no sign of life"):
+        fleet.push_started()
+
+
 def test_refill_restarts_the_engine_that_refused_a_push():
     fleet, group = make_fleet(2, "refill")
     push(fleet, REFUSAL)
