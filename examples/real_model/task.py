@@ -15,9 +15,9 @@ import importlib
 import importlib.util
 import json
 import sys
-import types
 from argparse import Namespace
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ def load_task() -> Any:
         sys.exit("reasoning-gym is not installed: scripts/demo_real.sh does that")
     [root] = package.submodule_search_locations or []
     for name in ("reasoning_gym", "reasoning_gym.cognition"):
-        parent = types.ModuleType(name)
-        parent.__path__ = [str(Path(root, *name.split(".")[1:]))]
-        sys.modules.setdefault(name, parent)
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(Path(root, *name.split(".")[1:]))]
+        sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
     return importlib.import_module("reasoning_gym.cognition.needle_haystack")
 
 

@@ -108,7 +108,8 @@ def test_a_router_without_engines_is_waited_for_where_these_are_replaced(code):
     )
     result, server = ask(max_retries=1)
     assert result == {} and len(server.seen) == 7
-    with pytest.raises(EngineError, match=rf"deadline 0 s, 60 retries.*status 503: .*{code}"):
+    # The deadline may cut off an answer: then the message says that.
+    with pytest.raises(EngineError, match=rf"deadline 0 s, 60 retries.*(status 503: .*{code}|TimeoutError)"):
         ask(timeout_s=0.03)
 
 
