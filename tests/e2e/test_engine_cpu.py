@@ -366,18 +366,26 @@ def num_requests_in_flight(server: ServerControl) -> int:
 @pytest.mark.parametrize("verb", ["abort_all", "pause_generation"])
 def test_an_abort_returns_what_was_generated_so_far(running: Running, verb: str) -> None:
     server = ServerControl(running.engine.get_url() or "", api_key=running.engine.args.job_secret)
-    with ThreadPoolExecutor(1) as pool:
-        response = pool.submit(running.generate, 480, temperature=1.0)
-        while num_requests_in_flight(server) == 0:
-            time.sleep(0.05)
-        time.sleep(1.0)  # the first tokens
-        getattr(running.engine, verb)()
-        answer = response.result(timeout=300)
-    running.engine.continue_generation()
-    deadline = time.monotonic() + 120
-    while num_requests_in_flight(server) > 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+
+    def ask_and_abort(after_s: float) -> dict[str, Any]:
+        with ThreadPoolExecutor(1) as pool:
+            response = pool.submit(running.generate, 480, temperature=1.0)
+            while num_requests_in_flight(server) == 0 and not response.done():
+                time.sleep(0.01)
+            time.sleep(after_s)
+            getattr(running.engine, verb)()
+            answer = response.result(timeout=300)
+        running.engine.continue_generation()
+        deadline = time.monotonic() + 120
+        while num_requests_in_flight(server) > 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        return answer
+
+    for after_s in (1.0, 0.3, 0.1):  # behind the first token on a busy machine, before the last on a fast one
+        answer = ask_and_abort(after_s)
+        if answer["meta_info"]["finish_reason"]["type"] == "abort":
+            break
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 480
 
