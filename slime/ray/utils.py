@@ -10,6 +10,7 @@ import ray
 import torch
 
 from slime.utils import env
+from slime.utils.distributed_utils import hold_port
 from slime.utils.net import get_current_node_ip, get_free_port, loopback_address
 
 NOSET_VISIBLE_DEVICES = {
@@ -74,8 +75,9 @@ class RayActor:
         return listen_address(), get_free_port(start_port=start_port, consecutive=consecutive)
 
     def get_master_addr_and_port(self) -> tuple[str, int]:
-        """Return address and port for the rendezvous of torch.distributed, on this actor's node."""
-        return self._get_current_node_ip_and_free_port(start_port=random.randint(20000, 21000))
+        """Return address and port for torch.distributed on this node; it listens there until the ranks meet."""
+        address = listen_address()
+        return address, hold_port(address, random.randint(20000, 21000))
 
 
 class _Lock:

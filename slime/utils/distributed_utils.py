@@ -12,12 +12,38 @@ import torch.distributed as dist
 
 from slime.utils import env
 from slime.utils.errors import ProcessError
-from slime.utils.net import format_host_port, is_ipv6
+from slime.utils.net import format_host_port, get_free_port, is_ipv6
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """By purpose, because torch.distributed has no such registry."""
+_HELD: dict[int, socket.socket] = {}
+"""Ports at which this process listens for a store that it opens later."""
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
 _torch_store = _rendezvous._create_c10d_store
+
+
+def hold_port(address: str, first_port: int) -> int:
+    """Listen at the first free port from ``first_port`` on, until :func:`open_store` serves there; return it.
+
+    A port that is only named may be taken by another process before the ranks meet.
+    """
+    port = get_free_port(first_port)
+    while True:
+        try:
+            _HELD[port] = _listen(address, port)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return port
+            if error.errno != errno.EADDRINUSE:
+                raise
+            port = get_free_port(port + 1)
+        else:
+            return port
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def open_store(
@@ -45,9 +71,8 @@ def open_store(
         return _torch_store(host, port, rank, world_size, timeout)
     listener = None
     if rank == 0:
-        family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
         try:
-            listener = socket.create_server((host, port), family=family, backlog=1024).detach()
+            listener = (_HELD.pop(port, None) or _listen(host, port)).detach()
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:  # an address of a gateway in front of this host
                 raise RuntimeError(f"{format_host_port(host, port)}: {error.strerror}") from error

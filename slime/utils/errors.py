@@ -8,6 +8,7 @@
         ProcessError           a process of the job, or a service it relies on, failed us (RuntimeError)
             EngineError        an engine or router refused, or its answer cannot be used
                 EngineDiedError
+                    PortTakenError
             DeadlineError      something did not happen in time                           (TimeoutError)
                 HangError
             GraderError        a grader failed
@@ -52,6 +53,10 @@ class EngineError(ProcessError):
 
 class EngineDiedError(EngineError):
     """An engine, a router or an actor of the job has ended."""
+
+
+class PortTakenError(EngineDiedError):
+    """A server ended at its start because another process had taken one of its ports; it may start at others."""
 
 
 class DeadlineError(ProcessError, TimeoutError):

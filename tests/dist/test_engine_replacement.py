@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import ray
@@ -21,10 +23,11 @@ from slime.ray.engines import group as group_module
 from slime.ray.engines.actor import PortCursors
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import EngineEvent, EngineState
+from slime.ray.engines.models import wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
 from slime.ray.gpus import GpuSlice, _reserve
 from slime.ray.waiting import WATCH_GROUP, wait_for
-from slime.utils.errors import EngineDiedError, EngineError
+from slime.utils.errors import EngineDiedError, EngineError, PortTakenError
 from slime.utils.http_utils import close_http_client, post, set_post_transport
 from slime.utils.net import get_free_port
 from tests.dist.scripted_server import ScriptedEngineActor
@@ -101,8 +104,8 @@ def make_group(gpus, router, monkeypatch):
             needs_offload=False, cursors=PortCursors(), restarts=restarts,
         )  # fmt: skip
         groups.append(group)
-        wait_for(group.start(), what="the engines", timeout_s=300)
-        group.started()
+        group.start()
+        wait_until_serving(ARGS, [group])
         return group
 
     yield make
@@ -227,6 +230,31 @@ def test_an_engine_that_was_only_slow_is_not_named(make_group):
     wait_until(lambda: monitor._alive_s.get(0, 0) > time.monotonic() - ARGS.rollout_health_check_interval, SLACK_S)
     assert group.given_up is None
     monitor.stop()
+
+
+@pytest.mark.parametrize("taken_times", [1, 3])
+def test_an_engine_whose_port_was_taken_starts_at_others(make_group, monkeypatch, taken_times):
+    allocate = group_module.allocate_addresses
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        allocated = []
+
+        def first_are_taken(args, engines, **rest):
+            addresses = allocate(args, engines, **rest)
+            if len(allocated) < taken_times:
+                addresses[0] = replace(addresses[0], host="127.0.0.1", port=other.getsockname()[1])
+            allocated.append(len(engines))
+            return addresses
+
+        monkeypatch.setattr(group_module, "allocate_addresses", first_are_taken)
+        if taken_times == 3:
+            with pytest.raises(PortTakenError, match="[Aa]ddress already in use"):
+                make_group(2)
+            return
+        group = make_group(2)
+    assert allocated == [2, 1]  # the other engine went on
+    assert group.states == [EngineState.SERVING] * 2
+    assert all(requests.get(f"{url}/health", timeout=10).ok for url in group.urls)
+    assert len(set(group.urls)) == 2
 
 
 def test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause(make_group, monkeypatch):

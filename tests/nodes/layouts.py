@@ -16,6 +16,7 @@ from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines.actor import PortCursors
 from slime.ray.engines.group import EngineGroup
+from slime.ray.engines.models import wait_until_serving
 from slime.ray.gpus import GpuSlice, create_placement_groups
 from slime.ray.waiting import forget_all, wait_for
 from tests.nodes.recorders import RecordingEngine, RecordingTrainer
@@ -82,7 +83,8 @@ def place(args: Namespace, *, with_trainer: bool = True) -> Layout:
                     needs_offload=args.offload_rollout,
                     cursors=cursors,
                 )
-                wait_for(group.start(), what="the engines", timeout_s=300)
+                group.start()
+                wait_until_serving(args, [group])
                 layout.groups.append(group)
                 gpu_offset += config.num_gpus
                 rank_offset += len(group.all_engines)

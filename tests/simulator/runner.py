@@ -71,6 +71,8 @@ class Child:
         self.process = Process(kernel, label, owner=kernel.current_process)
         now.cluster.roles[self.process] = role
         now.at(f"start {role}", self.process)
+        # One that dies at once has found its port taken.
+        self._end = "was killed by signal 9" if self.process.is_alive else "ended: Address already in use"
         now.next_pid += 1
         self.pid = now.next_pid
         ready_s = kernel.draw(f"boot {role}", 1.0, 12.0)
@@ -83,7 +85,7 @@ class Child:
         return self.process.is_alive
 
     def describe_end(self) -> str | None:
-        return None if self.process.is_alive else f"{self.name} was killed by signal 9"
+        return None if self.process.is_alive else f"{self.name} {self._end}"
 
     def log_tail(self) -> str:
         return "(no log)"
@@ -171,6 +173,7 @@ def install() -> Patches:
         (router_process, "build_router_args", lambda args, **settings: settings),
         (weight_verbs, "encode", lambda message: message),
         (ray_utils, "get_free_port", free_port),
+        (ray_utils, "hold_port", lambda address, first: free_port()),
         (ray_utils, "listen_address", lambda: "127.0.0.1"),
         (models, "listen_address", lambda: "127.0.0.1"),
         (models, "find_available_port", lambda base: free_port()),

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from slime.utils import env
-from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError
+from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, PortTakenError
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,25 @@ class ChildProcess:
         if left:
             raise DeadlineError(f"{self.name}: processes {left} are still running {timeout_s:g} s after SIGKILL")
         self._popen.wait(timeout=timeout_s)
+
+
+def raise_if_ended(process: ChildProcess, advice: str) -> None:
+    """Raise the error of a child that ended while it started.
+
+    Args:
+        process: the child.
+        advice: last sentence of the message.
+
+    Raises:
+        PortTakenError: its log says that a port is in use.
+        EngineDiedError: it ended for another reason.
+    """
+    end = process.describe_end()
+    if end is None:
+        return
+    if "address already in use" in end.lower():
+        raise PortTakenError(f"{end}\nAnother process took a port that was free when it was chosen.")
+    raise EngineDiedError(f"{end}\n{advice}")
 
 
 def read_settings() -> dict[str, Any]:

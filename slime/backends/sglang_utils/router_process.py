@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from slime.backends.sglang_utils.child_process import ChildProcess
+from slime.backends.sglang_utils.child_process import ChildProcess, raise_if_ended
 from slime.backends.sglang_utils.server_control import Refused, ServerControl
-from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
+from slime.utils.errors import DeadlineError, EngineError
 from slime.utils.net import format_host, format_host_port, is_loopback, loopback_address
 
 MODULE = "slime.backends.sglang_utils.router_main"
@@ -117,8 +117,7 @@ def start_router(
     server = ServerControl(router.url, name=process.name)
     deadline = time.monotonic() + timeout_s
     while not server.answers("/health", timeout_s=5.0):
-        if end := process.describe_end():
-            raise EngineDiedError(f"{end}\nThe router ended before it answered; the cause is in its log above.")
+        raise_if_ended(process, "The router ended before it answered; the cause is in its log above.")
         if time.monotonic() > deadline:
             process.stop()
             raise DeadlineError(f"{process.name} does not answer after {timeout_s:g} s\n{process.log_tail()}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree
+from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree, raise_if_ended
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
 from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, probe_answer
@@ -352,8 +352,7 @@ def wait_until_healthy(process: ChildProcess, server: ServerControl, *, timeout_
     """
     deadline = time.monotonic() + timeout_s
     while not server.answers("/health_generate", timeout_s=max(1.0, min(30.0, deadline - time.monotonic()))):
-        if end := process.describe_end():
-            raise EngineDiedError(f"{end}\nThe engine ended before it served; the cause is in its log above.")
+        raise_if_ended(process, "The engine ended before it served; the cause is in its log above.")
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"{process.name} does not serve after {timeout_s:g} s (--engine-start-timeout-s)\n{process.log_tail()}"

@@ -33,6 +33,10 @@ PORTS_TIMEOUT_S = 600.0
 """Longest time for actors to start and name free ports."""
 MIN_WAIT_S = 1.0
 """Least time for a call whose turn comes late."""
+MAX_START_ATTEMPTS = 3
+"""Starts of a server, one after the other, before the run is given up."""
+EXITS_TIMEOUT_S = 10.0
+"""Time for actors to say whether their servers have ended."""
 KILL_TIMEOUT_S = 15.0
 """Time for an engine's actor to kill its server; then the actor is killed, and the server ends with it."""
 ENGINE_ENV_DEFAULTS = {
@@ -80,7 +84,7 @@ def start_engine_actor(gpus: GpuSlice | None, position: int, *arguments: Any, **
     return RemoteEngine.options(**options).remote(*arguments, **keywords)
 
 
-def exits_of(actors: Mapping[int, Sequence[Any]], timeout_s: float) -> dict[int, str]:
+def exits_of(actors: Mapping[int, Sequence[Any]], timeout_s: float = EXITS_TIMEOUT_S) -> dict[int, str]:
     """Return the engines with a dead process, each with how it ended.
 
     Args:
@@ -134,6 +138,11 @@ class PortCursors:
 def start_timeout_s(args: Namespace) -> float:
     """Return the time that one start of an engine may take, its actor's included."""
     return float(args.engine_start_timeout_s + START_MARGIN_S)
+
+
+def restart_timeout_s(args: Namespace) -> float:
+    """Return the time that all attempts to restart an engine may take."""
+    return MAX_START_ATTEMPTS * start_timeout_s(args)
 
 
 def allocate_addresses(

@@ -49,7 +49,7 @@ def start_fleet(args: Namespace, gpus: GpuSlice) -> EngineFleet:
     """Begin to start routers and engines; :meth:`EngineFleet.wait_ready` sees to the end of it."""
     if args.debug_train_only:
         return EngineFleet(args)
-    return EngineFleet(args, *start_rollout_servers(args, gpus))
+    return EngineFleet(args, start_rollout_servers(args, gpus))
 
 
 def _with_weights(model: RolloutServer | None) -> list[EngineGroup]:
@@ -64,12 +64,9 @@ class EngineFleet:
     as the engines that take updates are others, the trainers are told to connect again.
     """
 
-    def __init__(
-        self, args: Namespace, servers: Sequence[RolloutServer] = (), starting: Sequence[ray.ObjectRef] = ()
-    ) -> None:
+    def __init__(self, args: Namespace, servers: Sequence[RolloutServer] = ()) -> None:
         self.args = args
         self.servers = list(servers)
-        self._starting = list(starting)
         self._connected: list[Any] = []
         self._described: list[Any] = []
         """The engines that the trainers were told of last."""
@@ -105,10 +102,7 @@ class EngineFleet:
         Raises:
             ProcessError: one did not start.
         """
-        wait_until_serving(self.args, self._starting)
-        self._starting = []
-        for group in self.groups:
-            group.started()
+        wait_until_serving(self.args, self.groups)
         guard = "no secret" if job_secret(self.args) is None else "the job's secret"
         lines = [line for server in self.servers for line in server.listens_at()]
         logger.info("listening, guarded by %s: %s", guard, "; ".join(lines) or "nothing")

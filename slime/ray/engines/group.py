@@ -24,11 +24,13 @@ from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupCo
 from slime.flags.security import job_secret
 from slime.observability import run_record
 from slime.ray.engines.actor import (
+    MAX_START_ATTEMPTS,
     MIN_WAIT_S,
     PortCursors,
     allocate_addresses,
     exits_of,
     kill_actors,
+    restart_timeout_s,
     start_engine_actor,
     start_timeout_s,
 )
@@ -41,15 +43,8 @@ from slime.utils.net import format_host_port
 
 logger = logging.getLogger(__name__)
 
-MAX_START_ATTEMPTS = 3
-"""Starts of a replacement, one after the other, before the run is given up."""
 MAX_RESTARTS = 5
 """Restarts of one engine within one rollout: an engine that dies again and again has a cause that stays."""
-
-
-def restart_timeout_s(args: Namespace) -> float:
-    """Return the time that all attempts to restart an engine may take."""
-    return MAX_START_ATTEMPTS * start_timeout_s(args)
 
 
 @dataclass
@@ -87,6 +82,8 @@ class EngineGroup:
         self.bootstrap_ports: list[int | None] = [None] * len(self.engines)
         self.is_listed = [False] * len(self.engines)
         """True for each engine that is registered at the router."""
+        self.starting: dict[int, list[ray.ObjectRef]] = {}
+        """Of each engine in its first start: references that resolve once it serves and the router knows it."""
         self.shutting_down: list[ray.ObjectRef] = []
         """References that resolve once the engines of a group that was stopped have ended."""
         self._num_restarts: Counter[int] = Counter()
@@ -171,16 +168,22 @@ class EngineGroup:
 
     # Start
 
-    def start(self) -> list[ray.ObjectRef]:
-        """Start every engine; return references that resolve once they serve and the router knows them."""
-        starting = self.indices(EngineState.STARTING)
-        return self._launch(starting, register=True) if starting else []
+    def start(self) -> None:
+        """Start every engine, or, called again, those that have ended; ``models.wait_until_serving`` waits for them."""
+        ended = exits_of({index: self.actors_of(index) for index in self.starting})
+        for index in ended:
+            self._kill(index)
+        missing = [i for i in self.indices(EngineState.STARTING) if i in ended or i not in self.starting]
+        if missing:
+            refs, nodes = self._launch(missing, register=True), self.nodes_per_engine
+            self.starting |= {index: refs[i * nodes : (i + 1) * nodes] for i, index in enumerate(missing)}
 
     def started(self) -> None:
-        """Report that the references of :meth:`start` have resolved."""
-        for index in self.indices(EngineState.STARTING):
+        """Report that the references in ``starting`` have resolved."""
+        for index in self.starting:
             self.is_listed[index] = True
             self.report(index, EngineEvent.STARTED)
+        self.starting.clear()
 
     def _launch(self, indices: Sequence[int], *, register: bool) -> list[ray.ObjectRef]:
         """Start actors and servers of these engines; return references that resolve once they serve."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from slime.ray.engines.actor import MIN_WAIT_S
-from slime.ray.engines.group import EngineGroup, restart_timeout_s
+from slime.ray.engines.actor import MIN_WAIT_S, restart_timeout_s
+from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ProcessError

@@ -30,13 +30,13 @@ from slime.backends.sglang_utils.server_args import served_dtype
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
 from slime.flags.security import job_secret
 from slime.observability.job_state import PageSource, read_page
-from slime.ray.engines.actor import PortCursors, start_engine_actor
-from slime.ray.engines.group import MAX_START_ATTEMPTS, EngineGroup
+from slime.ray.engines.actor import MAX_START_ATTEMPTS, PortCursors, start_engine_actor, start_timeout_s
+from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, SERVES
 from slime.ray.gpus import GpuSlice, plan_gpus
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
-from slime.utils.errors import ProcessError
+from slime.utils.errors import PortTakenError, ProcessError
 from slime.utils.http_utils import add_job_servers, find_available_port
 from slime.weights.push.verbs import RECEIVER
 
@@ -155,17 +155,12 @@ class RolloutServer:
                     )
 
 
-def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> tuple[list[RolloutServer], list[ray.ObjectRef]]:
-    """Start routers and engines, or adopt external ones.
-
-    Returns:
-        The servers, and references that resolve once all engines serve; until then the caller may do other work.
-    """
+def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer]:
+    """Start routers and engines, or adopt external ones; the caller may do other work until it waits for them."""
     if args.rollout_external:
         return _adopt_external_engines(args)
     cursors = PortCursors()
     servers: list[RolloutServer] = []
-    starting: list[ray.ObjectRef] = []
     gpu_offset = rank_offset = 0
     layout = resolve_sglang_config(args)
     if args.sglang_config is not None:
@@ -190,24 +185,28 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> tuple[list[Rollout
             server.groups.append(group)
             gpu_offset += config.num_gpus
             rank_offset += len(group.all_engines)
-        starting += _start_groups(args, server.groups)
+        _start_groups(args, server.groups)
         servers.append(server)
-    return servers, starting
+    return servers
 
 
-def _start_groups(args: Namespace, groups: list[EngineGroup]) -> list[ray.ObjectRef]:
+def _start_groups(args: Namespace, groups: list[EngineGroup]) -> None:
     """Start the groups of a model; encoders first, because the others are told where these listen."""
     encoders = [group for group in groups if group.config.worker_type == "encoder"]
     if encoders:
-        wait_until_serving(args, [ref for group in encoders for ref in group.start()])
+        for group in encoders:
+            group.start()
+        wait_until_serving(args, encoders)
         urls = [url for group in encoders for url in group.urls if url is not None]
         for group in groups:
             if group.config.worker_type in ("prefill", "regular"):
                 group.extra_overrides = {"language_only": True, "encoder_urls": urls}
-    return [ref for group in groups if group not in encoders for ref in group.start()]
+    for group in groups:
+        if group not in encoders:
+            group.start()
 
 
-def _adopt_external_engines(args: Namespace) -> tuple[list[RolloutServer], list[ray.ObjectRef]]:
+def _adopt_external_engines(args: Namespace) -> list[RolloutServer]:
     """Adopt external engines: an actor without a GPU represents each.
 
     Raises:
@@ -219,7 +218,6 @@ def _adopt_external_engines(args: Namespace) -> tuple[list[RolloutServer], list[
     )
     model = ModelConfig(name="default", model_path=args.hf_checkpoint, update_weights=True, server_groups=configs)
     server = RolloutServer(model, _start_router(args, model, is_first=True), [])
-    starting: list[ray.ObjectRef] = []
     gpu_offset = 0
     for rank, (info, config) in enumerate(zip(args.rollout_external_engine_infos, model.server_groups, strict=True)):
         check_capabilities(args, info)
@@ -238,9 +236,9 @@ def _adopt_external_engines(args: Namespace) -> tuple[list[RolloutServer], list[
         group.info = info
         logger.info("external engine %s: %s, %d GPUs", info.url, info.worker_type, info.num_gpus)
         server.groups.append(group)
-        starting += group.start()
+        group.start()
         gpu_offset += config.num_gpus
-    return [server], starting
+    return [server]
 
 
 def _needs_offload(args: Namespace, gpu_offset: int) -> bool:
@@ -249,15 +247,29 @@ def _needs_offload(args: Namespace, gpu_offset: int) -> bool:
     return bool(args.offload_rollout) and plan_gpus(args).rollout_offset + gpu_offset < trainer_gpus
 
 
-def wait_until_serving(args: Namespace, starting: list[ray.ObjectRef]) -> None:
-    """Wait until every engine that is starting answers.
+def wait_until_serving(args: Namespace, groups: Sequence[EngineGroup]) -> None:
+    """Wait until every engine that is starting serves, and report so to its group.
+
+    An engine that another process robbed of a port starts again at others.
 
     Raises:
-        ProcessError: an engine ended or did not answer within ``--engine-start-timeout-s``.
+        ProcessError: an engine ended or did not answer within ``--engine-start-timeout-s``, or ports were taken in
+            ``MAX_START_ATTEMPTS`` starts.
     """
-    if starting:
-        # The engines keep their own deadline; this one only catches an actor that never ran.
-        wait_for(starting, what="the SGLang engines to start", timeout_s=args.engine_start_timeout_s + 120)
+    for attempt in range(1, MAX_START_ATTEMPTS + 1):
+        starting = [ref for group in groups for refs in group.starting.values() for ref in refs]
+        try:
+            # The engines keep their own deadline; this one only catches an actor that never ran.
+            wait_for(starting, what="the SGLang engines to start", timeout_s=start_timeout_s(args))
+            break
+        except PortTakenError as error:
+            if attempt == MAX_START_ATTEMPTS:
+                raise
+            logger.warning("an engine starts again at other ports (attempt %d): %s", attempt + 1, error)
+            for group in groups:
+                group.start()
+    for group in groups:
+        group.started()
 
 
 def first_dead_engine(groups: Iterable[EngineGroup], timeout_s: float) -> str | None:
@@ -344,6 +356,19 @@ def _start_router_at(args: Namespace, model: ModelConfig, host: str, port: int) 
     )
 
 
+def _start_own_router(args: Namespace, model: ModelConfig, wanted_port: int | None) -> RouterHandle:
+    attempts_left = MAX_START_ATTEMPTS
+    while True:
+        port = wanted_port or find_available_port(random.randint(3000, 4000))
+        try:
+            return _start_router_at(args, model, listen_address(), port)
+        except PortTakenError as error:
+            attempts_left -= 1
+            if not attempts_left:
+                raise
+            logger.warning("the router is started again at other ports: %s", error)
+
+
 def _start_router(args: Namespace, model: ModelConfig, *, is_first: bool) -> RouterHandle:
     """Start or adopt the router of ``model``; the first model's address becomes ``args.sglang_router_ip/port``.
 
@@ -352,9 +377,7 @@ def _start_router(args: Namespace, model: ModelConfig, *, is_first: bool) -> Rou
     if is_first and args.sglang_router_ip and args.sglang_router_port:
         router = adopt_router(args.sglang_router_ip, args.sglang_router_port, secret=job_secret(args))
     else:
-        wanted = args.sglang_router_port if is_first else None
-        port = wanted or find_available_port(random.randint(3000, 4000))
-        router = _start_router_at(args, model, listen_address(), port)
+        router = _start_own_router(args, model, args.sglang_router_port if is_first else None)
     routers = dict(args.sglang_model_routers or {})
     routers[model.name] = (router.host, router.port)
     record_runtime(args, sglang_model_routers=routers)

@@ -79,7 +79,7 @@ CASES: list[tuple[str, Callable[[], Any], float]] = [
     ("slime.ray.actor_group", lambda: trainers().wait_trained(0, ["ref"]), 200),
     ("slime.ray.actor_group", lambda: trainers()._push("update_weights", "the push"), 30 + 120),
     ("slime.ray.engines.memory", lambda: engines().offload(), 30),
-    ("slime.ray.engines.models", lambda: models.wait_until_serving(FLAGS, ["ref"]), 50 + 120),
+    ("slime.ray.engines.models", lambda: models.wait_until_serving(FLAGS, []), 50 + 120),
     ("slime.ray.engines.actor", lambda: engine_actor._probe(Anything(), 1, 1, time.monotonic() + 40), 40),
     ("slime.ray.train_actor", trainer_with_box, 3600),
 ]

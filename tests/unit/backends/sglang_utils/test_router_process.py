@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from argparse import Namespace
 from http.server import ThreadingHTTPServer
@@ -19,7 +20,7 @@ from slime.backends.sglang_utils.router_process import (
     unregister_worker,
 )
 from slime.backends.sglang_utils.server_control import ServerControl
-from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, PortTakenError
 from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
 from tests.unit.backends.sglang_utils.fake_worker import FakeEngine
 
@@ -41,6 +42,15 @@ def engine_url():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+
+
+@pytest.mark.parametrize("server", ["port", "prometheus_port"])
+def test_a_router_whose_port_was_taken_says_so(server):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ports = {"port": get_free_port(26500), "prometheus_port": get_free_port(27500)}
+        ports[server] = other.getsockname()[1]
+        with pytest.raises(PortTakenError, match="took a port"):
+            start_router(ARGS, host="127.0.0.1", timeout_s=60, **ports)
 
 
 def test_prefixed_flags_reach_the_router_and_slime_decides_above_them():
