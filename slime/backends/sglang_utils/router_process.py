@@ -122,6 +122,8 @@ def start_router(
             process.stop()
             raise DeadlineError(f"{process.name} does not answer after {timeout_s:g} s\n{process.log_tail()}")
         time.sleep(POLL_S)
+    # What answers may be the process that took the port.
+    raise_if_ended(process, "The router ended as it began to answer; the cause is in its log above.")
     return router
 
 

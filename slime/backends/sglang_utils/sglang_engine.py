@@ -358,3 +358,5 @@ def wait_until_healthy(process: ChildProcess, server: ServerControl, *, timeout_
                 f"{process.name} does not serve after {timeout_s:g} s (--engine-start-timeout-s)\n{process.log_tail()}"
             )
         time.sleep(POLL_S)
+    # What answers may be the process that took the port.
+    raise_if_ended(process, "The engine ended as it began to serve; the cause is in its log above.")

@@ -169,7 +169,7 @@ class EngineGroup:
     # Start
 
     def start(self) -> None:
-        """Start every engine, or, called again, those that have ended; ``models.wait_until_serving`` waits for them."""
+        """Start every engine, or those again that have ended; ``models.wait_until_serving`` waits for them."""
         ended = exits_of({index: self.actors_of(index) for index in self.starting})
         for index in ended:
             self._kill(index)
