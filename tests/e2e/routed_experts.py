@@ -31,16 +31,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402 - aft
 from slime.backends.megatron_utils.data import prepare_rollout_data  # noqa: E402
 from slime.backends.megatron_utils.routing_replay import RoutingReplay  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
-from slime.rollout.config import rollout_config  # noqa: E402
-from slime.rollout.generate import append_output, request_payload  # noqa: E402
 from slime.train_data.convert import samples_to_train_data  # noqa: E402
 from slime.train_data.routed_experts import RoutedShape  # noqa: E402
-from slime.utils.http_utils import init_http_client, post  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
-from slime.utils.sglang_meta import decode_generate_answer  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 from tests.e2e import tiny_qwen3  # noqa: E402
 from tests.e2e.engine_owner import engine_args  # noqa: E402
+from tests.e2e.kinds_of_samples import collect  # noqa: E402
 from tests.matrix import trainer  # noqa: E402
 from tests.matrix.case import load_cases  # noqa: E402
 from tests.matrix.parity import one_process_world  # noqa: E402
@@ -75,39 +72,6 @@ def choices(model: Any, tokens: list[int]) -> dict[int, Tensor]:
     for hook in hooks:
         hook.remove()
     return {layer: ids[:-1].sort(-1).values for layer, ids in seen.items()}
-
-
-async def ask(
-    args: Namespace, url: str, sample: Sample, num_tokens: int, *, abort_after_s: float | None = None
-) -> None:
-    """Let the engine go on with a sample; with ``abort_after_s`` stop it on the way."""
-    sampling = {"max_new_tokens": num_tokens + sample.response_length, "temperature": 1.0, "ignore_eos": True}
-    payload = request_payload(rollout_config(args), sample, sampling, Namespace(tokenizer=None, processor=None))
-    assert payload is not None and payload["return_routed_experts"]
-    answer = asyncio.create_task(post(f"{url}/generate", payload, 1, decode=decode_generate_answer))
-    if abort_after_s is not None:
-        await asyncio.sleep(abort_after_s)
-        await post(f"{url}/abort_request", {"abort_all": True}, 1, decode=lambda body: body)
-    append_output(args, sample, await answer)
-
-
-async def collect(args: Namespace, url: str) -> list[Sample]:
-    """The samples of a rollout, each of another kind."""
-    init_http_client(args)
-    prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, *range(20, 60)], [11, 12, 13], [30, 31]]
-    samples = [Sample(index=index, prompt="", tokens=prompt) for index, prompt in enumerate(prompts)]
-    await ask(args, url, samples[0], 16)
-    await ask(args, url, samples[1], 24)
-    await ask(args, url, samples[2], 1500, abort_after_s=0.3)
-    print(f"aborted after {samples[2].response_length} tokens, {len(samples[2].rollout_routed_experts)} rows")
-    assert samples[2].status == Sample.Status.ABORTED and 0 < samples[2].response_length < 1500
-    await ask(args, url, samples[2], 8)
-    await ask(args, url, samples[3], 6)
-    samples[3].append_response_tokens(tokens=[70, 71, 72], trainable=False)
-    samples[3].status = Sample.Status.PENDING
-    await ask(args, url, samples[3], 6)
-    samples[3].append_response_tokens(tokens=[73, 74], trainable=False)
-    return samples
 
 
 def check_choices_of(model: Any, samples: list[Sample]) -> float:
@@ -169,7 +133,7 @@ def main() -> int:
                 router_port=None,
             )
             print(f"the engine is up after {time.monotonic() - start:.0f} s")
-            samples = asyncio.run(collect(args, engine.get_url()))
+            samples = asyncio.run(collect(args, engine.get_url(), {"temperature": 1.0, "ignore_eos": True}))
         finally:
             engine.shutdown()
         share = check_choices_of(model, samples)

@@ -21,12 +21,10 @@ from slime.backends.sglang_utils.child_process import ChildProcess
 from slime.backends.sglang_utils.nuclei_support import check_returns_nuclei
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import start_server, wait_until_healthy
-from slime.rollout.generate import append_output, request_payload
 from slime.train_data.convert import samples_to_train_data
-from slime.utils.http_utils import get, init_http_client, post
 from slime.utils.net import get_free_port
-from slime.utils.sglang_meta import decode_generate_answer, read_top_p_spans
-from slime.utils.types import Sample
+from slime.utils.sglang_meta import read_top_p_spans
+from tests.e2e.kinds_of_samples import collect
 from tests.e2e.tiny_qwen3 import save_tiny_model
 
 pytestmark = [
@@ -161,36 +159,7 @@ ARGS = Namespace(
     rollout_num_gpus_per_engine=1, sglang_server_concurrency=8,
 )  # fmt: skip
 SAMPLING = {"temperature": 0.8, "top_p": 0.7, "top_k": 40, "ignore_eos": True}
-
-
-async def go_on(url: str, sample: Sample, num_tokens: int, *, abort_at: int | None = None) -> None:
-    """Let the engine go on with a sample as a rollout does; with ``abort_at`` stop it once it holds so many tokens."""
-    params = {**SAMPLING, "max_new_tokens": num_tokens + sample.response_length}
-    params["custom_params"] = {"return_top_p_token_ids": True}
-    payload = request_payload(ARGS, sample, params, Namespace(tokenizer=None, processor=None))  # type: ignore[arg-type]
-    answer = asyncio.create_task(post(f"{url}/generate", payload, 1, decode=decode_generate_answer))
-    if abort_at is not None:
-        # By tokens, not by time: the more a fast machine draws, the larger is the largest error among them.
-        while sum(one["num_used_tokens"] for one in (await get(f"{url}/v1/loads?include=core"))["loads"]) < abort_at:
-            await asyncio.sleep(0.01)
-        await post(f"{url}/abort_request", {"abort_all": True}, 1, decode=lambda body: body)
-    append_output(ARGS, sample, await answer)
-
-
-async def rollout(url: str) -> list[Sample]:
-    init_http_client(ARGS)
-    prompts = [[5, 6, 7], [5, 6, 7, *range(20, 60)], [11, 12, 13], [30, 31]]
-    samples = [Sample(index=index, tokens=prompt) for index, prompt in enumerate(prompts)]
-    await asyncio.gather(go_on(url, samples[0], 16), go_on(url, samples[1], 24))
-    await go_on(url, samples[2], 1500, abort_at=40)
-    assert samples[2].status == Sample.Status.ABORTED and 0 < samples[2].response_length < 1500
-    await go_on(url, samples[2], 8)
-    await go_on(url, samples[3], 6)
-    samples[3].append_response_tokens(tokens=[70, 71, 72], trainable=False)
-    samples[3].status = Sample.Status.PENDING
-    await go_on(url, samples[3], 6)
-    samples[3].append_response_tokens(tokens=[73, 74], trainable=False)
-    return samples
+REPLAYED = {**SAMPLING, "custom_params": {"return_top_p_token_ids": True}}
 
 
 def test_the_trainer_replays_whole_partial_and_several_turn_samples(engine: Engine) -> None:
@@ -200,7 +169,7 @@ def test_the_trainer_replays_whole_partial_and_several_turn_samples(engine: Engi
     from tests.matrix.case import load_cases
     from tests.matrix.parity import one_process_world
 
-    samples = asyncio.run(rollout(engine.control.url))
+    samples = asyncio.run(collect(ARGS, engine.control.url, REPLAYED))
     data = samples_to_train_data(samples, [0.0] * 4, [1.0, -1.0, 0.5, -0.5], rollout_top_p=SAMPLING["top_p"])
     flags = ("--max-tokens-per-gpu", 4096, "--global-batch-size", 4, "--rollout-temperature", SAMPLING["temperature"])
     case = load_cases(["qwen3"])["qwen3"]
