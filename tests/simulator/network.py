@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import requests
-from greenlet import getcurrent
 
 from tests.simulator.kernel import Process
 
@@ -59,7 +58,7 @@ class Server:
         self.waiting: dict[int, Callable[[], None]] = {}
         """Connections that are open; called when the process dies."""
         self._next = 0
-        process.on_death.append(self._die)
+        process.on_death[self._die] = None
         self.kernel.call_later(ready_s, self._listen)
 
     def next_number(self) -> int:
@@ -115,7 +114,7 @@ class Exchange:
         self._server: Server | None = None
         self._reply: Reply | None = None
         self._number, self._role, self._wrong = 0, "", None
-        sender.on_death.append(self.hang_up)
+        sender.on_death[self.hang_up] = None
         self._kernel.call_later(self._kernel.draw(f"http {self._port}", 0.0005, 0.02), self._arrive)
 
     def hang_up(self) -> None:
@@ -128,8 +127,7 @@ class Exchange:
 
     def _close(self) -> None:
         self._is_over = True
-        if self.hang_up in self._sender.on_death:
-            self._sender.on_death.remove(self.hang_up)
+        self._sender.on_death.pop(self.hang_up, None)
 
     def _finish(self, outcome: Any) -> None:
         if not self._is_over:
@@ -239,7 +237,7 @@ class SyncSession:
         pass
 
     def request(self, method: str, url: str, *, json: Any = None, timeout: Any = None, **_: Any) -> _Response:
-        world, me = self.world, getcurrent()
+        world, me = self.world, self.world.kernel.current
         outcome: list[Any] = []
 
         def done(result: Any) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from greenlet import getcurrent
 
 from slime.backends.megatron_utils import checkpoint
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
@@ -68,7 +67,7 @@ class Meeting:
             return [own]
         if rank not in self.members:
             self.members[rank] = kernel.current_process
-            kernel.current_process.on_death.append(self._broken)
+            kernel.current_process.on_death[self._broken] = None
         number = self.counts[rank] = self.counts.get(rank, -1) + 1
         call = self.calls.setdefault(number, {})
         call[rank] = own
@@ -80,7 +79,7 @@ class Meeting:
                 raise RuntimeError("Connection closed by peer")
             if kernel.now_s >= deadline_s:
                 raise RuntimeError(f"Timed out waiting {timeout_s:.0f} s for a collective")
-            self.waiting.append(getcurrent())
+            self.waiting.append(kernel.current)
             kernel.park(deadline_s - kernel.now_s, f"a collective (rank {rank})")
         return [call[k] for k in range(self.size)]
 
@@ -107,7 +106,7 @@ class Dist:
 
     def is_in_background(self) -> bool:
         """Whether the strand that runs is not the one that does what the driver asks."""
-        return "checkpoint writer" in getcurrent().name
+        return "checkpoint writer" in _KERNEL[0].current.name  # type: ignore[union-attr]
 
     def get_rank(self, group: Any = None) -> int:
         return self._trainer().rank

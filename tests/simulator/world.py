@@ -277,7 +277,7 @@ class World:
         kernel.horizon_s = began_s + LIFE_HORIZON_S
         driver = Process(kernel, "driver" if self.num_lives == 1 else f"driver#{self.num_lives}")
         self.cluster.roles[driver] = "driver"
-        driver.on_death.append(kernel.stop)
+        driver.on_death[kernel.stop] = None
         watch_bounds(self, driver)
         codes: list[Any] = []
         self.note(f"the command is given (time {self.num_lives})")
