@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import pickle
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,8 +44,17 @@ def travel(value: Any) -> Any:
     kind = type(value)
     if kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value))):
         return value
+    if kind is tuple:
+        return tuple(map(travel, value))
     if kind is dict and PLAIN.issuperset(map(type, value)) and PLAIN.issuperset(map(type, value.values())):
         return value.copy()
+    if kind is Namespace:  # hundreds of flags, nearly all of them plain
+        copied = Namespace()
+        flags = vars(copied)
+        flags.update(vars(value))
+        others = {name: flag for name, flag in flags.items() if type(flag) not in PLAIN}
+        flags.update(pickle.loads(pickle.dumps(others, 5)))
+        return copied
     return pickle.loads(pickle.dumps(value, 5))
 
 
@@ -219,15 +229,23 @@ class Cluster:
         self.cut_until_s: dict[str, float] = {}
         """Role -> until when no message reaches it."""
 
+    def forget(self) -> None:
+        """Take handles and references apart."""
+        for thing in _THINGS:
+            vars(thing).clear()
+        _THINGS.clear()
+
     def role_of(self, process: Process) -> str:
         """Return what a process is, whichever of its incarnations."""
         return self.roles.get(process, process.name)
 
     def latency(self, process: Process) -> float:
         """Return how long a message to or from a process takes."""
-        role = self.role_of(process)
-        cut_s = self.cut_until_s.get(role, 0.0) - self.kernel.now_s
-        return (cut_s if cut_s > 0 else 0.0) + self.kernel.draw(f"message {role}", 0.0005, 0.02)
+        role = self.roles.get(process, process.name)
+        delay_s = self.kernel.draw("message " + role, 0.0005, 0.02)
+        if self.cut_until_s:
+            delay_s += max(self.cut_until_s.get(role, 0.0) - self.kernel.now_s, 0.0)
+        return delay_s
 
     def start_actor(self, cls: type, groups: dict[str, int], arguments: Any, keywords: Any) -> Handle:
         kernel = self.kernel
@@ -291,8 +309,10 @@ class Cluster:
 
 def patch_ray(patches: Any, cluster: Callable[[], Cluster]) -> None:
     """Lead the functions of the module ray to the present cluster."""
-    for name in ("wait", "get", "put", "kill"):
-        patches.set(ray, name, lambda *a, _n=name, **k: getattr(cluster(), _n)(*a, **k))
+    patches.set(ray, "wait", lambda refs, **options: cluster().wait(refs, **options))
+    patches.set(ray, "get", lambda refs, timeout=None: cluster().get(refs, timeout=timeout))
+    patches.set(ray, "put", lambda value, **_: cluster().put(value))
+    patches.set(ray, "kill", lambda handle, **_: cluster().kill(handle))
     patches.set(ray, "ObjectRef", Ref)
     patches.set(ray, "is_initialized", lambda: False)
     patches.set(ray, "nodes", lambda: [])

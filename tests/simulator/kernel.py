@@ -142,7 +142,8 @@ class Kernel:
         self.current: Strand | None = None
         """The one that runs."""
         self.strands: dict[Strand, None] = {}
-        self._slots = [(vars(module), name, maker) for module, name, maker in globals_of_process]
+        self._makers = [maker for _, _, maker in globals_of_process]
+        self._slots = [(vars(module), name) for module, name, _ in globals_of_process]
         self._singletons = singletons
         self._heap: list[tuple[float, float, int, Any, int]] = []
         self._number = 0
@@ -246,11 +247,11 @@ class Kernel:
         Raises:
             StuckError: there are none left, or the horizon is passed.
         """
-        heap, pop, self._is_stopped = self._heap, heappop, False
+        heap, self._is_stopped = self._heap, False
         while not self._is_stopped:
             if not heap:
                 raise StuckError(f"nothing can happen any more\n{self.describe_waits()}")
-            when_s, _, _, target, token = pop(heap)
+            when_s, _, _, target, token = heappop(heap)
             if token == -1:
                 if when_s > self.now_s:
                     self.now_s = when_s
@@ -290,12 +291,12 @@ class Kernel:
         """Put the module globals of a process into the modules."""
         before, slots, singletons = self._loaded, self._slots, self._singletons
         if before is not None:
-            before.globals = [names[name] for names, name, _ in slots]
+            before.globals = [names[name] for names, name in slots]
             before.singletons = singletons._instances
         if process is not None:
             if not process.globals:
-                process.globals = [make() for _, _, make in slots]
-            for (names, name, _), value in zip(slots, process.globals, strict=True):
+                process.globals = [make() for make in self._makers]
+            for (names, name), value in zip(slots, process.globals):  # noqa: B905 - this is run for most events
                 names[name] = value
             singletons._instances = process.singletons
         self._loaded = process

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 import requests
 
 from tests.simulator.kernel import Process
@@ -219,7 +220,7 @@ class _Response:
 
     def json(self) -> Any:
         try:
-            return json.loads(self.content)
+            return orjson.loads(self.content)
         except json.JSONDecodeError as error:
             raise requests.JSONDecodeError(error.msg, error.doc, error.pos) from error
 
@@ -293,7 +294,7 @@ class _AsyncResponse(_Response):
         return self.content
 
     async def json(self, **_: Any) -> Any:  # type: ignore[override]
-        return json.loads(self.content)
+        return orjson.loads(self.content)
 
     def raise_for_status(self) -> None:
         if not self.ok:
@@ -306,7 +307,7 @@ class AsyncSession:
     world: Any = None
 
     def request(self, method: str, url: str, *, data: bytes | None = None, headers: Any = None) -> _Exchange:
-        return _Exchange(self.world, method, url, None if data is None else json.loads(data), None)
+        return _Exchange(self.world, method, url, None if data is None else orjson.loads(data), None)
 
     def get(self, url: str, headers: Any = None) -> _Exchange:
         return _Exchange(self.world, "GET", url, None, 30.0)

@@ -6,6 +6,7 @@ number.  Collectives meet in virtual time, and break when a rank dies.
 
 from __future__ import annotations
 
+import functools
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -147,6 +148,12 @@ class Model:
         self.state = state
 
 
+@functools.lru_cache(maxsize=256)
+def bytes_of_state(state: int) -> torch.Tensor:
+    """Return a bucket of a state; nobody writes to it."""
+    return torch.tensor([state] * 2).view(torch.uint8)
+
+
 class Buckets:
     """The model's weights, as the buckets of a push: each is the number of the state, twice."""
 
@@ -158,7 +165,7 @@ class Buckets:
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Any]]:
         for index in range(NUM_BUCKETS):
             self._sent[index] = WORLD[0].digest(self._model.state, index)
-            yield index, torch.tensor([self._model.state] * 2).view(torch.uint8)
+            yield index, bytes_of_state(self._model.state)
 
     def digests(self) -> dict[int, int]:
         sent, self._sent = self._sent, {}
