@@ -32,15 +32,20 @@ def read_config(config_class: type[Config], args: Any, *groups: AddFlags) -> Con
         TypeError: a field that neither ``args`` nor a flag nor the class gives a value.
     """
     values = {}
-    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
-        value = getattr(args, field.name, _MISSING)
+    for name, default in _fields_of(config_class):  # type: ignore[arg-type]
+        value = getattr(args, name, _MISSING)
         if value is _MISSING:
-            value = next((d[field.name] for group in groups if field.name in (d := flag_defaults(group))), _MISSING)
-            if value is None and field.default is not dataclasses.MISSING:
+            value = next((d[name] for group in groups if name in (d := flag_defaults(group))), _MISSING)
+            if value is None and default is not dataclasses.MISSING:
                 value = _MISSING  # a flag that must be given
         if value is not _MISSING:
-            values[field.name] = value
+            values[name] = value
     return config_class(**values)
+
+
+@functools.cache
+def _fields_of(config_class: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((field.name, field.default) for field in dataclasses.fields(config_class))
 
 
 @functools.cache

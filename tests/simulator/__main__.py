@@ -10,6 +10,7 @@ python -m tests.simulator --past                           schedules that once f
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -99,11 +100,11 @@ def tell(seed: int) -> int:
     """Print the story of a seed; of one that fails, the shortest."""
     from tests.simulator.runner import installed, run_schedule, schedule_of, shrink
 
-    _FOR_LIFE.enter_context(installed())  # coroutines of killed processes end with this one, and are not to say so
-    setup, faults = schedule_of(seed)
-    outcome = run_schedule(seed, setup, faults)
-    if outcome.violations:
-        setup, faults, outcome = shrink(seed)
+    with installed():
+        setup, faults = schedule_of(seed)
+        outcome = run_schedule(seed, setup, faults)
+        if outcome.violations:
+            setup, faults, outcome = shrink(seed)
     print(setup)
     for fault in faults:
         print(fault)
@@ -201,8 +202,15 @@ class Tally:
 def in_order(first: int, count: int) -> list[list[int]]:
     """Return seeds in chunks of one job where there are as many: its undisturbed run is made once for several."""
     block = CHUNK * NUM_SETUPS
-    seeds = sorted(range(first, first + count), key=lambda seed: ((seed - first) // block, seed % NUM_SETUPS))
-    return [seeds[begin : begin + CHUNK] for begin in range(0, count, CHUNK)]
+    jobs: dict[tuple[int, int], list[int]] = {}
+    for seed in range(first, first + count):
+        jobs.setdefault(((seed - first) // block, seed % NUM_SETUPS), []).append(seed)
+    chunks: list[list[int]] = [[]]
+    for _, seeds in sorted(jobs.items()):
+        if len(chunks[-1]) + len(seeds) > CHUNK:
+            chunks.append([])
+        chunks[-1] += seeds
+    return [chunk for chunk in chunks if chunk]
 
 
 def run_many(options: argparse.Namespace) -> int:
@@ -250,4 +258,5 @@ if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of texts have one order then: a seed is one story
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulator", *sys.argv[1:]])
+    gc.disable()  # modules are no garbage; schedules collect theirs
     sys.exit(main())

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import collections
 import pickle
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from greenlet import GreenletExit, getcurrent
+from greenlet import GreenletExit
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from tests.simulator.kernel import _KERNEL, Kernel, Process
 
-PLAIN = (str, int, float, bool, type(None))
+PLAIN = frozenset((str, int, float, bool, type(None)))
 _THINGS: list[Any] = []
 """References and handles of the present schedule; pickled by their number."""
 
@@ -37,21 +38,32 @@ class _Named:
     def __hash__(self) -> int:
         return self._number
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
 
 def travel(value: Any) -> Any:
     """Return what arrives of a value in another process: a copy."""
-    return value if isinstance(value, PLAIN) else pickle.loads(pickle.dumps(value, 5))
+    kind = type(value)
+    if kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value))):
+        return value
+    if kind is tuple:
+        return tuple(map(travel, value))
+    if kind is dict and PLAIN.issuperset(map(type, value)) and PLAIN.issuperset(map(type, value.values())):
+        return value.copy()
+    if kind is Namespace:  # hundreds of flags, nearly all of them plain
+        copied = Namespace()
+        flags = vars(copied)
+        flags.update(vars(value))
+        others = {name: flag for name, flag in flags.items() if type(flag) not in PLAIN}
+        flags.update(pickle.loads(pickle.dumps(others, 5)))
+        return copied
+    return pickle.loads(pickle.dumps(value, 5))
 
 
 class Ref(_Named):
     """ray.ObjectRef."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, owner: Any, method: str = "") -> None:
         super().__init__()
-        self.what = what
+        self._owner, self._method = owner, method
         self.is_done = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -68,7 +80,7 @@ class Ref(_Named):
         self.waiting.clear()
 
     def __repr__(self) -> str:
-        return self.what
+        return f"{self._owner}.{self._method}()" if self._method else str(self._owner)
 
 
 class _Id:
@@ -89,6 +101,8 @@ class Handle(_Named):
         self._queues: dict[str, collections.deque[Any]] = {name: collections.deque() for name in self._limits}
         self._running = dict.fromkeys(self._limits, 0)
         self._instance: Any = None
+        self._group_of: dict[str, str] = {}
+        """Of each method that was called, its concurrency group."""
         self._open: dict[Ref, None] = {}
         self._arrival_s: dict[Any, float] = {}
         self._cause = "killed"
@@ -167,12 +181,14 @@ class _Method:
     def remote(self, *arguments: Any, **keywords: Any) -> Ref:
         handle, cluster = self.handle, self.handle._cluster
         kernel, name = cluster.kernel, self.name
-        ref = Ref(f"{handle._process.name}.{name}()")
+        ref = Ref(handle._process, name)
         if handle._failed is not None:
             kernel.call_later(0.001, lambda: ref.finish(error=handle._failed))
             return ref
-        method = getattr(handle._cls, name, None)
-        group = getattr(method, "__ray_concurrency_group__", None) or ""
+        group = handle._group_of.get(name)
+        if group is None:
+            method = getattr(handle._cls, name, None)
+            group = handle._group_of[name] = getattr(method, "__ray_concurrency_group__", None) or ""
         call = (name, travel(arguments), travel(keywords), ref)
         handle._open[ref] = None
         caller = kernel.current_process
@@ -213,15 +229,23 @@ class Cluster:
         self.cut_until_s: dict[str, float] = {}
         """Role -> until when no message reaches it."""
 
+    def forget(self) -> None:
+        """Take handles and references apart."""
+        for thing in _THINGS:
+            vars(thing).clear()
+        _THINGS.clear()
+
     def role_of(self, process: Process) -> str:
         """Return what a process is, whichever of its incarnations."""
         return self.roles.get(process, process.name)
 
     def latency(self, process: Process) -> float:
         """Return how long a message to or from a process takes."""
-        role = self.role_of(process)
-        cut_s = self.cut_until_s.get(role, 0.0) - self.kernel.now_s
-        return (cut_s if cut_s > 0 else 0.0) + self.kernel.draw(f"message {role}", 0.0005, 0.02)
+        role = self.roles.get(process, process.name)
+        delay_s = self.kernel.draw("message " + role, 0.0005, 0.02)
+        if self.cut_until_s:
+            delay_s += max(self.cut_until_s.get(role, 0.0) - self.kernel.now_s, 0.0)
+        return delay_s
 
     def start_actor(self, cls: type, groups: dict[str, int], arguments: Any, keywords: Any) -> Handle:
         kernel = self.kernel
@@ -231,8 +255,8 @@ class Cluster:
         process = Process(kernel, role if not count else f"{role}#{count + 1}", owner=kernel.current_process)
         self.roles[process] = role
         handle = Handle(self, process, cls, groups)
-        process.on_death.append(handle._died)
-        call = (None, travel(arguments), travel(keywords), Ref(f"{process.name}.__init__()"))
+        process.on_death[handle._died] = None
+        call = (None, travel(arguments), travel(keywords), Ref(process, "__init__"))
 
         def start() -> None:
             if process.is_alive:
@@ -247,7 +271,7 @@ class Cluster:
     def wait(self, refs: Sequence[Ref], *, num_returns: int = 1, timeout: float | None = None, **_: Any) -> Any:
         refs, kernel = list(refs), self.kernel
         end_s = None if timeout is None else kernel.now_s + timeout
-        me = getcurrent()
+        me = kernel.current
         while True:
             done = [ref for ref in refs if ref.is_done]
             left_s = None if end_s is None else end_s - kernel.now_s
@@ -258,7 +282,7 @@ class Cluster:
             for ref in open_refs:
                 ref.waiting.append(me)
             try:
-                kernel.park(left_s, ", ".join(map(repr, open_refs)))
+                kernel.park(left_s, open_refs)
             finally:
                 for ref in open_refs:
                     if me in ref.waiting:
@@ -267,7 +291,7 @@ class Cluster:
     def get(self, refs: Any, *, timeout: float | None = None) -> Any:
         if not isinstance(refs, Ref):
             return [self.get(ref, timeout=timeout) for ref in refs]
-        if not self.wait([refs], timeout=timeout)[0]:
+        if not refs.is_done and not self.wait([refs], timeout=timeout)[0]:
             raise GetTimeoutError(f"{refs!r} is not there after {timeout} s")
         if refs.error is not None:
             raise refs.error
@@ -285,8 +309,10 @@ class Cluster:
 
 def patch_ray(patches: Any, cluster: Callable[[], Cluster]) -> None:
     """Lead the functions of the module ray to the present cluster."""
-    for name in ("wait", "get", "put", "kill"):
-        patches.set(ray, name, lambda *a, _n=name, **k: getattr(cluster(), _n)(*a, **k))
+    patches.set(ray, "wait", lambda refs, **options: cluster().wait(refs, **options))
+    patches.set(ray, "get", lambda refs, timeout=None: cluster().get(refs, timeout=timeout))
+    patches.set(ray, "put", lambda value, **_: cluster().put(value))
+    patches.set(ray, "kill", lambda handle, **_: cluster().kill(handle))
     patches.set(ray, "ObjectRef", Ref)
     patches.set(ray, "is_initialized", lambda: False)
     patches.set(ray, "nodes", lambda: [])

@@ -20,7 +20,7 @@ class Files:
     """The disk of one schedule: a real folder in memory."""
 
     def __init__(self, world: Any, folder: Path) -> None:
-        self.world, self.folder = world, folder
+        self.world, self.prefix = world, str(folder)
         self.full_until_s = 0.0
         self._checkpoints = Checkpoints(world)
         self.locks: dict[str, Process] = {}
@@ -78,7 +78,7 @@ def _append(path: Path, content: bytes) -> None:
 
 def _is_simulated() -> Any:
     kernel = _KERNEL[0]
-    return kernel is not None and not kernel.is_over and kernel.current_process is not None
+    return kernel is not None and not kernel.is_over and kernel.current is not None
 
 
 def patch_files(patches: Any, files: Callable[[], Files]) -> None:  # noqa: C901 - a function for each seam
@@ -89,7 +89,7 @@ def patch_files(patches: Any, files: Callable[[], Files]) -> None:  # noqa: C901
     real_replace, real_rmtree, real_rename = pathlib.Path.replace, shutil.rmtree, pathlib.Path.rename
 
     def is_ours(path: Any) -> bool:
-        return _is_simulated() and str(path).startswith(str(files().folder))
+        return _is_simulated() and str(path).startswith(files().prefix)
 
     def fake_open(path: Any, flags: int, mode: int = 0o777, **keywords: Any) -> int:
         if not is_ours(path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,21 @@ def drops_some(args: Namespace, group: list[Sample], **_: Any) -> bool:
     return not is_dull(first_index(group) // args.n_samples_per_prompt)
 
 
+@functools.cache
+def _parsed_flags(batch: int) -> bytes:
+    from slime.arguments import get_slime_extra_args_provider
+    from slime.flags.parser import Parser
+
+    words = ["--prompt-data", "x", "--rollout-batch-size", str(batch)]
+    return pickle.dumps(get_slime_extra_args_provider()(Parser()).parse_args(words))
+
+
 @functools.lru_cache(maxsize=256)
 def base_args(setup: Setup) -> Namespace:
     """Return complete flags."""
-    from slime.arguments import get_slime_extra_args_provider
     from slime.arguments.resolve import resolve
-    from slime.flags.parser import Parser
 
-    words = ["--prompt-data", "x", "--rollout-batch-size", str(setup.batch)]
-    args: Namespace = get_slime_extra_args_provider()(Parser()).parse_args(words)
+    args: Namespace = pickle.loads(_parsed_flags(setup.batch))
     known: dict[str, Any] = {
         "bf16": True, "fp16": False, "params_dtype": None, "seed": 1, "save": "x", "load": None, "ckpt_step": None,
         "finetune": False, "no_load_optim": False, "no_load_rng": False, "no_save_optim": False,

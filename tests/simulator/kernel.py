@@ -7,12 +7,12 @@ SIGKILL.
 
 from __future__ import annotations
 
-import asyncio
-import heapq
 import random
 import zlib
+from asyncio import _get_running_loop, _set_running_loop
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from heapq import heappop, heappush
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -45,7 +45,8 @@ class Process:
         """Values of the module globals of which it has its own, while other processes run."""
         self.singletons: dict[type, Any] = {}
         self.owned: list[Process] = []
-        self.on_death: list[Callable[[], None]] = []
+        self.on_death: dict[Callable[[], None], None] = {}
+        """Called when it is killed, in the order in which they came."""
         self.end_s: float | None = None
         kernel.processes.append(self)
         if owner is not None:
@@ -68,16 +69,42 @@ class Process:
         return self.name
 
 
-class Strand(greenlet):
+class _Carrier(greenlet):
+    """A greenlet that runs one strand after another: a new one costs more than most strands do."""
+
+    strand: Strand
+
+    def run(self) -> None:
+        while True:
+            strand = self.strand
+            strand.work_guarded()
+            strand.dead, strand.carrier = True, None
+            self.gr_context = None
+            _IDLE.append(self)
+            strand.kernel.hub.switch()
+
+
+_IDLE: list[_Carrier] = []
+"""Those whose strand has ended."""
+
+
+class Strand:
     """A thread of a simulated process."""
 
+    __slots__ = ("_work", "carrier", "dead", "kernel", "name", "process", "thread", "token", "waits_for")
+
     def __init__(self, kernel: Kernel, process: Process, work: Callable[[], Any], name: str) -> None:
-        super().__init__(self._guarded, kernel.hub)
         self.kernel, self.process, self.name, self._work = kernel, process, name, work
         self.token = 0
-        self.waits_for = ""
+        self.waits_for: Any = ""
+        """A text, seconds, or what is named in a list."""
+        self.thread: Any = None
+        self.carrier: _Carrier | None = None
+        """What it runs in, from its first event on."""
+        self.dead = False
 
-    def _guarded(self) -> None:
+    def work_guarded(self) -> None:
+        """Do all that it has to do."""
         try:
             self._work()
         except GreenletExit:
@@ -112,8 +139,11 @@ class Kernel:
         self.is_over = False
         self.num_events = 0
         self.horizon_s = float("inf")
-        self.strands: set[Strand] = set()
-        self._slots = [(vars(module), name, maker) for module, name, maker in globals_of_process]
+        self.current: Strand | None = None
+        """The one that runs."""
+        self.strands: dict[Strand, None] = {}
+        self._makers = [maker for _, _, maker in globals_of_process]
+        self._slots = [(vars(module), name) for module, name, _ in globals_of_process]
         self._singletons = singletons
         self._heap: list[tuple[float, float, int, Any, int]] = []
         self._number = 0
@@ -133,25 +163,26 @@ class Kernel:
 
     def draw(self, site: str, low: float, high: float) -> float:
         """Return a number between two, often near the lower."""
-        return low + (high - low) * self.rng(site).random() ** 3
+        rng = self._rngs.get(site) or self.rng(site)
+        return low + (high - low) * rng.random() ** 3  # type: ignore[no-any-return]
 
     # Events
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
         """Call back after a time; not within any process."""
         self._number += 1
-        heapq.heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, callback, -1))
+        heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, callback, -1))
 
     def spawn(self, process: Process, work: Callable[[], Any], name: str, delay_s: float = 0.0) -> Strand:
         """Start a strand of a process."""
         strand = Strand(self, process, work, f"{process.name}/{name}")
-        self.strands.add(strand)
+        self.strands[strand] = None
         self._push(strand, delay_s)
         return strand
 
     def _push(self, strand: Strand, delay_s: float) -> None:
         self._number += 1
-        heapq.heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, strand, strand.token))
+        heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, strand, strand.token))
 
     def strands_of(self, process: Process, name: str) -> list[Strand]:
         """Return the strands of a process that were given a name."""
@@ -162,48 +193,49 @@ class Kernel:
         """Let a parked strand go on."""
         self._push(strand, 0.0)
 
-    def park(self, timeout_s: float | None, waits_for: str) -> bool:
+    def park(self, timeout_s: float | None, waits_for: Any) -> bool:
         """Wait until somebody wakes this strand; False after ``timeout_s``."""
-        strand = getcurrent()
+        strand = self.current
         if self.is_over:
             raise GreenletExit
-        assert isinstance(strand, Strand), f"{waits_for}: a wait outside the simulation"
+        assert strand is not None, f"{waits_for}: a wait outside the simulation"
         strand.waits_for = waits_for
         if timeout_s is None:
             self._yield(strand)
             return True
-        timeout_s = max(timeout_s, 0.0)
+        if timeout_s < 0.0:
+            timeout_s = 0.0
         deadline_s = self.now_s + timeout_s
-        self._push(strand, timeout_s)
+        self._number += 1
+        heappush(self._heap, (deadline_s, self._order(), self._number, strand, strand.token))
         self._yield(strand)
         return self.now_s < deadline_s
 
     def _yield(self, strand: Strand) -> None:
-        loop = asyncio._get_running_loop()
+        loop = _get_running_loop()
         if loop is not None:
-            asyncio._set_running_loop(None)
+            _set_running_loop(None)
         self.hub.switch()
         strand.token += 1
         if self.is_over:
             raise GreenletExit
         if loop is not None:
-            asyncio._set_running_loop(loop)
+            _set_running_loop(loop)
 
     def park_for_ever(self) -> None:
         """The process of this strand is dead."""
-        strand = getcurrent()
-        if isinstance(strand, Strand):
+        strand = self.current
+        if strand is not None:
             strand.token += 1
-            if asyncio._get_running_loop() is not None:
-                asyncio._set_running_loop(None)
+            if _get_running_loop() is not None:
+                _set_running_loop(None)
             self.hub.switch()
         raise GreenletExit
 
     @property
     def current_process(self) -> Process | None:
         """The process whose strand runs."""
-        strand = getcurrent()
-        return strand.process if isinstance(strand, Strand) else None
+        return None if self.current is None else self.current.process
 
     def stop(self) -> None:
         """Have :meth:`run` return."""
@@ -215,11 +247,11 @@ class Kernel:
         Raises:
             StuckError: there are none left, or the horizon is passed.
         """
-        heap, pop, self._is_stopped = self._heap, heapq.heappop, False
+        heap, self._is_stopped = self._heap, False
         while not self._is_stopped:
             if not heap:
                 raise StuckError(f"nothing can happen any more\n{self.describe_waits()}")
-            when_s, _, _, target, token = pop(heap)
+            when_s, _, _, target, token = heappop(heap)
             if token == -1:
                 if when_s > self.now_s:
                     self.now_s = when_s
@@ -234,7 +266,7 @@ class Kernel:
         if process.frozen_until_s > when_s:
             self._number += 1
             event = (process.frozen_until_s, self._order(), self._number, strand, strand.token)
-            heapq.heappush(self._heap, event)
+            heappush(self._heap, event)
             return
         self.now_s = when_s
         if when_s > self.horizon_s:
@@ -242,9 +274,15 @@ class Kernel:
         self.num_events += 1
         if process is not self._loaded:
             self._load(process)
-        strand.switch()
+        carrier = strand.carrier
+        if carrier is None:
+            carrier = strand.carrier = _IDLE.pop() if _IDLE else _Carrier()
+            carrier.strand = strand
+        self.current = strand
+        carrier.switch()
+        self.current = None
         if strand.dead:
-            self.strands.discard(strand)
+            del self.strands[strand]
         if self.escaped:
             name, error = self.escaped[0]
             raise AssertionError(f"an error left a thread of {name}: {type(error).__name__}: {error}") from error
@@ -253,12 +291,12 @@ class Kernel:
         """Put the module globals of a process into the modules."""
         before, slots, singletons = self._loaded, self._slots, self._singletons
         if before is not None:
-            before.globals = [names[name] for names, name, _ in slots]
+            before.globals = [names[name] for names, name in slots]
             before.singletons = singletons._instances
         if process is not None:
             if not process.globals:
-                process.globals = [make() for _, _, make in slots]
-            for (names, name, _), value in zip(slots, process.globals, strict=True):
+                process.globals = [make() for make in self._makers]
+            for (names, name), value in zip(slots, process.globals):  # noqa: B905 - this is run for most events
                 names[name] = value
             singletons._instances = process.singletons
         self._loaded = process
@@ -266,14 +304,16 @@ class Kernel:
     def describe_waits(self) -> str:
         """Return what every live strand waits for."""
         alive = sorted((s for s in self.strands if not s.dead and s.process.is_alive), key=lambda s: s.name)
-        return "\n".join(f"  {strand.name} waits for {strand.waits_for}" for strand in alive)
+        return "\n".join(f"  {strand.name} waits for {_describe(strand.waits_for)}" for strand in alive)
 
     def close(self) -> None:
         """End every strand."""
         self.is_over = True
         for strand in list(self.strands):
-            while strand and not strand.dead:
-                strand.throw(GreenletExit)
+            while strand.carrier is not None:
+                self.current = strand
+                strand.carrier.throw(GreenletExit)
+        self.current = None
         self.strands.clear()
 
     # The standard library's waits
@@ -289,7 +329,13 @@ class Kernel:
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
-        self.park(max(seconds, 0.0), f"{seconds:g} s to pass")
+        self.park(seconds, seconds)
+
+
+def _describe(waits_for: Any) -> str:
+    if isinstance(waits_for, list):
+        return ", ".join(map(repr, waits_for))
+    return waits_for if isinstance(waits_for, str) else f"{waits_for:g} s to pass"
 
 
 class Patches:

@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 import requests
-from greenlet import getcurrent
 
 from tests.simulator.kernel import Process
 
@@ -59,7 +59,7 @@ class Server:
         self.waiting: dict[int, Callable[[], None]] = {}
         """Connections that are open; called when the process dies."""
         self._next = 0
-        process.on_death.append(self._die)
+        process.on_death[self._die] = None
         self.kernel.call_later(ready_s, self._listen)
 
     def next_number(self) -> int:
@@ -115,7 +115,7 @@ class Exchange:
         self._server: Server | None = None
         self._reply: Reply | None = None
         self._number, self._role, self._wrong = 0, "", None
-        sender.on_death.append(self.hang_up)
+        sender.on_death[self.hang_up] = None
         self._kernel.call_later(self._kernel.draw(f"http {self._port}", 0.0005, 0.02), self._arrive)
 
     def hang_up(self) -> None:
@@ -128,8 +128,7 @@ class Exchange:
 
     def _close(self) -> None:
         self._is_over = True
-        if self.hang_up in self._sender.on_death:
-            self._sender.on_death.remove(self.hang_up)
+        self._sender.on_death.pop(self.hang_up, None)
 
     def _finish(self, outcome: Any) -> None:
         if not self._is_over:
@@ -221,7 +220,7 @@ class _Response:
 
     def json(self) -> Any:
         try:
-            return json.loads(self.content)
+            return orjson.loads(self.content)
         except json.JSONDecodeError as error:
             raise requests.JSONDecodeError(error.msg, error.doc, error.pos) from error
 
@@ -239,7 +238,7 @@ class SyncSession:
         pass
 
     def request(self, method: str, url: str, *, json: Any = None, timeout: Any = None, **_: Any) -> _Response:
-        world, me = self.world, getcurrent()
+        world, me = self.world, self.world.kernel.current
         outcome: list[Any] = []
 
         def done(result: Any) -> None:
@@ -295,7 +294,7 @@ class _AsyncResponse(_Response):
         return self.content
 
     async def json(self, **_: Any) -> Any:  # type: ignore[override]
-        return json.loads(self.content)
+        return orjson.loads(self.content)
 
     def raise_for_status(self) -> None:
         if not self.ok:
@@ -308,7 +307,7 @@ class AsyncSession:
     world: Any = None
 
     def request(self, method: str, url: str, *, data: bytes | None = None, headers: Any = None) -> _Exchange:
-        return _Exchange(self.world, method, url, None if data is None else json.loads(data), None)
+        return _Exchange(self.world, method, url, None if data is None else orjson.loads(data), None)
 
     def get(self, url: str, headers: Any = None) -> _Exchange:
         return _Exchange(self.world, "GET", url, None, 30.0)

@@ -46,8 +46,8 @@ from tests.simulator.world import Outcome, World
 from tests.unit.rollout.fake_cluster import FakeTokenizer
 
 MEMORY = Path("/dev/shm")
-COLLECT_EVERY = 40
-"""Schedules after which garbage is collected; it is not meanwhile."""
+COLLECT_EVERY = 400
+"""Schedules after which all garbage is collected; after each one, only what is young."""
 NO_SIGTERM_S = 60.0
 """No process gets SIGTERM here: looking for it every second would be every fifth event."""
 
@@ -350,7 +350,9 @@ def run_schedule(seed: int, setup: Setup, faults: Sequence[Fault], *, ends_with_
         now.files.close()
         random.setstate(random_state)
         shutil.rmtree(folder, ignore_errors=True)
-        WORLD[0] = None
+        WORLD[0] = SyncSession.world = AsyncSession.world = None
+        now.forget()
+        gc.collect(0)  # memory that is used again is faster than what is new
 
 
 def undisturbed(setup: Setup) -> Outcome:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 from safetensors import SafetensorError, safe_open
 
 from slime.weights.push.wire import PUSH_REPORT
@@ -50,6 +52,12 @@ class _Held:
         return self.buckets[0] if len(set(self.buckets)) == 1 else None
 
 
+@functools.cache
+def name_of_handler(path: str) -> str:
+    """Return the name of the method that answers what is asked at a path."""
+    return "do_" + path.partition("?")[0].strip("/").replace("/", "_")
+
+
 class EngineServer(Server):
     """An SGLang server with slime's weight loader in it."""
 
@@ -78,15 +86,14 @@ class EngineServer(Server):
         world.engine_started(self)
 
     def handle(self, method: str, path: str, payload: Any, reply: Reply) -> None:
-        path = path.partition("?")[0]
-        handler = getattr(self, "do_" + path.strip("/").replace("/", "_"), None)
+        handler = getattr(self, name_of_handler(path), None)
         if handler is None:
             reply(404, b"not found")
         else:
             handler(payload, reply)
 
     def _ok(self, reply: Reply, value: Any = None) -> None:
-        reply(200, b"" if value is None else json.dumps(value).encode())
+        reply(200, b"" if value is None else orjson.dumps(value))
 
     def do_health_generate(self, payload: Any, reply: Reply) -> None:
         if self.is_paused:  # it waits for a token
@@ -297,7 +304,7 @@ class EngineServer(Server):
             "problems": [*self.message_problems, *held.problems],
             "seconds": {},
         }  # fmt: skip
-        self._ok(reply, [json.dumps(report)])
+        self._ok(reply, [orjson.dumps(report).decode()])
 
     def do_update_weight_version(self, payload: Any, reply: Reply) -> None:
         self.version = payload["new_version"]
@@ -323,7 +330,7 @@ class RouterServer(Server):
             reply(200, b"ok")
         elif path == "/workers" and method == "GET":
             listed = [{"id": name, "url": url, "worker_type": kind} for name, (url, kind) in self.workers.items()]
-            reply(200, json.dumps({"workers": listed}).encode())
+            reply(200, orjson.dumps({"workers": listed}))
         elif path == "/workers":
             self._turn += 1
             name, url = f"w{self._turn}", payload["url"]

@@ -75,7 +75,7 @@ class Strikes:
 
     def at(self, site: str, process: Process | None) -> str | None:
         """Pass a point; return what a fault there has its caller do."""
-        count = self.sites[site] = self.sites[site] + 1
+        count = self.sites[site] = self.sites.get(site, 0) + 1
         if self.fired and not self.is_recovery_over and process is not None and "#" in process.name:
             self.replaced_sites[site] = self.replaced_sites.get(site, (count - 1, 0))[0], count
         outcome = None

@@ -10,9 +10,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from greenlet import GreenletExit, getcurrent
+from greenlet import GreenletExit
 
 from tests.simulator.kernel import _KERNEL, Patches, Strand
+
+_HUB = object()
+"""Who holds a lock where no strand runs."""
+
+
+def _running_strand() -> Any:
+    kernel = _KERNEL[0]
+    return None if kernel is None else kernel.current
 
 
 class Lock:
@@ -26,13 +34,13 @@ class Lock:
         self._waiting: collections.deque[Strand] = collections.deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        me = getcurrent()
+        kernel = _KERNEL[0]
+        me: Any = (kernel and kernel.current) or _HUB
         if self._owner is None or (self.is_reentrant and self._owner is me):
             self._owner, self._count = me, self._count + 1
             return True
         if not blocking:
             return False
-        kernel = _KERNEL[0]
         assert kernel is not None and isinstance(me, Strand)
         deadline_s = None if timeout is None or timeout < 0 else kernel.now_s + timeout
         while self._owner is not None:
@@ -94,8 +102,8 @@ class Condition:
         self._lock.__exit__(*args)
 
     def wait(self, timeout: float | None = None) -> bool:
-        kernel, me = _KERNEL[0], getcurrent()
-        assert kernel is not None and isinstance(me, Strand)
+        kernel, me = _KERNEL[0], _running_strand()
+        assert kernel is not None and me is not None
         self._waiting.append(me)
         state = self._lock._release_save()
         try:
@@ -155,8 +163,8 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        kernel, me = _KERNEL[0], getcurrent()
-        assert kernel is not None and isinstance(me, Strand)
+        kernel, me = _KERNEL[0], _running_strand()
+        assert kernel is not None and me is not None
         end_s = None if timeout is None else kernel.now_s + timeout
         while not self._is_set:
             left_s = None if end_s is None else end_s - kernel.now_s
@@ -262,7 +270,7 @@ class _Selector:
         if loop.was_woken or (timeout is not None and timeout <= 0):
             loop.was_woken = False
             return []
-        loop.sleeper = getcurrent()
+        loop.sleeper = kernel.current
         try:
             kernel.park(timeout, "the event loop's next event")
         except GreenletExit:  # the end of the schedule; whoever serves the loop would begin anew
@@ -314,17 +322,17 @@ class Loop(asyncio.BaseEventLoop):
 
 def current_thread() -> Any:
     """Return the Thread of the running strand."""
-    return getattr(getcurrent(), "thread", None)
+    strand = _running_strand()
+    return None if strand is None else strand.thread
 
 
 def patch_standard_library(patches: Patches) -> None:
     """Lead every wait and every look at a clock to the kernel."""
-    kernel = lambda: _KERNEL[0]  # noqa: E731
     real_monotonic, real_time, real_sleep = time.monotonic, time.time, time.sleep
-    patches.set(time, "monotonic", lambda: k.monotonic() if (k := kernel()) else real_monotonic())
+    patches.set(time, "monotonic", lambda: k.monotonic() if (k := _KERNEL[0]) else real_monotonic())
     patches.set(time, "perf_counter", time.monotonic)
-    patches.set(time, "time", lambda: k.wall_time() if (k := kernel()) else real_time())
-    patches.set(time, "sleep", lambda s: k.sleep(s) if (k := kernel()) else real_sleep(s))
+    patches.set(time, "time", lambda: k.wall_time() if (k := _KERNEL[0]) else real_time())
+    patches.set(time, "sleep", lambda s: k.sleep(s) if (k := _KERNEL[0]) else real_sleep(s))
     for name, fake in (
         ("Lock", Lock), ("RLock", RLock), ("Condition", Condition), ("Event", Event), ("Thread", Thread),
         ("Timer", Timer), ("current_thread", current_thread),

@@ -6,6 +6,7 @@ number.  Collectives meet in virtual time, and break when a rank dies.
 
 from __future__ import annotations
 
+import functools
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from greenlet import getcurrent
 
 from slime.backends.megatron_utils import checkpoint
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
@@ -68,7 +68,7 @@ class Meeting:
             return [own]
         if rank not in self.members:
             self.members[rank] = kernel.current_process
-            kernel.current_process.on_death.append(self._broken)
+            kernel.current_process.on_death[self._broken] = None
         number = self.counts[rank] = self.counts.get(rank, -1) + 1
         call = self.calls.setdefault(number, {})
         call[rank] = own
@@ -80,7 +80,7 @@ class Meeting:
                 raise RuntimeError("Connection closed by peer")
             if kernel.now_s >= deadline_s:
                 raise RuntimeError(f"Timed out waiting {timeout_s:.0f} s for a collective")
-            self.waiting.append(getcurrent())
+            self.waiting.append(kernel.current)
             kernel.park(deadline_s - kernel.now_s, f"a collective (rank {rank})")
         return [call[k] for k in range(self.size)]
 
@@ -107,7 +107,7 @@ class Dist:
 
     def is_in_background(self) -> bool:
         """Whether the strand that runs is not the one that does what the driver asks."""
-        return "checkpoint writer" in getcurrent().name
+        return "checkpoint writer" in _KERNEL[0].current.name  # type: ignore[union-attr]
 
     def get_rank(self, group: Any = None) -> int:
         return self._trainer().rank
@@ -148,6 +148,12 @@ class Model:
         self.state = state
 
 
+@functools.lru_cache(maxsize=256)
+def bytes_of_state(state: int) -> torch.Tensor:
+    """Return a bucket of a state; nobody writes to it."""
+    return torch.tensor([state] * 2).view(torch.uint8)
+
+
 class Buckets:
     """The model's weights, as the buckets of a push: each is the number of the state, twice."""
 
@@ -159,7 +165,7 @@ class Buckets:
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Any]]:
         for index in range(NUM_BUCKETS):
             self._sent[index] = WORLD[0].digest(self._model.state, index)
-            yield index, torch.tensor([self._model.state] * 2).view(torch.uint8)
+            yield index, bytes_of_state(self._model.state)
 
     def digests(self) -> dict[int, int]:
         sent, self._sent = self._sent, {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import traceback
 import zlib
@@ -36,6 +35,7 @@ ORPHANS_AFTER_S = 30.0
 LEDGER_S = 10.0
 """Time in which the ledger writes what it was given, however slow its disk."""
 NUM_PROMPTS = 64
+PROMPTS = "".join(json.dumps({"prompt": f"p{k:03}", "label": "x"}) + "\n" for k in range(NUM_PROMPTS))
 MASK = (1 << 64) - 1
 
 
@@ -81,8 +81,7 @@ class World:
     def __init__(self, setup: Setup, faults: list[Fault], folder: Path, kernel: Kernel) -> None:
         self.setup, self.faults, self.folder, self.kernel = setup, faults, folder, kernel
         self.prompts = folder / "prompts.jsonl"
-        rows = [json.dumps({"prompt": f"p{k:03}", "label": "x"}) for k in range(NUM_PROMPTS)]
-        self.prompts.write_text("\n".join(rows) + "\n")
+        self.prompts.write_text(PROMPTS)
         if setup.judge:
             write_layout(folder / "layout.yaml", setup)
         self.story: list[str] = []
@@ -127,6 +126,14 @@ class World:
         if port not in ports:
             ports.append(port)
         return "router" if port == ports[0] else f"router{ports.index(port)}"
+
+    def forget(self) -> None:
+        """Take apart what refers to itself, which is nearly everything: less is left for the collector."""
+        for thing in (*self.cluster.roles, *self.engines):
+            vars(thing).clear()
+        self.cluster.forget()
+        vars(self.kernel).clear()
+        vars(self).clear()
 
     # The story
 
@@ -277,7 +284,7 @@ class World:
         kernel.horizon_s = began_s + LIFE_HORIZON_S
         driver = Process(kernel, "driver" if self.num_lives == 1 else f"driver#{self.num_lives}")
         self.cluster.roles[driver] = "driver"
-        driver.on_death.append(kernel.stop)
+        driver.on_death[kernel.stop] = None
         watch_bounds(self, driver)
         codes: list[Any] = []
         self.note(f"the command is given (time {self.num_lives})")
@@ -329,7 +336,7 @@ class World:
 
     def make_args(self) -> Namespace:
         """Return the flags of the command, as of now."""
-        args = copy.copy(base_args(self.setup))
+        args = Namespace(**vars(base_args(self.setup)))
         save = str(self.folder / "save")
         args.save = args.load = save
         args.prompt_data = str(self.prompts)
