@@ -184,8 +184,7 @@ def load_peft(args: Namespace, model: Sequence[torch.nn.Module], folder: str | P
             rows if module is None else get(module, "B", rows.shape)
             for module, rows in zip(modules, empty, strict=True)
         ]
-        merged: Tensor = rule.merge(parts, table.dims)
-        return merged
+        return rule.merge(*parts, table.dims)
 
     for name, shard in iter_global_parameters(model, adapters=True):
         (weight, *others), matrix = table.weights_of(name)
