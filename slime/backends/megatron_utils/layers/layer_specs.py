@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from slime.backends.megatron_utils.flags.model_dims import moe_layers
 from slime.backends.megatron_utils.layers.attention import PackedAttention, PackedSelfAttention
 from slime.backends.megatron_utils.layers.experts import StackedExperts
 from slime.backends.megatron_utils.layers.latent_attention import latent_attention_spec
@@ -50,22 +51,20 @@ from slime.utils.errors import ConfigError
 megatron_wheel.mend_missing_transformer_engine()
 
 
-def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
+def moe_layer_pattern(config: TransformerConfig) -> tuple[bool, ...]:
     """Return, for each layer of the whole model, whether it has experts.
 
     Raises:
         ConfigError: the pattern of ``--moe-layer-freq`` is not as long as the model.
     """
     if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [index % frequency == 0 for index in range(config.num_layers)]
-    if len(frequency) != config.num_layers:
+        return (False,) * config.num_layers
+    pattern = moe_layers(config.moe_layer_freq, config.num_layers)
+    if len(pattern) != config.num_layers:
         raise ConfigError(
-            f"--moe-layer-freq has {len(frequency)} entries; --num-layers is {config.num_layers}; give one per layer."
+            f"--moe-layer-freq has {len(pattern)} entries; --num-layers is {config.num_layers}; give one per layer."
         )
-    return [bool(entry) for entry in frequency]
+    return pattern
 
 
 @dataclass
