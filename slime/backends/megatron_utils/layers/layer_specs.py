@@ -7,6 +7,7 @@ are exchanged with a Megatron that has it.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -134,6 +135,16 @@ def get_block_spec(
         specs.append(layer if change is None else change(layer, index + 1))
     mtp_layer = get_layer_spec(config, is_moe=pattern[-1], **norms)
     return BlockSpec(layer_specs=specs, layer_norm=Norm, mtp_layer=mtp_layer)
+
+
+def block_spec_of_flags(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
+    """Return the layers that the model flags alone describe; a function as ``--spec`` names one."""
+    return get_block_spec(
+        config,
+        vp_stage,
+        post_self_attn_layernorm=args.post_self_attn_layernorm,
+        post_mlp_layernorm=args.post_mlp_layernorm,
+    )
 
 
 def _attention_spec(config: TransformerConfig) -> ModuleSpec:
