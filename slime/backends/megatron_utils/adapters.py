@@ -27,6 +27,7 @@ from megatron.core.utils import unwrap_model
 from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
+from slime.backends.megatron_utils.layers.experts import gate_up_entry
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.parameters import (
@@ -80,20 +81,10 @@ def _entry(key: str, shard: Shard, *, is_gated: bool) -> ShardedTensor | Sharded
 
     if dim is None:
         return entry(key, parameter, (0, rank, data_rank))
-    if not (key.endswith(".b") and is_gate_up(shard, is_gated=is_gated)):
-        return entry(key, parameter, (0, 0, data_rank), (dim, rank, parts))
-
-    def split(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
-        gate, up = tensor.chunk(2, dim=dim)
-        return {
-            "gate": entry(key, gate, replica_id, (dim, rank, 2 * parts)),
-            "up": entry(key, up, replica_id, (dim, parts + rank, 2 * parts)),
-        }
-
-    def join(halves: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([halves["gate"], halves["up"]], dim=dim)
-
-    return ShardedTensorFactory(key, parameter, split, join, (0, 0, data_rank))
+    replica_id, cut = (0, 0, data_rank), (dim, rank, parts)
+    if key.endswith(".b") and is_gate_up(shard, is_gated=is_gated):
+        return gate_up_entry(key, parameter, replica_id, cut, entry, dim=dim)
+    return entry(key, parameter, replica_id, cut)
 
 
 @torch.no_grad()
@@ -184,8 +175,7 @@ def load_peft(args: Namespace, model: Sequence[torch.nn.Module], folder: str | P
             rows if module is None else get(module, "B", rows.shape)
             for module, rows in zip(modules, empty, strict=True)
         ]
-        merged: Tensor = rule.merge(parts, table.dims)
-        return merged
+        return rule.merge(*parts, table.dims)
 
     for name, shard in iter_global_parameters(model, adapters=True):
         (weight, *others), matrix = table.weights_of(name)

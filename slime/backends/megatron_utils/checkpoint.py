@@ -286,8 +286,7 @@ def load_checkpoint(
 def load_frozen(args: Namespace, model: list[torch.nn.Module]) -> str:
     """Load the model that adapters are added to, and return where it lies.  Collective."""
     base = lora_base(args)
-    weights_only = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
-    frozen = Namespace(**{**vars(args), **weights_only, "load": base})
+    frozen = Namespace(**{**vars(args), "finetune": True, "load": base})
     if args.load != base:
         frozen.ckpt_step = args.ref_ckpt_step
     _load(frozen, model, None, None, "load")

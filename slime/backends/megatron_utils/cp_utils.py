@@ -7,7 +7,7 @@ Per-sample tensors (log-probs, advantages, ...) are local to the context-paralle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,22 @@ def cp_layout(allgather_cp: bool) -> CPLayout:
     return "allgather" if allgather_cp and mpu.get_context_parallel_world_size() > 1 else "zigzag"
 
 
+def cp_place() -> dict[str, Any]:
+    """Return this rank's place in context parallelism, as the functions of ``slime.train_data`` take it."""
+    return {"cp_rank": mpu.get_context_parallel_rank(), "cp_size": mpu.get_context_parallel_world_size()}
+
+
+def packing(pad_multiplier: int, allgather_cp: bool) -> dict[str, Any]:
+    """Return how this rank packs a micro-batch, as the functions of ``slime.train_data`` take it.
+
+    Args:
+        pad_multiplier: the packed length is a multiple of this times the tensor-parallel size.
+        allgather_cp: contiguous context-parallel slices of the whole stream, instead of two of each sequence.
+    """
+    pad_multiple = mpu.get_tensor_model_parallel_world_size() * pad_multiplier
+    return {**cp_place(), "pad_multiple": pad_multiple, "layout": cp_layout(allgather_cp)}
+
+
 def get_logits_and_tokens_offset_with_cp(
     total_length: int, response_length: int
 ) -> tuple[int, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
@@ -36,22 +52,12 @@ def get_logits_and_tokens_offset_with_cp(
     Returns:
         chunk size; the chunks, the logit rows and the tokens they predict, each as (start, end) in the sequence.
     """
-    return context_parallel.logits_and_tokens_offsets(
-        total_length,
-        response_length,
-        cp_rank=mpu.get_context_parallel_rank(),
-        cp_size=mpu.get_context_parallel_world_size(),
-    )
+    return context_parallel.logits_and_tokens_offsets(total_length, response_length, **cp_place())
 
 
 def slice_with_cp(tokens: Tensor, pad_value: float | int) -> Tensor:
     """Return this rank's two chunks of a sequence, padded to equal chunks on all ranks."""
-    return context_parallel.slice_zigzag(
-        tokens,
-        cp_rank=mpu.get_context_parallel_rank(),
-        cp_size=mpu.get_context_parallel_world_size(),
-        pad_value=pad_value,
-    )
+    return context_parallel.slice_zigzag(tokens, pad_value=pad_value, **cp_place())
 
 
 @overload
@@ -66,12 +72,9 @@ def slice_log_prob_with_cp(
     log_prob: list[float] | Tensor, total_length: int, response_length: int
 ) -> list[float] | Tensor:
     """Return this rank's part of a list or tensor with one entry per response token."""
-    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     if isinstance(log_prob, Tensor):
-        return context_parallel.slice_response(
-            log_prob, total_length, response_length, cp_rank=cp_rank, cp_size=cp_size
-        )
-    spans = context_parallel.response_spans(total_length, response_length, cp_rank=cp_rank, cp_size=cp_size)
+        return context_parallel.slice_response(log_prob, total_length, response_length, **cp_place())
+    spans = context_parallel.response_spans(total_length, response_length, **cp_place())
     return [value for start, end in spans for value in log_prob[start:end]]
 
 
@@ -110,10 +113,9 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     Returns:
         [response_length, ...], equal on all ranks.
     """
-    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
-    if cp_size == 1:
+    if mpu.get_context_parallel_world_size() == 1:
         return tensor
-    placed = context_parallel.place_response(tensor, total_length, response_length, cp_rank=cp_rank, cp_size=cp_size)
+    placed = context_parallel.place_response(tensor, total_length, response_length, **cp_place())
     return _SumOverContextRanks.apply(placed)
 
 

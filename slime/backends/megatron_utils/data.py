@@ -22,7 +22,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slime.backends.megatron_utils.cp_utils import cp_layout, slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import packing, slice_log_prob_with_cp
 from slime.backends.megatron_utils.layers.vision import ImageBatch
 from slime.backends.megatron_utils.models import has_tower
 from slime.train_data.columns import COLUMNS, RankBatch
@@ -178,15 +178,11 @@ def get_batch(
     Returns:
         the columns, and ``tokens`` [1, T], ``unconcat_tokens``, ``packed_seq_params``, ``full_loss_masks`` [1, T].
     """
-    cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     needed = {"tokens", "total_lengths", "response_lengths", "loss_masks"}
     batch = data_iterator.get_next([*keys, *sorted(needed - set(keys))])
     batch["unconcat_tokens"] = batch["tokens"]
-    pad_multiple = mpu.get_tensor_model_parallel_world_size() * pad_multiplier
-    layout = cp_layout(allgather_cp)
-    packed = pack_thd(
-        batch["tokens"], cp_rank=cp_rank, cp_size=cp_size, pad_multiple=pad_multiple, pad_id=0, layout=layout
-    )
+    how = packing(pad_multiplier, allgather_cp)
+    packed = pack_thd(batch["tokens"], pad_id=0, **how)
     cu_seqlens = packed.cu_seqlens
     batch["tokens"] = packed.tokens
     batch["packed_seq_params"] = PackedSeqParams(
@@ -200,17 +196,10 @@ def get_batch(
         batch["kept"] = data_iterator.kept.setdefault(data_iterator.offset - 1, {})
     if data_iterator.attach is not None:
         data_iterator.attach(batch["packed_seq_params"], data_iterator.offset - 1, batch["total_lengths"])
-    batch["full_loss_masks"] = align_loss_masks(
-        batch["loss_masks"],
-        batch["total_lengths"],
-        batch["response_lengths"],
-        cp_rank=cp_rank,
-        cp_size=cp_size,
-        pad_multiple=pad_multiple,
-        layout=layout,
-    )
+    columns = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]
+    batch["full_loss_masks"] = align_loss_masks(*columns, **how)
     data_iterator.token_count.real += packed.num_real_tokens
-    data_iterator.token_count.packed += packed.tokens.numel() * cp_size
+    data_iterator.token_count.packed += packed.tokens.numel() * how["cp_size"]
     return batch
 
 
@@ -222,13 +211,10 @@ def packed_lengths(
     """
     total_lengths = data_iterator.rollout_data["total_lengths"]
     start = data_iterator.offset
+    how = packing(pad_multiplier, allgather_cp)
+    del how["cp_rank"]  # all of them have as many
     return [
-        packed_length(
-            [total_lengths[index] for index in indices],
-            cp_size=mpu.get_context_parallel_world_size(),
-            pad_multiple=mpu.get_tensor_model_parallel_world_size() * pad_multiplier,
-            layout=cp_layout(allgather_cp),
-        )
+        packed_length([total_lengths[index] for index in indices], **how)
         for indices in data_iterator.micro_batch_indices[start : start + num_microbatches]
     ]
 

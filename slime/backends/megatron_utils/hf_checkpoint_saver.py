@@ -19,7 +19,7 @@ from tqdm import tqdm
 from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
-from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_tensors
+from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_model_config
@@ -37,7 +37,6 @@ def save_hf_model_to_path(
     *,
     model_name: str | None = None,
     quantization_config: dict[str, Any] | None = None,
-    host_weights: HostWeights | None = None,
     progress_desc: str = "export",
 ) -> None:
     """Write the model under its HF names, in the dtype of ``--hf-checkpoint``'s config.  Collective; rank 0 writes.
@@ -51,7 +50,6 @@ def save_hf_model_to_path(
         model: this rank's chunks.
         model_name: chooses the names; default: the model type of ``--hf-checkpoint``.
         quantization_config: of the HF config; default: what ``--hf-checkpoint`` says, whose config is copied.
-        host_weights: instead of the live parameters.
         progress_desc: what the progress bar says, on a terminal.
 
     Raises:
@@ -66,20 +64,15 @@ def save_hf_model_to_path(
     dtype = config_dtype(config)
     quantizer = checkpoint_quantizer(source, quantization_config or config.get("quantization_config"), dtype=dtype)
     writer = HfFolderWriter(output_dir, assets_from=source) if dist.get_rank() == 0 else None
-    tensors = iter_hf_tensors(
-        args,
-        model,
-        model_name=model_name or config["model_type"],
-        dtype=dtype,
-        host_weights=host_weights,
-    )
+    model_name = model_name or config["model_type"]
+    tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=dtype)
     if writer is None:
         for _ in tensors:  # the gathering needs all ranks
             pass
     else:
         with tqdm(desc=progress_desc, unit="B", unit_scale=True, disable=None) as bar:
             stored = _as_stored(tensors, quantizer, bar)
-            writer.add_all(in_layout_of(source, find_weight_map(model_name or config["model_type"]), stored))
+            writer.add_all(in_layout_of(source, find_weight_map(model_name), stored))
         writer.close()
         logger.info(
             "wrote the HF model %s: %.2f GiB in %.1f s",

@@ -19,7 +19,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.algorithms.log_probs import KeptTokens, vocab_parallel_log_probs
-from slime.backends.megatron_utils.cp_utils import cp_layout, zigzag_from_contiguous
+from slime.backends.megatron_utils.cp_utils import cp_layout, cp_place, zigzag_from_contiguous
 from slime.train_data.context_parallel import allgather_response_windows, response_windows
 
 
@@ -38,11 +38,10 @@ def response_rows(
         ``(rows_R, positions_R, counts)``: row in the packed micro-batch; position of the predicted token in its
         sample; number of rows of each sample.
     """
-    cp_rank = mpu.get_context_parallel_rank()
     if contiguous_length is None:
-        cp_size = mpu.get_context_parallel_world_size()
-        windows = response_windows(total_lengths, response_lengths, cp_rank=cp_rank, cp_size=cp_size)
+        windows = response_windows(total_lengths, response_lengths, **cp_place())
     else:
+        cp_rank = mpu.get_context_parallel_rank()
         windows = allgather_response_windows(
             total_lengths, response_lengths, cp_rank=cp_rank, local_stream_length=contiguous_length
         )

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.fake_quantize import fake_quantize_weights
 from slime.backends.megatron_utils.layers.fp8_linear import use_fp8
-from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
+from slime.backends.megatron_utils.layers.layer_specs import block_spec_of_flags
 from slime.backends.megatron_utils.layers.lora import add_adapters
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
@@ -125,19 +125,11 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
     config = transformer_config_from_args(args)
     if role == "critic":
         config = without_mtp(config)
-    spec_source = load_spec(args.spec) if args.spec else None
+    spec_source = load_spec(args.spec) if args.spec else block_spec_of_flags
     vision_options = _vision_options(args)
 
     def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
-        if spec_source is not None:
-            spec = resolve_spec(spec_source, args, config, vp_stage)
-        else:
-            spec = get_block_spec(
-                config,
-                vp_stage,
-                post_self_attn_layernorm=args.post_self_attn_layernorm,
-                post_mlp_layernorm=args.post_mlp_layernorm,
-            )
+        spec = resolve_spec(spec_source, args, config, vp_stage)
         model_class: Callable[..., GPTModel] = VisionModel if vision_options else GPTModel
         if config.mtp_num_layers:
             mtp_class = VisionModelWithMtp if vision_options else GPTModelWithMtp

@@ -67,8 +67,7 @@ class Policies:
             weights.backup_frozen()
         for tag, (load_arg, folder, step) in others.items():
             # Weights only: the optimizer and the generators belong to the actor.
-            weights_only = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
-            frozen = Namespace(**{**vars(args), **weights_only, load_arg: folder, "ckpt_step": step})
+            frozen = Namespace(**{**vars(args), "finetune": True, load_arg: folder, "ckpt_step": step})
             checkpoint.load_checkpoint(frozen, self._model, None, None, load_arg=load_arg)
             weights.rename(tag)
             weights.backup(tag)

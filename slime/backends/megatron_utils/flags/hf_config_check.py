@@ -17,7 +17,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.flags.attention_arguments import sparse_problems
 from slime.backends.megatron_utils.flags.config_flags import add_config_flags, flag_of, switched_off
-from slime.backends.megatron_utils.flags.model_dims import linear_layers
+from slime.backends.megatron_utils.flags.model_dims import linear_layers, moe_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.models import FAMILIES, family_of, find_weight_map, has_tower
@@ -264,8 +264,8 @@ def _is_other(args: Namespace, flag: Flag) -> bool:
         return bool(given < wanted)  # rows would be lost
     if flag.attribute == "softmax_scale" and given is None and args.kv_channels:
         given = args.kv_channels**-0.5
-    if flag.attribute == "moe_layer_freq" and isinstance(given, int):
-        given = [int(layer % given == 0) for layer in range(args.num_layers)]
+    if flag.attribute == "moe_layer_freq" and given is not None:
+        given = moe_layers(given, args.num_layers)
     if flag.attribute == "linear_attention_freq":
         return linear_layers(given, args.num_layers) != linear_layers(wanted, args.num_layers)
     if isinstance(wanted, list | tuple) and given is not None:
@@ -371,14 +371,6 @@ def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) ->
             "them, and an engine that is not patched to undo that (/post_process_weights) refuses every push, naming "
             "the tensors. tools/convert_hf_to_fp8.py --strategy block makes a checkpoint that needs no patch."
         )
-
-
-def is_all_experts(args: Namespace) -> bool:
-    """Return True when no layer is dense, so that the dense size means nothing."""
-    if not args.num_experts:
-        return False
-    frequency = args.moe_layer_freq
-    return frequency == 1 if isinstance(frequency, int) else all(frequency)
 
 
 def check_engine_keys(config: dict[str, Any]) -> None:

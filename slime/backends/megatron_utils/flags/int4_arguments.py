@@ -11,7 +11,7 @@ import logging
 from argparse import Namespace
 from typing import Any
 
-from slime.backends.megatron_utils.flags.hf_config_check import is_all_experts
+from slime.backends.megatron_utils.flags.model_dims import moe_layers
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names
 from slime.utils import env
 from slime.utils.errors import ConfigError
@@ -98,7 +98,7 @@ def check_int4_flags(args: Namespace) -> None:
     if args.multi_latent_attention:
         head_flag, head_size = "--v-head-dim", args.v_head_dim
     cuts = [(ATTENTION, f"--num-attention-heads x {head_flag}", args.num_attention_heads * head_size, tensor_ranks)]
-    if not is_all_experts(args):
+    if not (args.num_experts and all(moe_layers(args.moe_layer_freq, args.num_layers))):
         cuts.append((MLP, "--ffn-hidden-size", args.ffn_hidden_size, tensor_ranks))
     if args.num_experts:
         ranks = args.expert_tensor_parallel_size or tensor_ranks

@@ -8,8 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
-from slime.backends.megatron_utils.models import family_of, find_weight_map
-from slime.backends.megatron_utils.models.rule import WeightMap
+from slime.backends.megatron_utils.models import family_of, find_weight_map, weight_map_of_run
 from slime.flags.config import backend_flags
 from slime.flags.lora import ALL_LINEAR, LoraConfig, engine_adapters, lora_config
 from slime.utils.errors import ConfigError, DataError
@@ -75,7 +74,7 @@ def check_lora_arguments(args: Namespace) -> None:
             f"--moe-router-bias-update-rate is {args.moe_router_bias_update_rate:g}, and --lora-rank {config.rank} "
             "leaves all but the adapters as it is; give 0."
         )
-    weight_map = _weight_map(args)
+    weight_map = weight_map_of_run(args)
     rules = [rule for rule in weight_map.layer if is_linear(rule.megatron)]
     stacked = [name for rule in rules for name in rule.hf if not name.endswith(".weight") and config.chooses(name)]
     for flag in ("lora_load", "lora_save"):
@@ -92,10 +91,6 @@ def check_lora_arguments(args: Namespace) -> None:
                 f"--lora-target-modules has {target!r}, which no linear layer of {weight_map.family} is called; "
                 f"there are {', '.join(sorted(names))}, and all-linear for all of them."
             )
-
-
-def _weight_map(args: Namespace) -> WeightMap:
-    return find_weight_map(args.model_name or read_model_type(args.hf_checkpoint))
 
 
 def served_adapters(args: Namespace) -> tuple[list[str], int] | None:

@@ -93,11 +93,8 @@ def _expert_sizes(args: Namespace) -> dict[str, Any]:
     get = vars(args).get
     if not get("num_experts"):
         return {"is_moe": (False,) * args.num_layers}
-    pattern = get("moe_layer_freq", 1)
-    if isinstance(pattern, int):
-        pattern = [layer % pattern == 0 for layer in range(args.num_layers)]
     return {
-        "is_moe": tuple(map(bool, pattern)),
+        "is_moe": moe_layers(get("moe_layer_freq", 1), args.num_layers),
         "num_experts": args.num_experts,
         "topk": get("moe_router_topk") or 0,
         "expert_ffn": get("moe_ffn_hidden_size") or get("ffn_hidden_size") or 0,
@@ -119,6 +116,13 @@ def _linear_sizes(args: Namespace) -> dict[str, Any]:
         "linear_value_dim": args.linear_value_head_dim,
         "linear_conv": get("linear_conv_kernel_dim") or 4,
     }
+
+
+def moe_layers(frequency: int | Sequence[int], num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts: every n-th from the first on, or as a list says."""
+    if isinstance(frequency, int):
+        return tuple(layer % frequency == 0 for layer in range(num_layers))
+    return tuple(bool(entry) for entry in frequency)
 
 
 def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[bool, ...]:

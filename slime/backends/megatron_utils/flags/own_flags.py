@@ -15,6 +15,7 @@ _RESOLVE = "slime.backends.megatron_utils.flags.resolve_arguments"
 _INT4 = "slime.backends.megatron_utils.flags.int4_arguments"
 _BUILDERS = "slime.backends.megatron_utils.flags.config_builders"
 _MODEL = "slime.backends.megatron_utils.model_provider"
+_LAYERS = "slime.backends.megatron_utils.layers.layer_specs"
 _INITIALIZE = "slime.backends.megatron_utils.initialize"
 _SCHEDULER = "slime.backends.megatron_utils.model"
 _CHECKPOINT = "slime.backends.megatron_utils.checkpoint"
@@ -87,8 +88,8 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     _value("--max-position-embeddings", _MODEL, "Longest position; default: --seq-length.", type=int),
     _value("--seq-length", _RESOLVE, "Nominal sequence length; micro-batches are packed to their own.", type=int),
     _value("--spec", _MODEL, "Module and function that give the layer spec.", nargs=2, metavar=("MODULE", "NAME")),
-    _switch("--post-self-attn-layernorm", "slime_plugins.models.glm4", "A norm after attention (GLM-4)."),
-    _switch("--post-mlp-layernorm", "slime_plugins.models.glm4", "A norm after the MLP (GLM-4)."),
+    _switch("--post-self-attn-layernorm", _LAYERS, "A norm after attention (GLM-4)."),
+    _switch("--post-mlp-layernorm", _LAYERS, "A norm after the MLP (GLM-4)."),
     _switch("--use-gated-attention", _RESOLVE, "The same as --attention-output-gate (Qwen3-Next)."),
     _switch("--enable-experimental", _INITIALIZE, "Let megatron-core use what it calls experimental."),
     _switch("--recompute-activations", _RESOLVE, "The same as --recompute-granularity selective."),

@@ -60,14 +60,9 @@ class PackedAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any = None,
-        attention_type: str = "self",
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         k_channels: int | None = None,
-        v_channels: int | None = None,
         **_: Any,
     ) -> None:
         """Take what megatron-core passes to any core attention; ``k_channels`` is set by multi-latent attention."""
@@ -107,9 +102,8 @@ class PackedAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
     ) -> Tensor:
         """Args:
             query, key, value: [t, h, d] when packed, else [s, b, h, d]; keys may have fewer heads (GQA).

@@ -27,6 +27,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 ShardedState = dict[str, ShardedTensor | ShardedTensorFactory]
+Offsets = tuple[tuple[int, int, int], ...]
 
 
 class StackedLinear(torch.nn.Module):
@@ -121,50 +122,61 @@ class StackedLinear(torch.nn.Module):
         chosen_TE = one_hot.repeat_interleave(counts, dim=0, output_size=len(y))
         return torch.addmm(y, chosen_TE if probs is None else chosen_TE * probs.to(y.dtype), self.bias)
 
-    def sharded_bias(self, key: str, sharded_offsets: tuple[tuple[int, int, int], ...]) -> ShardedTensor:
-        """Return the biases as this rank's part of the tensor [.., experts, out] of a checkpoint."""
-        assert self.bias is not None
-        front = len(sharded_offsets)
-        expert_axis = (front, self.groups.ep.rank(), self.groups.ep.size())
-        return ShardedTensor.from_rank_offsets(
-            key, self.bias, *sharded_offsets, expert_axis,
-            replica_id=(0, 0, self.groups.expt_dp.rank()), prepend_axis_num=front,
-        )  # fmt: skip
+    def sharded_entries(self, prefix: str, sharded_offsets: Offsets) -> ShardedState:
+        """Return the parameters as this rank's part of the tensors [.., experts, out, in] and, with biases,
+        [.., experts, out] of a checkpoint, ``{prefix}weight`` and ``{prefix}bias``.
 
-    def sharded_entry(
-        self, key: str, sharded_offsets: tuple[tuple[int, int, int], ...]
-    ) -> ShardedTensor | ShardedTensorFactory:
-        """Return the parameter as this rank's part of the tensor [.., experts, out, in] of a checkpoint.
-
-        ``sharded_offsets`` (the layer, where layers are stacked too) are axes in front of these three.
+        ``sharded_offsets`` (the layer, where layers are stacked too) are axes in front of these.
         """
         front = len(sharded_offsets)
         expert_axis = (front, self.groups.ep.rank(), self.groups.ep.size())
         rank, parts = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
 
-        def entry(key: str, tensor: Tensor, replica_id: ReplicaId, part: int, parts: int) -> ShardedTensor:
-            cut = (front + self.split_axis, part, parts)
+        def entry(key: str, tensor: Tensor, replica_id: ReplicaId, *cut: tuple[int, int, int]) -> ShardedTensor:
             return ShardedTensor.from_rank_offsets(
-                key, tensor, *sharded_offsets, expert_axis, cut, replica_id=replica_id, prepend_axis_num=front
+                key, tensor, *sharded_offsets, expert_axis, *cut, replica_id=replica_id, prepend_axis_num=front
             )
 
         # (pipeline, tensor, data): only the first of the data-parallel copies is written.
         replica_id = (0, 0, self.groups.expt_dp.rank())
         weight = dict(self.named_parameters())["weight"]  # self.weight may be a rounded one
-        if not self.is_gated:
-            return entry(key, weight, replica_id, rank, parts)
+        key, cut = f"{prefix}weight", (front + self.split_axis, rank, parts)
+        state: ShardedState = {}
+        if self.is_gated:
+            state["weight"] = gate_up_entry(key, weight, replica_id, cut, entry, dim=1)
+        else:
+            state["weight"] = entry(key, weight, replica_id, cut)
+        if self.bias is not None:
+            state["bias"] = entry(f"{prefix}bias", self.bias, replica_id)
+        return state
 
-        def split(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> ShardedState:
-            gate, up = tensor.chunk(2, dim=1)
-            return {
-                "gate": entry(key, gate, replica_id, rank, 2 * parts),
-                "up": entry(key, up, replica_id, parts + rank, 2 * parts),
-            }
 
-        def join(halves: dict[str, Tensor]) -> Tensor:
-            return torch.cat([halves["gate"], halves["up"]], dim=1)
+def gate_up_entry(
+    key: str,
+    tensor: Tensor,
+    replica_id: ReplicaId,
+    cut: tuple[int, int, int],
+    entry: Callable[..., ShardedTensor],
+    *,
+    dim: int,
+) -> ShardedTensorFactory:
+    """Return the entry of a tensor that holds gates and then, along ``dim``, ups, each of them cut over the ranks.
 
-        return ShardedTensorFactory(key, weight, split, join, replica_id)
+    ``cut`` is axis on disk, rank and number of ranks; ``entry`` makes that of a half from key, tensor, replica, cut.
+    """
+    axis, rank, parts = cut
+
+    def split(key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> ShardedState:
+        gate, up = tensor.chunk(2, dim=dim)
+        return {
+            "gate": entry(key, gate, replica_id, (axis, rank, 2 * parts)),
+            "up": entry(key, up, replica_id, (axis, parts + rank, 2 * parts)),
+        }
+
+    def join(halves: dict[str, Tensor]) -> Tensor:
+        return torch.cat([halves["gate"], halves["up"]], dim=dim)
+
+    return ShardedTensorFactory(key, tensor, split, join, replica_id)
 
 
 class StackedExperts(MegatronModule):
@@ -258,7 +270,7 @@ class StackedExperts(MegatronModule):
     def sharded_state_dict(
         self,
         prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        sharded_offsets: Offsets = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedState:
         """Return the parameters under ``{prefix}experts.linear_fc{1,2}.weight``, of whole shape [.., experts, out,
@@ -266,10 +278,8 @@ class StackedExperts(MegatronModule):
         """
         state: ShardedState = {}
         for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
-            key = f"{prefix}experts.{name}"
-            state[f"{prefix}{name}.weight"] = linear.sharded_entry(f"{key}.weight", sharded_offsets)
-            if linear.bias is not None:
-                state[f"{prefix}{name}.bias"] = linear.sharded_bias(f"{key}.bias", sharded_offsets)
+            entries = linear.sharded_entries(f"{prefix}experts.{name}.", sharded_offsets)
+            state |= {f"{prefix}{name}.{of}": entry for of, entry in entries.items()}
         return state
 
 

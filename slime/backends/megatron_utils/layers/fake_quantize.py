@@ -17,10 +17,9 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from slime.backends.megatron_utils.flags.int4_arguments import Int4Selection
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models import weight_map_of_run
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_model_type
 from slime.weights.quantize.fake_int4 import fake_quantize_int4
 
 logger = logging.getLogger(__name__)
@@ -36,8 +35,7 @@ def fake_quantize_weights(model: torch.nn.Module, args: Namespace) -> int:
     Raises:
         ConfigError: a weight cannot be cut into groups on this rank.
     """
-    model_name = args.model_name or read_model_type(args.hf_checkpoint)
-    selection, weight_map, dims = Int4Selection(args), find_weight_map(model_name), model_dims(args)
+    selection, weight_map, dims = Int4Selection(args), weight_map_of_run(args), model_dims(args)
     chosen: set[int] = set()
     for shard in iter_shards([model]):
         if id(shard.parameter) in chosen:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -114,7 +114,7 @@ class Rows:
     order: Tensor | None = None
     """[N]: row of Megatron's matrix that is the row of the checkpoint's; None where the order is the same."""
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, index: int = 0) -> Tensor:
         """Return ``x @ weight.T``, [T, N], the columns in Megatron's order."""
         if self.order is not None:
             weight = weight.index_select(0, self.order.to(weight.device))
@@ -128,8 +128,8 @@ class Rows:
 class Products(Protocol):
     """A way to multiply by the weight of a layer."""
 
-    def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return ``x @ weight.T``, [T, N]."""
+    def product(self, x: Tensor, weight: Tensor, index: int = 0) -> Tensor:
+        """Return ``x @ weight.T``, [T, N]; the weight is the layer's, or that of its expert ``index``."""
 
 
 def linear(
@@ -152,16 +152,26 @@ def linear(
     return y if bias is None else y + bias
 
 
-def experts_linear(rows: Rows, module: StackedLinear, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+def experts_linear(rows: Products, module: StackedLinear, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Take the place of ``StackedLinear.forward``: one product an expert, which needs the counts on the host."""
     counts = tokens_per_expert.tolist()
     pairs = zip(x.split(counts), module.weight.unbind(0), strict=True)
-    return torch.cat([rows.product(tokens, matrix) for tokens, matrix in pairs])
+    return torch.cat([rows.product(tokens, matrix, index) for index, (tokens, matrix) in enumerate(pairs)])
 
 
-def replicated_linear(module: ReplicatedLinear, x: Tensor) -> Tensor:
+def replicated_linear(rows: Products, module: ReplicatedLinear, x: Tensor) -> Tensor:
     """Take the place of ``ReplicatedLinear.forward``."""
-    return Fp8Product.apply(x.flatten(0, -2), module.weight).unflatten(0, x.shape[:-1])
+    return rows.product(x.flatten(0, -2), module.weight).unflatten(0, x.shape[:-1])
+
+
+def multiply_by(rows: Products, module: torch.nn.Module) -> None:
+    """Have a linear module of :func:`matrices` multiply in another way."""
+    if isinstance(module, StackedLinear):
+        vars(module)["forward"] = partial(experts_linear, rows, module)
+    elif isinstance(module, ReplicatedLinear):
+        vars(module)["forward"] = partial(replicated_linear, rows, module)
+    else:
+        vars(module)["_forward_impl"] = partial(linear, rows)
 
 
 def check_fp8_flags(args: Namespace) -> None:
@@ -189,17 +199,7 @@ def use_fp8(model: torch.nn.Module, args: Namespace) -> int:
     for layer in model.modules():
         if isinstance(layer, TransformerLayer) and not _stays(layer, args):
             for owner, name, module in matrices(layer):
-                rows = _rows_of(owner, name, module)
-                forward: Callable[..., Tensor]
-                if isinstance(module, StackedLinear):
-                    forward = partial(experts_linear, rows, module)
-                elif isinstance(module, ReplicatedLinear):
-                    forward = partial(replicated_linear, module)
-                else:
-                    vars(module)["_forward_impl"] = partial(linear, rows)
-                    count += 1
-                    continue
-                vars(module)["forward"] = forward
+                multiply_by(_rows_of(owner, name, module), module)
                 count += 1
     logger.info("%d matrices are multiplied in FP8 by blocks", count)
     return count

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
-from slime.backends.megatron_utils.layers.experts import StackedLinear
-from slime.backends.megatron_utils.layers.fp8_linear import linear, matrices
-from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
+from slime.backends.megatron_utils.layers.fp8_linear import matrices, multiply_by
 from slime.backends.megatron_utils.parameters import Shard
 from slime.weights.quantize.block_fp8 import dequantize_block, quantize_block
 from slime.weights.quantize.group_int import dequantize_group, pack, quantize_group, unpack
@@ -68,18 +65,9 @@ class FrozenWeight:
             unpack(codes[index], 4, self._columns), scales[index], None, num_bits=4, dtype=dtype
         )  # fmt: skip
 
-    def product(self, x: Tensor, weight: Tensor | None = None, index: int = 0) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, index: int = 0) -> Tensor:
         """Return ``x @ numbers.T`` of x [T, K]; ``weight`` is the place holder, which nobody reads."""
         return _Product.apply(x, self, index)
-
-    def of_experts(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Take the place of ``StackedLinear.forward``: one product an expert."""
-        parts = x.split(tokens_per_expert.tolist())
-        return torch.cat([self.product(tokens, index=index) for index, tokens in enumerate(parts)])
-
-    def replicated(self, x: Tensor) -> Tensor:
-        """Take the place of ``ReplicatedLinear.forward``."""
-        return self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 class _Product(torch.autograd.Function):
@@ -104,13 +92,7 @@ def hold_quantized(model: Sequence[torch.nn.Module], args: Namespace) -> int:
     layers = [layer for chunk in model for layer in unwrap_model(chunk).modules()]
     found = [one for layer in layers if isinstance(layer, TransformerLayer) for _, _, one in matrices(layer)]
     for module in found:
-        frozen = FrozenWeight(module, args.lora_base_precision)
-        if isinstance(module, StackedLinear):
-            vars(module)["forward"] = frozen.of_experts
-        elif isinstance(module, ReplicatedLinear):
-            vars(module)["forward"] = frozen.replicated
-        else:
-            vars(module)["_forward_impl"] = partial(linear, frozen)
+        multiply_by(FrozenWeight(module, args.lora_base_precision), module)
     logger.info("%d frozen matrices are held in %s", len(found), args.lora_base_precision)
     return len(found)
 

@@ -7,6 +7,7 @@ are exchanged with a Megatron that has it.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from slime.backends.megatron_utils.flags.model_dims import moe_layers
 from slime.backends.megatron_utils.layers.attention import PackedAttention, PackedSelfAttention
 from slime.backends.megatron_utils.layers.experts import StackedExperts
 from slime.backends.megatron_utils.layers.latent_attention import latent_attention_spec
@@ -50,22 +52,20 @@ from slime.utils.errors import ConfigError
 megatron_wheel.mend_missing_transformer_engine()
 
 
-def moe_layer_pattern(config: TransformerConfig) -> list[bool]:
+def moe_layer_pattern(config: TransformerConfig) -> tuple[bool, ...]:
     """Return, for each layer of the whole model, whether it has experts.
 
     Raises:
         ConfigError: the pattern of ``--moe-layer-freq`` is not as long as the model.
     """
     if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [index % frequency == 0 for index in range(config.num_layers)]
-    if len(frequency) != config.num_layers:
+        return (False,) * config.num_layers
+    pattern = moe_layers(config.moe_layer_freq, config.num_layers)
+    if len(pattern) != config.num_layers:
         raise ConfigError(
-            f"--moe-layer-freq has {len(frequency)} entries; --num-layers is {config.num_layers}; give one per layer."
+            f"--moe-layer-freq has {len(pattern)} entries; --num-layers is {config.num_layers}; give one per layer."
         )
-    return [bool(entry) for entry in frequency]
+    return pattern
 
 
 @dataclass
@@ -135,6 +135,16 @@ def get_block_spec(
         specs.append(layer if change is None else change(layer, index + 1))
     mtp_layer = get_layer_spec(config, is_moe=pattern[-1], **norms)
     return BlockSpec(layer_specs=specs, layer_norm=Norm, mtp_layer=mtp_layer)
+
+
+def block_spec_of_flags(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
+    """Return the layers that the model flags alone describe; a function as ``--spec`` names one."""
+    return get_block_spec(
+        config,
+        vp_stage,
+        post_self_attn_layernorm=args.post_self_attn_layernorm,
+        post_mlp_layernorm=args.post_mlp_layernorm,
+    )
 
 
 def _attention_spec(config: TransformerConfig) -> ModuleSpec:

@@ -47,13 +47,12 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
 from slime.backends.megatron_utils.layers.experts import StackedLinear, grouped_linear
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
-from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models import weight_map_of_run
 from slime.backends.megatron_utils.models.rule import Rule
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.flags.lora import ALL_LINEAR, LoraConfig, lora_config
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_model_type
 from slime.weights.lora import merged, widened
 
 _LAYERS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear)
@@ -206,8 +205,7 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
     if config is None:
         return 0
     model.requires_grad_(False)
-    model_name = args.model_name or read_model_type(args.hf_checkpoint)
-    weight_map, dims = find_weight_map(model_name), model_dims(args)
+    weight_map, dims = weight_map_of_run(args), model_dims(args)
     layers: dict[int, Any] = {
         id(layer._parameters.get("weight")): layer for layer in model.modules() if type(layer) in _LAYERS
     }

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
+from slime.backends.megatron_utils.cp_utils import packing
 from slime.train_data.microbatch import pack_thd
 
 
@@ -82,19 +83,15 @@ def routed_samples(
     """Return the samples of a batch, weighted for a step of so many micro-batches and rollouts."""
     lengths = batch["total_lengths"]
     device = batch["tokens"].device
-    cp_size = mpu.get_context_parallel_world_size()
     sample_of = pack_thd(
         [torch.full((length,), index, device=device) for index, length in enumerate(lengths)],
-        cp_rank=mpu.get_context_parallel_rank(),
-        cp_size=cp_size,
-        pad_multiple=mpu.get_tensor_model_parallel_world_size() * args.data_pad_size_multiplier,
         pad_id=len(lengths),
-        layout="allgather" if args.allgather_cp and cp_size > 1 else "zigzag",
+        **packing(args.data_pad_size_multiplier, args.allgather_cp),
     ).tokens[0]
     trained = torch.stack([mask.sum() for mask in batch["loss_masks"]]).to(device, torch.float32)
     if args.calculate_per_token_loss:
         # Gradients are summed over ranks and divided by the trained tokens, which every context-parallel rank counts.
-        weights = trained * cp_size
+        weights = trained * mpu.get_context_parallel_world_size()
     else:
         # megatron-core averages over micro-batches and data-parallel ranks; what is wanted is a sum over rollouts.
         share = trained / batch["rollout_mask_sums"].to(device, torch.float32).clamp(min=1)

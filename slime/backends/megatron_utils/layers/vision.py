@@ -31,6 +31,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.cp_utils import cp_place
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
 from slime.backends.megatron_utils.layers.rotary import RotaryTables
 from slime.backends.megatron_utils.models import family_of
@@ -138,13 +139,7 @@ class PlacedImages:
             num_rows += int(grid.prod(1).sum()) // merge**2
 
         def pack(sequences: Sequence[Tensor], pad: int) -> Tensor:
-            return pack_thd(
-                sequences,
-                cp_rank=mpu.get_context_parallel_rank(),
-                cp_size=mpu.get_context_parallel_world_size(),
-                pad_multiple=num_tokens,
-                pad_id=pad,
-            ).tokens[0]
+            return pack_thd(sequences, pad_multiple=num_tokens, pad_id=pad, **cp_place()).tokens[0]
 
         pixels = [
             {**inputs, "pixel_values": part}

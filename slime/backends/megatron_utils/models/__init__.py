@@ -16,6 +16,7 @@ from typing import Any
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import read_model_type
 
 
 def _load_families() -> dict[str, ModelFamily]:
@@ -76,6 +77,11 @@ def published_config(checkpoint: str) -> Mapping[str, Any]:
     """
     name = PurePath(checkpoint).name
     return next((family.published[name] for family in FAMILIES.values() if name in family.published), {})
+
+
+def weight_map_of_run(args: Namespace) -> WeightMap:
+    """Return the table of the model that a run trains: of ``--model-name``, else of ``--hf-checkpoint``."""
+    return find_weight_map(args.model_name or read_model_type(args.hf_checkpoint))
 
 
 def find_weight_map(model_name: str) -> WeightMap:

@@ -17,17 +17,15 @@ from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import SIGMOID
 from slime.backends.megatron_utils.models.index_sharing import index_sharing
 from slime.backends.megatron_utils.models.rule import (
-    EXPERTS,
     MLP,
     MTP,
     MTP_COPIES,
     NORMS,
-    ROUTER,
-    ROUTER_BIAS,
+    SIGMOID_EXPERTS,
     TOP,
     Rule,
     WeightMap,
-    shared_expert_rules,
+    relaid_rule,
 )
 from slime.backends.megatron_utils.models.weight_layouts import turning_part_first, turning_part_last
 
@@ -49,30 +47,23 @@ FUSED_BY_ENGINES = (
     # SGLang joins the two in one parameter, and drops whichever comes in a call without the other.
     ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
 )
-EXPERTS_BEHIND_SIGMOID = (*ROUTER, *ROUTER_BIAS, *EXPERTS, *shared_expert_rules("shared_experts"))
 
 DEEPSEEK = WeightMap(
     family="DeepSeek-V3 and models laid out like it",
     top=TOP,
-    layer=(*NORMS, *LATENT_ATTENTION, *MLP, *EXPERTS_BEHIND_SIGMOID),
+    layer=(*NORMS, *LATENT_ATTENTION, *MLP, *SIGMOID_EXPERTS),
     mtp=MTP,
     mtp_copies=MTP_COPIES,
     together=FUSED_BY_ENGINES,
 )
 
 
-def _turning_rule(name: str) -> Rule:
-    """Return the rule of a parameter with one row per dimension of the indexer's heads."""
-    return Rule(
-        f"self_attention.{name}",
-        (f"self_attn.indexer.{name}",),
-        merge=lambda tensors, shape: turning_part_last(tensors[0], shape),
-        split=lambda tensor, shape: (turning_part_first(tensor, shape),),
-    )
-
-
 INDEXER = (
-    *(_turning_rule(name) for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")),
+    *(
+        # One row per dimension of the indexer's heads.
+        relaid_rule(f"self_attention.{name}", f"self_attn.indexer.{name}", turning_part_last, turning_part_first)
+        for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")
+    ),
     Rule("self_attention.weights_proj.weight", ("self_attn.indexer.weights_proj.weight",)),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,16 +39,6 @@ def differs(expected: Any, actual: Any) -> bool:
     return bool(expected != actual)
 
 
-def no_flags(config: Config) -> Iterable[Flag | str]:
-    """Return nothing: what all families share is enough."""
-    return ()
-
-
-def no_dims(args: Namespace, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return nothing: the flags that all families share give all dimensions."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
     """A model family; a file or a folder of this package declares it in ``FAMILIES``.
@@ -65,7 +55,7 @@ class ModelFamily:
     """Module and function of its layers, as ``--spec`` takes them; empty where the model flags describe the layers."""
     is_spec_optional: bool = False
     """The model flags describe the layers, and ``spec`` is there for commands that name it."""
-    dims: Callable[[Namespace, Mapping[str, Any] | None], Mapping[str, Any]] = no_dims
+    dims: Callable[[Namespace, Mapping[str, Any] | None], Mapping[str, Any]] = lambda args, config: {}
     """Gives the fields of ``ModelDims`` that follow from ``spec``; called with args and, where known, config.json."""
     tower_parameters: Callable[[Mapping[str, Any]], int] | None = None
     """``vision_config`` of config.json -> parameters of the vision tower that the trainer has."""
@@ -93,7 +83,7 @@ class ModelFamily:
     """Key of config.json -> the one value that these layers can have."""
     sizes: Mapping[str, str] = field(default_factory=dict)
     """Key of config.json -> attribute of args that must be equal, beside those that all families share."""
-    flags: FlagRule = no_flags
+    flags: FlagRule = lambda config: ()
     """Yields what else config.json says of the model flags, and lines on what no flag can say."""
     num_experts_key: str = "num_experts"
     """Key of config.json by which the model counts its experts, where it has any."""

@@ -15,19 +15,16 @@ from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import PLAIN, SIGMOID, Config
 from slime.backends.megatron_utils.models.rule import (
     ATTENTION,
-    COMPOSITE_LAYER,
-    COMPOSITE_TOP,
-    EXPERTS,
+    COMPOSITE,
+    JOINED_MLP,
     MLP,
     MTP,
     MTP_COPIES,
     NORMS,
-    ROUTER,
-    ROUTER_BIAS,
+    SIGMOID_EXPERTS,
     TOP,
     Rule,
     WeightMap,
-    shared_expert_rules,
 )
 
 GLM4 = WeightMap(
@@ -38,27 +35,19 @@ GLM4 = WeightMap(
         *ATTENTION,
         Rule("post_self_attn_layernorm.weight", ("post_self_attn_layernorm.weight",)),
         Rule("post_mlp_layernorm.weight", ("post_mlp_layernorm.weight",)),
-        Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",)),
-        Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+        *JOINED_MLP,
     ),
 )
 GLM4_MOE = WeightMap(
     family="GLM-4.5, 4.6 and 4.7",
     top=TOP,
-    layer=(*NORMS, *ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EXPERTS, *shared_expert_rules("shared_experts")),
+    layer=(*NORMS, *ATTENTION, *MLP, *SIGMOID_EXPERTS),
     mtp=MTP,
     mtp_copies=MTP_COPIES,
 )
 
 HALF_TURNS = {"partial_rotary_factor": 0.5}
 SANDWICH = {"rotary_interleaved": True, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}
-
-_COMPOSITE: dict[str, Any] = {
-    "top": COMPOSITE_TOP,
-    "layer_prefix": COMPOSITE_LAYER,
-    "mtp_prefix": lambda index, shape: COMPOSITE_LAYER.format(layer=shape.num_layers + index),
-    "tower": "model.visual.",
-}
 
 
 def tower_parameters(vision: Config) -> int:
@@ -105,7 +94,7 @@ FAMILIES = (
     ModelFamily(
         # The names with _text are those of text_config.
         model_types=("glm4v", "glm4v_text"),
-        weight_map=replace(GLM4, family="GLM-4V", **_COMPOSITE),
+        weight_map=replace(GLM4, family="GLM-4V", **COMPOSITE),
         always={**SANDWICH, "add_qkv_bias": True},
         fixed={**PLAIN, "attention_bias": True},
         published={
@@ -116,7 +105,7 @@ FAMILIES = (
     ),
     ModelFamily(
         model_types=("glm4v_moe", "glm4v_moe_text"),
-        weight_map=replace(GLM4_MOE, family="GLM-4V MoE", **_COMPOSITE),
+        weight_map=replace(GLM4_MOE, family="GLM-4V MoE", **COMPOSITE),
         always=SIGMOID,
         class_defaults={**HALF_TURNS, "attention_bias": True},
         fixed={**PLAIN, "use_qk_norm": False},

@@ -8,32 +8,31 @@ Shapes: E = experts, h = hidden size, f = width of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag, choices, expert_layers
-from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap
+from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap, relaid_rule
 from slime.train_data.model_dims import ModelDims
 
 
-def halves_joined(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
+def halves_joined(turns: Tensor, shape: ModelDims) -> Tensor:
     """[h, 2 f] or [2 f], gate and up in turn, to [2 f, h] or [2 f] with the gate on top."""
-    (turns,) = tensors
     rows = turns.t()
     return torch.cat([rows[::2], rows[1::2]])
 
 
-def halves_in_turn(joined: Tensor, shape: ModelDims) -> Sequence[Tensor]:
+def halves_in_turn(joined: Tensor, shape: ModelDims) -> Tensor:
     """Invert :func:`halves_joined`."""
-    return (torch.stack(joined.chunk(2), dim=1).flatten(0, 1).t(),)
+    return torch.stack(joined.chunk(2), dim=1).flatten(0, 1).t()
 
 
-def transposed(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
-    """[f, h] to [h, f]."""
-    return tensors[0].t()
+def transposed(matrix: Tensor, shape: ModelDims) -> Tensor:
+    """[f, h] to [h, f], and back."""
+    return matrix.t()
 
 
 ATTENTION_EXTRAS = (
@@ -44,20 +43,15 @@ EXPERTS = (
     Rule("mlp.router.weight", ("mlp.router.weight",)),
     Rule("mlp.router.bias", ("mlp.router.bias",)),
     *(
-        Rule(
+        relaid_rule(
             f"mlp.experts.linear_fc1.{kind}{{expert}}",
-            (f"mlp.experts.gate_up_proj{ending}[{{expert}}]",),
-            merge=halves_joined,
-            split=halves_in_turn,
+            f"mlp.experts.gate_up_proj{ending}[{{expert}}]",
+            halves_joined,
+            halves_in_turn,
         )
         for kind, ending in (("weight", ""), ("bias", "_bias"))
     ),
-    Rule(
-        "mlp.experts.linear_fc2.weight{expert}",
-        ("mlp.experts.down_proj[{expert}]",),
-        merge=transposed,
-        split=lambda tensor, shape: (tensor.t(),),
-    ),
+    relaid_rule("mlp.experts.linear_fc2.weight{expert}", "mlp.experts.down_proj[{expert}]", transposed, transposed),
     Rule("mlp.experts.linear_fc2.bias{expert}", ("mlp.experts.down_proj_bias[{expert}]",)),
 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,11 +11,11 @@ from torch import Tensor
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag
 from slime.backends.megatron_utils.models.qwen import DENSE
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap
+from slime.backends.megatron_utils.models.rule import Rule, relaid_rule
 from slime.train_data.model_dims import ModelDims
 
 
-def _swap_halves(weight: Tensor) -> Tensor:
+def _swap_halves(weight: Tensor, shape: ModelDims) -> Tensor:
     """Exchange the columns of [h, 2 h] for hidden states and for embeddings; its own inverse.
 
     MiMo joins [hidden; embedding], Megatron [embedding; hidden].
@@ -23,29 +24,14 @@ def _swap_halves(weight: Tensor) -> Tensor:
     return torch.cat([right, left], dim=1)
 
 
-def _merge(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
-    (weight,) = tensors
-    return _swap_halves(weight)
-
-
-def _split(tensor: Tensor, shape: ModelDims) -> Sequence[Tensor]:
-    return (_swap_halves(tensor),)
-
-
 MTP = (
     Rule("enorm.weight", ("token_layernorm.weight",)),
     Rule("hnorm.weight", ("hidden_layernorm.weight",)),
-    Rule("eh_proj.weight", ("input_proj.weight",), merge=_merge, split=_split),
+    relaid_rule("eh_proj.weight", "input_proj.weight", _swap_halves, _swap_halves),
     Rule("final_layernorm.weight", ("final_layernorm.weight",)),
 )
 
-MIMO = WeightMap(
-    family="MiMo",
-    top=DENSE.top,
-    layer=DENSE.layer,
-    mtp=MTP,
-    mtp_prefix=lambda index, shape: f"model.mtp_layers.{index}.",
-)
+MIMO = replace(DENSE, family="MiMo", mtp=MTP, own_mtp_prefix="model.mtp_layers.{index}.")
 
 
 def mtp_layers(config: Config) -> Iterator[Flag]:

@@ -13,6 +13,7 @@ Shapes: H = key heads, r = value heads of a key head, dk and dv = widths of thei
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,31 +27,28 @@ from slime.backends.megatron_utils.models.qwen3_next import (
     DELTA_NET_SIZES,
     GATED,
     GATED_ATTENTION,
-    MTP,
+    QWEN3_NEXT,
     linear_flags,
 )
 from slime.backends.megatron_utils.models.qwen3_vl import tower_parameters
 from slime.backends.megatron_utils.models.rule import (
-    COMPOSITE_LAYER,
-    COMPOSITE_TOP,
+    COMPOSITE,
     EXPERTS,
     MLP,
     NORMS,
     ROUTER,
     Rule,
-    WeightMap,
 )
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
 from slime.train_data.model_dims import ModelDims
 
 
-def merge_in_proj(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
+def merge_in_proj(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, shape: ModelDims) -> Tensor:
     """[all q, all k, all v; h], z [H * r * dv, h], b and a [H * r, h] to one matrix: per key head q, k, v, b, a, z.
 
     Raises:
         DataError: the rows are not those of the model's heads.
     """
-    qkv, z, b, a = tensors
     heads, keys = shape.linear_key_heads, shape.linear_key_heads * shape.linear_key_dim
     check_rows("in_proj_qkv", qkv, shape.linear_channels)
     check_rows("in_proj_z", z, shape.linear_value_width)
@@ -75,16 +73,12 @@ IN_PROJ = Rule(
     merge=merge_in_proj,
     split=split_in_proj,
 )
-QWEN3_5 = WeightMap(
+QWEN3_5 = replace(
+    QWEN3_NEXT,
     family="Qwen3.5 and Qwen3.6",
-    top=COMPOSITE_TOP,
     layer=(*NORMS, *GATED_ATTENTION, IN_PROJ, *DELTA_NET[1:], *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
-    mtp=MTP,
-    layer_prefix=COMPOSITE_LAYER,
-    mtp_prefix=lambda index, shape: "mtp.",
-    mtp_layer_prefix=lambda index, shape: f"mtp.layers.{index}.",
     untrained=(r"model\.visual\..+",),
-    tower="model.visual.",
+    **COMPOSITE,
 )
 
 

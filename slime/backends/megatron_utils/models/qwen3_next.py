@@ -18,40 +18,32 @@ from torch import Tensor
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag, fact, facts
 from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SOFTMAX
-from slime.backends.megatron_utils.models.rule import EXPERTS, MLP, NORMS, ROUTER, TOP, Rule, WeightMap
-from slime.backends.megatron_utils.models.weight_layouts import check_rows
+from slime.backends.megatron_utils.models.rule import EXPERTS, MLP, NORMS, ROUTER, TOP, Rule, WeightMap, relaid_rule
+from slime.backends.megatron_utils.models.weight_layouts import check_rows, merge_qkv, split_qkv
 from slime.train_data.model_dims import ModelDims
 
 
-def merge_gated_qkv(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
+def merge_gated_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Tensor:
     """Query and gate [G * q * 2 * d, h] (head by head), key and value [G * d, h] to [G * (2 q + 2) * d, h]: each
     group's queries, gates, key, value.
 
     Raises:
         DataError: the rows are not those of the model's heads.
     """
-    query, key, value = tensors
-    groups = shape.num_query_groups
     check_rows("query", query, 2 * shape.num_attention_heads * shape.head_dim)
-    for name, tensor in (("key", key), ("value", value)):
-        check_rows(name, tensor, groups * shape.head_dim)
-    halves = query.reshape(groups, -1, 2, shape.head_dim, query.size(-1)).transpose(1, 2).flatten(1, 3)
-    parts = [halves, *(x.reshape(groups, -1, x.size(-1)) for x in (key, value))]
-    return torch.cat(parts, dim=1).flatten(0, 1)
+    heads = query.unflatten(0, (shape.num_query_groups, -1, 2, shape.head_dim))
+    return merge_qkv(heads.transpose(1, 2).flatten(0, 3), key, value, shape, num_parts=2)
 
 
 def split_gated_qkv(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
     """Invert :func:`merge_gated_qkv`."""
-    heads = shape.num_attention_heads // shape.num_query_groups
-    grouped = merged.reshape(shape.num_query_groups, 2 * heads + 2, shape.head_dim, -1)
-    halves, key, value = grouped.split([2 * heads, 1, 1], dim=1)
-    query = halves.unflatten(1, (2, heads)).transpose(1, 2)
-    return query.reshape(-1, merged.size(-1)), key.flatten(0, 2), value.flatten(0, 2)
+    halves, key, value = split_qkv(merged, shape, num_parts=2)
+    heads = halves.unflatten(0, (shape.num_query_groups, 2, -1, shape.head_dim))
+    return heads.transpose(1, 2).flatten(0, 3), key, value
 
 
-def merge_in_proj(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
+def merge_in_proj(qkvz: Tensor, ba: Tensor, shape: ModelDims) -> Tensor:
     """Merge rows of q, k, v, z and of b, a, each key head after key head: per key head q, k, v, b, a, z."""
-    qkvz, ba = tensors
     heads = shape.linear_key_heads
     check_rows("in_proj_qkvz", qkvz, heads * (shape.linear_group_channels + _gate_rows(shape)))
     check_rows("in_proj_ba", ba, heads * 2 * shape.linear_ratio)
@@ -67,20 +59,19 @@ def split_in_proj(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
     return torch.cat([qkv, z], dim=1).flatten(0, 1), ba.flatten(0, 1)
 
 
-def merge_convolution(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
+def merge_convolution(weight: Tensor, shape: ModelDims) -> Tensor:
     """Merge [all q, all k, all v, 1, K] into [H * (2 dk + r dv), K]: the channels of one key head together."""
-    (weight,) = tensors
     check_rows("conv1d", weight, shape.linear_key_heads * shape.linear_group_channels)
     keys = shape.linear_key_heads * shape.linear_key_dim
     parts = weight.squeeze(1).split([keys, keys, weight.size(0) - 2 * keys])
     return torch.cat([x.unflatten(0, (shape.linear_key_heads, -1)) for x in parts], dim=1).flatten(0, 1)
 
 
-def split_convolution(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
+def split_convolution(merged: Tensor, shape: ModelDims) -> Tensor:
     """Invert :func:`merge_convolution`."""
     sizes = [shape.linear_key_dim, shape.linear_key_dim, _gate_rows(shape)]
     parts = merged.unflatten(0, (shape.linear_key_heads, -1)).split(sizes, dim=1)
-    return (torch.cat([x.flatten(0, 1) for x in parts]).unsqueeze(1),)
+    return torch.cat([x.flatten(0, 1) for x in parts]).unsqueeze(1)
 
 
 def _gate_rows(shape: ModelDims) -> int:
@@ -108,12 +99,7 @@ DELTA_NET = (
     ),
     # The second spelling of the norm in front, as in NORMS.
     Rule("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight",)),
-    Rule(
-        "self_attention.conv_weight",
-        ("linear_attn.conv1d.weight",),
-        merge=merge_convolution,
-        split=split_convolution,
-    ),
+    relaid_rule("self_attention.conv_weight", "linear_attn.conv1d.weight", merge_convolution, split_convolution),
     Rule("self_attention.A_log", ("linear_attn.A_log",)),
     Rule("self_attention.dt_bias", ("linear_attn.dt_bias",)),
     Rule("self_attention.out_norm.weight", ("linear_attn.norm.weight",)),
@@ -132,8 +118,8 @@ QWEN3_NEXT = WeightMap(
     top=TOP,
     layer=(*NORMS, *GATED_ATTENTION, *DELTA_NET, *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
     mtp=MTP,
-    mtp_prefix=lambda index, shape: "mtp.",
-    mtp_layer_prefix=lambda index, shape: f"mtp.layers.{index}.",
+    own_mtp_prefix="mtp.",
+    mtp_layer_prefix="mtp.layers.{index}.",
 )
 
 DELTA_NET_SIZES = {

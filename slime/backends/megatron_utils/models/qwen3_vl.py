@@ -7,20 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, hf_rope_settings
 from slime.backends.megatron_utils.models.qwen import DENSE, QWEN_MOE, SOFTMAX
-from slime.backends.megatron_utils.models.rule import COMPOSITE_LAYER, COMPOSITE_TOP
+from slime.backends.megatron_utils.models.rule import COMPOSITE
 
-_COMPOSITE: dict[str, Any] = {
-    "top": COMPOSITE_TOP,
-    "layer_prefix": COMPOSITE_LAYER,
-    "tower": "model.visual.",
-}
-QWEN3_VL = replace(DENSE, family="Qwen3-VL", **_COMPOSITE)
-QWEN3_VL_MOE = replace(QWEN_MOE, family="Qwen3-VL MoE", **_COMPOSITE)
+QWEN3_VL = replace(DENSE, family="Qwen3-VL", **COMPOSITE)
+QWEN3_VL_MOE = replace(QWEN_MOE, family="Qwen3-VL MoE", **COMPOSITE)
 
 
 def interleaved_only(config: Config) -> Iterator[str]:

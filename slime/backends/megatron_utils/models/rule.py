@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.weight_layouts import merge_gate_up, merge_qkv, split_gate_up, split_qkv
 from slime.train_data.model_dims import ModelDims
 
-Merge = Callable[[Sequence[Tensor], ModelDims], Tensor]
+Merge = Callable[..., Tensor]
 Split = Callable[[Tensor, ModelDims], Sequence[Tensor]]
 
 _EXPERT = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))(\d+)")
@@ -29,8 +30,7 @@ TOWER = "vision_model."
 _OUTPUT_LAYER, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
-def _merge_one(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
-    (tensor,) = tensors
+def _merge_one(tensor: Tensor, shape: ModelDims) -> Tensor:
     return tensor
 
 
@@ -47,24 +47,20 @@ class Rule:
     hf: tuple[str, ...]
     """Names after the HF prefix of the layer."""
     merge: Merge = _merge_one
-    """HF tensors, in the order of ``hf``, to the whole parameter (before vocabulary padding)."""
+    """Called with the HF tensors, in the order of ``hf``, and the dimensions; the whole parameter (before vocabulary
+    padding)."""
     split: Split = _split_one
     """The inverse of ``merge``: moves numbers, changes none."""
 
 
-def _merge_qkv(tensors: Sequence[Tensor], shape: ModelDims) -> Tensor:
-    query, key, value = tensors
-    return merge_qkv(query, key, value, shape)
-
-
 def qkv_rule(megatron: str, prefix: str, kind: str) -> Rule:
     """Return the rule of query, key and value of grouped-query attention; ``kind`` is ``weight`` or ``bias``."""
-    return Rule(
-        megatron,
-        tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv"),
-        merge=_merge_qkv,
-        split=split_qkv,
-    )
+    return Rule(megatron, tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv"), merge=merge_qkv, split=split_qkv)
+
+
+def relaid_rule(megatron: str, hf: str, merge: Merge, split: Callable[[Tensor, ModelDims], Tensor]) -> Rule:
+    """Return the rule of a parameter that is one HF tensor, its elements in other places."""
+    return Rule(megatron, (hf,), merge=merge, split=lambda tensor, shape: (split(tensor, shape),))
 
 
 def gate_up_rule(megatron: str, gate: str, up: str) -> Rule:
@@ -72,14 +68,9 @@ def gate_up_rule(megatron: str, gate: str, up: str) -> Rule:
     return Rule(
         megatron,
         (gate, up),
-        merge=lambda tensors, shape: merge_gate_up(*tensors),
+        merge=lambda gate, up, shape: merge_gate_up(gate, up),
         split=lambda tensor, shape: split_gate_up(tensor),
     )
-
-
-def layer_behind_the_last(index: int, shape: ModelDims) -> str:
-    """Return the prefix of an MTP layer in most families: numbered on from the decoder's."""
-    return f"model.layers.{shape.num_layers + index}."
 
 
 @dataclass(frozen=True)
@@ -93,11 +84,12 @@ class WeightMap:
     layer: tuple[Rule, ...]
     """After ``decoder.layers.{i}.`` and ``layer_prefix``."""
     mtp: tuple[Rule, ...] = ()
-    """After ``mtp.layers.{j}.`` and ``mtp_prefix``, beside its ``transformer_layer``, for which ``layer`` serves."""
+    """After ``mtp.layers.{j}.`` and its prefix, beside its ``transformer_layer``, for which ``layer`` serves."""
     layer_prefix: str = "model.layers.{layer}."
-    mtp_prefix: Callable[[int, ModelDims], str] = layer_behind_the_last
-    mtp_layer_prefix: Callable[[int, ModelDims], str] | None = None
-    """In front of the tensors of its ``transformer_layer``, where that is not ``mtp_prefix``."""
+    own_mtp_prefix: str = ""
+    """Of an MTP layer, with ``{index}``; empty where its number goes on from the decoder's, as in most families."""
+    mtp_layer_prefix: str = ""
+    """In front of the tensors of its ``transformer_layer``, where that is not :meth:`mtp_prefix`."""
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
     """Megatron parameter outside of the layers -> its copy in the checkpoint, after ``mtp_prefix``."""
     ignored: tuple[str, ...] = field(default=(r".*rotary_emb\.inv_freq",))
@@ -109,6 +101,10 @@ class WeightMap:
     """Prefix of the HF tensors of a vision tower that the trainer has, as transformers has it; empty for none."""
     together: tuple[tuple[str, ...], ...] = ()
     """HF modules of one layer whose tensors an engine must receive in one call, where the model has all of them."""
+
+    def mtp_prefix(self, index: int, shape: ModelDims) -> str:
+        """Return what is in front of the HF tensors of an MTP layer."""
+        return self.own_mtp_prefix.format(index=index) or self.layer_prefix.format(layer=shape.num_layers + index)
 
     def together_with(self, hf_name: str, shape: ModelDims) -> tuple[str, ...]:
         """Return the HF tensors that must travel with this one, itself included; empty for one that travels alone."""
@@ -135,9 +131,10 @@ class WeightMap:
             return True
         if self.tower and hf_name.startswith(self.tower):
             return True
-        mtp = {self.mtp_prefix(index, shape) for index in range(MAX_MTP_LAYERS)} if self.mtp else set()
-        if self.mtp_layer_prefix is not None:
-            mtp |= {self.mtp_layer_prefix(index, shape) for index in range(MAX_MTP_LAYERS)}
+        mtp: list[str] = []
+        for index in range(MAX_MTP_LAYERS if self.mtp else 0):
+            prefix = self.mtp_prefix(index, shape)
+            mtp += [prefix, self.mtp_layer_prefix.format(index=index) or prefix]
         if hf_name.startswith(tuple(mtp)) or any(re.fullmatch(pattern, hf_name) for pattern in self.ignored):
             return True
         before, _, behind = self.layer_prefix.partition("{layer}")
@@ -161,7 +158,7 @@ class WeightMap:
             prefix = self.mtp_prefix(index, shape)
             if self.mtp and rest.startswith("transformer_layer."):
                 rest, rules = rest.removeprefix("transformer_layer."), self.layer
-                prefix = (self.mtp_layer_prefix or self.mtp_prefix)(index, shape)
+                prefix = self.mtp_layer_prefix.format(index=index) or prefix
         if match := _EXPERT.fullmatch(rest):
             rest, expert = match[1] + "{expert}", match[2]
         for rule in rules:
@@ -199,7 +196,7 @@ def from_hf(weight_map: WeightMap, name: str, get: Callable[[str], Tensor], shap
     if name == _OUTPUT_LAYER and shape.has_tied_embeddings:
         name = _EMBEDDING
     rule, hf_names = weight_map.find(name, shape)
-    return rule.merge([get(hf_name) for hf_name in hf_names], shape)
+    return rule.merge(*(get(hf_name) for hf_name in hf_names), shape)
 
 
 TOP = (
@@ -207,13 +204,16 @@ TOP = (
     Rule("output_layer.weight", ("lm_head.weight",)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
 )
-COMPOSITE_TOP = (
-    # Of folders in which the language model is one part; ``COMPOSITE_LAYER`` is the prefix of its layers.
-    Rule("embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",)),
-    Rule("output_layer.weight", ("lm_head.weight",)),
-    Rule("decoder.final_layernorm.weight", ("model.language_model.norm.weight",)),
-)
-COMPOSITE_LAYER = "model.language_model.layers.{layer}."
+COMPOSITE: dict[str, Any] = {
+    "top": (
+        Rule("embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",)),
+        Rule("output_layer.weight", ("lm_head.weight",)),
+        Rule("decoder.final_layernorm.weight", ("model.language_model.norm.weight",)),
+    ),
+    "layer_prefix": "model.language_model.layers.{layer}.",
+    "tower": "model.visual.",
+}
+"""Fields of the weight map of a folder that holds a language model and a vision tower."""
 NORMS = (
     # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
     Rule("input_layernorm.weight", ("input_layernorm.weight",)),
@@ -232,12 +232,24 @@ MLP = (
     gate_up_rule("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
 )
+JOINED_MLP = (
+    # Gate and up are one tensor in the checkpoint too.
+    Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",)),
+    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+)
+
+
+def shared_expert_rules(name: str) -> tuple[Rule, ...]:
+    """Return the rules of the experts that see every token; ``name`` is what Hugging Face calls them."""
+    return (
+        gate_up_rule(
+            "mlp.shared_experts.linear_fc1.weight", f"mlp.{name}.gate_proj.weight", f"mlp.{name}.up_proj.weight"
+        ),
+        Rule("mlp.shared_experts.linear_fc2.weight", (f"mlp.{name}.down_proj.weight",)),
+    )
+
 
 ROUTER = (Rule("mlp.router.weight", ("mlp.gate.weight",)),)
-ROUTER_BIAS = (
-    # Added to the scores when experts are chosen, never to their weights; fp32 on both sides.
-    Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
-)
 EXPERTS = (
     gate_up_rule(
         "mlp.experts.linear_fc1.weight{expert}",
@@ -245,6 +257,13 @@ EXPERTS = (
         "mlp.experts.{expert}.up_proj.weight",
     ),
     Rule("mlp.experts.linear_fc2.weight{expert}", ("mlp.experts.{expert}.down_proj.weight",)),
+)
+SIGMOID_EXPERTS = (
+    *ROUTER,
+    # Added to the scores when experts are chosen, never to their weights; fp32 on both sides.
+    Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
+    *EXPERTS,
+    *shared_expert_rules("shared_experts"),
 )
 MTP = (
     Rule("eh_proj.weight", ("eh_proj.weight",)),
@@ -261,13 +280,3 @@ MTP_COPIES = {
     "output_layer.weight": "shared_head.head.weight",
 }
 """Megatron's parameter -> what its copy is called after the prefix of an MTP layer."""
-
-
-def shared_expert_rules(name: str) -> tuple[Rule, ...]:
-    """Return the rules of the experts that see every token; ``name`` is what Hugging Face calls them."""
-    return (
-        gate_up_rule(
-            "mlp.shared_experts.linear_fc1.weight", f"mlp.{name}.gate_proj.weight", f"mlp.{name}.up_proj.weight"
-        ),
-        Rule("mlp.shared_experts.linear_fc2.weight", (f"mlp.{name}.down_proj.weight",)),
-    )

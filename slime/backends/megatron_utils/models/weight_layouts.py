@@ -15,15 +15,15 @@ from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
 
 
-def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Tensor:
+def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims, num_parts: int = 1) -> Tensor:
     """Merge [heads * d, ...], [G * d, ...], [G * d, ...] to [G * (q + 2) * d, ...]: each group's q, then its k and v.
 
-    Works for weights [rows, h] and for biases [rows].
+    Works for weights [rows, h] and for biases [rows].  A query may have several parts: its gate beside it.
 
     Raises:
         DataError: the rows are not those of the model's heads.
     """
-    check_rows("query", query, shape.num_attention_heads * shape.head_dim)
+    check_rows("query", query, num_parts * shape.num_attention_heads * shape.head_dim)
     for name, tensor in (("key", key), ("value", value)):
         check_rows(name, tensor, shape.num_query_groups * shape.head_dim)
     rest = query.shape[1:]
@@ -31,10 +31,10 @@ def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Te
     return torch.cat(parts, dim=1).reshape(-1, *rest)
 
 
-def split_qkv(merged: Tensor, shape: ModelDims) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(merged: Tensor, shape: ModelDims, num_parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Invert :func:`merge_qkv`."""
     rest = merged.shape[1:]
-    query_rows = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
+    query_rows = num_parts * shape.num_attention_heads // shape.num_query_groups * shape.head_dim
     grouped = merged.reshape(shape.num_query_groups, -1, *rest)
     query, key, value = grouped.split([query_rows, shape.head_dim, shape.head_dim], dim=1)
     return query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest)

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,27 +59,8 @@ class Scores:
     top_log_probs: list[list[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Score:
-    sequences: list[ScoreRequest]
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    folder: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-_Call = _Score | _Load | _Idle | _Stop
+_Call = tuple[Literal["score", "load", "idle", "stop"], Any]
+"""What rank 0 does, and with what: the sequences, or the folder."""
 
 
 class Scorer:
@@ -115,9 +96,8 @@ class Scorer:
 
     def score(self, sequences: Sequence[ScoreRequest]) -> list[Scores]:
         """Return the scores of each sequence."""
-        call = _Score(list(sequences))
-        self._broadcast(call)
-        return self._score(call)
+        self._broadcast(("score", list(sequences)))
+        return self._score(sequences)
 
     def load(self, folder: str) -> None:
         """Load other weights, from a Hugging Face folder or a Megatron checkpoint.
@@ -125,32 +105,32 @@ class Scorer:
         Raises:
             SlimeError: they cannot be loaded; what is in the model now is undefined.
         """
-        self._broadcast(_Load(folder))
+        self._broadcast(("load", folder))
         self._load(folder)
 
     def keep_alive(self) -> None:
         """Let the other ranks begin a new wait, before the old one ends at the group's deadline."""
-        self._broadcast(_Idle())
+        self._broadcast(("idle", None))
 
     def stop(self) -> None:
         """Let the other ranks return from ``follow``."""
-        self._broadcast(_Stop())
+        self._broadcast(("stop", None))
 
     # --- the other ranks
 
     def follow(self) -> None:
         """Take part in what rank 0 does, until it stops."""
         while True:
-            call = self._broadcast(None)
-            if isinstance(call, _Stop):
+            call, what = self._broadcast(None)
+            if call == "stop":
                 return
-            if isinstance(call, _Score):
-                self._score(call)
-            elif isinstance(call, _Load):
+            if call == "score":
+                self._score(what)
+            elif call == "load":
                 try:
-                    self._load(call.folder)
+                    self._load(what)
                 except SlimeError as error:  # rank 0 has it as well, and tells who asked
-                    logger.warning("The weights of %s were not loaded: %s", call.folder, error)
+                    logger.warning("The weights of %s were not loaded: %s", what, error)
 
     # --- all ranks
 
@@ -164,9 +144,8 @@ class Scorer:
         load_checkpoint(Namespace(**{**vars(self._args), "load": folder}), self._model)
         logger.info("The teacher has the weights of %s.", folder)
 
-    def _score(self, call: _Score) -> list[Scores]:
+    def _score(self, sequences: Sequence[ScoreRequest]) -> list[Scores]:
         """Compute this rank's micro-batches; return all scores on rank 0, nothing on the others."""
-        sequences = call.sequences
         mine = self._micro_batches([len(one.tokens) for one in sequences])
         order = list(itertools.chain.from_iterable(mine))
         data = _batch([sequences[index] if index != _NO_SAMPLE else ScoreRequest([0, 0]) for index in order])

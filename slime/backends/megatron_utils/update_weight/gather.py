@@ -49,10 +49,14 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
     group = tensor_parallel_group(shard)
     if group.size() == 1 or shard.split_dim is None:
         return value
-    dim = shard.split_dim
+    is_joined = is_gate_up(shard, is_gated=is_gated)
+    return tensor_parallel_join(_all_gather(value, group), dim=shard.split_dim, is_gate_up=is_joined)
+
+
+def _all_gather(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, value.contiguous(), group=group)
-    return tensor_parallel_join(parts, dim=dim, is_gate_up=is_gate_up(shard, is_gated=is_gated))
+    return parts
 
 
 def is_gate_up(shard: Shard, *, is_gated: bool) -> bool:
@@ -146,17 +150,18 @@ def _across_stages(
 
 
 def _across_experts(shard: Shard, full: Tensor, num_experts: int | None) -> Iterator[tuple[str, Tensor]]:
+    names = _names_on_all_ranks(shard, num_experts)
+    parts = [full] if len(names) == 1 else _all_gather(full, mpu.get_expert_model_parallel_group())
+    return zip(names, parts, strict=True)
+
+
+def _names_on_all_ranks(shard: Shard, num_experts: int | None) -> list[str]:
+    """Return the global names of what the expert-parallel ranks hold in the place of this shard."""
     if shard.expert_index is None or num_experts is None:
-        yield shard.name, full
-        return
-    group = mpu.get_expert_model_parallel_group()
-    num_local = num_experts // group.size()
-    parts = [full]
-    if group.size() > 1:
-        parts = [torch.empty_like(full, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, full.contiguous(), group=group)
-    for owner, part in enumerate(parts):
-        yield shard.name.format(owner * num_local + shard.expert_index), part
+        return [shard.name]
+    num_owners = mpu.get_expert_model_parallel_world_size()
+    num_local = num_experts // num_owners
+    return [shard.global_name(num_local, owner) for owner in range(num_owners)]
 
 
 def iter_hf_tensors(
@@ -238,12 +243,7 @@ def _megatron_headers(
     for shard in iter_shards(model):
         if only is not None and shard.name not in only:
             continue
-        names = [shard.name]
-        if shard.expert_index is not None and num_experts is not None:
-            num_owners = mpu.get_expert_model_parallel_world_size()
-            num_local = num_experts // num_owners
-            names = [shard.name.format(owner * num_local + shard.expert_index) for owner in range(num_owners)]
-        for name in names:
+        for name in _names_on_all_ranks(shard, num_experts):
             if name not in seen:  # chunks may share a parameter: the first one's counts
                 seen.add(name)
                 yield name, tuple(whole_shape(shard)), sent_dtype(shard.name, shard.tensor.dtype, dtype)

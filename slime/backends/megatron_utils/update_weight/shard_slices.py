@@ -11,10 +11,9 @@ from torch import Tensor
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
-from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
-from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
+from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import HostWeights, is_gate_up, sent_dtype
 from slime.backends.megatron_utils.update_weight.shard_layout import (
@@ -57,13 +56,8 @@ class ShardSlices:
         self._live: dict[str, Tensor] = {}
         layout = ShardLayout(weights.args, weights.model_name)
         config = unwrap_model(weights.model[0]).config
-        num_local, expert_rank = 0, 0
-        if config.num_moe_experts is not None:
-            num_local = config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
-            expert_rank = mpu.get_expert_model_parallel_rank()
         seen: set[str] = set()
-        for shard in iter_shards(weights.model):
-            name = shard.global_name(num_local, expert_rank)
+        for name, shard in iter_global_parameters(weights.model):
             if name in seen:  # chunks may share a parameter: the first one's counts
                 continue
             seen.add(name)

@@ -130,7 +130,7 @@ def test_both_lists_at_once_are_refused() -> None:
 )
 def test_the_expert_layers_follow_the_pattern(flags: str, pattern: list[bool]) -> None:
     args = parse(*DENSE, "--num-experts", "2", "--moe-ffn-hidden-size", "8", *flags.split())
-    assert moe_layer_pattern(transformer_config_from_args(args)) == pattern
+    assert list(moe_layer_pattern(transformer_config_from_args(args))) == pattern
 
 
 def test_a_pattern_of_another_length_is_refused() -> None:

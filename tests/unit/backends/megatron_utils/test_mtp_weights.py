@@ -70,7 +70,7 @@ def test_names_of_mtp_tensors(model: str, name: str, hf_names: list[str]) -> Non
 def test_mimo_joins_hidden_and_embedding_the_other_way_round() -> None:
     rule, _ = find_weight_map("mimo").find("mtp.layers.0.eh_proj.weight", shape_of(3, 1))
     ours, theirs = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[3, 4, 1, 2]])
-    assert torch.equal(rule.merge([theirs], shape_of(3, 1)), ours)
+    assert torch.equal(rule.merge(theirs, shape_of(3, 1)), ours)
     assert torch.equal(rule.split(ours, shape_of(3, 1))[0], theirs)
 
 

@@ -211,7 +211,7 @@ def assembled(parts: list[StackedLinear]) -> torch.Tensor:
     """The whole tensor of a checkpoint, from the entries of all ranks; every element is written once."""
     whole = times = None
     for part in parts:
-        entry = part.sharded_entry("key", ((0, 1, 3),))
+        entry = part.sharded_entries("key.", ((0, 1, 3),))["weight"]
         pieces = list(entry.build().values()) if isinstance(entry, ShardedTensorFactory) else [entry]
         for piece in pieces:
             if whole is None:
