@@ -121,10 +121,9 @@ def first_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]
 
 def _by_rollout(run: Run) -> dict[int, list[dict[str, Any]]]:
     """Return rollout -> the metrics of its optimizer steps, and last of all the digests of the weights after them."""
-    each = max(1, round(len(run.steps) / max(1, len(run.rollouts))))
     found: dict[int, list[dict[str, Any]]] = {}
     for step in sorted(run.steps):
-        found.setdefault(step // each, []).append(run.steps[step])
+        found.setdefault(step // run.steps_per_rollout, []).append(run.steps[step])
     for name, digests in ((CRITIC_WEIGHTS, run.critic_digests), (WEIGHTS, run.digests)):
         for rollout_id, digest in digests.items():
             found.setdefault(rollout_id, []).append({name: digest})

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from slime.observability.metrics_file import evaluations
 from slime.observability.run_reader import Run
 from tools.report_samples import DIFFERENCES, Rollout
 
@@ -135,7 +136,7 @@ def plots_of(steps: Mapping[int, Mapping[str, Any]], plots: Sequence[Plot]) -> l
 def evaluation_plots(run: Run) -> list[dict[str, Any]]:
     """Return a plot of each evaluation, with the mean's standard error over prompts, doubled, around it."""
     found = []
-    for name in sorted({name for metrics in run.evaluations.values() for name in evaluation_names(metrics)}):
+    for name in sorted({name for metrics in run.evaluations.values() for name in evaluations(metrics)}):
         steps = {step: dict(metrics) for step, metrics in run.evaluations.items()}
         for metrics in steps.values():
             mean, error = metrics.get(f"eval/{name}"), metrics.get(f"eval/{name}/stderr")
@@ -181,11 +182,3 @@ def dropped_plots(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
 
 def _number(value: Any) -> float | None:
     return float(f"{value:.6g}") if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def evaluation_names(metrics: Mapping[str, Any]) -> list[str]:
-    """Return the data sets of an evaluation."""
-    names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/") and name != "eval/step"]
-    return [
-        name for name in names if "/" not in name and not name.endswith("-truncated_ratio") and "-pass@" not in name
-    ]
