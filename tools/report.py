@@ -81,13 +81,14 @@ def fill_page(name: str, scripts: Sequence[str], styles: Sequence[str], *, polic
         "\n".join((PAGE / one).read_text(encoding="utf-8") for one in names) for names in ([name], scripts, styles)
     )
     policy += "default-src 'none'; base-uri 'none'; form-action 'none'; "
-    policy += f"script-src {_hash(script)}; style-src {_hash(style)}"
+    policy += f"script-src {source_hash(script)}; style-src {source_hash(style)}"
     for place, text in {"POLICY": policy, "STYLE": style, "SCRIPT": script, **texts}.items():
         page = page.replace(f"@@{place}@@", text, 1)
     return page
 
 
-def _hash(text: str) -> str:
+def source_hash(text: str) -> str:
+    """Return the source by which a Content-Security-Policy allows a script or a style sheet."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
