@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from slime.observability.alarms import EXPERT_LAYER
 from slime.observability.metrics_file import evaluations
 from slime.observability.run_reader import Run
 from tools.report_samples import DIFFERENCES, Rollout
@@ -111,7 +111,6 @@ HEALTH_PLOTS = (
     ),
     Plot("Loss", "", _same("train/loss", "train/pg_loss"), alarms=("broken numbers",)),
 )  # fmt: skip
-_EXPERT_LAYER = re.compile(r"train/expert_load/layer_(\d+)/idle")
 
 
 def plots_of(steps: Mapping[int, Mapping[str, Any]], plots: Sequence[Plot]) -> list[dict[str, Any]]:
@@ -157,7 +156,7 @@ def heats(steps: Mapping[int, Mapping[str, Any]], rollouts: Sequence[Rollout]) -
             "rows": [*(f"{low:g} to {high:g}" for low, high in pairwise(DIFFERENCES)), "1 and more"],
             "z": [one.differences for one in kept],
         })  # fmt: skip
-    layers = sorted({int(m[1]) for one in steps.values() for name in one if (m := _EXPERT_LAYER.fullmatch(name))})
+    layers = sorted({int(m[1]) for one in steps.values() for name in one if (m := EXPERT_LAYER.fullmatch(name))})
     for what, title in (("idle", "Experts without a token, share"), ("max_over_mean", "Fullest expert / mean / 10")):
         names = [f"train/expert_load/layer_{layer}/{what}" for layer in layers]
         kept = [step for step in sorted(steps) if any(name in steps[step] for name in names)]
