@@ -86,17 +86,7 @@ def load_pickle(data: bytes, *, where: str | Path, tolerant: bool = False, remed
 
 
 def load_torch(data: bytes, *, where: str | Path, tolerant: bool = False, remedy: str = REMEDY) -> Any:
-    """Return what ``torch.save`` wrote, with the tensors on the CPU.
-
-    Args:
-        data: the whole file.
-        where: the file, for errors.
-        tolerant: objects of classes that are not on the list become placeholders instead of an error.
-        remedy: last sentence of the error about such objects.
-
-    Raises:
-        DataError: the bytes are damaged, or ask for something that is not on the list.
-    """
+    """Return what ``torch.save`` wrote, tensors on the CPU; arguments and errors as for :func:`load_pickle`."""
     import torch
 
     kind = _Tolerant if tolerant else _Strict
