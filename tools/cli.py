@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slime.weights.hf_rewrite.plan import Rewrite
 
 EXIT_BAD_INPUT = 2
+NEW_FOLDER = "folder to write; new or empty"
 logger = logging.getLogger(__name__)
 
 
@@ -29,8 +30,26 @@ def clean_exit() -> Iterator[None]:
         raise SystemExit(EXIT_BAD_INPUT) from None
 
 
-def add_rewrite_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every tool that makes one model folder out of another."""
+@contextmanager
+def logged_run() -> Iterator[None]:
+    """Set up the project's log for the block, which ends as in :func:`clean_exit`."""
+    from slime.observability.logging_utils import configure_logger
+
+    configure_logger()
+    with clean_exit():
+        yield
+
+
+def rewrite_parser(description: str | None, **folders: str) -> argparse.ArgumentParser:
+    """Return a parser with the flags of every tool that makes one model folder out of another.
+
+    Args:
+        description: heads ``--help``.
+        folders: attribute -> help of a flag for a folder, which must be given.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, text in folders.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", required=True, help=text)
     parser.add_argument(
         "--max-workers", type=positive_int, default=1, help="threads; each holds some rows of one tensor in memory"
     )
@@ -42,12 +61,13 @@ def add_rewrite_flags(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not compare the input with the digests beside it",
     )
+    return parser
 
 
 def rewrite(
     recipe: Rewrite, source: str, target: str, options: argparse.Namespace, only_files: Sequence[str] = ()
 ) -> None:
-    """Run a conversion with the flags of :func:`add_rewrite_flags`, and log its size and speed."""
+    """Run a conversion with the flags of :func:`rewrite_parser`, and log its size and speed."""
     from slime.weights.hf_rewrite.run import rewrite_folder
 
     report = rewrite_folder(

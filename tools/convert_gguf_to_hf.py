@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
-from tools.cli import clean_exit
+from tools.cli import logged_run
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -138,8 +137,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write; new or empty")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights written")
     options = parser.parse_args()
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         convert(options.gguf, options.output_dir, options.dtype)
 
 

@@ -16,16 +16,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import any_int
-from slime.observability.logging_utils import configure_logger
 from slime.weights.hf_rewrite.to_quantized import STRATEGIES, UE8M0, to_fp8
-from tools.cli import add_rewrite_flags, clean_exit, rewrite
+from tools.cli import NEW_FOLDER, logged_run, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", required=True, help="unquantized model folder (bf16, fp16 or fp32)")
-    parser.add_argument("--save-dir", required=True, help="folder to write; new or empty")
+    parser = rewrite_parser(__doc__, model_dir="unquantized model folder (bf16, fp16 or fp32)", save_dir=NEW_FOLDER)
     parser.add_argument("--strategy", choices=STRATEGIES, default="block", help="elements that share a scale")
     parser.add_argument(
         "--block-size", type=any_int, nargs="*", metavar="N", help="rows and columns of a block; default: 128 128"
@@ -33,14 +30,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scale-fmt", choices=(UE8M0,), help="round scales to powers of two, which DeepGEMM needs on Blackwell"
     )
-    add_rewrite_flags(parser)
     return parser
 
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         options = build_parser().parse_args()
         recipe = to_fp8(options.strategy, options.block_size, options.scale_fmt)
         rewrite(recipe, options.model_dir, options.save_dir, options)

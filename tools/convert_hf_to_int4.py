@@ -26,12 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import any_float, any_int
-from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import copy_assets
 from slime.weights.hf_rewrite.plan import HfSource, open_source
 from slime.weights.hf_rewrite.to_quantized import ignored_by_int4, require_plain
-from tools.cli import clean_exit
+from tools.cli import logged_run
 
 PACKAGE = "llmcompressor"
 VERSION = "0.14.0.1"
@@ -200,8 +199,7 @@ def convert(options: Namespace) -> Path:
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         convert(build_parser().parse_args())
 
 

@@ -15,18 +15,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import positive_int
-from slime.observability.logging_utils import configure_logger
 from slime.utils.json_file import read_model_config
 from slime.weights.hf_rewrite.to_quantized import to_int4
 from slime.weights.named_tensors import config_dtype
-from tools.cli import add_rewrite_flags, clean_exit, parse_bool, rewrite
+from tools.cli import NEW_FOLDER, logged_run, parse_bool, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", required=True, help="unquantized model folder (bf16, fp16 or fp32)")
-    parser.add_argument("--save-dir", required=True, help="folder to write; new or empty")
+    parser = rewrite_parser(__doc__, model_dir="unquantized model folder (bf16, fp16 or fp32)", save_dir=NEW_FOLDER)
     parser.add_argument("--group-size", type=positive_int, default=32, help="columns that share a scale")
     parser.add_argument(
         "--is-symmetric", type=parse_bool, nargs="?", const=True, default=True, help="false: with zero points"
@@ -38,14 +35,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RULE",
         help="more modules to leave unquantized: re:REGEX, a name, or the beginning of names",
     )
-    add_rewrite_flags(parser)
     return parser
 
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         options = build_parser().parse_args()
         scale_dtype = config_dtype(read_model_config(options.model_dir, flag="--model-dir"))
         recipe = to_int4(options.group_size, options.is_symmetric, options.ignore_rules, scale_dtype)

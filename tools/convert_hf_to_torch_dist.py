@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 
 from slime.arguments.parser import build_parser, refuse_unknown
-from slime.observability.logging_utils import configure_logger
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port
-from tools.cli import clean_exit
+from tools.cli import logged_run
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +175,7 @@ def convert(args: Namespace) -> Path:
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         convert(parse(sys.argv[1:]))
 
 

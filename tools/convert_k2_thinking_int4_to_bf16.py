@@ -14,21 +14,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_object, text_over_all
 from slime.weights.hf_rewrite.to_bf16 import Int4ToBf16
-from tools.cli import add_rewrite_flags, clean_exit, rewrite
+from tools.cli import NEW_FOLDER, logged_run, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", required=True, help="quantized model folder")
-    parser.add_argument("--output-dir", required=True, help="folder to write; new or empty")
+    parser = rewrite_parser(__doc__, model_dir="quantized model folder", output_dir=NEW_FOLDER)
     parser.add_argument("--files", nargs="*", default=[], help="shards of --model-dir to convert; default: all")
     parser.add_argument("--config-path", help="config.json with the quantization_config; default: that of --model-dir")
-    add_rewrite_flags(parser)
     return parser
 
 
@@ -44,8 +40,7 @@ def quantization_config(path: str | None) -> dict[str, object] | None:
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         options = build_parser().parse_args()
         recipe = Int4ToBf16(quantization_config(options.config_path))
         rewrite(recipe, options.model_dir, options.output_dir, options, only_files=options.files)

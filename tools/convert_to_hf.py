@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
 
-from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
-from tools.cli import clean_exit
+from tools.cli import logged_run
 from tools.convert_hf_to_torch_dist import join_world, parse_training_flags, with_layout
 
 logger = logging.getLogger(__name__)
@@ -55,8 +54,7 @@ def convert(args: Namespace) -> None:
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         convert(parse(sys.argv[1:]))
 
 

@@ -27,14 +27,13 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from slime.flags.kinds import positive_int
-from slime.observability.logging_utils import configure_logger
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_model_config, read_model_type
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
 from slime.weights.named_tensors import check_finite, config_dtype
 from slime.weights.quantize.formats import logical_names
 from slime.weights.stacked_experts import find_stacks, join_rows, row_of, tensors_in
-from tools.cli import clean_exit
+from tools.cli import logged_run
 
 logger = logging.getLogger(__name__)
 
@@ -239,8 +238,7 @@ def _drop_quantization(target: Path) -> None:
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         convert(parse(sys.argv[1:]))
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import positive_int
-from slime.observability.logging_utils import configure_logger
-from tools.cli import clean_exit
+from tools.cli import logged_run
 from tools.convert_torch_dist_to_hf import build_parser, convert
 
 
@@ -31,8 +30,7 @@ def parse(argv: list[str]) -> Namespace:
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         options = parse(sys.argv[1:])
         convert(options, load_workers=options.load_max_workers, save_workers=options.save_max_workers)
 

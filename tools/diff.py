@@ -8,9 +8,10 @@ Exits with 0 when nothing that was recorded differs, with 1 when something does.
 from __future__ import annotations
 
 import argparse
+import html
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.observability.run_reader import Run, read_run
 from slime.observability.sample_record import rollout_of
 from tools.cli import clean_exit
-from tools.diff_page import page_of
-from tools.report import time_of
+from tools.report import source_hash, time_of
 
 OWN = {"save", "load", "save_hf", "run_folder", "wandb_run_id", "wandb_dir", "job_secret", "tensorboard_dir"}
 """Settings that every run has to itself."""
@@ -40,6 +40,22 @@ CURVES = (
     "rollout/raw_reward", "rollout/response_len/mean", "train/loss", "train/grad_norm", "train/kl_loss",
     "train/entropy_loss", "train/train_rollout_logprob_abs_diff", "perf/time_step_s",
 )  # fmt: skip
+WIDTH, HEIGHT, MARGIN = 420, 130, 6
+STYLE = """
+:root { color-scheme: light dark; --a: light-dark(#0b6fb8, #62b5f0); --b: light-dark(#b4540a, #f0a35c); }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; } caption { text-align: left; font-weight: 600; }
+th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #8886; vertical-align: top; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+figure { display: inline-block; margin: .5rem 1.5rem 1rem 0; } figcaption { font-size: .9em; }
+svg { display: block; max-width: 100%; background: #8881; } polyline { fill: none; stroke-width: 1.5; }
+.a { stroke: var(--a); color: var(--a); } .b { stroke: var(--b); color: var(--b); stroke-dasharray: 5 3; }
+.d { stroke: currentColor; }
+"""
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""Title, names of columns, rows."""
+Curve = Mapping[int, float]
+"""Step -> value."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -121,10 +137,9 @@ def first_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]
 
 def _by_rollout(run: Run) -> dict[int, list[dict[str, Any]]]:
     """Return rollout -> the metrics of its optimizer steps, and last of all the digests of the weights after them."""
-    each = max(1, round(len(run.steps) / max(1, len(run.rollouts))))
     found: dict[int, list[dict[str, Any]]] = {}
     for step in sorted(run.steps):
-        found.setdefault(step // each, []).append(run.steps[step])
+        found.setdefault(step // run.steps_per_rollout, []).append(run.steps[step])
     for name, digests in ((CRITIC_WEIGHTS, run.critic_digests), (WEIGHTS, run.digests)):
         for rollout_id, digest in digests.items():
             found.setdefault(rollout_id, []).append({name: digest})
@@ -185,6 +200,72 @@ def _curves(first: Run, second: Run) -> dict[str, tuple[dict[int, float], dict[i
 def _first_to_last(curve: dict[int, float]) -> str:
     values = list(curve.values())
     return f"{values[0]:.4g} -> {values[-1]:.4g}" if values else ""
+
+
+# The page: plain HTML and SVG, without a script
+
+
+def page_of(names: Sequence[str], tables: Sequence[Table], curves: Mapping[str, tuple[Curve, Curve]]) -> str:
+    """Return the page.
+
+    Args:
+        names: of the two runs.
+        tables: empty ones are said to be so.
+        curves: metric -> of the first run and of the second.
+    """
+    first, second = (html.escape(name) for name in names)
+    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src {source_hash(STYLE)}"
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{first} and {second}</title><style>{STYLE}</style></head><body><main>",
+        f'<h1><span class="a">A</span> {first}, <span class="b">B</span> {second}</h1>',
+        *(_table(*table) for table in tables),
+        "<h2>Curves</h2><p>A is solid, B is dashed; below them B - A.</p>",
+        *(_figure(name, *pair) for name, pair in curves.items()),
+        "</main></body></html>",
+    ]
+    return "\n".join(parts)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return f"<h2>{html.escape(title)}</h2><p>Nothing differs.</p>"
+    names = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    table = f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<h2>{html.escape(title)}</h2><div class="wide" tabindex="0">{table}</div>'
+
+
+def _figure(name: str, first: Curve, second: Curve) -> str:
+    difference = {step: second[step] - first[step] for step in sorted(first.keys() & second.keys())}
+    largest = max((abs(value) for value in difference.values()), default=0.0)
+    said = f"{html.escape(name)}: B - A is at most {largest:.4g}"
+    shown = _svg(said, {"a": first, "b": second}, HEIGHT) + _svg(
+        f"{said} (difference)", {"d": difference}, HEIGHT // 2
+    )
+    return f"<figure>{shown}<figcaption>{said}</figcaption></figure>"
+
+
+def _svg(label: str, lines: Mapping[str, Curve], height: int) -> str:
+    """Return lines over their common range of steps and values."""
+    steps = [step for line in lines.values() for step in line]
+    values = [value for line in lines.values() for value in line.values()]
+    if not steps:
+        return ""
+    low, span = min(values), max(values) - min(values) or 1.0
+    begin, length = min(steps), max(steps) - min(steps) or 1
+    drawn = ""
+    for name, line in lines.items():
+        points = " ".join(
+            f"{MARGIN + (step - begin) / length * (WIDTH - 2 * MARGIN):.1f},"
+            f"{height - MARGIN - (line[step] - low) / span * (height - 2 * MARGIN):.1f}"
+            for step in sorted(line)
+        )
+        drawn += f'<polyline class="{name}" points="{points}"/>'
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    return f'<svg {size} role="img" aria-label="{label}">{drawn}</svg>'
 
 
 if __name__ == "__main__":

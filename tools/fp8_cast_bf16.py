@@ -14,24 +14,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.observability.logging_utils import configure_logger
 from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16
-from tools.cli import add_rewrite_flags, clean_exit, rewrite
+from tools.cli import NEW_FOLDER, logged_run, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the tool's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input-fp8-hf-path", required=True, help="FP8 model folder")
-    parser.add_argument("--output-bf16-hf-path", required=True, help="folder to write; new or empty")
-    add_rewrite_flags(parser)
-    return parser
+    return rewrite_parser(__doc__, input_fp8_hf_path="FP8 model folder", output_bf16_hf_path=NEW_FOLDER)
 
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    with clean_exit():
+    with logged_run():
         options = build_parser().parse_args()
         rewrite(Fp8ToBf16(), options.input_fp8_hf_path, options.output_bf16_hf_path, options)
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.observability.accounting import CAUSES, ENGINE_SPANS, IDLE, TRAINER_SPANS, Span, gpu_seconds
 from slime.observability.alarms import find_alarms
+from slime.observability.metrics_file import evaluations
 from slime.observability.run_reader import Run, read_run
 from tools.cli import clean_exit
 from tools.report_plots import (
@@ -34,7 +35,6 @@ from tools.report_plots import (
     REWARD,
     Plot,
     dropped_plots,
-    evaluation_names,
     evaluation_plots,
     heats,
     plots_of,
@@ -81,13 +81,14 @@ def fill_page(name: str, scripts: Sequence[str], styles: Sequence[str], *, polic
         "\n".join((PAGE / one).read_text(encoding="utf-8") for one in names) for names in ([name], scripts, styles)
     )
     policy += "default-src 'none'; base-uri 'none'; form-action 'none'; "
-    policy += f"script-src {_hash(script)}; style-src {_hash(style)}"
+    policy += f"script-src {source_hash(script)}; style-src {source_hash(style)}"
     for place, text in {"POLICY": policy, "STYLE": style, "SCRIPT": script, **texts}.items():
         page = page.replace(f"@@{place}@@", text, 1)
     return page
 
 
-def _hash(text: str) -> str:
+def source_hash(text: str) -> str:
+    """Return the source by which a Content-Security-Policy allows a script or a style sheet."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -127,10 +128,9 @@ def data_of(run: Run, *, samples_mb: float) -> dict[str, Any]:
 
 def _steps_of(run: Run) -> dict[int, dict[str, Any]]:
     """Return rollout -> its metrics and those of its last optimizer step."""
-    per_rollout = max(1, round(len(run.steps) / max(1, len(run.rollouts)))) if run.steps else 1
     steps = {number: dict(metrics) for number, metrics in run.rollouts.items()}
     for number, metrics in run.steps.items():
-        steps.setdefault(number // per_rollout, {}).update(metrics)
+        steps.setdefault(number // run.steps_per_rollout, {}).update(metrics)
     return steps
 
 
@@ -168,7 +168,7 @@ def verdict_of(run: Run, where: dict[str, Any], steps: Mapping[int, Mapping[str,
     has_loss = any("train/loss" in one for one in in_order)
     what, name = ("loss", "train/loss") if has_loss and not has_rewards else ("reward", "rollout/raw_reward")
     said = [_went(what, [one.get(name) for one in in_order])]
-    names = {name for metrics in run.evaluations.values() for name in evaluation_names(metrics)}
+    names = {name for metrics in run.evaluations.values() for name in evaluations(metrics)}
     said += [_went(f"evaluation {n}", [m.get(f"eval/{n}") for m in run.evaluations.values()]) for n in sorted(names)]
     total = sum(where["total"].values())
     if total:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from slime.observability.alarms import EXPERT_LAYER
+from slime.observability.metrics_file import evaluations
 from slime.observability.run_reader import Run
 from tools.report_samples import DIFFERENCES, Rollout
 
@@ -110,7 +111,6 @@ HEALTH_PLOTS = (
     ),
     Plot("Loss", "", _same("train/loss", "train/pg_loss"), alarms=("broken numbers",)),
 )  # fmt: skip
-_EXPERT_LAYER = re.compile(r"train/expert_load/layer_(\d+)/idle")
 
 
 def plots_of(steps: Mapping[int, Mapping[str, Any]], plots: Sequence[Plot]) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def plots_of(steps: Mapping[int, Mapping[str, Any]], plots: Sequence[Plot]) -> l
 def evaluation_plots(run: Run) -> list[dict[str, Any]]:
     """Return a plot of each evaluation, with the mean's standard error over prompts, doubled, around it."""
     found = []
-    for name in sorted({name for metrics in run.evaluations.values() for name in evaluation_names(metrics)}):
+    for name in sorted({name for metrics in run.evaluations.values() for name in evaluations(metrics)}):
         steps = {step: dict(metrics) for step, metrics in run.evaluations.items()}
         for metrics in steps.values():
             mean, error = metrics.get(f"eval/{name}"), metrics.get(f"eval/{name}/stderr")
@@ -156,7 +156,7 @@ def heats(steps: Mapping[int, Mapping[str, Any]], rollouts: Sequence[Rollout]) -
             "rows": [*(f"{low:g} to {high:g}" for low, high in pairwise(DIFFERENCES)), "1 and more"],
             "z": [one.differences for one in kept],
         })  # fmt: skip
-    layers = sorted({int(m[1]) for one in steps.values() for name in one if (m := _EXPERT_LAYER.fullmatch(name))})
+    layers = sorted({int(m[1]) for one in steps.values() for name in one if (m := EXPERT_LAYER.fullmatch(name))})
     for what, title in (("idle", "Experts without a token, share"), ("max_over_mean", "Fullest expert / mean / 10")):
         names = [f"train/expert_load/layer_{layer}/{what}" for layer in layers]
         kept = [step for step in sorted(steps) if any(name in steps[step] for name in names)]
@@ -181,11 +181,3 @@ def dropped_plots(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
 
 def _number(value: Any) -> float | None:
     return float(f"{value:.6g}") if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def evaluation_names(metrics: Mapping[str, Any]) -> list[str]:
-    """Return the data sets of an evaluation."""
-    names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/") and name != "eval/step"]
-    return [
-        name for name in names if "/" not in name and not name.endswith("-truncated_ratio") and "-pass@" not in name
-    ]

@@ -27,9 +27,8 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.flags.config import read_config
 from slime.flags.distillation import TeacherServerConfig
 from slime.flags.security import secret_of_file
-from slime.observability.logging_utils import configure_logger
 from slime.utils.json_file import read_model_config, text_over_all
-from tools.cli import clean_exit
+from tools.cli import logged_run
 from tools.convert_hf_to_torch_dist import join_world, parse_training_flags, with_layout
 
 HOST = "0.0.0.0"
@@ -100,9 +99,8 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 def main() -> None:
     """Run the command line."""
-    configure_logger()
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    with clean_exit():
+    with logged_run():
+        logging.getLogger("megatron").setLevel(logging.WARNING)
         serve(parse(sys.argv[1:]))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -250,8 +250,8 @@ def _value(text: str, schema: Any) -> Any:
 # SGLang's parsers; each function returns None when SGLang cannot be imported, and a warning says so once
 
 
-@functools.cache
-def _warn_once(what: str, cause: str) -> None:
+def _warn(what: str, error: Exception) -> None:
+    cause = f"{type(error).__name__}: {error}"
     logger.warning("SGLang's %s parsers cannot be imported (%s); the built-in ones read the output.", what, cause)
 
 
@@ -262,7 +262,7 @@ def _tool_parts() -> tuple[Any, Any] | None:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     except Exception as error:  # a GPU part that is missing may raise anything at import
-        _warn_once("tool-call", f"{type(error).__name__}: {error}")
+        _warn("tool-call", error)
         return None
     return FunctionCallParser, Tool
 
@@ -273,7 +273,7 @@ def _reasoning_part() -> Any:
     try:
         from sglang.srt.parser.reasoning_parser import ReasoningParser
     except Exception as error:
-        _warn_once("reasoning", f"{type(error).__name__}: {error}")
+        _warn("reasoning", error)
         return None
     return ReasoningParser
 

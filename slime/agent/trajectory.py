@@ -22,6 +22,7 @@ from typing import Any
 
 from slime.utils.errors import DataError
 from slime.utils.json_file import parse_value
+from slime.utils.mask_utils import common_length
 from slime.utils.types import Sample
 
 __all__ = ["DEFAULT_FORK_THRESHOLD_TOKENS", "KnownPrefix", "TrajectoryManager", "TurnRecord", "message_key"]
@@ -99,20 +100,6 @@ def message_key(message: Mapping[str, Any]) -> str:
         calls.append([function.get("name"), arguments])
     said = json.dumps([message.get("role"), text.strip(), calls], sort_keys=True)
     return blake2b(said.encode(), digest_size=16).hexdigest()  # a history of 100 turns is kept 100 times
-
-
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of leading ids that two lists share."""
-    low, high = 0, min(len(first), len(second))
-    if first[:high] == second[:high]:
-        return high
-    while high - low > 1:  # invariant: the first ``low`` ids agree, the first ``high`` do not
-        middle = (low + high) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @dataclass(kw_only=True)

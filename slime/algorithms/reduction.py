@@ -73,7 +73,7 @@ def scale_for_megatron(
     dp_size: int,
     cp_size: int,
 ) -> Tensor:
-    """Scale the reduced loss of a micro-batch such that Megatron's own averaging yields the mean of 6.6.
+    """Scale the reduced loss of a micro-batch such that Megatron's own averaging yields the mean described above.
 
     Default: Megatron divides by the number of micro-batches and averages gradients over the ranks of DP and CP; both
     are undone here, and the sum over rollouts is divided by the rollouts of the step.  Per token: Megatron divides

@@ -72,8 +72,7 @@ def critic_flags(args: Namespace, parser: Parser) -> Namespace:
     """
     critic = copy.deepcopy(args)
     vars(critic).update(UNLESS_OVERRIDDEN)
-    path = args.megatron_config_path
-    overrides = load_role_overrides(path).get("critic", {}) if path is not None else {}
+    overrides = load_role_overrides(args.megatron_config_path).get("critic", {})
     critic.role_overrides = set_overrides(critic, "critic", overrides, parser)
     return critic
 
@@ -121,7 +120,7 @@ def parse_megatron_role_args(args: Namespace, megatron_config_path: str | None, 
     if role == "critic" and args.critic_args is not None and megatron_config_path == args.megatron_config_path:
         return copy.deepcopy(args.critic_args)
     mine = copy.deepcopy(args)
-    overrides = load_role_overrides(megatron_config_path).get(role, {}) if megatron_config_path is not None else {}
+    overrides = load_role_overrides(megatron_config_path).get(role, {})
     mine.megatron_config_path = megatron_config_path
     mine.role_overrides = set_overrides(mine, role, overrides, parser_of(args)) if overrides else {}
     if role == "critic":
@@ -195,31 +194,21 @@ def check_critic_flags(args: Namespace) -> Iterator[str]:
     critic = args.critic_args
     if critic is None:
         return
-    for name in sorted({"save", "load"} & critic.role_overrides.keys()):
-        mine, actors = getattr(critic, name), getattr(args, name)
-        if (
-            name == "save"
-            and mine is not None
-            and actors is not None
-            and Path(mine).resolve() == Path(actors).resolve()
-        ):
+    if "save" in critic.role_overrides and None not in (critic.save, args.save):
+        if Path(critic.save).resolve() == Path(args.save).resolve():
             yield (
-                f"{ROLES_FLAG}: save of the critic is {mine}, the folder of the actor's checkpoints, which have the "
-                f"same names; leave it out (it is {FOLDER} in --save by default) or name another folder."
+                f"{ROLES_FLAG}: save of the critic is {critic.save}, the folder of the actor's checkpoints, which "
+                f"have the same names; leave it out (it is {FOLDER} in --save by default) or name another folder."
             )
     if critic.save is None and args.save is not None:
         yield f"{ROLES_FLAG}: save of the critic is empty while --save is {args.save}; both are saved or neither."
-    differing = [
-        name
-        for name in _SCHEDULE
-        if name in critic.role_overrides and critic.role_overrides[name] != getattr(args, name)
-    ]
-    for name in differing:
-        mine, actors = critic.role_overrides[name], getattr(args, name)
-        yield (
-            f"{ROLES_FLAG}: {name} of the critic is {mine} and of the actor {actors}; both "
-            "roles train on the same micro-batches: give it as a flag."
-        )
+    for name in _SCHEDULE:
+        actors = getattr(args, name)
+        if (mine := critic.role_overrides.get(name, actors)) != actors:
+            yield (
+                f"{ROLES_FLAG}: {name} of the critic is {mine} and of the actor {actors}; both "
+                "roles train on the same micro-batches: give it as a flag."
+            )
 
 
 def check_critic_layout(args: Namespace) -> None:

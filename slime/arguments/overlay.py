@@ -35,13 +35,13 @@ IGNORED = ("num_nodes", "num_gpus_per_node")
 """Sizes of a role's cluster; every role has the actor's."""
 
 
-def load_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
-    """Return the mapping at the top of a YAML file.
+def load_yaml_mapping(path: str | None, flag: str) -> dict[str, Any]:
+    """Return the mapping at the top of a YAML file; without one it is empty.
 
     Raises:
         ConfigError: the file of ``flag`` is missing, is not YAML (with the line), or holds something else.
     """
-    content = read_yaml(path, flag)
+    content = None if path is None else read_yaml(path, flag)
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -54,8 +54,6 @@ def apply_overlay(args: Namespace, parser: Parser) -> None:
 
     A value of a flag is checked as on the command line.  Keys that no flag has are settings of plug-ins.
     """
-    if args.custom_config_path is None:
-        return
     source = f"--custom-config-path: {args.custom_config_path}"
     content = load_yaml_mapping(args.custom_config_path, "--custom-config-path")
     for key, value in content.items():
@@ -72,11 +70,10 @@ def apply_overlay(args: Namespace, parser: Parser) -> None:
 
 def overlaid_names(args: Namespace) -> set[str]:
     """Return the attributes of ``args`` that YAML files have set."""
-    names: set[str] = set()
-    if args.custom_config_path is not None:
-        names |= set(load_yaml_mapping(args.custom_config_path, "--custom-config-path"))
-    if args.megatron_config_path is not None:
-        names |= set(load_role_overrides(args.megatron_config_path).get("actor", {}))
+    names = {
+        *load_yaml_mapping(args.custom_config_path, "--custom-config-path"),
+        *load_role_overrides(args.megatron_config_path).get("actor", {}),
+    }
     return {str(name).replace("-", "_") for name in names}
 
 
@@ -113,12 +110,14 @@ def _advise_spelling(args: Namespace, name: str, *, source: str) -> None:
         )
 
 
-def load_role_overrides(path: str) -> dict[str, dict[str, Any]]:
-    """Return role -> attributes to override, as the file says.
+def load_role_overrides(path: str | None) -> dict[str, dict[str, Any]]:
+    """Return role -> attributes to override, as the file says; without one there are none.
 
     Raises:
         ConfigError: the file is missing or malformed, or names a role that does not exist, or one twice.
     """
+    if path is None:
+        return {}
     entries = load_yaml_mapping(path, ROLES_FLAG).get("megatron")
     if not isinstance(entries, list):
         raise ConfigError(f"{ROLES_FLAG}: {path} needs a list under the key megatron, with one entry for each role.")
@@ -137,8 +136,6 @@ def apply_role_overrides(args: Namespace, parser: Parser) -> None:
     Raises:
         ConfigError: the file is wrong, or overrides an attribute that no flag has.
     """
-    if args.megatron_config_path is None:
-        return
     by_role = load_role_overrides(args.megatron_config_path)
     if "critic" in by_role and not get_estimator(args.advantage_estimator).needs_values:
         logger.info("%s: there is no critic, so its overrides are not used.", ROLES_FLAG)

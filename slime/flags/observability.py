@@ -77,7 +77,6 @@ class MetricsConfig:
     n_samples_per_prompt: int
     n_samples_per_eval_prompt: int
     reward_key: str | None
-    eval_reward_key: str | None
     log_multi_turn: bool
     log_passrate: bool
     log_reward_category: str | None

@@ -15,6 +15,7 @@ from typing import Any
 WINDOW = 5
 """Steps that are averaged, at the start of the run and up to the step that is judged."""
 Steps = Mapping[int, Mapping[str, Any]]
+EXPERT_LAYER = re.compile(r"train/expert_load/layer_(\d+)/idle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +192,7 @@ def dead_experts(steps: Steps) -> list[Alarm]:
 
 
 def _worst_layers(metrics: Mapping[str, Any]) -> str:
-    found = re.compile(r"train/expert_load/layer_(\d+)/idle")
-    layers = [match[1] for name, value in metrics.items() if (match := found.fullmatch(name)) and value > 0]
+    layers = [match[1] for name, value in metrics.items() if (match := EXPERT_LAYER.fullmatch(name)) and value > 0]
     return f"layer {', '.join(sorted(layers, key=int))}" if layers else "a layer"
 
 

@@ -93,9 +93,10 @@ def append_line(path: Path, text: str) -> None:
         os.close(descriptor)
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def parse_record(text: bytes) -> dict[str, Any] | None:
+    """Return the JSON object that a text is; None where it is something else, or torn."""
     try:
-        record = json.loads(line)
+        record = json.loads(text)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
@@ -105,21 +106,28 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of the file in the order of writing; torn lines are skipped."""
     with open(path, "rb") as file:
         for line in file:
-            record = _record(line)
+            record = parse_record(line)
             if record is not None:
                 yield record
 
 
-def read_new_records(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the whole lines after byte ``offset``, and the offset to go on from.  A missing file is empty."""
-    if not path.exists():
-        return [], offset
-    with open(path, "rb") as file:
-        file.seek(offset)
-        data = file.read()
-    complete = data[: data.rfind(b"\n") + 1]
-    records = [record for line in complete.splitlines() if (record := _record(line)) is not None]
-    return records, offset + len(complete)
+class NewRecords:
+    """The records that are appended to a file from now on; none without a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path is not None and path.exists() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return those of the whole lines since the last call."""
+        if self._path is None or not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [record for line in complete.splitlines() if (record := parse_record(line)) is not None]
 
 
 def merge_by_step(records: Iterable[dict[str, Any]], step_key: str) -> dict[int, dict[str, Any]]:
@@ -185,7 +193,7 @@ def _short(value: float) -> str:
     return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 
-def _evaluations(metrics: Mapping[str, Any]) -> dict[str, float]:
+def evaluations(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return data set -> mean reward: the metrics ``eval/{name}`` that are neither an axis nor a detail."""
     found = {}
     for name, value in metrics.items():
@@ -203,7 +211,7 @@ def format_step(rollout_id: int, metrics: Mapping[str, Any], *, num_rollout: int
         value = _first(metrics, names)
         if value is not None:
             parts.append(f"{label} {shape.format(value)}")
-    parts += [f"eval {name} {value:.3f}" for name, value in _evaluations(metrics).items()]
+    parts += [f"eval {name} {value:.3f}" for name, value in evaluations(metrics).items()]
     for label, name in _RATES:
         value = _first(metrics, (name,))
         if value is not None:
@@ -226,9 +234,8 @@ class StepLine:
     """
 
     def __init__(self, path: Path | None, *, num_rollout: int | None = None) -> None:
-        self._path = path
+        self._new = NewRecords(path)
         self._num_rollout = num_rollout
-        self._offset = path.stat().st_size if path is not None and path.exists() else 0
         self._early: list[dict[str, Any]] = []
         self._seen: dict[int, dict[str, Any]] = {}
         self._known: set[str] = set()
@@ -242,10 +249,7 @@ class StepLine:
 
     def gather(self, rollout_id: int) -> dict[str, Any]:
         """Return the metrics logged for ``rollout_id`` since the last call."""
-        records = self._early
-        if self._path is not None:
-            new, self._offset = read_new_records(self._path, self._offset)
-            records = records + new
+        records = self._early + self._new.read()
         merged: dict[str, Any] = {}
         self._early = []
         for record in records:

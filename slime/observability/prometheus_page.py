@@ -25,7 +25,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.parser import text_string_to_metric_families
 
 from slime.observability.job_state import JobState, PageSource, read_page
-from slime.observability.metrics_file import read_new_records
+from slime.observability.metrics_file import NewRecords
 from slime.utils.errors import ConfigError
 from slime.utils.http_utils import has_secret
 from slime.utils.net import format_host_port, is_ipv6, is_loopback
@@ -52,18 +52,14 @@ class LoggedMetrics:
     """The metrics that a run has logged since this object was made: latest values, and sums of counts."""
 
     def __init__(self, path: Path | None, eval_names: Iterable[str] = ()) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if path is not None and path.exists() else 0
+        self._new = NewRecords(path)
         self._eval_names = sorted(eval_names, key=len, reverse=True)
         self._latest: dict[str, float] = {}
         self._totals: dict[str, float] = defaultdict(float)
 
     def read(self) -> None:
         """Take in what was logged since the last call."""
-        if self._path is None:
-            return
-        records, self._offset = read_new_records(self._path, self._offset)
-        for record in records:
+        for record in self._new.read():
             for key, value in record.items():
                 number = _number(value)
                 if number is not None:

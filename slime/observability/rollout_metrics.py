@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, quantiles, stdev
 from typing import Any
 
@@ -22,6 +22,7 @@ from slime.observability.metric_utils import (
     has_repetition,
     pass_rates,
 )
+from slime.observability.trace_utils import finished_spans
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -280,7 +281,7 @@ def compute_request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     request has is left out.
     """
     values: dict[str, list[float]] = {}
-    for attrs in request_attrs(samples):
+    for _, _, attrs in finished_spans(samples, REQUEST_SPANS):
         for fact, value in attrs.items():
             name = _metric_of(fact)
             if name is not None and isinstance(value, int | float) and not isinstance(value, bool):
@@ -289,15 +290,6 @@ def compute_request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for name, numbers in values.items():
         metrics |= dict_add_prefix(compute_statistics(numbers), f"{name}/")
     return metrics
-
-
-def request_attrs(samples: Sequence[Sample]) -> Iterator[Mapping[str, Any]]:
-    """Yield the attributes of every finished request in the traces of ``samples``."""
-    for sample in samples:
-        trace = getattr(sample, "trace", None)
-        for event in trace.get("events", ()) if isinstance(trace, Mapping) else ():
-            if event["type"] == "span_end" and event["name"] in REQUEST_SPANS:
-                yield event.get("attrs") or {}
 
 
 def _metric_of(fact: str) -> str | None:

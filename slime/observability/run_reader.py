@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 
 from slime.observability import run_record
 from slime.observability.accounting import GpuClass, Span, gpu_classes
-from slime.observability.metrics_file import FILE_NAME, START_KEY, merge_by_step, read_records
+from slime.observability.metrics_file import FILE_NAME, START_KEY, merge_by_step, parse_record, read_records
 from slime.observability.sample_record import rollout_of, samples_path
 from slime.utils.errors import DataError
 
@@ -35,6 +34,11 @@ class Run:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Optimizer step -> metrics."""
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps on one rollout, at least 1."""
+        return max(1, round(len(self.steps) / max(1, len(self.rollouts))))
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the resolved value of a flag."""
@@ -158,7 +162,7 @@ def read_run(folder: Path) -> Run:
     config, events, spans = (
         folder / name for name in (run_record.CONFIG_FILE, run_record.EVENTS_FILE, run_record.SPANS_FILE)
     )
-    run.config = _json(config.read_bytes()) or {} if config.is_file() else {}
+    run.config = parse_record(config.read_bytes()) or {} if config.is_file() else {}
     run.events = [one for one in read_records(events) if "event" in one] if events.is_file() else []
     if spans.is_file():
         run.spans = list(_read_spans(spans))
@@ -169,19 +173,12 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _json(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def _read_spans(path: Path) -> Iterator[Span]:
     """Yield the spans of a trace; torn lines are skipped."""
     with open(path, "rb") as file:
         for line in file:
-            one = _json(line.strip().rstrip(b","))
-            if isinstance(one, dict) and {"name", "pid", "ts", "dur"} <= one.keys():
+            one = parse_record(line.strip().rstrip(b","))
+            if one is not None and {"name", "pid", "ts", "dur"} <= one.keys():
                 start = one["ts"] / 1e6
                 yield Span(
                     one["name"], one["pid"], start, start + one["dur"] / 1e6, one.get("args", {}).get("rollout")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,7 @@ from slime.flags.observability import RecordConfig
 from slime.observability import run_record
 from slime.observability.rollout_metrics import REQUEST_SPANS
 from slime.observability.sample_pictures import SmallCopies
+from slime.observability.trace_utils import finished_spans
 from slime.utils.atomic_file import replace_file
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -55,6 +56,8 @@ TOO_LARGE = (
     "rollout_top_p_token_ids", "rollout_routed_experts", "multimodal_train_inputs",
 )  # fmt: skip
 """Fields of a sample that training reads and that take more than a record may."""
+SAMPLES = Path(run_record.SAMPLES_FOLDER)
+"""In the run's folder."""
 MAX_SOURCE = 2048
 """Characters of a path or address of a picture; what is longer holds the picture itself."""
 BEFORE_ALL = -1
@@ -97,17 +100,14 @@ def record_rollout(
     limit = config.record_samples
     trained = list(rewards) if rewards is not None else [None] * len(samples)
 
-    def work(folder: Path) -> None:
-        began_s = time.thread_time()
+    def rows() -> list[dict[str, Any]]:
         if not is_loaded:
             record_phases(samples)
         copies = SmallCopies()
-        rows = [_row(rollout_id, i, sample, None, trained[i], copies) for i, sample in enumerate(samples[:limit])]
-        rows += [_row(rollout_id, None, sample, reason, None, copies) for sample, reason in dropped[:limit]]
-        path = samples_path(folder / run_record.SAMPLES_FOLDER, rollout_id)
-        _write_table(path, rows, ROLLOUT_SCHEMA, config, began_s)
+        kept = [_row(rollout_id, i, sample, None, trained[i], copies) for i, sample in enumerate(samples[:limit])]
+        return kept + [_row(rollout_id, None, sample, reason, None, copies) for sample, reason in dropped[:limit]]
 
-    run_record.submit(work)
+    _write(samples_path(SAMPLES, rollout_id), rows, ROLLOUT_SCHEMA, config)
 
 
 def record_evaluation(config: RecordConfig, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
@@ -123,17 +123,15 @@ def record_evaluation(config: RecordConfig, rollout_id: int, data: Mapping[str, 
     if not any(answers.values()):
         return
 
-    def work(folder: Path) -> None:
-        began_s, copies = time.thread_time(), SmallCopies()
-        rows = [
+    def rows() -> list[dict[str, Any]]:
+        copies = SmallCopies()
+        return [
             _row(rollout_id, position, sample, None, None, copies) | {"evaluation": _text(name)}
             for name, samples in answers.items()
             for position, sample in enumerate(samples)
         ]
-        path = evaluation_path(folder / run_record.SAMPLES_FOLDER, rollout_id)
-        _write_table(path, rows, EVALUATION_SCHEMA, config, began_s)
 
-    run_record.submit(work)
+    _write(evaluation_path(SAMPLES, rollout_id), rows, EVALUATION_SCHEMA, config)
 
 
 def record_trained(
@@ -156,35 +154,34 @@ def record_trained(
     """
     limit = config.record_samples
 
-    def work(folder: Path) -> None:
-        began_s = time.thread_time()
-        rows = [
+    def rows() -> list[dict[str, Any]]:
+        return [
             {"position": position, "dp_rank": rank, "micro_batch": micro_batches[i] if micro_batches else None}
             | {name: (column[i] != 0 if name == "clipped" else column[i]).numpy() for name, column in columns.items()}
             for i, position in enumerate(positions)
             if limit is None or position < limit
         ]
-        path = samples_path(folder / run_record.SAMPLES_FOLDER, rollout_id, rank)
-        _write_table(path, rows, TRAIN_SCHEMA, config, began_s)
+
+    _write(samples_path(SAMPLES, rollout_id, rank), rows, TRAIN_SCHEMA, config)
+
+
+def _write(place: Path, rows: Callable[[], list[dict[str, Any]]], schema: pa.Schema, config: RecordConfig) -> None:
+    """Have the thread of the record make rows and write them to a file of the run's folder.
+
+    What it cost is recorded (rows of the trainer have no tokens of their own), and the limit is kept.
+    """
+
+    def work(folder: Path) -> None:
+        began_s, path, made = time.thread_time(), folder / place, rows()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = pa.Table.from_pylist([{column: row.get(column) for column in schema.names} for row in made], schema)
+        replace_file(path, lambda file: _write_parquet(table, file), to_disk=False)
+        num_tokens = sum(len(row.get("tokens", ())) for row in made)
+        cost = {"bytes": path.stat().st_size, "tokens": num_tokens, "cpu_s": round(time.thread_time() - began_s, 4)}
+        run_record.event("recorded", file=path.name, samples=len(made), **cost)
+        _rotate(path.parent, config.record_max_gib)
 
     run_record.submit(work)
-
-
-def _write_table(
-    path: Path,
-    rows: Sequence[Mapping[str, Any]],
-    schema: pa.Schema,
-    config: RecordConfig,
-    began_s: float,
-) -> None:
-    """Write one file, record what it cost (rows of the trainer have no tokens of their own), and keep the limit."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist([{column: row.get(column) for column in schema.names} for row in rows], schema)
-    replace_file(path, lambda file: _write_parquet(table, file), to_disk=False)
-    num_tokens = sum(len(row.get("tokens", ())) for row in rows)
-    cost = {"bytes": path.stat().st_size, "tokens": num_tokens, "cpu_s": round(time.thread_time() - began_s, 4)}
-    run_record.event("recorded", file=path.name, samples=len(rows), **cost)
-    _rotate(path.parent, config.record_max_gib)
 
 
 def _write_parquet(table: pa.Table, file: IO[bytes]) -> None:
@@ -246,7 +243,7 @@ def _row(
     copies: SmallCopies,
 ) -> dict[str, Any]:
     reward = sample.reward
-    calls = list(_requests([sample]))
+    calls = list(finished_spans([sample], REQUEST_SPANS))
     metadata, lacks = _metadata(sample)
     return {
         "rollout": rollout_id,
@@ -360,25 +357,9 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _spans(samples: Sequence[Sample], names: Iterable[str]) -> Iterable[tuple[float, float, Mapping[str, Any]]]:
-    """Yield start, end and attributes of the finished spans with these names."""
-    for sample in samples:
-        starts: dict[str, float] = {}
-        trace = getattr(sample, "trace", None)
-        for one in trace.get("events", ()) if isinstance(trace, Mapping) else ():
-            if one["name"] in names and one["type"] == "span_start":
-                starts[one["span_id"]] = one["ts"]
-            elif one["type"] == "span_end" and one["span_id"] in starts:
-                yield starts.pop(one["span_id"]), one["ts"], one.get("attrs") or {}
-
-
-def _requests(samples: Sequence[Sample]) -> Iterable[tuple[float, float, Mapping[str, Any]]]:
-    return _spans(samples, REQUEST_SPANS)
-
-
 def record_phases(samples: Sequence[Sample]) -> None:
     """Record the phases of a rollout as spans: generation, the wait for the longest answers, and for rewards."""
-    requests = sorted(_requests(samples), key=lambda one: one[1])
+    requests = sorted(finished_spans(samples, REQUEST_SPANS), key=lambda one: one[1])
     if not requests:
         return
     last, most = requests[-1][1], requests[max(0, int(len(requests) * (1 - STRAGGLER_SHARE)) - 1)][1]
@@ -391,6 +372,6 @@ def record_phases(samples: Sequence[Sample]) -> None:
     for start, end in busy:
         run_record.span("generation", start, min(end, max(start, most)), requests=len(requests))
     run_record.span("longest answer", max(most, busy[-1][0]), last)
-    graded = max((end for _, end, _ in _spans(samples, ("reward_model", "group_reward_model"))), default=last)
+    graded = max((end for _, end, _ in finished_spans(samples, ("reward_model", "group_reward_model"))), default=last)
     if graded > last:
         run_record.span("reward", last, graded)

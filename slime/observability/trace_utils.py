@@ -20,7 +20,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -283,6 +283,18 @@ def trace_function(
         return traced
 
     return decorate
+
+
+def finished_spans(samples: Iterable[Any], names: Container[str]) -> Iterator[tuple[float, float, Mapping[str, Any]]]:
+    """Yield start, end and attributes of the finished spans of ``samples`` with these names."""
+    for sample in samples:
+        starts: dict[str, float] = {}
+        trace = getattr(sample, "trace", None)
+        for one in trace.get("events", ()) if isinstance(trace, Mapping) else ():
+            if one["name"] in names and one["type"] == "span_start":
+                starts[one["span_id"]] = one["ts"]
+            elif one["type"] == "span_end" and one["span_id"] in starts:
+                yield starts.pop(one["span_id"]), one["ts"], one.get("attrs") or {}
 
 
 def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:

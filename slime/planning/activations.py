@@ -279,13 +279,8 @@ def backward_work(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, laye
 
 
 def head_activations(
-    dims: ModelDims,
-    sizes: ParallelSizes,
-    batch: MicroBatch,
-    *,
-    mtp_chunk: int = -1,
-    recompute: Recompute | None = None,
-) -> dict[str, int]:
+    dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, *, mtp_chunk: int, recompute: Recompute
+) -> Terms:
     """Return the activations of the last stage at the moment its backward pass begins.
 
     The gradient of the logits is written over them.  That of the vocabulary projection exists once in the weights'
@@ -304,7 +299,6 @@ def head_activations(
     if dims.trains_mtp and dims.num_mtp_layers:
         rows = batch.tokens if mtp_chunk <= 0 else min(mtp_chunk, batch.tokens)
         inner = layer_bytes(dims, sizes, batch, dims.num_layers, recompute) + 8 * row
-        is_full = recompute is not None and recompute.granularity == "full"
-        terms["MTP layers"] = inner + 2 * row if is_full else inner * dims.num_mtp_layers
+        terms["MTP layers"] = inner + 2 * row if recompute.granularity == "full" else inner * dims.num_mtp_layers
         terms["logits of MTP layers"] = rows * columns * size
     return terms

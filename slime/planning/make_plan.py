@@ -45,7 +45,7 @@ from slime.planning.prompts import (
     sample_lengths,
     with_image_tokens,
 )
-from slime.planning.traffic import PushTraffic, StepWork, push_traffic, step_work
+from slime.planning.traffic import PushTraffic, StepWork, step_work
 from slime.planning.trainer_memory import (
     CONTEXT_BYTES,
     ENGINE_GROUPS_BYTES,
@@ -386,11 +386,7 @@ def plan_push(
     matrices = model_size(dims) - vocab
     model_bytes = int(matrices * quantized_bytes(hf_config) + 2 * vocab)
     way = "disk" if args.update_weight_transport == "disk" else "colocated" if args.colocate else "distributed"
-    return push_traffic(
-        model_bytes,
-        num_engines=len(places),
-        trainer_ranks=sizes.world,
-        pipeline=sizes.pipeline,
-        bucket_bytes=args.update_weight_buffer_size,
-        way=way,
-    )
+    sources = {"disk": 1, "colocated": sizes.world, "distributed": sizes.pipeline}[way]
+    share = -(-model_bytes // sources)
+    num_buckets = -(-share // args.update_weight_buffer_size)
+    return PushTraffic(model_bytes, share, num_buckets, way, model_bytes * len(places))

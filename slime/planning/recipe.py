@@ -106,7 +106,7 @@ def read_recipe(script: str, more: Sequence[str], folder: Path, *, is_trusted: b
     }
     # Functions of the caller's shell would stand for commands.
     inherited = {name: value for name, value in env.copy().items() if not name.startswith("BASH_FUNC_")}
-    command = [_real("bash"), str(Path(script).resolve()), *more]
+    command = [_bash(), str(Path(script).resolve()), *more]
     try:
         held, ends = isolating_command(keeps_user=True)(view_of_everything(str(folder)))
     except IsolationError as error:
@@ -145,10 +145,10 @@ def _run(
             os.close(end)
 
 
-def _real(name: str) -> str:
-    path = shutil.which(name)
+def _bash() -> str:
+    path = shutil.which("bash")
     if path is None:
-        raise ConfigError(f"{name} is not on PATH; scripts cannot be read without it. Give the arguments of train.py.")
+        raise ConfigError("bash is not on PATH; scripts cannot be read without it. Give the arguments of train.py.")
     return path
 
 
@@ -162,7 +162,7 @@ def _write_tools(folder: Path) -> None:
     python = _PYTHON.format(python=shlex.quote(sys.executable), record=_RECORD)
     recorders |= {"python": python, "python3": python, "nvidia-smi": _NVIDIA_SMI, "ray": _RAY.format(record=_RECORD)}
     for name, text in recorders.items():
-        (folder / name).write_text(f"#!{_real('bash')} -p\n{text}\n")
+        (folder / name).write_text(f"#!{_bash()} -p\n{text}\n")
         (folder / name).chmod(0o755)
     functions = [f'{name}() {{ {shlex.quote(str(folder / name))} "$@"; }}' for name in recorders]
     functions.append("command_not_found_handle() { " + _RECORD.replace("${0##*/} ", "") + "; }")

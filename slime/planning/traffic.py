@@ -100,21 +100,3 @@ class PushTraffic:
     """Of a rank, one after the other."""
     way: str
     all_engines_bytes: int
-
-
-def push_traffic(
-    model_bytes: int, *, num_engines: int, trainer_ranks: int, pipeline: int, bucket_bytes: int, way: str
-) -> PushTraffic:
-    """Return the traffic of a full push.
-
-    Args:
-        model_bytes: of the model as engines store it.
-        num_engines: that take pushes.
-        trainer_ranks: of the trainer.
-        pipeline: its stages.
-        bucket_bytes: ``--update-weight-buffer-size``.
-        way: "colocated", "distributed" or "disk".
-    """
-    sources = trainer_ranks if way == "colocated" else pipeline if way == "distributed" else 1
-    share = -(-model_bytes // sources)
-    return PushTraffic(model_bytes, share, -(-share // bucket_bytes), way, model_bytes * num_engines)

@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 from slime.utils.errors import DeadlineError, HookError, ProcessError
-from slime.utils.plugins import frames_of, frames_of_thread
+from slime.utils.plugins import frames_of, frames_of_thread, said_by
 
 logger = logging.getLogger(__name__)
 
@@ -152,10 +152,9 @@ def _arm() -> None:
 
 
 def _ended(error: BaseException) -> HookError:
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return HookError(
-        f"A task of the rollout's event loop raised {said}. A plug-in must not end the process; raise an exception "
-        f"instead.\n{frames_of(error)}"
+        f"A task of the rollout's event loop raised {said_by(error)}. A plug-in must not end the process; raise "
+        f"an exception instead.\n{frames_of(error)}"
     )
 
 

@@ -21,8 +21,8 @@ def get_str(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name) or default
 
 
-def get_bool(name: str, default: bool = False) -> bool:
-    """Return True for 1, true, yes, on, False for 0, false, no, off; ``default`` when the variable is unset or empty.
+def get_bool(name: str) -> bool:
+    """Return True for 1, true, yes, on, False for 0, false, no, off, and when the variable is unset or empty.
 
     Raises:
         ConfigError: the variable says something else.
@@ -30,7 +30,7 @@ def get_bool(name: str, default: bool = False) -> bool:
     value = os.environ.get(name, "").strip()
     if value and not is_yes(value) and value.lower() not in ("0", "false", "no", "off"):
         raise ConfigError(f"The environment variable {name} is {value!r}; it must be 1 (yes) or 0 (no), or unset.")
-    return is_yes(value) if value else default
+    return is_yes(value)
 
 
 def is_yes(value: str | None) -> bool:

@@ -28,6 +28,7 @@ import orjson
 from slime.utils import env
 from slime.utils.errors import EngineError
 from slime.utils.net import find_available_port, get_host_info, is_port_available
+from slime.utils.plugins import said_by
 
 __all__ = [
     "HttpStatusError",
@@ -296,9 +297,7 @@ async def post_for_events(
                     if event.startswith(b"data:"):
                         yield event[5:].strip()
     except RETRIED_ERRORS as error:
-        raise EngineError(
-            f"POST {url} was cut off: {_describe(error)}. Is the server at that address alive?"
-        ) from error
+        raise EngineError(f"POST {url} was cut off: {said_by(error)}. Is the server at that address alive?") from error
 
 
 def encode_json(payload: Any) -> bytes:
@@ -350,10 +349,10 @@ async def _request(
         if num_failed > max_retries or passed_s + RETRY_WAIT_S >= timeout_s:
             raise EngineError(
                 f"{method} {url} failed {attempt} time(s) in {passed_s:.1f} s (deadline {timeout_s:.0f} s, "
-                f"{max_retries} retries); last: {_describe(cause)}. Is the server at that address alive? See its log."
+                f"{max_retries} retries); last: {said_by(cause)}. Is the server at that address alive? See its log."
             ) from cause
         if attempt in (1, 10) or attempt % 60 == 0:
-            logger.warning("%s %s failed (attempt %d), trying again: %s", method, url, attempt, _describe(cause))
+            logger.warning("%s %s failed (attempt %d), trying again: %s", method, url, attempt, said_by(cause))
         await asyncio.sleep(RETRY_WAIT_S)
 
 
@@ -365,7 +364,3 @@ async def _attempt(
         if response.status >= 400:
             raise HttpStatusError(method, url, response.status, answer.decode(errors="replace"))
     return decode(answer)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

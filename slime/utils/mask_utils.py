@@ -159,8 +159,8 @@ class MultiTurnLossMaskGenerator:
         token_ids = self._encode(text)
         mask = [0] * len(token_ids)
         for first, last in trained:
-            begin = len(token_ids) - _common_prefix(token_ids[::-1], self._encode(text[first:])[::-1])
-            end = _common_prefix(token_ids, self._encode(text[:last]))
+            begin = len(token_ids) - common_length(token_ids[::-1], self._encode(text[first:])[::-1])
+            end = common_length(token_ids, self._encode(text[:last]))
             mask[begin:end] = [1] * (end - begin)
         return token_ids, mask
 
@@ -181,7 +181,7 @@ class MultiTurnLossMaskGenerator:
             unit_ids = self._encode(text_of(unit, number == 0))
             token_ids += unit_ids
             if unit[0]["role"] == "assistant":
-                header = _common_prefix(prompt_ids, unit_ids) if number else _header_end(unit_ids, prompt_ids)
+                header = common_length(prompt_ids, unit_ids) if number else _header_end(unit_ids, prompt_ids)
                 loss_mask += [0] * header + [_step_mask(unit[0])] * (len(unit_ids) - header)
             else:
                 loss_mask += [0] * len(unit_ids)
@@ -236,11 +236,18 @@ def _without_prefix(text: str, prefix: str, unit: list[Message]) -> str:
     return text[len(prefix) :]
 
 
-def _common_prefix(first: list[int], second: list[int]) -> int:
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of leading ids that two lists share."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    low, high = 0, min(len(first), len(second))
+    if first[:high] == second[:high]:
+        return high
+    while high - low > 1:  # invariant: the first ``low`` ids agree, the first ``high`` do not
+        middle = (low + high) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _header_end(ids: list[int], header: list[int]) -> int:
@@ -248,7 +255,7 @@ def _header_end(ids: list[int], header: list[int]) -> int:
     may precede.
     """
     found = _find(ids, header, 0)
-    return found + len(header) if found >= 0 else _common_prefix(header, ids)
+    return found + len(header) if found >= 0 else common_length(header, ids)
 
 
 def _find(ids: list[int], needle: list[int], start: int) -> int:

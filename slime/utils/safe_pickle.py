@@ -15,7 +15,8 @@ import io
 import pickle
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,34 +81,19 @@ def load_pickle(data: bytes, *, where: str | Path, tolerant: bool = False, remed
     Raises:
         DataError: the bytes are damaged, or ask for something that is not on the list.
     """
-    kind = _Tolerant if tolerant else _Strict
-    try:
-        return kind(io.BytesIO(data)).load()
-    except _RefusedError as error:
-        raise DataError(_refusal(where, error, remedy)) from None
-    except DAMAGE as error:
-        raise DataError(_damage(where, data, error)) from error
+    with _told(where, data, remedy):
+        return (_Tolerant if tolerant else _Strict)(io.BytesIO(data)).load()
 
 
 def load_torch(data: bytes, *, where: str | Path, tolerant: bool = False, remedy: str = REMEDY) -> Any:
-    """Return what ``torch.save`` wrote, with the tensors on the CPU.
-
-    Args:
-        data: the whole file.
-        where: the file, for errors.
-        tolerant: objects of classes that are not on the list become placeholders instead of an error.
-        remedy: last sentence of the error about such objects.
-
-    Raises:
-        DataError: the bytes are damaged, or ask for something that is not on the list.
-    """
+    """Return what ``torch.save`` wrote, tensors on the CPU; arguments and errors as for :func:`load_pickle`."""
     import torch
 
     kind = _Tolerant if tolerant else _Strict
     module: Any = SimpleNamespace(
         Unpickler=kind, load=lambda file, **options: kind(file, **options).load(), __name__="pickle"
     )
-    try:
+    with _told(where, data, remedy):
         if (
             data[:4] == b"PK\x03\x04"
             and "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records()
@@ -115,10 +101,6 @@ def load_torch(data: bytes, *, where: str | Path, tolerant: bool = False, remedy
             raise _RefusedError("a TorchScript program")  # torch.load would hand it to its interpreter
         # From memory: a real file might be an old tar archive, which torch unpacks into a folder.
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=module, mmap=False)
-    except _RefusedError as error:
-        raise DataError(_refusal(where, error, remedy)) from None
-    except DAMAGE as error:
-        raise DataError(_damage(where, data, error)) from error
 
 
 def read_torch_file(path: Path, *, remedy: str = REMEDY) -> Any:
@@ -134,16 +116,21 @@ def read_torch_file(path: Path, *, remedy: str = REMEDY) -> Any:
     return load_torch(data, where=path, remedy=remedy)
 
 
-def _refusal(where: str | Path, error: Exception, remedy: str) -> str:
-    return (
-        f"{where} holds {error}, and reading that could run code of whoever wrote the file; only plain data, arrays "
-        f"and tensors are read. {remedy}"
-    )
-
-
-def _damage(where: str | Path, data: bytes, error: BaseException) -> str:
-    reason = " ".join(str(error).split())[:200]
-    return f"{where} ({len(data)} bytes) is cut or damaged ({type(error).__name__}: {reason}); copy it again."
+@contextmanager
+def _told(where: str | Path, data: bytes, remedy: str) -> Iterator[None]:
+    """Make a DataError of what readers of pickles raise."""
+    try:
+        yield
+    except _RefusedError as error:
+        raise DataError(
+            f"{where} holds {error}, and reading that could run code of whoever wrote the file; only plain data, "
+            f"arrays and tensors are read. {remedy}"
+        ) from None
+    except DAMAGE as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"{where} ({len(data)} bytes) is cut or damaged ({type(error).__name__}: {reason}); copy it again."
+        ) from error
 
 
 class _RefusedError(Exception):

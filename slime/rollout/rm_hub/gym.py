@@ -96,5 +96,5 @@ def score(args: Namespace, sample: Sample) -> float:
     if question is None:
         raise DataError(f"Sample {sample.index} is no question of a --prompt-data gym:TASK, which rm_type gym scores.")
     asked = {**question, "answer": answer_of(sample.response)}
-    answered = _pool(args.unsafe_local_sandbox).ask(lambda worker: worker.answer_to(asked))
+    answered = _pool(args.unsafe_local_sandbox).ask(asked)
     return float(answered.get("score", 0.0)) if isinstance(answered, dict) else 0.0

@@ -20,7 +20,8 @@ import queue
 import threading
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from slime.flags.reward import reward_config
 from slime.utils.errors import ConfigError, GraderError, HookError
@@ -191,31 +192,13 @@ def _failed_reward(args: Namespace, sample: Sample, error: Exception) -> Any:
 NUM_THREADS = 8
 
 
-class _Grading:
-    """One call of a grader, with the futures that its caller awaits."""
+class _Grading(NamedTuple):
+    """One call of a grader."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.function = function
-        self.args = args
-        self.loop = asyncio.get_running_loop()
-        self.started: asyncio.Future[_Worker] = self.loop.create_future()
-        self.result: asyncio.Future[Any] = self.loop.create_future()
-
-    def resolve(self, future: asyncio.Future[Any], value: Any, error: BaseException | None = None) -> None:
-        """Set a future from another thread; its caller may have left."""
-
-        def set_once() -> None:
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(value)
-
-        try:
-            self.loop.call_soon_threadsafe(set_once)
-        except RuntimeError:
-            logger.debug("The event loop ended before the grading %s did.", self.function)
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    started: Future[_Worker]
+    result: Future[Any]
 
 
 class _Worker(threading.Thread):
@@ -230,13 +213,15 @@ class _Worker(threading.Thread):
         """Grade until this thread has been replaced."""
         while not self.is_replaced:
             grading = self._waiting.get()
-            grading.resolve(grading.started, self)
+            if grading.started.set_running_or_notify_cancel():
+                grading.started.set_result(self)
+            grading.result.set_running_or_notify_cancel()
             try:
                 value = grading.function(*grading.args)
             except BaseException as error:  # raised where the grading is awaited
-                grading.resolve(grading.result, None, error)
+                grading.result.set_exception(error)
             else:
-                grading.resolve(grading.result, value)
+                grading.result.set_result(value)
 
 
 class GraderThreads:
@@ -259,13 +244,14 @@ class GraderThreads:
                 bounded by the deadlines of those that came first.
         """
         self._fill()
-        grading = _Grading(function, args)
+        grading = _Grading(function, args, Future(), Future())
         self._waiting.put(grading)
-        worker = await grading.started
+        worker = await asyncio.wrap_future(grading.started)
+        result = asyncio.wrap_future(grading.result)
         try:
-            return await asyncio.wait_for(grading.result, timeout_s)
+            return await asyncio.wait_for(result, timeout_s)
         except TimeoutError:
-            if grading.result.done() and not grading.result.cancelled():
+            if result.done() and not result.cancelled():
                 raise  # the grader's own
             self._replace(worker)
             raise TimeoutError(f"no result within {timeout_s:g} s") from None

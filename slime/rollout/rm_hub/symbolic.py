@@ -14,10 +14,9 @@ import queue
 import select
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from slime.utils.errors import GraderError
 
@@ -30,8 +29,6 @@ START_LIMIT_S = 120.0
 KILL_WAIT_S = 10.0
 """For the kernel to end a killed child."""
 NUM_WORKERS = 2
-
-Answer = TypeVar("Answer")
 
 _WORKER_FILE = Path(__file__).with_name("symbolic_worker.py")
 
@@ -46,16 +43,6 @@ class SymbolicWorker:
     def __init__(self, *, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
         self._process: subprocess.Popen[bytes] | None = None
-
-    def is_zero(self, expression: str) -> bool:
-        """Return True when sympy simplifies the expression to 0; False when not, not readable, or not within the
-        limit.
-        """
-        return self.answer_to({"expression": expression}) == {"is_zero": True}
-
-    def is_same(self, gold: str, answer: str) -> bool:
-        """Return True when math-verify calls the two equal; False when not, not readable, or not within the limit."""
-        return self.answer_to({"gold": gold, "answer": answer}) == {"is_same": True}
 
     def answer_to(self, question: Mapping[str, Any]) -> object:
         """Return the child's answer; None when there is none within the limit."""
@@ -135,22 +122,20 @@ class WorkerPool:
         self._idle: queue.LifoQueue[SymbolicWorker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._lock = threading.Lock()
 
-    def ask(self, question: Callable[[SymbolicWorker], Answer]) -> Answer:
-        """Put a question to an idle child, and wait for one if all are busy."""
+    def ask(self, question: Mapping[str, Any]) -> object:
+        """Return an idle child's answer to a question, None when there is none in time; wait while all are busy."""
         # Every holder gives its worker back within its limits, so this wait ends.
         worker = self._idle.get(timeout=3600)
         try:
-            return question(worker)
+            return worker.answer_to(question)
         finally:
             self._idle.put(worker)
 
     def close(self) -> None:
         """End all children."""
-        with self._lock:
-            for worker in self._workers:
-                worker.close()
+        for worker in self._workers:
+            worker.close()
 
 
 _POOL = WorkerPool([SymbolicWorker() for _ in range(NUM_WORKERS)])
@@ -158,13 +143,14 @@ atexit.register(_POOL.close)
 
 
 def is_zero(expression: str) -> bool:
-    """Return True when sympy simplifies the expression to 0 within ``TIME_LIMIT_S`` seconds.
+    """Return True when sympy simplifies the expression to 0; False when not, not readable, or not within
+    ``TIME_LIMIT_S`` seconds.
 
     Expressions are in the notation of a text book: ``2x`` is a product, ``x^2`` a power.
     """
-    return _POOL.ask(lambda worker: worker.is_zero(expression))
+    return _POOL.ask({"expression": expression}) == {"is_zero": True}
 
 
 def is_same_by_math_verify(gold: str, answer: str) -> bool:
     """Return True when math-verify, which must be installed, calls the two equal within ``TIME_LIMIT_S`` seconds."""
-    return _POOL.ask(lambda worker: worker.is_same(gold, answer))
+    return _POOL.ask({"gold": gold, "answer": answer}) == {"is_same": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.agent.trajectory import TrajectoryManager, TurnRecord, common_length, message_key
+from slime.agent.trajectory import TrajectoryManager, TurnRecord, message_key
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -179,11 +179,3 @@ def test_messages_that_say_the_same_have_one_key():
     }
     assert message_key(as_text) == message_key({**as_object, "reasoning_content": "x"})
     assert message_key(as_text) != message_key({"role": "assistant", "content": ""})
-
-
-@pytest.mark.parametrize("shared", [0, 1, 5, 16, 17])
-def test_common_length_is_what_a_loop_counts(shared):
-    first = list(range(17))
-    second = first[:shared] + [-1] * 5
-    assert common_length(first, second) == shared
-    assert common_length(second, first) == shared

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from slime.observability.metrics_file import (
+    NewRecords,
     StepLine,
     append_record,
     format_step,
     merge_by_step,
     metrics_path,
-    read_new_records,
     read_records,
 )
 
@@ -61,18 +61,17 @@ def test_the_latest_value_of_a_step_wins_as_after_a_resume(tmp_path: Path) -> No
 
 def test_following_a_file_gives_whole_new_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    assert read_new_records(path, 0) == ([], 0)
+    new = NewRecords(path)
+    assert new.read() == []
     append_record(path, {"a": 1})
-    first, offset = read_new_records(path, 0)
+    assert [record["a"] for record in new.read()] == [1]
     with open(path, "ab") as file:
         file.write(b'{"a": 2')
-    half, same = read_new_records(path, offset)
+    assert new.read() == []
     with open(path, "ab") as file:
         file.write(b"}\n")
-    second, _ = read_new_records(path, same)
-    assert [record["a"] for record in first] == [1]
-    assert (half, same) == ([], offset)
-    assert second == [{"a": 2}]
+    assert new.read() == [{"a": 2}]
+    assert NewRecords(path).read() == []
 
 
 def test_the_file_lies_in_the_save_folder_or_in_a_folder_named_by_the_run() -> None:

@@ -125,7 +125,8 @@ def test_the_error_of_an_evaluation_is_over_its_prompts():
 
 def traced(**facts: float) -> Sample:
     one = sample(0, 1.0, 10)
-    one.trace = {"events": [{"type": "span_end", "name": "sglang_generate", "attrs": facts}]}
+    span = {"name": "sglang_generate", "span_id": "a", "ts": 0.0}
+    one.trace = {"events": [{**span, "type": "span_start"}, {**span, "type": "span_end", "attrs": facts}]}
     return one
 
 

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator, common_length, get_response_lengths
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|image_pad|>"]
 
@@ -232,3 +232,11 @@ def test_an_unknown_type_and_an_empty_conversation_are_refused(make_tokenizer):
         MultiTurnLossMaskGenerator(make_tokenizer(PLAIN), "llama")
     with pytest.raises(DataError, match="without messages"):
         MultiTurnLossMaskGenerator(make_tokenizer(PLAIN)).get_loss_mask([])
+
+
+@pytest.mark.parametrize("shared", [0, 1, 5, 16, 17])
+def test_common_length_is_what_a_loop_counts(shared):
+    first = list(range(17))
+    second = first[:shared] + [-1] * 5
+    assert common_length(first, second) == shared
+    assert common_length(second, first) == shared

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from slime.observability.trace_export import QUEUE_SLICE, trace_events, tracks_of
 from slime.observability.trace_utils import TRACE_CHILDREN_KEY, trace_event, trace_span
 from slime.utils.types import Sample
+from tools.trace_timeline_viewer import QUEUE_SLICE, trace_events, tracks_of
 
 
 def event(kind, name, ts, span=None, parent=None, **attrs):
