@@ -2,7 +2,7 @@
 
 Plug-ins of the rollout side are imported and checked on the driver, before anything starts.  Those of the trainer may
 need a GPU to import: on the driver their source is read instead (``check_source``); the trainer's processes check the
-real thing (``check_hooks(args, side="trainer")``).
+real thing (``check_trainer_hooks``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from slime.arguments.hooks import HOOKS, Hook
 from slime.flags.config import backend_flags
@@ -60,14 +60,14 @@ def check_spec_source(spec: list[str] | None) -> None:
         raise HookError(f"--spec: {spec[0]} has no {spec[1]}. Correct the second word.")
 
 
-def check_hooks(args: Namespace, side: Literal["rollout", "trainer"]) -> None:
-    """Import and check every plug-in of one side; for the processes of that side.
+def check_trainer_hooks(args: Namespace) -> None:
+    """Import and check every plug-in of the trainer, in one of its processes.
 
     Raises:
         HookError: names the flag, its value, the call and what is wrong.
     """
     for hook, path, where in named_hooks(args):
-        if hook.side == side:
+        if hook.side == "trainer":
             check_import(hook, path, where, timeout_s=args.plugin_import_timeout_s)
 
 

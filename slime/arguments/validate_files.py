@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.agent.sandbox import check_local_sandbox
+from slime.flags.algorithm import uses_reference
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
@@ -183,7 +184,7 @@ def _check_format(folder: str, flag: str) -> None:
 
 
 def _check_reference(args: Namespace) -> None:
-    if args.debug_rollout_only or not (args.use_kl_loss or args.kl_coef != 0):
+    if args.debug_rollout_only or not uses_reference(args):
         return
     if args.ref_load is None and args.lora_rank is not None:
         return  # the actor without its adapters

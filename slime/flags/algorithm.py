@@ -253,9 +253,14 @@ def check_off_policy(args: Namespace) -> Iterator[str]:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; the bounds are swapped."
 
 
+def uses_reference(args: Namespace) -> bool:
+    """Return True when the loss or the rewards measure the distance to a reference model."""
+    return bool(args.use_kl_loss or args.kl_coef != 0)
+
+
 def check_reference(args: Namespace) -> Iterator[str]:
     """Yield a message for a reference model that is refreshed but not used."""
-    if args.ref_update_interval is not None and not (args.use_kl_loss or args.kl_coef != 0):
+    if args.ref_update_interval is not None and not uses_reference(args):
         yield "--ref-update-interval needs a reference model; add --use-kl-loss or --kl-coef."
 
 

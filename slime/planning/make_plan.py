@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.flags.check_arguments import check_expert_lay
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.models import family_of_spec
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
+from slime.flags.algorithm import uses_reference
 from slime.flags.distillation import trainer_teachers
 from slime.flags.lora import lora_config
 from slime.planning.activations import Recompute, chunk_activations
@@ -186,7 +187,7 @@ def forward_passes(args: Namespace) -> int:
         return 0
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     has_old = needs_old_log_probs(args, max(samples // args.global_batch_size, 1))
-    return sum(map(bool, [args.kl_coef != 0 or args.use_kl_loss, has_old])) + len(trainer_teachers(args))
+    return sum(map(bool, [uses_reference(args), has_old])) + len(trainer_teachers(args))
 
 
 def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOptions) -> float | None:
@@ -335,9 +336,8 @@ def plan_host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], pl
 
 def parked_copies(args: Namespace) -> int:
     """Count the sets of weights that the trainer keeps in pinned memory."""
-    reference = args.kl_coef != 0 or args.use_kl_loss
     old = [args.keep_old_actor] * 2  # what drew the rollout, and what the engines have
-    count = sum(map(bool, [reference, *old])) + len(trainer_teachers(args))
+    count = sum(map(bool, [uses_reference(args), *old])) + len(trainer_teachers(args))
     return count + (count > 0 or bool(args.offload_train))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.arguments import args_to_resume, record_runtime
+from slime.flags.algorithm import uses_reference
 from slime.observability.logging_utils import values_of_the_run
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import create_critic
@@ -115,7 +116,7 @@ def create_training_models(
 def policies_of(args: Namespace) -> dict[str, bool]:
     """Return what an actor keeps beside the policy in training, as ``TrainWorker.init`` takes it."""
     return {
-        "with_ref": bool(args.kl_coef != 0 or args.use_kl_loss),
+        "with_ref": uses_reference(args),
         "with_opd_teacher": bool(args.use_opd and args.opd_type == "megatron"),
     }
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 import torch
 
-from slime.arguments.hook_checks import check_hooks
+from slime.arguments.hook_checks import check_trainer_hooks
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.train_worker import TrainWorker
 from slime.observability.pulse import Beat, Pulse
@@ -61,7 +61,7 @@ class TrainRayActor(CopyingRank, Watched, RayActor):
 
     def init(self, args: Namespace, *arguments: Any, **keywords: Any) -> int:
         """Import and check the user's plug-ins for the trainer, then run the worker's own ``init``."""
-        check_hooks(args, side="trainer")
+        check_trainer_hooks(args)
         return super().init(args, *arguments, **keywords)  # type: ignore[misc]
 
     @ray.method(concurrency_group=PULSE_GROUP)

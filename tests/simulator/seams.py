@@ -124,7 +124,7 @@ def install() -> Patches:
         (train_actor, "strategy_for", nothing),
         (engine_actor, "strategy_for", nothing),
         (engine_actor, "one_node_environment", lambda: {}),
-        (train_actor, "check_hooks", nothing),
+        (train_actor, "check_trainer_hooks", nothing),
         (train_actor, "visible_index", lambda index: index),
         (train_loop, "create_placement_groups", lambda args: make_gpus(args, GpuSlice)),
         (train_loop, "log", nothing),
