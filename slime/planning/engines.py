@@ -156,8 +156,10 @@ class EngineMemory:
     """Left by the memory fraction; below 0 the engine does not start."""
     kv_tokens: int
     """Of one attention replica."""
+    adapters: int
+    """The last two that were pushed, which an engine of one GPU keeps beside its slots, on the trainer's card."""
     reserve: int
-    """Kept free of both for activations, graphs and communicators."""
+    """Kept free of all these for activations, graphs and communicators."""
     asleep: int = ENGINE_ASLEEP_BYTES
 
 
@@ -238,7 +240,9 @@ def kv_bytes_per_token(dims: ModelDims, engine: EngineShape) -> int:
     return layers * ((dims.kv_lora + dims.rope_dim) * engine.kv_element_bytes + index)
 
 
-def engine_memory(dims: ModelDims, engine: EngineShape, *, card_bytes: int, other_bytes: int) -> EngineMemory:
+def engine_memory(
+    dims: ModelDims, engine: EngineShape, *, card_bytes: int, other_bytes: int, is_colocated: bool = False
+) -> EngineMemory:
     """Return the memory of one GPU while its engine serves.
 
     SGLang gives weights and cache together ``mem_fraction_static`` of what is free when it starts, and the cache no
@@ -249,16 +253,20 @@ def engine_memory(dims: ModelDims, engine: EngineShape, *, card_bytes: int, othe
         engine: its layout.
         card_bytes: memory of the card.
         other_bytes: what a sleeping trainer keeps there.
+        is_colocated: the card is a trainer's too.
     """
     free = card_bytes - CONTEXT_BYTES - other_bytes
-    weights = engine_weights(dims, engine) + adapter_slot_bytes(dims, engine)
+    slots, slot_bytes = engine.adapter_slots, adapter_slot_bytes(dims, engine)
+    adapters = 2 * slot_bytes // slots.count if slots is not None and is_colocated and engine.tp_size == 1 else 0
+    weights = engine_weights(dims, engine) + slot_bytes
     pool = int(free * engine.mem_fraction_static)
     cache, per_token = pool - weights, kv_bytes_per_token(dims, engine)
     if any(dims.is_linear):
         cache = int(cache / (1 + STATE_RATIO))
     if engine.max_total_tokens is not None:
         cache = min(cache, engine.max_total_tokens * per_token)
-    return EngineMemory(weights, cache, max(cache, 0) // per_token, free - weights - max(cache, 0))
+    reserve = free - weights - max(cache, 0) - adapters
+    return EngineMemory(weights, cache, max(cache, 0) // per_token, adapters, reserve)
 
 
 def quantized_bytes(hf_config: Mapping[str, Any]) -> float:

@@ -272,7 +272,9 @@ def plan_engines(
             merged = {**flags, **group.overrides, "disaggregation": group.worker_type}
             problems += engine_problems(dims, engine, merged, options.environment, where)
             other = trainer_bytes_beside_engine(args, sizes)
-            memory = engine_memory(dims, engine, card_bytes=options.card.memory, other_bytes=other)
+            memory = engine_memory(
+                dims, engine, card_bytes=options.card.memory, other_bytes=other, is_colocated=args.colocate
+            )
             plans.append(
                 EngineGroupPlan(
                     model.name, group.worker_type, group.num_gpus // group.num_gpus_per_engine,
@@ -290,7 +292,8 @@ def plan_phases(
     shares = args.colocate and bool(groups)
     is_wide = any(group.num_gpus_per_engine > 1 for group in groups)
     engine_asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUPS_BYTES * is_wide if shares and args.offload_rollout else 0
-    engine_full = max((CONTEXT_BYTES + g.memory.weights + max(g.memory.kv_cache, 0) for g in groups), default=0)
+    full = (CONTEXT_BYTES + g.memory.weights + max(g.memory.kv_cache, 0) + g.memory.adapters for g in groups)
+    engine_full = max(full, default=0)
     buffers = push_buffer_bytes(args)
     beside_trainer = buffers + (engine_asleep if args.offload_rollout else engine_full if shares else 0)
     awake = max(stage.memory.static + stage.memory.outside for stage in stages) + buffers

@@ -69,3 +69,18 @@ def test_the_cache_has_what_weights_and_slots_leave() -> None:
     )
     taken = adapted.weights - plain.weights
     assert taken == plain.kv_cache - adapted.kv_cache == 2 * COUNT * RANK * 36 * 57_344
+
+
+def test_an_engine_on_its_trainers_card_keeps_the_last_two_adapters_there() -> None:
+    dims = dims_of(parse(*model_args("glm4-9B"), "--bf16"))
+    slots = AdapterSlots((*ATTENTION, "gate_up_proj", "down_proj"), RANK, COUNT)
+    apart, shared, wide = (
+        engine_memory(
+            dims, EngineShape(tp_size=tp_size, adapter_slots=slots), card_bytes=80 << 30, other_bytes=0,
+            is_colocated=is_colocated,
+        )
+        for tp_size, is_colocated in ((1, False), (1, True), (2, True))
+    )  # fmt: skip
+    assert apart.adapters == wide.adapters == 0
+    assert shared.adapters == 2 * adapter_slot_bytes(dims, EngineShape(tp_size=1, adapter_slots=slots)) // COUNT
+    assert apart.reserve - shared.reserve == shared.adapters > 2**27
