@@ -172,13 +172,18 @@ class LoadPlan:
                 found += [PlannedItem(part.name, position, item) for item in self._items_of(part, write)]
         return found
 
+    def reads(self, part: BucketSlice) -> bool:
+        """Tell if a copy reads something of a slice."""
+        return any(self._copies_of(part, write) for write in self.writes.get(part.name, ()))
+
     def _items_of(self, part: BucketSlice, write: Write) -> list[CopyItem]:
+        return [_item(copy, write, part.offset) for copy in map(_merged, self._copies_of(part, write))]
+
+    def _copies_of(self, part: BucketSlice, write: Write) -> list[StridedCopy]:
         shape = self.manifest.by_name[part.name].shape
         if part.slice.sizes == shape:
-            copies = [write.copy]
-        else:
-            copies = clip(write.copy, StridedSlice.whole(shape), StridedSlice.packed(part.slice))
-        return [_item(copy, write, part.offset) for copy in map(_merged, copies)]
+            return [write.copy]
+        return clip(write.copy, StridedSlice.whole(shape), StridedSlice.packed(part.slice))
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
