@@ -99,7 +99,7 @@ def _deeds(trace: LoadTrace, memory: ModelMemory, deeds: dict[Layer, _Deeds]) ->
     for write in trace.writes:
         layer, end = _split(write.name)
         owner, after = _split(memory.owner_of(write.target.untyped_storage().data_ptr()) or "")
-        if layer not in deeds:
+        if layer is None or layer not in deeds:
             continue
         if owner is None or owner[1] != layer[1]:
             return None
