@@ -108,10 +108,11 @@ def _deeds(trace: LoadTrace, memory: ModelMemory, deeds: dict[Layer, _Deeds]) ->
         used.setdefault(owner[1], {})[owner[0]] = deeds[layer]
     for names in trace.partners:
         layers = {_split(name)[0] for name in names}
-        if layers & deeds.keys():
-            if len(layers) > 1:
-                return None
-            deeds[layers.pop()].partners.add(frozenset(_split(name)[1] for name in names))
+        own = [done for layer, done in deeds.items() if layer in layers]
+        if own and len(layers) > 1:
+            return None
+        for done in own:
+            done.partners.add(frozenset(_split(name)[1] for name in names))
     for address in trace.derived_from:
         owner, after = _split(memory.owner_of(address) or "")
         if owner is not None and owner[0] in used.get(owner[1], {}):
