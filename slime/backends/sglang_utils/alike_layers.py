@@ -80,6 +80,7 @@ def _complete(trace: LoadTrace, memory: ModelMemory, kinds: Sequence[Sequence[La
     deeds = _deeds(trace, memory, {layer: _Deeds() for layers in kinds for layer in (layers[0], layers[-1])})
     if deeds is None or any(deeds[layers[0]] != deeds[layers[-1]] for layers in kinds):
         return False
+    trace.is_concluded = True
     for layers in kinds:
         done = deeds[layers[0]]
         for begin, number in layers[1:-1]:

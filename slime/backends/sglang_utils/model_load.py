@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
+from slime.backends.sglang_utils.load_trace import trace_load
 from slime.backends.sglang_utils.stored_plans import StoredPlans, sample
 from slime.backends.sglang_utils.weight_check import differing_names, fill_parameters_with_nan, find_nan_in
 from slime.utils.errors import WeightSyncError
@@ -231,7 +232,9 @@ class ModelLoad:
         self._held = HeldTensors(plan.manifest, plan.groups)
         present = self._loaded.union(plan.manifest.constants if self.holds_constants else ())
         is_complete = len(present) == len(plan.manifest.buckets)
-        if self._sample and self._stored and plan.is_distrusted:
+        if plan.trace.is_concluded and plan.is_distrusted:
+            self._trace_all_layers(plan)
+        elif self._sample and self._stored and plan.is_distrusted:
             self.problems.append("the load plan on disk was wrong; it is removed, and the next push does without it")
             self._stored.forget(self.model, plan.manifest)
             self.plan = None
@@ -240,6 +243,17 @@ class ModelLoad:
                 self._stored.keep(self.model, plan.manifest, plan.trace)
             self._is_proven, self._sample, self._taken = True, frozenset(), []
         self._constants = self._digest_constants() if is_complete and not self.problems else None
+
+    def _trace_all_layers(self, wrong: LoadPlan) -> None:
+        """Make the plan anew, without conclusions from layer to layer: more of them may be wrong."""
+        manifest = wrong.manifest
+        plan = LoadPlan(self.model, manifest, trace_load(self.model, (*manifest.tensors, *manifest.kept)))
+        if missed := sorted(wrong.unused - plan.unused):
+            self.problems.append(
+                f"{len(missed)} tensors ({', '.join(missed[:3])}) were not loaded: the model's loader does not treat "
+                "all layers alike; the next push knows"
+            )
+        self.plan, self._tables, self._taken, self._constant_memory = plan, {}, [], None
 
     def _digest_constants(self) -> Tensor | None:
         """Return digests of the memory of the constant buckets, int64; None where it is not known."""
