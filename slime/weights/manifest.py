@@ -7,6 +7,7 @@ in several slices (a trainer rank sends those that it holds), each stored row-ma
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slime.utils.errors import WeightSyncError
+from slime.weights.columns import numbered
 from slime.weights.named_tensors import dtype_name
 from slime.weights.tensor_slice import TensorSlice
 
@@ -100,17 +102,18 @@ class Manifest:
                 entry, part = entries.get(item.name), item.slice
                 if entry is None:
                     raise WeightSyncError(f"bucket {index} holds a slice of {item.name}, which the manifest lacks")
+                num_elements = part.num_elements
                 if not part.is_within(entry.shape):
                     raise WeightSyncError(
                         f"{item.name} has the shape {list(entry.shape)}; bucket {index} holds the slice "
                         f"{list(part.sizes)} at {list(part.offsets)}"
                     )
-                if item.offset + part.num_elements * entry.torch_dtype.itemsize > bucket.num_bytes:
+                if item.offset + num_elements * entry.torch_dtype.itemsize > bucket.num_bytes:
                     raise WeightSyncError(
                         f"the slice of {item.name} at byte {item.offset} ends beyond bucket {index} of "
                         f"{bucket.num_bytes} bytes"
                     )
-                covered[item.name] += part.num_elements
+                covered[item.name] += num_elements
         for tensor in self.tensors:
             if covered[tensor.name] != math.prod(tensor.shape):
                 raise WeightSyncError(
@@ -141,16 +144,27 @@ class Manifest:
         ]
 
     def to_json(self) -> str:
-        """Return the compact text that :meth:`from_json` reads."""
+        """Return the compact text that :meth:`from_json` reads: columns, because layers and experts are alike."""
+        kinds, kind_of = numbered((tensor.shape, tensor.dtype) for tensor in (*self.tensors, *self.kept))
+        parts, part_of = numbered(item.slice for bucket in self.buckets for item in bucket.slices)
+        positions = {tensor.name: position for position, tensor in enumerate(self.tensors)}
+        rest = iter(part_of)
         content: dict[str, Any] = {
-            "tensors": [[t.name, t.shape, t.dtype] for t in self.tensors],
+            "kinds": kinds,
+            "slices": [(part.offsets, part.sizes) for part in parts],
+            "tensors": ([tensor.name for tensor in self.tensors], kind_of[: len(self.tensors)]),
             "buckets": [
-                [bucket.num_bytes, [[s.name, s.offset, s.slice.offsets, s.slice.sizes] for s in bucket.slices]]
+                (
+                    bucket.num_bytes,
+                    [positions[item.name] for item in bucket.slices],
+                    [item.offset for item in bucket.slices],
+                    list(itertools.islice(rest, len(bucket.slices))),
+                )
                 for bucket in self.buckets
             ],
         }
         if self.kept:
-            content["kept"] = [[t.name, t.shape, t.dtype] for t in self.kept]
+            content["kept"] = ([tensor.name for tensor in self.kept], kind_of[len(self.tensors) :])
         if self.constants:
             content["constants"] = self.constants
         return json.dumps(content, separators=(",", ":"))
@@ -160,19 +174,26 @@ class Manifest:
         """Return the manifest that :meth:`to_json` wrote; its :attr:`id` is that of the text."""
         content = json.loads(text)
         constants = set(content.get("constants", ()))
+        kinds = [(tuple(shape), dtype) for shape, dtype in content["kinds"]]
+        parts = [TensorSlice(tuple(offsets), tuple(sizes)) for offsets, sizes in content["slices"]]
+        names = content["tensors"][0]
+
+        def entries(names: list[str], kind_of: list[int]) -> tuple[TensorEntry, ...]:
+            return tuple(TensorEntry(name, *kinds[kind]) for name, kind in zip(names, kind_of, strict=True))
+
         manifest = cls(
-            tensors=_entries(content["tensors"]),
-            kept=_entries(content.get("kept", ())),
+            tensors=entries(*content["tensors"]),
+            kept=entries(*content.get("kept", ((), ()))),
             buckets=tuple(
                 BucketEntry(
                     size,
                     tuple(
-                        BucketSlice(name, offset, TensorSlice(tuple(offsets), tuple(sizes)))
-                        for name, offset, offsets, sizes in slices
+                        BucketSlice(names[tensor], offset, parts[part])
+                        for tensor, offset, part in zip(*columns, strict=True)
                     ),
                     index in constants,
                 )
-                for index, (size, slices) in enumerate(content["buckets"])
+                for index, (size, *columns) in enumerate(content["buckets"])
             ),
         )
         vars(manifest)["id"] = _digest(text)
@@ -181,10 +202,6 @@ class Manifest:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _entries(listed: Iterable[tuple[str, list[int], str]]) -> tuple[TensorEntry, ...]:
-    return tuple(TensorEntry(name, tuple(shape), dtype) for name, shape, dtype in listed)
 
 
 def pack_whole(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[list[TensorEntry], BucketEntry]:

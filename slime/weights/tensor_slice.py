@@ -65,6 +65,8 @@ class TensorSlice:
 
     def is_within(self, shape: Sequence[int]) -> bool:
         """Tell if a tensor of this shape has the slice."""
+        if self.sizes == shape and not any(self.offsets):
+            return True
         return len(self.sizes) == len(shape) and all(
             begin >= 0 and begin + size <= extent
             for begin, size, extent in zip(self.offsets, self.sizes, shape, strict=True)

@@ -1,24 +1,25 @@
 """The copies that load a bucket, found by a trace of the model's own ``load_weights``, and what no tensor would fill.
 
-The loader runs once on tensors of the meta device, which have shapes and strides but no memory, while a
-``load_follower.Follower`` watches.  So fused qkv and gate/up, stacked experts and tensor-parallel slices are known for
-any model family, without a word about it here.
+From the trace (``load_trace``) fused qkv and gate/up, stacked experts and tensor-parallel slices are known for any
+model family, without a word about it here.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_follower import META, Follower, LoadTrace, UntraceableError, Write
+from slime.backends.sglang_utils.alike_layers import trace_by_layers
+from slime.backends.sglang_utils.load_follower import LoadTrace, Write
 from slime.weights.kernels.table_items import CopyItem
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest
 from slime.weights.tensor_slice import (
     NotRectangularError,
     StridedCopy,
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 NOT_IN_CHECKPOINTS = ("k_scale", "v_scale", "input_scale", "input_scale_inv")
 """Endings of parameters that an engine makes for itself; no push brings them."""
-_WITHOUT_VALUES = ("meta", "unallocated storage", "set_data")
-"""Words of torch's errors for tensors without memory."""
 Fingerprint = tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
@@ -64,7 +63,7 @@ class LoadPlan:
     def __init__(self, model: nn.Module, manifest: Manifest, trace: LoadTrace | None = None) -> None:
         self.manifest = manifest
         self._fingerprint = fingerprint(model)
-        self.trace = trace = trace or trace_load(model, (*manifest.tensors, *manifest.kept))
+        self.trace = trace = trace or trace_by_layers(model, (*manifest.tensors, *manifest.kept))
         self.is_distrusted = False
         """The model's own loader did otherwise for some tensor."""
         self.fills = trace.fills
@@ -173,18 +172,27 @@ class LoadPlan:
                 found += [PlannedItem(part.name, position, item) for item in self._items_of(part, write)]
         return found
 
+    def reads(self, part: BucketSlice) -> bool:
+        """Tell if a copy reads something of a slice."""
+        return any(self._copies_of(part, write) for write in self.writes.get(part.name, ()))
+
     def _items_of(self, part: BucketSlice, write: Write) -> list[CopyItem]:
+        return [_item(copy, write, part.offset) for copy in map(_merged, self._copies_of(part, write))]
+
+    def _copies_of(self, part: BucketSlice, write: Write) -> list[StridedCopy]:
         shape = self.manifest.by_name[part.name].shape
         if part.slice.sizes == shape:
-            copies = [write.copy]
-        else:
-            copies = clip(write.copy, StridedSlice.whole(shape), StridedSlice.packed(part.slice))
-        return [_item(copy, write, part.offset) for copy in map(merged, copies)]
+            return [write.copy]
+        return clip(write.copy, StridedSlice.whole(shape), StridedSlice.packed(part.slice))
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Return name, address, shape, strides and dtype of every parameter."""
     return tuple((name, p.data_ptr(), tuple(p.shape), p.stride(), p.dtype) for name, p in model.named_parameters())
+
+
+_merged = functools.lru_cache(1 << 14)(merged)
+"""Experts and layers are alike: a few hundred copies load tens of thousands of tensors."""
 
 
 def _item(copy: StridedCopy, write: Write, slice_offset: int) -> CopyItem:
@@ -200,96 +208,6 @@ def _joined(partners: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
         union = names.union(*(groups.get(name, frozenset()) for name in names))
         groups.update(dict.fromkeys(union, union))
     return groups
-
-
-# --- the trace -----------------------------------------------------------------------------------------------------
-
-
-def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
-    """Run ``model.load_weights`` on tensors without memory; the model is as it was afterwards.
-
-    Only a tensor that the loader refuses without memory is tried again with zeros, which stay in the model.
-    """
-    trace = LoadTrace()
-    waiting = entries = list(entries)
-    parameters = dict(model.named_parameters())
-    kept = {name: (parameter, parameter.data) for name, parameter in parameters.items()}
-    while waiting:
-        follower = Follower(model, trace)
-        feed = _Feed(waiting, follower)
-        try:
-            with torch.no_grad(), follower:
-                model.load_weights(iter(feed))  # type: ignore[operator]
-        except Exception as error:  # whatever a loader raises for a tensor; becomes a reason beside its name
-            if not feed.is_exhausted:
-                _blame(trace, feed.current, error)
-            # What came before the culprit need not come again, unless it still waited for a partner.
-            done = follower.names_seen | {feed.current}
-            waiting = [entry for entry in waiting if entry.name not in done]
-            if feed.is_exhausted or not feed.current:
-                trace.unknown = f"the model's loader fails for no tensor in particular: {_words(error)}"
-                break
-        else:
-            break
-    after = dict(model.named_parameters())
-    if after.keys() != kept.keys() or any(after[name] is not parameter for name, (parameter, _) in kept.items()):
-        trace.unknown = trace.unknown or "the model's loader replaces parameters"
-    for parameter, data in kept.values():
-        if parameter.device == META and data.device != META:
-            trace.unknown = trace.unknown or "the model's loader replaces the memory of parameters"
-            parameter.data = data
-    by_name = {entry.name: entry for entry in entries}
-    for name in list(trace.failures):
-        _try_with_memory(model, trace, by_name[name])
-    trace.writes = _without_repetitions(trace.writes)
-    return trace
-
-
-def _without_repetitions(writes: Iterable[Write]) -> list[Write]:
-    """Leave out what writes the same elements to the same place again: loaders do so with a tied embedding."""
-    return list({(w.name, w.target.untyped_storage().data_ptr(), w.copy): w for w in writes}.values())
-
-
-def _try_with_memory(model: nn.Module, trace: LoadTrace, entry: TensorEntry) -> None:
-    """Load zeros of real memory where the trace failed: loaders with kernels, for one, accept nothing else."""
-    zeros = torch.zeros(entry.shape, dtype=entry.torch_dtype, device=next(model.parameters()).device)
-    try:
-        with torch.no_grad():
-            model.load_weights([(entry.name, zeros)])  # type: ignore[operator]
-    except Exception as error:  # as above
-        trace.failures[entry.name] = _words(error)
-    else:
-        trace.opaque[entry.name] = trace.failures.pop(entry.name)
-        trace.has_lost_targets = True
-
-
-class _Feed:
-    """The named tensors that a loader iterates over; remembers where it is."""
-
-    def __init__(self, entries: list[TensorEntry], follower: Follower) -> None:
-        self._entries, self._follower = entries, follower
-        self.current = ""
-        self.is_exhausted = False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for entry in self._entries:
-            self.current = entry.name
-            yield entry.name, self._follower.source(entry)
-        self.is_exhausted = True
-
-
-def _blame(trace: LoadTrace, name: str, error: Exception) -> None:
-    """Blame the tensor for an exception, unless it only comes from the tensor having no values."""
-    lacks_values = isinstance(error, (UntraceableError, NotImplementedError, TypeError))
-    if lacks_values or any(words in str(error) for words in _WITHOUT_VALUES):
-        trace.opaque.setdefault(name, _words(error))
-        trace.has_lost_targets = True
-    else:
-        trace.failures.setdefault(name, _words(error))
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip(": ")
 
 
 # --- what a push leaves unwritten, or writes twice ----------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
+from slime.backends.sglang_utils.load_trace import trace_load
 from slime.backends.sglang_utils.stored_plans import StoredPlans, sample
 from slime.backends.sglang_utils.weight_check import differing_names, fill_parameters_with_nan, find_nan_in
 from slime.utils.errors import WeightSyncError
@@ -185,11 +186,10 @@ class ModelLoad:
         """Return, for each bucket of the manifest, a byte for each slice: 1 where the model reads something of it."""
         plan, _ = self._begun()
         if not self._taken:
-            for index, bucket in enumerate(plan.manifest.buckets):
+            for bucket in plan.manifest.buckets:
                 judged = self._judged({part.name for part in bucket.slices})
-                has_plan = self._is_proven or self._sample
-                copied = {one.position for one in self._table(index)[1]} if has_plan else set()
-                self._taken.append(bytes(n in copied or s.name in judged for n, s in enumerate(bucket.slices)))
+                has_plan = bool(self._is_proven or self._sample)
+                self._taken.append(bytes(p.name in judged or (has_plan and plan.reads(p)) for p in bucket.slices))
         return self._taken
 
     def has(self, index: int) -> bool:
@@ -204,12 +204,10 @@ class ModelLoad:
         judged = self._judged(names)
         with torch.no_grad():
             complete = held.add(bucket, flat, judged)
-            if judged <= plan.stock.keys():
-                self._copy(*self._table(index), flat)
-            else:
-                self._copy(*make_table(plan, bucket, names - judged | complete.refused), flat)
+            copied = None if judged <= plan.stock.keys() else names - judged | complete.refused
+            self._copy(*self._table(index, copied), flat)
             if complete.tensors:
-                self._load_by_model(bucket, flat, complete)
+                self._load_by_model(index, flat, complete)
         refused = sorted(complete.refused & plan.stock.keys())
         if refused:
             self.problems.append(
@@ -234,7 +232,9 @@ class ModelLoad:
         self._held = HeldTensors(plan.manifest, plan.groups)
         present = self._loaded.union(plan.manifest.constants if self.holds_constants else ())
         is_complete = len(present) == len(plan.manifest.buckets)
-        if self._sample and self._stored and plan.is_distrusted:
+        if plan.trace.is_concluded and plan.is_distrusted:
+            self._trace_all_layers(plan)
+        elif self._sample and self._stored and plan.is_distrusted:
             self.problems.append("the load plan on disk was wrong; it is removed, and the next push does without it")
             self._stored.forget(self.model, plan.manifest)
             self.plan = None
@@ -243,6 +243,17 @@ class ModelLoad:
                 self._stored.keep(self.model, plan.manifest, plan.trace)
             self._is_proven, self._sample, self._taken = True, frozenset(), []
         self._constants = self._digest_constants() if is_complete and not self.problems else None
+
+    def _trace_all_layers(self, wrong: LoadPlan) -> None:
+        """Make the plan anew, without conclusions from layer to layer: more of them may be wrong."""
+        manifest = wrong.manifest
+        plan = LoadPlan(self.model, manifest, trace_load(self.model, (*manifest.tensors, *manifest.kept)))
+        if missed := sorted(wrong.unused - plan.unused):
+            self.problems.append(
+                f"{len(missed)} tensors ({', '.join(missed[:3])}) were not loaded: the model's loader does not treat "
+                "all layers alike; the next push knows"
+            )
+        self.plan, self._tables, self._taken, self._constant_memory = plan, {}, [], None
 
     def _digest_constants(self) -> Tensor | None:
         """Return digests of the memory of the constant buckets, int64; None where it is not known."""
@@ -267,10 +278,14 @@ class ModelLoad:
             return names & (plan.stock.keys() | self._sample)
         return names - plan.unused
 
-    def _table(self, index: int) -> tuple[CopyTable, list[PlannedItem]]:
+    def _table(self, index: int, names: Set[str] | None = None) -> tuple[CopyTable, list[PlannedItem]]:
+        """Return the copies of a bucket, or only those of some of its tensors; that of all is kept."""
         plan, _ = self._begun()
+        bucket = plan.manifest.buckets[index]
+        if names is not None and not all(p.name in names for p in bucket.slices if p.name in plan.writes):
+            return make_table(plan, bucket, names)
         if index not in self._tables:
-            self._tables[index] = make_table(plan, plan.manifest.buckets[index])
+            self._tables[index] = make_table(plan, bucket)
         return self._tables[index]
 
     def _copy(self, table: CopyTable, planned: list[PlannedItem], flat: Tensor) -> None:
@@ -278,14 +293,15 @@ class ModelLoad:
             table.copy(flat)
             self._pending.append((planned, table.count_differences(flat)))
 
-    def _load_by_model(self, bucket: BucketEntry, flat: Tensor, complete: Complete) -> None:
+    def _load_by_model(self, index: int, flat: Tensor, complete: Complete) -> None:
         """Load tensors by the model's own loader and check that they are where they should be."""
         plan, _ = self._begun()
         named_tensors = complete.tensors
         self.model.load_weights(list(named_tensors))  # type: ignore[operator]
-        wrong = self._names_elsewhere(bucket, flat, {name for name, _ in complete.direct})
+        wrong = _names_elsewhere(*self._table(index, {name for name, _ in complete.direct}), flat)
         if complete.assembled:
-            wrong |= self._names_elsewhere(*packed(complete.assembled), None)
+            bucket, joined = packed(complete.assembled)
+            wrong |= _names_elsewhere(*make_table(plan, bucket), joined)
         if wrong:
             logger.warning("the load plan is wrong for %s; the model's own loader takes over", sorted(wrong)[:5])
             plan.distrust(wrong, "the plan and the model's own loader disagree")
@@ -293,13 +309,6 @@ class ModelLoad:
         untraced = [(name, tensor) for name, tensor in named_tensors if name in plan.stock]
         if untraced:
             self._compare_in_scratch(untraced)
-
-    def _names_elsewhere(self, bucket: BucketEntry, flat: Tensor, names: set[str] | None) -> set[str]:
-        """Return the tensors that the model does not hold where the plan says."""
-        plan, _ = self._begun()
-        table, planned = make_table(plan, bucket, names)
-        counts = table.count_differences(flat).tolist() if planned else []
-        return {one.name for one, count in zip(planned, counts, strict=True) if count}
 
     def _compare_in_scratch(self, named_tensors: NamedTensors) -> None:
         """Load once more, into copies, and compare; see ``weight_check``."""
@@ -313,11 +322,17 @@ class ModelLoad:
 
 
 def make_table(
-    plan: LoadPlan, bucket: BucketEntry, names: set[str] | None = None
+    plan: LoadPlan, bucket: BucketEntry, names: Set[str] | None = None
 ) -> tuple[CopyTable, list[PlannedItem]]:
     """Make one table of the copies of a bucket, or of some of its tensors."""
     planned = plan.items(bucket, names)
     return CopyTable([one.item for one in planned]), planned
+
+
+def _names_elsewhere(table: CopyTable, planned: list[PlannedItem], flat: Tensor) -> set[str]:
+    """Return the tensors that the model does not hold where the plan says."""
+    counts = table.count_differences(flat).tolist() if planned else []
+    return {one.name for one, count in zip(planned, counts, strict=True) if count}
 
 
 def packed(named_tensors: NamedTensors) -> tuple[BucketEntry, Tensor]:

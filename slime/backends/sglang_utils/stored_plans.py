@@ -7,13 +7,12 @@ first line is the digest of the rest.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,16 @@ from torch import Tensor, nn
 
 from slime.backends.sglang_utils.load_follower import Fill, LoadTrace, Write
 from slime.backends.sglang_utils.loader_report import rank_in_engine
+from slime.backends.sglang_utils.model_memory import ModelMemory, named_tensors
 from slime.utils import env
+from slime.weights.columns import numbered
 from slime.weights.manifest import Manifest
+from slime.weights.named_tensors import dtype_name
 from slime.weights.tensor_slice import StridedCopy
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 EVERY = 64
 """One tensor in so many is in the sample, beside the first and the last of its kind."""
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
@@ -80,10 +82,10 @@ class StoredPlans:
         self._path(model, manifest).unlink(missing_ok=True)
 
     def _path(self, model: nn.Module, manifest: Manifest) -> Path:
-        memory = {name: number for number, names in enumerate(_by_memory(model).values()) for name in names}
+        _, memory = numbered(t.untyped_storage().data_ptr() for _, t in named_tensors(model))
         layout = [
-            [name, memory[name], list(t.shape), list(t.stride()), int(t.storage_offset()), str(t.dtype)]
-            for name, t in _tensors(model)
+            [name, storage, list(t.shape), list(t.stride()), int(t.storage_offset()), str(t.dtype)]
+            for storage, (name, t) in zip(memory, named_tensors(model), strict=True)
         ]
         tensors = [[[t.name, t.shape, t.dtype] for t in listed] for listed in (manifest.tensors, manifest.kept)]
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -117,93 +119,82 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _by_memory(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names of the tensors in each storage, by its address."""
-    found: dict[int, list[str]] = {}
-    for name, tensor in _tensors(model):
-        found.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    return found
-
-
 class _Unkept(Exception):
     """The trace points to something that has no name, or holds values of the model."""
 
 
 def _encode(trace: LoadTrace, model: nn.Module, manifest: Manifest) -> dict[str, Any] | None:
+    """Return the trace in columns: layers and experts are alike, and have few copies and targets among them."""
     if trace.unknown or trace.failures:
         return None
-    owners = {address: names[0] for address, names in _by_memory(model).items()}
+    memory = ModelMemory(model)
     positions = {entry.name: index for index, entry in enumerate((*manifest.tensors, *manifest.kept))}
 
-    def place(target: Tensor) -> list[Any]:
-        owner = owners.get(target.untyped_storage().data_ptr())
-        if owner is None:
+    def owner(address: int) -> str:
+        name = memory.owner_of(address)
+        if name is None:
             raise _Unkept
-        view = [int(target.storage_offset()), list(target.shape), list(target.stride())]
-        return [owner, _name_of(target.dtype), *view]
+        return name
+
+    def base(target: Tensor) -> tuple[str, str]:
+        return owner(target.untyped_storage().data_ptr()), dtype_name(target.dtype)
+
+    def view(target: Tensor) -> list[Any]:
+        return [*base(target), int(target.storage_offset()), list(target.shape), list(target.stride())]
 
     def value(fill: Fill) -> list[Any]:
         if fill.value.numel() != 1:
             raise _Unkept
-        return [fill.value.item(), _name_of(fill.value.dtype), list(fill.value.shape)]
+        return [fill.value.item(), dtype_name(fill.value.dtype), list(fill.value.shape)]
 
     try:
+        targets, target_of = numbered(base(write.target) for write in trace.writes)
+        copies, copy_of = numbered(write.copy for write in trace.writes)
+        dtypes, dtype_of = numbered(dtype_name(write.source_dtype) for write in trace.writes)
         return {
-            "writes": [
-                [positions[w.name], place(w.target), _name_of(w.source_dtype), dataclasses.astuple(w.copy)]
-                for w in trace.writes
-            ],
-            "fills": [[place(fill.target), value(fill)] for fill in trace.fills],
+            "targets": targets,
+            "copies": [[c.shape, c.to_offset, c.to_strides, c.from_offset, c.from_strides] for c in copies],
+            "dtypes": dtypes,
+            "writes": [[positions[write.name] for write in trace.writes], target_of, copy_of, dtype_of],
+            "fills": [[view(fill.target), value(fill)] for fill in trace.fills],
             "opaque": trace.opaque,
-            "opaque_targets": [place(target) for target in trace.opaque_targets],
+            "opaque_targets": [view(target) for target in trace.opaque_targets],
             "has_lost_targets": trace.has_lost_targets,
             "partners": [sorted(names) for names in trace.partners],
-            "derived_from": [owners[address] for address in trace.derived_from],
+            "derived_from": [owner(address) for address in trace.derived_from],
         }
     except (_Unkept, KeyError):
         return None
 
 
 def _decode(content: dict[str, Any], model: nn.Module, manifest: Manifest) -> LoadTrace:
-    memory = {name: tensor.detach().untyped_storage() for name, tensor in _tensors(model)}
-    device = next(model.parameters()).device
+    memory = ModelMemory(model)
     names = [entry.name for entry in (*manifest.tensors, *manifest.kept)]
-    bases: dict[tuple[str, str], Tensor] = {}
 
-    def base(owner: str, dtype: str) -> Tensor:
-        if (owner, dtype) not in bases:
-            empty = torch.empty(0, dtype=getattr(torch, dtype), device=device)
-            bases[owner, dtype] = empty.set_(memory[owner], 0, (), ())
-        return bases[owner, dtype]
+    def dtype_of(name: str) -> torch.dtype:
+        return getattr(torch, name)
 
-    def tensor(owner: str, dtype: str, offset: int, shape: list[int], strides: list[int]) -> Tensor:
-        return base(owner, dtype).as_strided(shape, strides, offset)
+    def view(owner: str, dtype: str, offset: int, shape: list[int], strides: list[int]) -> Tensor:
+        return memory.base(owner, dtype_of(dtype)).as_strided(shape, strides, offset)
 
-    def copy(shape: list[int], to: int, to_strides: list[int], frm: int, from_strides: list[int]) -> StridedCopy:
-        return StridedCopy(tuple(shape), to, tuple(to_strides), frm, tuple(from_strides))
-
-    dtype_of: Callable[[str], torch.dtype] = lambda name: getattr(torch, name)  # noqa: E731
+    targets = [memory.base(owner, dtype_of(dtype)) for owner, dtype in content["targets"]]
+    copies = [
+        StridedCopy(tuple(shape), to_offset, tuple(to_strides), from_offset, tuple(from_strides))
+        for shape, to_offset, to_strides, from_offset, from_strides in content["copies"]
+    ]
+    dtypes = [dtype_of(name) for name in content["dtypes"]]
     return LoadTrace(
         writes=[
-            Write(names[position], base(*place[:2]), copy(*moved), dtype_of(dtype))
-            for position, place, dtype, moved in content["writes"]
+            Write(names[position], targets[target], copies[copy], dtypes[dtype])
+            for position, target, copy, dtype in zip(*content["writes"], strict=True)
         ],
         fills=[
-            Fill(tensor(*place), torch.tensor(value, dtype=dtype_of(dtype)).reshape(shape))
+            Fill(view(*place), torch.tensor(value, dtype=dtype_of(dtype)).reshape(shape))
             for place, (value, dtype, shape) in content["fills"]
         ],
         opaque=content["opaque"],
-        opaque_targets=[tensor(*place) for place in content["opaque_targets"]],
+        opaque_targets=[view(*place) for place in content["opaque_targets"]],
         has_lost_targets=content["has_lost_targets"],
         partners=[frozenset(names) for names in content["partners"]],
-        derived_from={memory[owner].data_ptr() for owner in content["derived_from"]},
+        derived_from={memory.address_of(owner) for owner in content["derived_from"]},
     )
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

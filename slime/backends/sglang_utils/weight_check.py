@@ -26,7 +26,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_plan import NOT_IN_CHECKPOINTS, trace_load
+from slime.backends.sglang_utils.load_plan import NOT_IN_CHECKPOINTS
+from slime.backends.sglang_utils.load_trace import trace_load
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
 from slime.weights.manifest import Manifest
 from slime.weights.push.wire import CHECK_REPORT, decode

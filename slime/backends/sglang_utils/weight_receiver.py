@@ -12,6 +12,7 @@ right after each load (``ModelLoad``), after the engine's own casts; both togeth
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import logging
 import weakref
@@ -198,6 +199,7 @@ class ReceivingRank:
             self._shares, self._constants = None, {}
             if "manifest" not in message:
                 return
+            gc.freeze()  # a collection would walk over the whole model several times while manifest and plan are made
             manifest = Manifest.from_json(zlib.decompress(base64.b64decode(message["manifest"])).decode())
             if manifest.id != message["manifest_id"]:
                 raise WeightSyncError(f"manifest {message['manifest_id']} came with the content of {manifest.id}")

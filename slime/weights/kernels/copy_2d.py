@@ -91,15 +91,16 @@ def in_words(matrix: Copy2D, size: int) -> list[Copy2D] | None:
     if not is_aligned(matrix.src, matrix.dst, *in_bytes):
         return None
     columns, src_row, dst_row = (value // WORD_BYTES for value in in_bytes)
-    words = replace(matrix, src_strides=(src_row, 1), dst_strides=(dst_row, 1), columns=columns)
+    words = Copy2D(matrix.src, (src_row, 1), matrix.dst, (dst_row, 1), matrix.rows, columns)
     if words.rows > 1 or columns <= LINE_WORDS:
         return [words]
     # One long run: lines of a tile's width, and what is left.
     lines, rest = divmod(columns, LINE_WORDS)
     done = lines * LINE_WORDS
-    whole = replace(words, src_strides=(LINE_WORDS, 1), dst_strides=(LINE_WORDS, 1), rows=lines, columns=LINE_WORDS)
-    tail = replace(words, src=words.src + WORD_BYTES * done, dst=words.dst + WORD_BYTES * done, columns=rest)
-    return [whole, tail] if rest else [whole]
+    whole = Copy2D(words.src, (LINE_WORDS, 1), words.dst, (LINE_WORDS, 1), lines, LINE_WORDS)
+    if not rest:
+        return [whole]
+    return [whole, replace(words, src=words.src + WORD_BYTES * done, dst=words.dst + WORD_BYTES * done, columns=rest)]
 
 
 def as_lines(matrix: Copy2D, src_size: int, dst_size: int) -> list[Copy2D]:

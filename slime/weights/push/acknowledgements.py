@@ -56,7 +56,8 @@ class DigestedBuckets:
     @functools.cached_property
     def manifest(self) -> Manifest:
         """The manifest of the source, and what is kept."""
-        return dataclasses.replace(self.source.manifest, kept=self._kept)
+        manifest = self.source.manifest
+        return dataclasses.replace(manifest, kept=self._kept) if self._kept else manifest
 
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Yield what the source yields; a buffer may be written again by work that is queued after its digest."""

@@ -30,7 +30,8 @@ PARTS = {
     "tower_in_step",
 }
 """Modules that programs import."""
-OF_TRAINING = {"plan_memory", "record_overhead", "step_phases", "train_mfu", "weight_push_engine", "weight_push_ways"}
+OF_TRAINING = {"first_push", "plan_memory", "record_overhead", "step_phases", "train_mfu"}
+OF_TRAINING |= {"weight_push_engine", "weight_push_ways"}
 """Programs with flags of train.py: each has a test below."""
 
 
@@ -145,6 +146,13 @@ def test_the_flags_of_the_ways_of_a_push_are_accepted(command, monkeypatch, tmp_
     module.write_folder(tmp_path, options)
     args = module.trainer_args(str(tmp_path), options, behind)
     assert args.num_layers == json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+
+
+def test_the_flags_of_the_benchmark_of_first_pushes_are_accepted(tmp_path):
+    module, options = load("first_push"), Namespace(layers=3, experts=8)
+    module.write_folder(tmp_path, options)
+    args = module.trainer_args(str(tmp_path), options)
+    assert (args.num_layers, args.num_experts, args.hidden_size) == (3, 8, module.WIDTH)
 
 
 def test_the_flags_of_the_demos_step_are_accepted(tmp_path, monkeypatch):

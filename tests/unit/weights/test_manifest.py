@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -26,6 +27,16 @@ def test_text_form_is_read_back_and_names_the_layout():
     again = Manifest.from_json(manifest.to_json())
     assert again == manifest
     assert again.id == manifest.id
+
+
+def test_tensors_that_are_alike_share_their_shapes_and_slices_in_the_text_form():
+    named = [(f"layers.{number}.w", (4, 3), torch.bfloat16) for number in range(9)]
+    entries, bucket = pack_whole([*named, ("norm", (3,), torch.float32)])
+    manifest = Manifest(tuple(entries), (bucket,))
+    content = json.loads(manifest.to_json())
+    assert content["kinds"] == [[[4, 3], "bfloat16"], [[3], "float32"]]
+    assert content["slices"] == [[[0, 0], [4, 3]], [[0], [3]]]
+    assert Manifest.from_json(manifest.to_json()) == manifest
 
 
 def test_tensors_that_engines_keep_are_named_and_in_no_bucket():

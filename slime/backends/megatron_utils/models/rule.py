@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -141,6 +142,12 @@ class WeightMap:
         layer = re.match(rf"{re.escape(before)}(\d+){re.escape(behind)}", hf_name)
         return layer is not None and int(layer[1]) < shape.num_layers
 
+    @cached_property
+    def _rules(self) -> dict[str, dict[str, Rule]]:
+        """The rules of each part by the parameter's name in it; of two for one name the first."""
+        parts = {"top": self.top, "layer": self.layer, "mtp": self.mtp}
+        return {part: {rule.megatron: rule for rule in reversed(rules)} for part, rules in parts.items()}
+
     def find(self, name: str, shape: ModelDims) -> tuple[Rule, tuple[str, ...]]:
         """Return the rule of a Megatron parameter, and its HF names in full.
 
@@ -150,21 +157,21 @@ class WeightMap:
         expert = ""
         if self.tower and name.startswith(TOWER):
             return Rule(name, (own := self.tower + name.removeprefix(TOWER),)), (own,)
-        rest, prefix, rules = name, "", self.top
+        rest, prefix, part = name, "", "top"
         if match := _LAYER.fullmatch(name):
-            rest, prefix, rules = match[2], self.layer_prefix.format(layer=match[1]), self.layer
+            rest, prefix, part = match[2], self.layer_prefix.format(layer=match[1]), "layer"
         elif match := _MTP_LAYER.fullmatch(name):
-            index, rest, rules = int(match[1]), match[2], self.mtp
+            index, rest, part = int(match[1]), match[2], "mtp"
             prefix = self.mtp_prefix(index, shape)
             if self.mtp and rest.startswith("transformer_layer."):
-                rest, rules = rest.removeprefix("transformer_layer."), self.layer
+                rest, part = rest.removeprefix("transformer_layer."), "layer"
                 prefix = self.mtp_layer_prefix.format(index=index) or prefix
         if match := _EXPERT.fullmatch(rest):
             rest, expert = match[1] + "{expert}", match[2]
-        for rule in rules:
-            if rule.megatron == rest:
-                return rule, tuple(prefix + hf_name.replace("{expert}", expert) for hf_name in rule.hf)
-        raise KeyError(f"{name} is no parameter of the family {self.family}")
+        rule = self._rules[part].get(rest)
+        if rule is None:
+            raise KeyError(f"{name} is no parameter of the family {self.family}")
+        return rule, tuple(prefix + hf_name.replace("{expert}", expert) for hf_name in rule.hf)
 
 
 def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelDims) -> list[tuple[str, Tensor]]:

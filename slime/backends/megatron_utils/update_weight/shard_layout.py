@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.models.rule import Rule
-from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
+from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, tensor_parallel_join
 from slime.weights.stacked_experts import row_of
 from slime.weights.tensor_slice import TensorSlice
 
@@ -169,21 +169,18 @@ class ShardLayout:
         whole_shape = list(part_shape)
         if split.dim is not None:
             whole_shape[split.dim] *= split.size
-        hf_tensors = self.hf_tensors(name, whole_shape)
-        if not hf_tensors:
-            return []
-        if any(row_of(hf_name) for hf_name, _ in hf_tensors):
-            return None  # of a tensor that holds all experts
-        rule, _ = self._map.find(name, self._shape)
+        rule, hf_names = self._map.find(name, self._shape)
         key = (rule, tuple(part_shape), split)
-        if key not in self._known:
-            self._known[key] = self._work_out(name, tuple(whole_shape), split)
+        if name in VOCABULARY or key not in self._known:  # of those alone the names depend on more than the rule
+            hf_tensors = self.hf_tensors(name, whole_shape)
+            hf_names = tuple(hf_name for hf_name, _ in hf_tensors)
+            self._known[key] = self._work_out(name, tuple(whole_shape), hf_tensors, split)
         templates = self._known[key]
         if templates is None:
             return None
         return [
-            replace(found, name=hf_name, whole_shape=shape)
-            for (hf_name, shape), slices in zip(hf_tensors, templates, strict=True)
+            ShardSlice(hf_name, found.whole_shape, found.slice, found.first_column, found.rows)
+            for hf_name, slices in zip(hf_names, templates, strict=True)
             for found in slices
         ]
 
@@ -191,11 +188,17 @@ class ShardLayout:
         return convert_to_hf(self._args, self._model_name, name, tensor, dims=self._shape)
 
     def _work_out(
-        self, name: str, whole_shape: tuple[int, ...], split: TensorSplit
+        self,
+        name: str,
+        whole_shape: tuple[int, ...],
+        hf_tensors: Sequence[tuple[str, tuple[int, ...]]],
+        split: TensorSplit,
     ) -> tuple[tuple[ShardSlice, ...], ...] | None:
         """Return the slices of each HF tensor (whose names do not count)."""
-        if len(whole_shape) not in (1, 2):
-            return None
+        if not hf_tensors:
+            return ()
+        if len(whole_shape) not in (1, 2) or any(row_of(hf_name) for hf_name, _ in hf_tensors):
+            return None  # with rows: of a tensor that holds all experts
         held = [_held_indices(size, dim, split) for dim, size in enumerate(whole_shape)]
         per_dim = [self._convert(name, _index_along(whole_shape, dim)) for dim in range(len(whole_shape))]
         result = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -35,6 +36,10 @@ class SliceHeader:
     slice: TensorSlice
     row_unit: int = 1
     """Rows: a split leaves multiples of it on both sides where it can."""
+
+    def __reduce__(self) -> tuple[type[SliceHeader], tuple[Any, ...]]:
+        """Be pickled as a call: dataclasses take three times as long by themselves, and all ranks are told."""
+        return SliceHeader, (self.name, self.whole_shape, self.dtype, self.slice, self.row_unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +144,13 @@ def plan_shards(
 
 
 class _Sizes:
-    """Bytes of rows of slices."""
+    """Bytes of rows of slices.  Experts and layers are alike, so that few of them are worked out."""
 
     def __init__(self, quantizer: Quantizer | None) -> None:
         self._quantizer = quantizer
+        self._outputs: dict[str, list[Header]] = {}
+        self._sent: dict[Any, list[tuple[TensorSlice, int]]] = {}
+        self._ranges: dict[Any, list[tuple[int, int, int]]] = {}
 
     def is_quantized(self, header: SliceHeader) -> bool:
         """Return True for a slice that travels quantized."""
@@ -150,29 +158,49 @@ class _Sizes:
 
     def outputs(self, header: SliceHeader) -> list[Header]:
         """Return name, shape and dtype of the tensors that the slice's HF tensor is sent as."""
-        if self._quantizer is None or not self.is_quantized(header):
-            return [(header.name, header.whole_shape, header.dtype)]
-        return self._quantizer.outputs(header.name, header.whole_shape)
+        known = self._outputs.get(header.name)
+        if known is None:
+            known = [(header.name, header.whole_shape, header.dtype)]
+            if self._quantizer is not None and self.is_quantized(header):
+                known = self._quantizer.outputs(header.name, header.whole_shape)
+            self._outputs[header.name] = known
+        return known
 
-    def slices(self, header: SliceHeader, begin: int, end: int) -> list[tuple[str, torch.dtype, TensorSlice]]:
-        """Return name, dtype and slice of what rows ``begin .. end`` become: the matrix, and its scales."""
-        rows = header.slice.rows(begin, end)
-        (name, _, dtype), *scales = self.outputs(header)
-        result = [(name, dtype, rows)]
-        for scale_name, _, scale_dtype in scales:
-            assert self._quantizer is not None and self._quantizer.block is not None
-            result.append((scale_name, scale_dtype, rows.in_blocks(self._quantizer.block)))
-        return result
+    def sent(self, header: SliceHeader, begin: int, end: int) -> list[tuple[TensorSlice, int]]:
+        """Return slice and bytes of what rows ``begin .. end`` become, for each of :meth:`outputs`."""
+        key = (header.slice, header.dtype, self.is_quantized(header), begin, end)
+        known = self._sent.get(key)
+        if known is None:
+            rows = header.slice.rows(begin, end)
+            (_, _, dtype), *scales = self.outputs(header)
+            known = [(rows, rows.num_elements * dtype.itemsize)]
+            for _, _, scale_dtype in scales:
+                assert self._quantizer is not None and self._quantizer.block is not None
+                blocks = rows.in_blocks(self._quantizer.block)
+                known.append((blocks, blocks.num_elements * scale_dtype.itemsize))
+            self._sent[key] = known
+        return known
 
     def num_bytes(self, header: SliceHeader, begin: int, end: int) -> int:
         """Return the bytes that the rows take in a bucket, padding before the next slice included."""
-        return sum(align(part.num_elements * dtype.itemsize) for _, dtype, part in self.slices(header, begin, end))
+        return sum(align(size) for _, size in self.sent(header, begin, end))
 
-    def row_ranges(self, header: SliceHeader, max_bytes: int) -> Iterator[tuple[int, int]]:
+    def row_ranges(self, header: SliceHeader, max_bytes: int) -> list[tuple[int, int, int]]:
         """Return row ranges of at most ``max_bytes``, or of the fewest rows that can be split off where that is more.
 
         Splits go through no run of rows, unless a run is too large.
+
+        Returns:
+            first row, last row + 1 and :meth:`num_bytes` of each range.
         """
+        key = (header.slice, header.dtype, self.is_quantized(header), header.row_unit, max_bytes)
+        if key not in self._ranges:
+            num_rows, step = header.slice.sizes[0], self._rows_of_range(header, max_bytes)
+            ranges = [(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step)]
+            self._ranges[key] = [(begin, end, self.num_bytes(header, begin, end)) for begin, end in ranges]
+        return self._ranges[key]
+
+    def _rows_of_range(self, header: SliceHeader, max_bytes: int) -> int:
         num_rows = header.slice.sizes[0]
         least = 1
         if self._quantizer is not None and self._quantizer.block is not None and self.is_quantized(header):
@@ -183,8 +211,7 @@ class _Sizes:
         fitting = max(1, int(max_bytes / max(self.num_bytes(header, 0, num_rows), 1) * num_rows) // unit)
         while fitting > 1 and self.num_bytes(header, 0, min(fitting * unit, num_rows)) > max_bytes:
             fitting -= 1
-        for begin in range(0, num_rows, fitting * unit):
-            yield begin, min(begin + fitting * unit, num_rows)
+        return fitting * unit
 
 
 def _share(held: Sequence[Sequence[SliceHeader]], sizes: _Sizes, bucket_bytes: int) -> list[_Share]:
@@ -208,8 +235,7 @@ def _share(held: Sequence[Sequence[SliceHeader]], sizes: _Sizes, bucket_bytes: i
     shared: list[tuple[int, int, int, list[tuple[int, int]]]] = []
     for replicas in holders.values():
         header = held[replicas[0][0]][replicas[0][1]]
-        for begin, end in sizes.row_ranges(header, bucket_bytes if len(replicas) == 1 else fine):
-            size = sizes.num_bytes(header, begin, end)
+        for begin, end, size in sizes.row_ranges(header, bucket_bytes if len(replicas) == 1 else fine):
             if len(replicas) > 1:
                 shared.append((size, begin, end, replicas))
                 continue
@@ -240,11 +266,11 @@ def _pack(
             yield end_of_last, planned, slices
             end_of_last, planned, slices = 0, [], []
         offsets = []
-        for name, dtype, part in sizes.slices(header, begin, end):
+        for (name, _, _), (part, num_bytes) in zip(sizes.outputs(header), sizes.sent(header, begin, end), strict=True):
             offset = align(end_of_last)
             offsets.append(offset)
             slices.append(BucketSlice(name, offset, part))
-            end_of_last = offset + part.num_elements * dtype.itemsize
+            end_of_last = offset + num_bytes
         planned.append(PlannedSlice(position, begin, end, offsets[0], offsets[1] if len(offsets) > 1 else None))
     if planned:
         yield end_of_last, planned, slices

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_plan import LoadPlan, trace_load
+from slime.backends.sglang_utils.load_plan import LoadPlan
+from slime.backends.sglang_utils.load_trace import trace_load
 from slime.weights.kernels.tables import CopyTable
 from slime.weights.manifest import Manifest, TensorEntry
 from slime.weights.tensor_slice import TensorSlice

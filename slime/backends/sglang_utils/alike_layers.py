@@ -1,0 +1,125 @@
+"""Traces of models whose layers are alike: the loader runs on the tensors of two layers of a kind, the others follow.
+
+Layers are alike when their tensors, and the engine's parameters, have the same names but for the layer's number, and
+the same shapes and places in memory.  The loader must do the same with both traced layers of a kind; where it does
+not, or does more than to copy, it runs on all tensors.  The first push proves what was concluded, as it does every
+plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slime.backends.sglang_utils.load_follower import LoadTrace, Write
+from slime.backends.sglang_utils.load_trace import trace_load
+from slime.backends.sglang_utils.model_memory import ModelMemory, named_tensors
+from slime.weights.manifest import TensorEntry
+from slime.weights.tensor_slice import StridedCopy
+
+_NUMBERED = re.compile(r"(.*?\.)(\d+)(\..+)")
+Layer = tuple[str, str]
+"""The beginning of its tensors' names, and its number."""
+Place = tuple[str, str]
+"""Name of one of the engine's tensors, before and after the layer's number."""
+
+
+@dataclass
+class _Deeds:
+    """What a loader does with the tensors of a layer, whatever its number."""
+
+    writes: dict[tuple[str, Place, torch.dtype, StridedCopy, torch.dtype], None] = field(default_factory=dict)
+    """End of the tensor's name, place and dtype of the target, copy and dtype of the source; in their order."""
+    partners: set[frozenset[str]] = field(default_factory=set)
+    derived_from: set[Place] = field(default_factory=set)
+
+
+def trace_by_layers(model: nn.Module, entries: Sequence[TensorEntry]) -> LoadTrace:
+    """Return the trace of ``model.load_weights`` on these tensors, as ``load_trace.trace_load`` does."""
+    kinds = [layers for layers in _kinds(model, entries) if len(layers) > 2]
+    if kinds:
+        left_out = {layer for layers in kinds for layer in layers[1:-1]}
+        trace = trace_load(model, [entry for entry in entries if _split(entry.name)[0] not in left_out])
+        if not (trace.unknown or trace.failures or trace.opaque) and _complete(trace, ModelMemory(model), kinds):
+            return trace
+    return trace_load(model, entries)
+
+
+def _split(name: str) -> tuple[Layer | None, str]:
+    """Return layer and end of a name; no layer for a name without a number."""
+    match = _NUMBERED.fullmatch(name)
+    return (None, name) if match is None else ((match[1], match[2]), match[3])
+
+
+def _kinds(model: nn.Module, entries: Sequence[TensorEntry]) -> list[list[Layer]]:
+    """Return the layers that are alike, kind by kind."""
+    tensors: dict[Layer, list[tuple[str, tuple[int, ...], str]]] = {}
+    for entry in entries:
+        layer, end = _split(entry.name)
+        if layer is not None:
+            tensors.setdefault(layer, []).append((end, entry.shape, entry.dtype))
+    places: dict[str, list[Any]] = {}
+    for name, tensor in named_tensors(model):
+        layer, end = _split(name)
+        if layer is not None:
+            memory = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
+            places.setdefault(layer[1], []).append((layer[0], end, tensor.dtype, memory))
+    kinds: dict[Any, list[Layer]] = {}
+    for layer, listed in tensors.items():
+        kinds.setdefault((layer[0], tuple(sorted(listed)), tuple(places.get(layer[1], ()))), []).append(layer)
+    return list(kinds.values())
+
+
+def _complete(trace: LoadTrace, memory: ModelMemory, kinds: Sequence[Sequence[Layer]]) -> bool:
+    """Add what the loader does with the layers that it was not given; False where that cannot be told."""
+    deeds = _deeds(trace, memory, {layer: _Deeds() for layers in kinds for layer in (layers[0], layers[-1])})
+    if deeds is None or any(deeds[layers[0]] != deeds[layers[-1]] for layers in kinds):
+        return False
+    trace.is_concluded = True
+    for layers in kinds:
+        done = deeds[layers[0]]
+        for begin, number in layers[1:-1]:
+            for end, (before, after), dtype, copy, source_dtype in done.writes:
+                target = memory.base(f"{before}{number}{after}", dtype)
+                trace.writes.append(Write(f"{begin}{number}{end}", target, copy, source_dtype))
+            trace.partners += [frozenset(f"{begin}{number}{end}" for end in ends) for ends in done.partners]
+            trace.derived_from |= {
+                memory.address_of(f"{before}{number}{after}") for before, after in done.derived_from
+            }
+    return True
+
+
+def _deeds(trace: LoadTrace, memory: ModelMemory, deeds: dict[Layer, _Deeds]) -> dict[Layer, _Deeds] | None:
+    """Return ``deeds`` filled from a trace; None where a layer's tensors do not stay with its own parameters."""
+    used: dict[str, dict[str, _Deeds]] = {}  # beginnings of parameters' names by number
+    for write in trace.writes:
+        layer, end = _split(write.name)
+        owner, after = _split(memory.owner_of(write.target.untyped_storage().data_ptr()) or "")
+        if layer is None or layer not in deeds:
+            continue
+        if owner is None or owner[1] != layer[1]:
+            return None
+        key = (end, (owner[0], after), write.target.dtype, write.copy, write.source_dtype)
+        deeds[layer].writes[key] = None
+        used.setdefault(owner[1], {})[owner[0]] = deeds[layer]
+    for names in trace.partners:
+        layers = {_split(name)[0] for name in names}
+        own = [done for layer, done in deeds.items() if layer in layers]
+        if own and len(layers) > 1:
+            return None
+        for done in own:
+            done.partners.add(frozenset(_split(name)[1] for name in names))
+    for address in trace.derived_from:
+        owner, after = _split(memory.owner_of(address) or "")
+        if owner is not None and owner[0] in used.get(owner[1], {}):
+            used[owner[1]][owner[0]].derived_from.add((owner[0], after))
+    for fill in trace.fills:
+        owner, _ = _split(memory.owner_of(fill.target.untyped_storage().data_ptr()) or "")
+        if owner is not None and owner[0] in used.get(owner[1], {}):
+            return None
+    return deeds
