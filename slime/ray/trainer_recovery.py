@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 NOTICE_S = 5.0
 """Seconds from an error of one rank until Ray has noticed the death of another, which caused it."""
+GLOO_TIMEOUT = "Timed out waiting"
+"""In gloo's error at a rank that waited in vain for another; under NCCL its process ends instead."""
 WINDOW_S = 3600.0
 """Time over which ``--max-recoveries`` counts."""
 
@@ -111,10 +113,17 @@ class TrainerRecovery:
                     raise
                 self._take_down(error)
             except Exception as error:  # a death shows first in whatever the other ranks were doing
-                death = (find_death(self._names, timeout_s=NOTICE_S) or NOTICE.departure()) if self._is_on else None
+                death = self._cause_of(error) if self._is_on else None
                 if death is None:
                     raise
                 self._take_down(death, error)
+
+    def _cause_of(self, error: Exception) -> SlimeError | None:
+        """Return the death, departure or hang of a rank behind an error of another; None for an error of its own."""
+        if found := find_death(self._names, timeout_s=NOTICE_S) or NOTICE.departure():
+            return found
+        is_late = isinstance(error, RuntimeError) and GLOO_TIMEOUT in str(error)
+        return HangError(f"a rank did not take part in a collective: {error}") if is_late else None
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
         """Train on one rollout, or leave it out where that leads to a rollback.

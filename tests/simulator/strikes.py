@@ -112,7 +112,7 @@ class Strikes:
         if fault.kind == "kill":
             target.kill()
         elif fault.kind == "hang":
-            target.frozen_until_s = self._kernel.now_s + fault.amount
+            target.frozen_until_s = max(target.frozen_until_s, self._kernel.now_s + fault.amount)
         elif fault.kind == "term":
             self._announce_end(target)
         elif fault.kind == "slow":
