@@ -180,7 +180,7 @@ def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
 def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     """Return the run's trainer as the only rank, in this process."""
     from slime.arguments import parse_args
-    from slime.arguments.hook_checks import check_hooks
+    from slime.arguments.hook_checks import check_trainer_hooks
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.observability.logging_utils import configure_logger, init_tracking
@@ -215,7 +215,7 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     init_tracking(args)
     start_recording(args, "replay", primary=True)
     event("start", rollout=replay.begin + 1, num_rollout=args.num_rollout)
-    check_hooks(args, side="trainer")
+    check_trainer_hooks(args)
     worker = Worker()
     worker.set_rendezvous(1, 0, "127.0.0.1", find_available_port(21000))
     worker.init(args, "actor", **policies_of(args))

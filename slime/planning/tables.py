@@ -169,8 +169,8 @@ def _engines(plan: Plan) -> str:
     rows = [
         (
             f"{g.model}/{g.worker_type}", g.num_engines, g.num_gpus_per_engine, g.nnodes, g.shape.dp_size,
-            g.shape.ep_size, gib(g.memory.weights), gib(g.memory.kv_cache), f"{g.memory.kv_tokens:,}",
-            gib(g.memory.reserve),
+            g.shape.ep_size, gib(g.memory.weights + g.memory.adapters), gib(g.memory.kv_cache),
+            f"{g.memory.kv_tokens:,}", gib(g.memory.reserve),
         )
         for g in plan.engine_groups
     ]  # fmt: skip

@@ -331,7 +331,7 @@ class RayTrainGroup:
         """Give engines that started late what the others got with the last push, under the same version."""
         self._connect(engines)
         self._push("resend_weights", "the weights of new engines")
-        self._ask_manager("push_done", self.excluded)
+        self._report_taken()
 
     def _connect(self, engines: UpdatableEngines) -> None:
         # Ranks that were started again know none of them, whatever the manager told those before.

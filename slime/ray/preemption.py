@@ -107,7 +107,7 @@ class Notice:
             logger.warning("Saved %.1f s after SIGTERM.", time.monotonic() - self._came_at)
         except Interrupted:
             logger.error("--preemption-grace-s %g was too short for the save; the one before it counts.", self.grace_s)
-        except SlimeError as error:
+        except Exception as error:  # a rank's death shows in whatever the others were doing
             logger.error("The save after SIGTERM failed, and the one before it counts: %s", error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -20,6 +20,7 @@ from slime.flags.algorithm import uses_reference
 from slime.observability.logging_utils import values_of_the_run
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import create_critic
+from slime.ray.engines.actor import restart_timeout_s
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
 from slime.ray.released_trainer import RELEASE_GRACE_S, ReleasedTrainGroup
@@ -158,5 +159,5 @@ def _engines_come_first(args: Namespace) -> bool:
 
 
 def _wait_for_engines(args: Namespace, manager: Any) -> None:
-    timeout_s = args.engine_start_timeout_s + ENGINE_START_MARGIN_S
+    timeout_s = restart_timeout_s(args) + ENGINE_START_MARGIN_S
     wait_for(manager.wait_ready.remote(), what="the engines to start", timeout_s=timeout_s)

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 NOTICE_S = 5.0
 """Seconds from an error of one rank until Ray has noticed the death of another, which caused it."""
-GLOO_TIMEOUT = "Timed out waiting"
-"""In gloo's error at a rank that waited in vain for another; under NCCL its process ends instead."""
+GLOO_TIMEOUT = ("gloo", "Timed out waiting")
+"""Words of gloo's error at a rank that waited in vain for another; under NCCL its process ends instead."""
 WINDOW_S = 3600.0
 """Time over which ``--max-recoveries`` counts."""
 
@@ -122,7 +122,7 @@ class TrainerRecovery:
         """Return the death, departure or hang of a rank behind an error of another; None for an error of its own."""
         if found := find_death(self._names, timeout_s=NOTICE_S) or NOTICE.departure():
             return found
-        is_late = isinstance(error, RuntimeError) and GLOO_TIMEOUT in str(error)
+        is_late = isinstance(error, RuntimeError) and all(words in str(error) for words in GLOO_TIMEOUT)
         return HangError(f"a rank did not take part in a collective: {error}") if is_late else None
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:

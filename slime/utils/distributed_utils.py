@@ -17,33 +17,46 @@ from slime.utils.net import format_host_port, get_free_port, is_ipv6
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """By purpose, because torch.distributed has no such registry."""
 _HELD: dict[int, socket.socket] = {}
-"""Ports at which this process listens for a store that it opens later."""
+"""Ports that this process has bound for stores that it opens later."""
+BACKLOG = 1024
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
 _torch_store = _rendezvous._create_c10d_store
 
 
 def hold_port(address: str, first_port: int) -> int:
-    """Listen at the first free port from ``first_port`` on, until :func:`open_store` serves there; return it.
+    """Bind the first free port from ``first_port`` on until :func:`open_store` listens there; return it.
 
-    A port that is only named may be taken by another process before the ranks meet.
+    A port that is only named may be taken by another process before the ranks meet.  Until then connections are
+    refused, so that the other ranks' time-out for the store holds.
     """
+    bind_stores()  # a store that torch makes for a rendezvous in this process takes the held port, too
     port = get_free_port(first_port)
     while True:
+        held = _socket_for(address)  # without SO_REUSEADDR, with which others could bind it as well
         try:
-            _HELD[port] = _listen(address, port)
+            held.bind((address, port))
         except OSError as error:
+            held.close()
             if error.errno == errno.EADDRNOTAVAIL:
                 return port
             if error.errno != errno.EADDRINUSE:
                 raise
             port = get_free_port(port + 1)
         else:
+            _HELD[port] = held
             return port
 
 
+def _socket_for(address: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET, socket.SOCK_STREAM)
+
+
 def _listen(address: str, port: int) -> socket.socket:
+    if held := _HELD.pop(port, None):
+        held.listen(BACKLOG)
+        return held
     family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=1024)
+    return socket.create_server((address, port), family=family, backlog=BACKLOG)
 
 
 def open_store(
@@ -72,7 +85,7 @@ def open_store(
     listener = None
     if rank == 0:
         try:
-            listener = (_HELD.pop(port, None) or _listen(host, port)).detach()
+            listener = _listen(host, port).detach()
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:  # an address of a gateway in front of this host
                 raise RuntimeError(f"{format_host_port(host, port)}: {error.strerror}") from error

@@ -369,8 +369,8 @@ EDGES: tuple[Edge, ...] = (
         deadline="at once when the process ends",
         raises="ProcessError",
         log="driver, with the end of the server's log and its path",
-        outcome="first start: ends the run, but for a port that another process took; that, and a restart: next "
-        "attempt, 3 in all",
+        outcome="first start: ends the run, but for a port of an engine on one node that another process took; that, "
+        "and a restart: next attempt, 3 in all",
         tests=(
             "tests/dist/test_engine_replacement.py::test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause",
             "tests/dist/test_engine_replacement.py::test_an_engine_whose_port_was_taken_starts_at_others",

@@ -50,7 +50,7 @@ class Child:
         now.cluster.roles[self.process] = role
         now.at(f"start {role}", self.process)
         # One that dies at once has found its port taken.
-        self._end = "was killed by signal 9" if self.process.is_alive else "ended: Address already in use"
+        self._lost_port = not self.process.is_alive
         now.next_pid += 1
         self.pid = now.next_pid
         ready_s = kernel.draw(f"boot {role}", 1.0, 12.0)
@@ -63,7 +63,13 @@ class Child:
         return self.process.is_alive
 
     def describe_end(self) -> str | None:
-        return None if self.process.is_alive else f"{self.name} {self._end}"
+        return None if self.process.is_alive else f"{self.name} was killed by signal 9"
+
+    def listens_at(self, port: int) -> bool:
+        return self.process.is_alive
+
+    def lost_port(self) -> bool:
+        return self._lost_port
 
     def log_tail(self) -> str:
         return "(no log)"

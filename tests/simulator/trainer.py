@@ -79,7 +79,7 @@ class Meeting:
             if any(not member.is_alive for member in self.members.values()):
                 raise RuntimeError("Connection closed by peer")
             if kernel.now_s >= deadline_s:
-                raise RuntimeError(f"Timed out waiting {timeout_s:.0f} s for a collective")
+                raise RuntimeError(f"[gloo] Timed out waiting {timeout_s:.0f} s for a collective")
             self.waiting.append(kernel.current)
             kernel.park(deadline_s - kernel.now_s, f"a collective (rank {rank})")
         return [call[k] for k in range(self.size)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,8 @@ REPOSITORY = Path(__file__).parents[3]
 LOG_TAIL_LINES = 60
 OWNER_POLL_S = 1.0
 KEEP_RUNS = 20
+PORT_TAKEN = re.compile(r"(address|port) (is )?already in use|is not available in \d+ seconds", re.IGNORECASE)
+"""Said of a port by the kernel, and by SGLang (srt/utils/network.py)."""
 STILL_WRITING_S = 6 * 3600.0
 """A run that wrote so recently may still go on, however many began after it."""
 
@@ -104,6 +107,19 @@ class ChildProcess:
             return f"(its log {self.log_path} cannot be read: {error})"
         return f"--- end of {self.log_path} ---\n" + "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
 
+    def listens_at(self, port: int) -> bool:
+        """Return True when the child, or a process that it started, listens at a port of this host."""
+        try:
+            family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+            sockets = [each for process in family for each in process.net_connections("tcp")]
+        except psutil.NoSuchProcess:  # one has just ended
+            return False
+        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
+
+    def lost_port(self) -> bool:
+        """Return True when the log says that another process has a port of the child's."""
+        return PORT_TAKEN.search(self.log_path.read_text(encoding="utf-8", errors="replace")) is not None
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Kill the child and everything it started.
 
@@ -124,13 +140,13 @@ def raise_if_ended(process: ChildProcess, advice: str) -> None:
         advice: last sentence of the message.
 
     Raises:
-        PortTakenError: its log says that a port is in use.
+        PortTakenError: another process has a port of the child's.
         EngineDiedError: it ended for another reason.
     """
     end = process.describe_end()
     if end is None:
         return
-    if "address already in use" in end.lower():
+    if process.lost_port():
         raise PortTakenError(f"{end}\nAnother process took a port that was free when it was chosen.")
     raise EngineDiedError(f"{end}\n{advice}")
 

@@ -247,7 +247,13 @@ class ModelLoad:
     def _trace_all_layers(self, wrong: LoadPlan) -> None:
         """Make the plan anew, without conclusions from layer to layer: more of them may be wrong."""
         manifest = wrong.manifest
-        plan = LoadPlan(self.model, manifest, trace_load(self.model, (*manifest.tensors, *manifest.kept)))
+        trace = trace_load(self.model, (*manifest.tensors, *manifest.kept))
+        if trace.has_lost_targets:
+            self.problems.append(
+                f"the model's loader was tried on zeros for {', '.join(sorted(trace.opaque)[:3])}, which may have "
+                "stayed in the model; the next push knows"
+            )
+        plan = LoadPlan(self.model, manifest, trace)
         if missed := sorted(wrong.unused - plan.unused):
             self.problems.append(
                 f"{len(missed)} tensors ({', '.join(missed[:3])}) were not loaded: the model's loader does not treat "

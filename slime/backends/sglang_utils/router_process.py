@@ -116,15 +116,15 @@ def start_router(
     router = RouterHandle(format_host(host), port, process, prometheus_port, secret)
     server = ServerControl(router.url, name=process.name)
     deadline = time.monotonic() + timeout_s
-    while not server.answers("/health", timeout_s=5.0):
+    while True:
+        # What answers may be another process, which took the port.
+        if server.answers("/health", timeout_s=5.0) and process.listens_at(port):
+            return router
         raise_if_ended(process, "The router ended before it answered; the cause is in its log above.")
         if time.monotonic() > deadline:
             process.stop()
             raise DeadlineError(f"{process.name} does not answer after {timeout_s:g} s\n{process.log_tail()}")
         time.sleep(POLL_S)
-    # What answers may be the process that took the port.
-    raise_if_ended(process, "The router ended as it began to answer; the cause is in its log above.")
-    return router
 
 
 def build_router_args(

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree, raise_if_ended
@@ -351,12 +352,14 @@ def wait_until_healthy(process: ChildProcess, server: ServerControl, *, timeout_
         ProcessError: the process ended, or the deadline passed; with the end of the server's log.
     """
     deadline = time.monotonic() + timeout_s
-    while not server.answers("/health_generate", timeout_s=max(1.0, min(30.0, deadline - time.monotonic()))):
+    while True:
+        is_up = server.answers("/health_generate", timeout_s=max(1.0, min(30.0, deadline - time.monotonic())))
+        # What answers may be another process, which took the port.
+        if is_up and process.listens_at(urlsplit(server.url).port or 0):
+            return
         raise_if_ended(process, "The engine ended before it served; the cause is in its log above.")
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"{process.name} does not serve after {timeout_s:g} s (--engine-start-timeout-s)\n{process.log_tail()}"
             )
         time.sleep(POLL_S)
-    # What answers may be the process that took the port.
-    raise_if_ended(process, "The engine ended as it began to serve; the cause is in its log above.")

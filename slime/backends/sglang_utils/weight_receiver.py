@@ -199,6 +199,7 @@ class ReceivingRank:
             self._shares, self._constants = None, {}
             if "manifest" not in message:
                 return
+            gc.collect()
             gc.freeze()  # a collection would walk over the whole model several times while manifest and plan are made
             manifest = Manifest.from_json(zlib.decompress(base64.b64decode(message["manifest"])).decode())
             if manifest.id != message["manifest_id"]:

@@ -170,8 +170,8 @@ class EngineGroup:
 
     def start(self) -> None:
         """Start every engine, or those again that have ended; ``models.wait_until_serving`` waits for them."""
-        ended = exits_of({index: self.actors_of(index) for index in self.starting})
-        for index in ended:
+        for index, reason in (ended := exits_of({index: self.actors_of(index) for index in self.starting})).items():
+            logger.warning("%s starts again: %s", self.name_of(index), reason)
             self._kill(index)
         missing = [i for i in self.indices(EngineState.STARTING) if i in ended or i not in self.starting]
         if missing:

@@ -36,8 +36,9 @@ from slime.ray.engines.lifecycle import LIVE, SERVES
 from slime.ray.gpus import GpuSlice, plan_gpus
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
-from slime.utils.errors import PortTakenError, ProcessError
+from slime.utils.errors import ConfigError, PortTakenError, ProcessError
 from slime.utils.http_utils import add_job_servers, find_available_port
+from slime.utils.net import is_port_available
 from slime.weights.push.verbs import RECEIVER
 
 logger = logging.getLogger(__name__)
@@ -364,6 +365,11 @@ def _start_own_router(args: Namespace, model: ModelConfig, wanted_port: int | No
             return _start_router_at(args, model, listen_address(), port)
         except PortTakenError as error:
             attempts_left -= 1
+            if wanted_port and not is_port_available(wanted_port):
+                raise ConfigError(
+                    f"--sglang-router-port is {wanted_port}, which another process on this node has; choose another, "
+                    "or leave the flag out."
+                ) from error
             if not attempts_left:
                 raise
             logger.warning("the router is started again at other ports: %s", error)

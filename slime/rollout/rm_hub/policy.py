@@ -213,9 +213,9 @@ class _Worker(threading.Thread):
         """Grade until this thread has been replaced."""
         while not self.is_replaced:
             grading = self._waiting.get()
+            grading.result.set_running_or_notify_cancel()  # first: once it has started, its caller may cancel it
             if grading.started.set_running_or_notify_cancel():
                 grading.started.set_result(self)
-            grading.result.set_running_or_notify_cancel()
             try:
                 value = grading.function(*grading.args)
             except BaseException as error:  # raised where the grading is awaited

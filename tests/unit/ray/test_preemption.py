@@ -64,13 +64,14 @@ def test_a_step_or_a_save_that_takes_longer_than_the_grace_is_left(notice, caplo
     assert "--preemption-grace-s 0.05 was too short for the save" in caplog.text
 
 
-def test_a_save_that_fails_is_an_error_in_the_log(notice, caplog):
+@pytest.mark.parametrize("error", [CheckpointError("the disk is full"), RuntimeError("Connection closed by peer")])
+def test_a_save_that_fails_is_an_error_in_the_log(notice, caplog, error):
     def fail() -> None:
-        raise CheckpointError("the disk is full")
+        raise error
 
     notice.grace_s, notice.save = 1000.0, fail
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(Interrupted):
         notice.check()
     notice.leave()
-    assert "The save after SIGTERM failed, and the one before it counts: the disk is full" in caplog.text
+    assert f"The save after SIGTERM failed, and the one before it counts: {error}" in caplog.text

@@ -27,12 +27,15 @@ def test_the_store_of_ranks_listens_at_its_own_address_alone():
         open_store("127.0.0.1", port, rank=0, **LIMIT)
 
 
-def test_a_port_is_held_until_its_store_is_opened():
+def test_a_port_is_held_until_its_store_is_opened(monkeypatch):
+    monkeypatch.setattr(distributed_utils._rendezvous, "_create_c10d_store", None)
     first = get_free_port(24900)
     port, other = hold_port("127.0.0.1", first), hold_port("127.0.0.1", first)
     assert first <= port < other
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("127.0.0.1", port))
+    with pytest.raises(ConnectionRefusedError):  # the others' time-out for the store goes on
+        socket.create_connection(("127.0.0.1", port), timeout=10)
     store = open_store("127.0.0.1", port, rank=0, world_size=1, timeout=LIMIT["timeout"])
     store.set("word", "given")
     assert open_store("127.0.0.1", port, rank=1, **LIMIT).get("word") == b"given"

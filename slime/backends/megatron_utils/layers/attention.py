@@ -102,8 +102,9 @@ class PackedAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,
     ) -> Tensor:
         """Args:
             query, key, value: [t, h, d] when packed, else [s, b, h, d]; keys may have fewer heads (GQA).

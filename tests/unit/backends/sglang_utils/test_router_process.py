@@ -53,6 +53,16 @@ def test_a_router_whose_port_was_taken_says_so(server):
             start_router(ARGS, host="127.0.0.1", timeout_s=60, **ports)
 
 
+def test_another_server_at_the_port_is_not_taken_for_the_router():
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        port = other.server_port
+        assert requests.get(f"http://127.0.0.1:{port}/health", timeout=10).ok
+        with pytest.raises(PortTakenError, match="took a port"):
+            start_router(ARGS, host="127.0.0.1", port=port, prometheus_port=get_free_port(27500), timeout_s=60)
+        other.shutdown()
+
+
 def test_prefixed_flags_reach_the_router_and_slime_decides_above_them():
     args = Namespace(**vars(ARGS), router_host="9.9.9.9", router_balance_abs_threshold=10, policy="random", host="bad")
     built = build_router_args(args, host="[::1]", port=1, prometheus_port=2, pd_disaggregation=True)

@@ -70,7 +70,7 @@ def args(tmp_path, monkeypatch):
         rollout_buffer_url=None,
         fetch_trajectory_retry_times=-1,
         rollout_task_type="math",
-        rollout_timeout_s=60.0,
+        rollout_timeout_s=300.0,
         rollout_batch_size=2,
         n_samples_per_prompt=2,
         rollout_max_response_len=64,
