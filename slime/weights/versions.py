@@ -40,7 +40,7 @@ from slime.weights.stored_tensors import save_tensors
 PREFIX = "weight_v"
 WHOLE_SUFFIX = "-full"
 _NAME = re.compile(rf"^{PREFIX}(\d{{6,}})({WHOLE_SUFFIX})?$")
-_PART = re.compile(rf"^\.{PREFIX}\d{{6,}}.*\.part-")
+_PART = re.compile(rf"^\.{PREFIX}(\d{{6,}}).*\.part-")
 CHAIN = "chain"
 """Key of the index's metadata: the run of pushes that a version belongs to.  Versions of two runs may have the same
 numbers and other weights."""
@@ -217,8 +217,11 @@ def remove_all(root: str | Path) -> None:
 
 
 def prune_before(root: str | Path, number: int) -> list[int]:
-    """Remove every version older than ``number``; gives their numbers."""
+    """Remove every version older than ``number``, and what dead writers left of one; gives the versions' numbers."""
     removed = []
+    for path in _entries(root):
+        if (match := _PART.match(path.name)) and int(match[1]) < number:
+            shutil.rmtree(path, ignore_errors=True)
     for folder in list_folders(root):
         match = _NAME.match(folder.name)
         if match is not None and int(match[1]) < number:

@@ -21,7 +21,14 @@ from slime.weights import local_copy, versions
 from slime.weights.delta import DeltaBase
 from slime.weights.local_copy import LocalCopy
 from slime.weights.stored_tensors import read_layout
-from slime.weights.versions import list_folders, prune_before, remove_all, remove_version, version_folder
+from slime.weights.versions import (
+    begin_version,
+    list_folders,
+    prune_before,
+    remove_all,
+    remove_version,
+    version_folder,
+)
 
 ENCODINGS = ("xor", "overwrite")
 
@@ -136,7 +143,10 @@ def test_a_host_that_missed_versions_starts_from_the_newest_whole_one(pusher):
         pusher.push()
         early.pull(number)
     pusher.push_whole(number=3)
+    left, running = (begin_version(version_folder(pusher.root, number)) for number in (2, 3))
     assert prune_before(pusher.root, 3) == [1, 2]
+    assert running.is_dir() and not left.exists()
+    running.rmdir()
     pusher.change()
     pusher.push()
     assert early.pull(4).seed == ""
