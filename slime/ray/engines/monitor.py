@@ -96,14 +96,14 @@ class HealthMonitor:
         """Probe every serving engine at once, so that a slow one does not delay the verdict on the others.
 
         A new engine that waits for its weights, or takes them, answers nothing, rightly: the push has deadlines of its
-        own, and its death is noticed without asking.  A probe that reached one after the order to give its memory
-        away would kill it.
+        own, and its death is noticed without asking.  One that is being registered answers after that, however slow
+        the router is.  A probe that reached one after the order to give its memory away would kill it.
         """
         with self._sending:
             asked = {
                 index: self._probe(self._group.engines[index])
                 for index in self._group.indices(*SERVES)
-                if self._group.engines[index] is not None and self._is_valid(pauses)
+                if self._group.engines[index] is not None and self._group.is_listed[index] and self._is_valid(pauses)
             }
         deadline_s = time.monotonic() + self._timeout_s + ACTOR_MARGIN_S
         for index, ref in asked.items():
