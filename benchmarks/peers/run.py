@@ -106,6 +106,8 @@ CHILDREN_S = 2.0
 """Between two looks at the processes that a side has started."""
 LEAVE_S = 15.0
 """For a side to end after its last step, and again after it was told to."""
+KILLED_S = 60.0
+"""For what was killed to be gone."""
 PINNED = ("sglang", "transformers", "flash-attn", "tensordict", "torch")
 """Packages whose version verl asks for."""
 
@@ -201,7 +203,7 @@ def stop(job: subprocess.Popen[bytes], started: dict[int, psutil.Process]) -> No
     for child in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    psutil.wait_procs(left, timeout=LEAVE_S)
+    psutil.wait_procs(left, timeout=KILLED_S)
 
 
 def installed(package: str) -> str | None:
