@@ -20,7 +20,7 @@ import queue
 import threading
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
 from slime.flags.reward import reward_config
@@ -218,6 +218,8 @@ class _Worker(threading.Thread):
                 grading.started.set_result(self)
             try:
                 value = grading.function(*grading.args)
+            except CancelledError as error:  # of the grader's own; awaited, it would pass for its caller's end
+                grading.result.set_exception(GraderError(f"the grader's own work was cancelled: {error!r}"))
             except BaseException as error:  # raised where the grading is awaited
                 grading.result.set_exception(error)
             else:

@@ -8,6 +8,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -127,6 +128,22 @@ def test_an_overdue_thread_is_replaced_and_others_are_graded_meanwhile():
 
     assert asyncio.run(main()) == list(range(20))
     release.set()
+
+
+def test_work_that_a_grader_cancels_is_a_failure_and_not_the_end_of_its_caller():
+    threads = GraderThreads(num_threads=1)
+
+    def cancels() -> None:
+        work: Future[None] = Future()
+        work.cancel()
+        work.result()
+
+    async def main() -> int:
+        with pytest.raises(GraderError, match="was cancelled"):
+            await threads.run(cancels, timeout_s=5.0)
+        return await threads.run(lambda: 1, timeout_s=5.0)
+
+    assert asyncio.run(main()) == 1
 
 
 def test_waiting_for_a_thread_does_not_count_against_the_deadline():
