@@ -26,13 +26,13 @@ _torch_store = _rendezvous._create_c10d_store
 def hold_port(address: str, first_port: int) -> int:
     """Bind the first free port from ``first_port`` on until :func:`open_store` listens there; return it.
 
-    A port that is only named may be taken by another process before the ranks meet.  Until then connections are
-    refused, so that the other ranks' time-out for the store holds.
+    A port that is only named may be taken by another process before the ranks meet.  A bound one refuses connections,
+    so that the other ranks' time-out for the store holds.
     """
     bind_stores()  # a store that torch makes for a rendezvous in this process takes the held port, too
     port = get_free_port(first_port)
     while True:
-        held = _socket_for(address)  # without SO_REUSEADDR, with which others could bind it as well
+        held = socket.socket(_family(address))  # without SO_REUSEADDR, with which others could bind it as well
         try:
             held.bind((address, port))
         except OSError as error:
@@ -47,16 +47,15 @@ def hold_port(address: str, first_port: int) -> int:
             return port
 
 
-def _socket_for(address: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET, socket.SOCK_STREAM)
-
-
 def _listen(address: str, port: int) -> socket.socket:
     if held := _HELD.pop(port, None):
         held.listen(BACKLOG)
         return held
-    family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=BACKLOG)
+    return socket.create_server((address, port), family=_family(address), backlog=BACKLOG)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
 
 
 def open_store(

@@ -81,7 +81,7 @@ def load_pickle(data: bytes, *, where: str | Path, tolerant: bool = False, remed
     Raises:
         DataError: the bytes are damaged, or ask for something that is not on the list.
     """
-    with _told(where, data, remedy):
+    with _as_data_error(where, data, remedy):
         return (_Tolerant if tolerant else _Strict)(io.BytesIO(data)).load()
 
 
@@ -93,7 +93,7 @@ def load_torch(data: bytes, *, where: str | Path, tolerant: bool = False, remedy
     module: Any = SimpleNamespace(
         Unpickler=kind, load=lambda file, **options: kind(file, **options).load(), __name__="pickle"
     )
-    with _told(where, data, remedy):
+    with _as_data_error(where, data, remedy):
         if (
             data[:4] == b"PK\x03\x04"
             and "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records()
@@ -117,7 +117,7 @@ def read_torch_file(path: Path, *, remedy: str = REMEDY) -> Any:
 
 
 @contextmanager
-def _told(where: str | Path, data: bytes, remedy: str) -> Iterator[None]:
+def _as_data_error(where: str | Path, data: bytes, remedy: str) -> Iterator[None]:
     """Make a DataError of what readers of pickles raise."""
     try:
         yield

@@ -30,7 +30,7 @@ Place = tuple[str, str]
 
 
 @dataclass
-class _Deeds:
+class _LayerTrace:
     """What a loader does with the tensors of a layer, whatever its number."""
 
     writes: dict[tuple[str, Place, torch.dtype, StridedCopy, torch.dtype], None] = field(default_factory=dict)
@@ -77,12 +77,14 @@ def _kinds(model: nn.Module, entries: Sequence[TensorEntry]) -> list[list[Layer]
 
 def _complete(trace: LoadTrace, memory: ModelMemory, kinds: Sequence[Sequence[Layer]]) -> bool:
     """Add what the loader does with the layers that it was not given; False where that cannot be told."""
-    deeds = _deeds(trace, memory, {layer: _Deeds() for layers in kinds for layer in (layers[0], layers[-1])})
-    if deeds is None or any(deeds[layers[0]] != deeds[layers[-1]] for layers in kinds):
+    by_layer = _split_by_layer(
+        trace, memory, {layer: _LayerTrace() for layers in kinds for layer in (layers[0], layers[-1])}
+    )
+    if by_layer is None or any(by_layer[layers[0]] != by_layer[layers[-1]] for layers in kinds):
         return False
     trace.is_concluded = True
     for layers in kinds:
-        done = deeds[layers[0]]
+        done = by_layer[layers[0]]
         for begin, number in layers[1:-1]:
             for end, (before, after), dtype, copy, source_dtype in done.writes:
                 target = memory.base(f"{before}{number}{after}", dtype)
@@ -94,22 +96,24 @@ def _complete(trace: LoadTrace, memory: ModelMemory, kinds: Sequence[Sequence[La
     return True
 
 
-def _deeds(trace: LoadTrace, memory: ModelMemory, deeds: dict[Layer, _Deeds]) -> dict[Layer, _Deeds] | None:
-    """Return ``deeds`` filled from a trace; None where a layer's tensors do not stay with its own parameters."""
-    used: dict[str, dict[str, _Deeds]] = {}  # beginnings of parameters' names by number
+def _split_by_layer(
+    trace: LoadTrace, memory: ModelMemory, by_layer: dict[Layer, _LayerTrace]
+) -> dict[Layer, _LayerTrace] | None:
+    """Return ``by_layer`` filled from a trace; None where a layer's tensors do not stay with its own parameters."""
+    used: dict[str, dict[str, _LayerTrace]] = {}  # beginnings of parameters' names by number
     for write in trace.writes:
         layer, end = _split(write.name)
         owner, after = _split(memory.owner_of(write.target.untyped_storage().data_ptr()) or "")
-        if layer is None or layer not in deeds:
+        if layer is None or layer not in by_layer:
             continue
         if owner is None or owner[1] != layer[1]:
             return None
         key = (end, (owner[0], after), write.target.dtype, write.copy, write.source_dtype)
-        deeds[layer].writes[key] = None
-        used.setdefault(owner[1], {})[owner[0]] = deeds[layer]
+        by_layer[layer].writes[key] = None
+        used.setdefault(owner[1], {})[owner[0]] = by_layer[layer]
     for names in trace.partners:
         layers = {_split(name)[0] for name in names}
-        own = [done for layer, done in deeds.items() if layer in layers]
+        own = [done for layer, done in by_layer.items() if layer in layers]
         if own and len(layers) > 1:
             return None
         for done in own:
@@ -122,4 +126,4 @@ def _deeds(trace: LoadTrace, memory: ModelMemory, deeds: dict[Layer, _Deeds]) ->
         owner, _ = _split(memory.owner_of(fill.target.untyped_storage().data_ptr()) or "")
         if owner is not None and owner[0] in used.get(owner[1], {}):
             return None
-    return deeds
+    return by_layer

@@ -102,7 +102,7 @@ class ChildProcess:
     def log_tail(self) -> str:
         """Return the last lines of the child's output, headed by the path of the whole."""
         try:
-            text = self.log_path.read_text(encoding="utf-8", errors="replace")
+            text = self._read_log()
         except OSError as error:
             return f"(its log {self.log_path} cannot be read: {error})"
         return f"--- end of {self.log_path} ---\n" + "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
@@ -110,15 +110,20 @@ class ChildProcess:
     def listens_at(self, port: int) -> bool:
         """Return True when the child, or a process that it started, listens at a port of this host."""
         try:
-            family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
-            sockets = [each for process in family for each in process.net_connections("tcp")]
+            sockets = [each for process in _family(self.pid) for each in process.net_connections("tcp")]
         except psutil.NoSuchProcess:  # one has just ended
             return False
         return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
 
     def lost_port(self) -> bool:
         """Return True when the log says that another process has a port of the child's."""
-        return PORT_TAKEN.search(self.log_path.read_text(encoding="utf-8", errors="replace")) is not None
+        try:
+            return PORT_TAKEN.search(self._read_log()) is not None
+        except OSError:  # ``log_tail`` says so
+            return False
+
+    def _read_log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Kill the child and everything it started.
@@ -185,21 +190,28 @@ def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
     Returns:
         The processes that still existed after ``timeout_s`` seconds.
     """
-    try:
-        root = psutil.Process(pid)
-        family = root.children(recursive=True)
-    except psutil.NoSuchProcess:
+    family = _family(pid)
+    if not family:
         return []
-    for process in family:
+    for process in family[1:]:
         _kill(process)
     if pid == os.getpid():
         os.kill(pid, signal.SIGKILL)
-    _kill(root)
+    _kill(family[0])
     deadline = time.monotonic() + timeout_s
-    alive = [*family, root]
+    alive = family
     while (alive := [process for process in alive if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return [process.pid for process in alive]
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """Return a process and its descendants; empty when it is gone."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _runs(process: psutil.Process) -> bool:

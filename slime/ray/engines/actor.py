@@ -84,7 +84,7 @@ def start_engine_actor(gpus: GpuSlice | None, position: int, *arguments: Any, **
     return RemoteEngine.options(**options).remote(*arguments, **keywords)
 
 
-def exits_of(actors: Mapping[int, Sequence[Any]], timeout_s: float = EXITS_TIMEOUT_S) -> dict[int, str]:
+def exits_of(actors: Mapping[int, Sequence[Any]], timeout_s: float) -> dict[int, str]:
     """Return the engines with a dead process, each with how it ended.
 
     Args:

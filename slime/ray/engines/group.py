@@ -24,6 +24,7 @@ from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupCo
 from slime.flags.security import job_secret
 from slime.observability import run_record
 from slime.ray.engines.actor import (
+    EXITS_TIMEOUT_S,
     MAX_START_ATTEMPTS,
     MIN_WAIT_S,
     PortCursors,
@@ -170,11 +171,10 @@ class EngineGroup:
 
     def start(self) -> None:
         """Start every engine, or those again that have ended; ``models.wait_until_serving`` waits for them."""
-        for index, reason in (ended := exits_of({index: self.actors_of(index) for index in self.starting})).items():
+        for index, reason in self.find_exited(EXITS_TIMEOUT_S, [EngineState.STARTING]).items():
             logger.warning("%s starts again: %s", self.name_of(index), reason)
             self._kill(index)
-        missing = [i for i in self.indices(EngineState.STARTING) if i in ended or i not in self.starting]
-        if missing:
+        if missing := [index for index in self.indices(EngineState.STARTING) if self.engines[index] is None]:
             refs, nodes = self._launch(missing, register=True), self.nodes_per_engine
             self.starting |= {index: refs[i * nodes : (i + 1) * nodes] for i, index in enumerate(missing)}
 
@@ -355,13 +355,13 @@ class EngineGroup:
     def _shut_down(self, index: int) -> None:
         self.shutting_down += [actor.shutdown.remote() for actor in self.actors_of(index) if actor is not None]
 
-    def find_exited(self, timeout_s: float) -> dict[int, str]:
-        """Return the engines with a dead process on any node, each with how it ended.
+    def find_exited(self, timeout_s: float, states: Sequence[EngineState] = LIVE) -> dict[int, str]:
+        """Return the engines in one of ``states`` with a dead process on any node, each with how it ended.
 
         Args:
             timeout_s: an actor that says nothing for so long counts as busy, not dead; its death is reported by Ray.
         """
-        actors = {index: [a for a in self.actors_of(index) if a is not None] for index in self.indices(*LIVE)}
+        actors = {index: [a for a in self.actors_of(index) if a is not None] for index in self.indices(*states)}
         return exits_of(actors, timeout_s)
 
     def begin_rollout(self) -> None:

@@ -251,7 +251,7 @@ def _needs_offload(args: Namespace, gpu_offset: int) -> bool:
 def wait_until_serving(args: Namespace, groups: Sequence[EngineGroup]) -> None:
     """Wait until every engine that is starting serves, and report so to its group.
 
-    An engine that another process robbed of a port starts again at others.
+    An engine one of whose ports another process took starts again at others.
 
     Raises:
         ProcessError: an engine ended or did not answer within ``--engine-start-timeout-s``, or ports were taken in
@@ -263,10 +263,9 @@ def wait_until_serving(args: Namespace, groups: Sequence[EngineGroup]) -> None:
             # The engines keep their own deadline; this one only catches an actor that never ran.
             wait_for(starting, what="the SGLang engines to start", timeout_s=start_timeout_s(args))
             break
-        except PortTakenError as error:
+        except PortTakenError:
             if attempt == MAX_START_ATTEMPTS:
                 raise
-            logger.warning("an engine starts again at other ports (attempt %d): %s", attempt + 1, error)
             for group in groups:
                 group.start()
     for group in groups:
