@@ -4,7 +4,8 @@ A request with ``custom_params: {"return_top_p_token_ids": true}`` gets the nucl
 log-probs renormalised over them.  ``server_main`` registers the hooks in slime's engines; in an engine of somebody
 else SGLang finds them by the entry point of the installed package.
 
-A request that names no adapter runs on the one pushed last (``--lora-push adapter``).  Every answer names its engine.
+A request that names no adapter runs on the one pushed last (``--lora-push adapter``), whose version is served as soon
+as it is loaded.  Every answer names its engine.
 A pause ends as soon as aborted requests have.
 Ids with images go to an encoder as text does, GLM-4V counts the positions of ids as drawn, a flush forgets features of
 images, and a request that brings some is refused.
@@ -21,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ _ASKED = "_slime_asks_for_nuclei"
 """Attribute of a SamplingBatchInfo: for each request of the batch, whether it asked."""
 _CAPTURE = "_slime_capture"
 """Attribute of a Sampler while it samples."""
+_GATED = "_slime_gated_layers"
+"""Attribute of an engine's model: see :func:`_gated_layers`."""
 _running: Counter[str | None] = Counter()
 """Requests under way, by the id of their adapter."""
 LOST_COUNT_S = 5.0
@@ -46,6 +50,7 @@ PAUSE_LOOK_S = 0.01
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 _ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 _is_registered = False
@@ -73,8 +78,10 @@ def register() -> None:
         (f"{_TOKENIZER_MANAGER}.generate_request", _generate, HookType.AROUND),
         (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, HookType.AROUND),
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
+        (f"{_TOKENIZER_MANAGER}.load_lora_adapter_from_tensors", _serve_adapter, HookType.AROUND),
         ("sglang.srt.managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors", _read_adapter, HookType.AROUND),
-        ("sglang.srt.lora.lora.LoRAAdapter.initialize_weights_from_tensors", _take_adapter, HookType.AROUND),
+        (f"{_ADAPTER}._build_moe_gated_map", _gated_layers, HookType.AROUND),
+        (f"{_ADAPTER}.initialize_weights_from_tensors", _take_adapter, HookType.AROUND),
         ("sglang.srt.model_executor.model_runner.ModelRunner.unload_lora_adapter", _unload_adapter, HookType.AROUND),
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
@@ -224,6 +231,14 @@ async def _wait_for_unload(original: Callable[..., Any], registry: Any, lora_id:
     _running.pop(lora_id, None)
 
 
+async def _serve_adapter(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
+    """Load an adapter, and serve one of a push as its version at once: a push needs no second request for that."""
+    result = await original(manager, request, *args)
+    if result.success and request.lora_name.startswith(ADAPTER_PREFIX):
+        manager.server_args.weight_version = request.lora_name.removeprefix(ADAPTER_PREFIX)
+    return result
+
+
 def _read_adapter(original: Callable[..., Any], worker: Any, request: Any) -> Any:
     """Read an adapter in one buffer.  SGLang's own bucket describes each tensor by an object, and its process has not
     been prepared to map memory of a GPU, as it is for weights.
@@ -244,9 +259,7 @@ def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[
     """Leave an adapter that came in memory of the GPU on the GPU: SGLang takes each tensor to the host, and all of
     them back with the first batch.
     """
-    from sglang.srt.layers.utils import get_layer_id
-
-    layers = {name: get_layer_id(name) for name in tensors}
+    layers = {name: _layer_of(name) for name in tensors}
     if None in layers.values():
         original(adapter, tensors)
         return
@@ -254,11 +267,32 @@ def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[
     for name, tensor in tensors.items():
         held[layers[name]][name] = tensor
     adapter._normalize_weights()  # joins some of them, in memory of its own
-    lent = {id(tensor) for tensor in tensors.values() if not tensor.is_cpu}  # with the answer the trainer frees it
-    for weights in held:
-        weights.update({name: one.clone() for name, one in weights.items() if id(one) in lent})
+    ids = {id(tensor) for tensor in tensors.values() if not tensor.is_cpu}  # with the answer the trainer frees them
+    lent = {name: one for weights in held for name, one in weights.items() if id(one) in ids}
+    if lent:  # in one copy: a launch for each takes longer
+        shapes = [(name, one.shape) for name, one in lent.items()]
+        own = named_parts(torch.cat([one.view(-1) for one in lent.values()]), shapes)
+        for weights in held:
+            weights.update({name: own[name] for name in weights if name in own})
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
+
+
+@cache  # pushes repeat
+def _layer_of(name: str) -> int | None:
+    from sglang.srt.layers.utils import get_layer_id
+
+    layer: int | None = get_layer_id(name)
+    return layer
+
+
+def _gated_layers(original: Callable[..., dict[int, bool]], model: torch.nn.Module) -> dict[int, bool]:
+    """Return which layers have gated experts, found once: SGLang walks over all modules of the model each time."""
+    held = vars(model)
+    if _GATED not in held:
+        held[_GATED] = original(model)
+    found: dict[int, bool] = held[_GATED]
+    return found
 
 
 def _unload_adapter(original: Callable[..., Any], runner: Any, lora_ref: Any) -> Any:

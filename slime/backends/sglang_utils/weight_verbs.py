@@ -211,8 +211,7 @@ class WeightVerbs(EngineVerbs):
             adapter = {"lora_name": name, "config_dict": config, "serialized_tensors": tensors}
             load_format = {"load_format": IN_ONE_BUFFER} if is_handle else {}
             self._update("/load_lora_adapter_from_tensors", adapter | load_format)
-            self._adapters += (name,)
-        self._update("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+            self._adapters += (name,)  # our plugin serves it from now on
         if old := self._adapters[:-1]:
             self._adapters = self._adapters[-1:]
             pool = ThreadPoolExecutor(1, thread_name_prefix="unload adapters")

@@ -166,25 +166,21 @@ def test_an_engine_whose_model_differs_from_its_digests_is_ended(engine, monkeyp
 
 
 def asked_of_adapters(engine):
-    return [
-        (path.rpartition("/")[2], json.get("lora_name") or json["new_version"])
-        for _, path, json in engine.server.asked
-    ]
+    return [(path.rpartition("/")[2], json["lora_name"]) for _, path, json in engine.server.asked]
 
 
 def test_an_engine_holds_two_adapters_in_turn(engine):
     for version in ("1", "2", "2", "3", "4"):
         engine.load_adapter(version, {"r": 2}, "tensors", version == "4")
         wait([engine._unloading] if engine._unloading else [])
-    load, unload, name = "load_lora_adapter_from_tensors", "unload_lora_adapter", "update_weight_version"
-    assert asked_of_adapters(engine) == [
-        *[(load, "slime-1"), (name, "1")],
-        *[(load, "slime-2"), (name, "2"), (unload, "slime-1")],
-        (name, "2"),  # a resend that this engine did not miss
-        *[(load, "slime-3"), (name, "3"), (unload, "slime-2")],
-        *[(load, "slime-4"), (name, "4"), (unload, "slime-3")],
+    load, unload = "load_lora_adapter_from_tensors", "unload_lora_adapter"
+    assert asked_of_adapters(engine) == [  # once for version 2: this engine did not miss the resend
+        (load, "slime-1"),
+        *[(load, "slime-2"), (unload, "slime-1")],
+        *[(load, "slime-3"), (unload, "slime-2")],
+        *[(load, "slime-4"), (unload, "slime-3")],
     ]
-    sent = engine.server.asked[-3][2]
+    sent = engine.server.asked[-2][2]
     assert sent["serialized_tensors"] == "tensors" and sent["config_dict"] == {"r": 2}
     assert sent["load_format"] == IN_ONE_BUFFER and "load_format" not in engine.server.asked[0][2]
 
@@ -215,7 +211,7 @@ def test_an_old_adapter_that_does_not_go_in_time_leaves_the_wait_to_sglang_and_o
     with nullcontext() if isinstance(error, NoAnswer) else pytest.raises(Refused, match="no such adapter"):
         engine.load_adapter("2", {}, "tensors", False)
     engine.load_adapter("2", {}, "tensors", False)  # as a resend does
-    assert ("update_weight_version", "2") in asked_of_adapters(engine)
+    assert [name for _, name in asked_of_adapters(engine)] == ["slime-1", "slime-2", "slime-1"]
 
 
 def test_a_request_without_adapter_runs_on_the_last_one_and_keeps_its_version():
@@ -231,6 +227,21 @@ def test_a_request_without_adapter_runs_on_the_last_one_and_keeps_its_version():
     settings.weight_version = "default"  # before the first push: the model as it is
     request.lora_path = None
     assert (_choose_adapter(manager, request), request.lora_path) == (None, None)
+
+
+@pytest.mark.parametrize(("name", "success", "served"), [
+    ("slime-5", True, "5"), ("slime-5", False, "4"), ("mine", True, "4"),
+])  # fmt: skip
+def test_an_adapter_of_a_push_is_served_once_it_is_loaded(name, success, served):
+    settings = SimpleNamespace(weight_version="4")
+
+    async def load(manager: Any, request: Any) -> Any:
+        assert settings.weight_version == "4"
+        return SimpleNamespace(success=success)
+
+    manager = SimpleNamespace(server_args=settings)
+    answer = asyncio.run(sglang_plugin._serve_adapter(load, manager, SimpleNamespace(lora_name=name)))
+    assert (answer.success, settings.weight_version) == (success, served)
 
 
 def test_every_answer_names_its_engine():

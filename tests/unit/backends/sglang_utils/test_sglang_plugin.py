@@ -22,6 +22,7 @@ from torch.multiprocessing import reductions  # noqa: E402
 
 from slime.backends.megatron_utils.sglang import serialize_bucket, share_host_tensors  # noqa: E402
 from slime.backends.sglang_utils.sglang_plugin import (  # noqa: E402
+    _gated_layers,
     _pause,
     _read_adapter,
     _take_adapter,
@@ -33,12 +34,20 @@ from slime.weights.push.wire import handle_of  # noqa: E402
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
-def taken(device: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+class OnCard(torch.Tensor):
+    """A tensor that says that it is not on the host, and is."""
+
+    is_cpu = False
+
+
+def taken(device: str, kind: type[torch.Tensor] = torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """What an adapter holds of its second layer, and what it was given."""
     adapter = LoRAAdapter("one", LoRAConfig.from_dict(CONFIG), SimpleNamespace(num_hidden_layers=2), None, None)  # type: ignore[arg-type]
     given = {
-        f"base_model.model.model.layers.1.self_attn.{module}.lora_{matrix}.weight": torch.ones(shape, device=device)
-        for module, rows in (("q_proj", 8), ("k_proj", 4), ("v_proj", 4), ("o_proj", 6))
+        f"base_model.model.model.layers.1.self_attn.{module}.lora_{matrix}.weight": torch.full(
+            shape, value, device=device
+        ).as_subclass(kind)
+        for module, rows, value in (("q_proj", 8, 1.0), ("k_proj", 4, 2.0), ("v_proj", 4, 3.0), ("o_proj", 6, 4.0))
         for matrix, shape in (("A", (2, 6)), ("B", (rows, 2)))
     }
     _take_adapter(LoRAAdapter.initialize_weights_from_tensors, adapter, given)
@@ -53,6 +62,10 @@ def test_an_adapter_on_the_card_is_held_there_as_one_on_the_host_is_on_the_host(
     assert shapes[0] == shapes[1]
     assert on_card["base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"].shape == (16, 2)
     assert not {id(one) for one in on_card.values()} & {id(one) for one in given.values()}
+    copied, given = taken("cpu", OnCard)
+    for tensor in given.values():
+        tensor.zero_()  # the trainer's memory holds something else
+    assert copied.keys() == on_host.keys() and all(copied[name].equal(on_host[name]) for name in on_host)
 
 
 class Manager:
@@ -96,6 +109,16 @@ def test_a_pause_ends_when_aborted_requests_have(is_hooked: bool, monkeypatch: p
     assert asyncio.run(run())
     # SGLang's own pause would wait a second: when it no longer does, the hook can go.
     assert (1.0 in slept) is not is_hooked
+
+
+def test_modules_of_a_model_are_walked_for_the_first_adapter_alone() -> None:
+    walks: list[torch.nn.Module] = []
+    one, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    found = [
+        _gated_layers(lambda model: walks.append(model) or {0: model is one}, model) for model in (one, other, one)
+    ]
+    assert found == [{0: True}, {0: False}, {0: True}]
+    assert walks == [one, other]
 
 
 def test_an_adapter_goes_without_a_look_at_the_free_memory() -> None:
