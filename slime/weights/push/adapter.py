@@ -77,7 +77,7 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
 def named_parts(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     """Return the tensors that lie in ``flat`` one behind the other."""
     parts = flat.split_with_sizes([math.prod(shape) for _, shape in shapes])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+    return {name: part.view(*shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
 
 def _form_for(engine: EngineProxy, push: Push, tensors: Mapping[str, Tensor]) -> str:
