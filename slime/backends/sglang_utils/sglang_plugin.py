@@ -279,11 +279,10 @@ def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[
 
 
 @cache  # pushes repeat
-def _layer_of(name: str) -> int | None:
+def _layer_of(name: str) -> Any:
     from sglang.srt.layers.utils import get_layer_id
 
-    layer: int | None = get_layer_id(name)
-    return layer
+    return get_layer_id(name)
 
 
 def _gated_layers(original: Callable[..., dict[int, bool]], model: torch.nn.Module) -> dict[int, bool]:
