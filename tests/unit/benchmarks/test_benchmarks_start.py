@@ -138,6 +138,30 @@ def test_the_flags_of_the_benchmark_of_asynchrony_are_accepted(tmp_path):
     assert lengths[2000] == pytest.approx(800, rel=0.1) and lengths[-1] == 16384
 
 
+def test_modes_that_ran_by_themselves_are_compared_in_one_table(monkeypatch, tmp_path, capsys):
+    module, files = load("asynchrony"), []
+    options = {"model": "tiny", "prompts": 4, "median": 12, "sigma": 1, "cap": 64, "tokens": 512, "rollouts": 5}
+    for mode, seconds in {"synchronous": 8.0, "staleness 2": 4.0}.items():
+        numbers = {"mode": mode, "rollouts": 2, "seconds": seconds, "tokens": 800, "tokens_per_s": 800 / seconds}
+        row = {**numbers, "idle": [0.5, 0.25], "trainer_waits": None, "use": []}
+        files.append(tmp_path / f"{mode}.json")
+        files[-1].write_text(json.dumps({"command": f"python {mode}", "options": options, "rows": [row]}))
+    words = ["asynchrony.py", "--out", str(tmp_path / "both"), "--merge", *map(str, files)]
+    monkeypatch.setattr(sys, "argv", words)
+    module.main()
+    assert "| staleness 2 | 2 | 4.0 | 200 | 2.00 | 50%, 25% |" in capsys.readouterr().out
+    written = json.loads((tmp_path / "both/asynchrony.json").read_text())
+    assert written["command"] == "python synchronous\npython staleness 2"
+    assert [row[4] for row in written["tables"][0]["rows"]] == [1.0, 2.0]
+
+
+def test_a_model_without_weights_is_the_config_that_an_engine_reads(tmp_path):
+    module = load("asynchrony")
+    module.write_model(tmp_path, "qwen3-4B", has_weights=False)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["architectures"], config["num_hidden_layers"]) == (["Qwen3ForCausalLM"], 36)
+
+
 @pytest.mark.parametrize("command", ["--model tiny", "--model qwen3-4B", "--model qwen3-30B-A3B --layers 2"])
 def test_the_flags_of_the_ways_of_a_push_are_accepted(command, monkeypatch, tmp_path):
     module = load("weight_push_ways")
