@@ -30,7 +30,7 @@ PARTS = {
     "tower_in_step",
 }
 """Modules that programs import."""
-OF_TRAINING = {"first_push", "plan_memory", "record_overhead", "step_phases", "train_mfu"}
+OF_TRAINING = {"first_push", "plan_memory", "record_overhead", "rollout_client", "step_phases", "train_mfu"}
 OF_TRAINING |= {"weight_push_engine", "weight_push_ways"}
 """Programs with flags of train.py: each has a test below."""
 
@@ -160,6 +160,19 @@ def test_a_model_without_weights_is_the_config_that_an_engine_reads(tmp_path):
     module.write_model(tmp_path, "qwen3-4B", has_weights=False)
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert (config["architectures"], config["num_hidden_layers"]) == (["Qwen3ForCausalLM"], 36)
+
+
+def test_the_flags_of_the_real_engine_of_the_clients_benchmark_are_accepted(tmp_path):
+    options = Namespace(model="tiny", samples=16, cap=64)
+    args = load("rollout_client").engine_args(tmp_path, options, ["--fp32"])
+    assert (args.rollout_batch_size, args.sglang_load_format, args.job_secret) == (2, "dummy", None)
+
+
+def test_clients_of_a_real_engine_ask_for_the_lengths_of_the_trace_after_short_first_ones():
+    trace = {"median": 12, "sigma": 1.0, "cap": 64}
+    work = load("rollout_client").Work("http://any", 8, 64, trace)
+    lengths = [load("asynchrony").response_length(number, trace) for number in range(32, 40)]
+    assert [work.params(number)["max_new_tokens"] for number in range(30, 40)] == [16, 16, *lengths]
 
 
 @pytest.mark.parametrize("command", ["--model tiny", "--model qwen3-4B", "--model qwen3-30B-A3B --layers 2"])
