@@ -2,6 +2,7 @@
 
     python benchmarks/asynchrony.py --out runs/asynchrony
     python benchmarks/asynchrony.py --out /tmp/a --model tiny --prompts 4 --median 12 --cap 64 -- --fp32   # a CPU
+    python benchmarks/asynchrony.py --out /tmp/a --merge /tmp/b/numbers.json /tmp/c/numbers.json           # one table
 
 Every mode is a whole job with random weights of the model's shape.  The length of each response is that of one seeded
 trace (log-normal, ``--median``, ``--sigma``, ``--cap``), a function of the sample's index alone, and forced; rewards
@@ -9,6 +10,8 @@ are random.  Measured are the rollouts between the second and the last but one, 
 trained response tokens a second, and of each GPU the share of time without a running kernel (NVML).
 
 All jobs start at once and wait with their first request until it is their turn, so that starts cost time only once.
+Where two trainers do not fit one GPU, run each mode by itself, one behind the other or each on GPUs of its own
+(``CUDA_VISIBLE_DEVICES``), and merge their numbers.
 ``--out`` gets the folder of each job, ``numbers.json``, ``asynchrony.json`` (a file of benchmarks/results) and
 ``asynchrony.png``.  Flags behind ``--`` are train.py's.
 """
@@ -89,8 +92,11 @@ async def generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]
 # The jobs
 
 
-def write_model(folder: Path, model: str) -> None:
-    """Write the tiny task's prompts and tokenizer to ``folder``, with a random model of the shape of ``model``."""
+def write_model(folder: Path, model: str, *, has_weights: bool = True) -> None:
+    """Write the tiny task's prompts and tokenizer to ``folder``, with a random model of the shape of ``model``.
+
+    Without weights, ``config.json`` is all that is of that model.
+    """
     import torch
     import transformers
 
@@ -102,9 +108,16 @@ def write_model(folder: Path, model: str) -> None:
     shape = {**PUBLISHED[model], "max_position_embeddings": 40960, "eos_token_id": 2, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(**shape)
     torch.manual_seed(1)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("meta" if not has_weights else "cuda" if torch.cuda.is_available() else "cpu"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if not has_weights:
+        made.config.architectures = [type(made).__name__]
+        made.config.save_pretrained(folder / "hf")
+        return
     made.save_pretrained(folder / "hf")
+    del made
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the jobs have the GPU from now on
 
 
 def command(mode: str, options: argparse.Namespace, extra: list[str]) -> list[str]:
@@ -151,7 +164,9 @@ class Sampler(threading.Thread):
             import pynvml
 
             pynvml.nvmlInit()
-            gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES")  # of which NVML knows nothing
+            indices = map(int, shown.split(",")) if shown else range(pynvml.nvmlDeviceGetCount())
+            gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
         except Exception as error:  # no library, no driver
             print(f"no NVML: {error!r}", flush=True)
             return
@@ -250,18 +265,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def result(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the rows as a file of benchmarks/results."""
+def result(options: argparse.Namespace, rows: list[dict[str, Any]], command: str, together: str) -> dict[str, Any]:
+    """Return the rows as a file of benchmarks/results; ``together`` says what the jobs shared."""
     return {
         **{"title": "What asynchrony gives", "group": "Whole jobs", "date": datetime.now(UTC).date().isoformat()},
         **{"hardware": results_page.find_hardware(), "versions": results_page.versions()},
-        **{"command": shlex.join(["python", *sys.argv]), "commit": results_page.commit()},
+        **{"command": command, "commit": results_page.commit()},
         "notes": [
             f"{options.model} with random weights; {options.prompts} prompts x 8 samples; response lengths of one "
             f"seeded trace (log-normal, median {options.median:g}, sigma {options.sigma:g}, cap {options.cap:,}), "
             f"forced; micro-batches of {options.tokens:,} tokens; {options.rollouts} rollouts a mode, of which all "
             "but the first two and the last are measured. One GPU trains and one generates; a GPU is idle while no "
-            "kernel runs on it. All jobs were up, one ran."
+            f"kernel runs on it. {together}"
         ],
         "tables": results_page.parse(table(rows))[1],
     }
@@ -287,6 +302,60 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def write(options: argparse.Namespace, extra: list[str], rows: list[dict[str, Any]]) -> None:
+    """Write the numbers of the modes that have run."""
+    command = shlex.join(["python", *sys.argv])
+    shown = {name: value for name, value in vars(options).items() if name not in ("out", "merge")}
+    numbers = {"command": command, "options": shown, "flags": extra, "rows": rows}
+    (options.out / "numbers.json").write_text(json.dumps(numbers))
+    results_page.save("asynchrony", result(options, rows, command, "All jobs were up, one ran."), options.out)
+
+
+def merge(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Make one result of those of several runs of this program; options are those of the first."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    runs = [json.loads(path.read_text()) for path in options.merge]
+    rows = [row for run in runs for row in run["rows"]]
+    command = "\n".join(run["command"] for run in runs)
+    said = result(Namespace(**runs[0]["options"]), rows, command, "Each job was up by itself.")
+    results_page.save("asynchrony", said, options.out)
+    return rows
+
+
+def run(options: argparse.Namespace, extra: list[str]) -> list[dict[str, Any]]:
+    """Run the modes; returns a row of numbers for each."""
+    began_s = time.monotonic()
+    write_model(options.out / "task", options.model)
+    sampler = Sampler()
+    sampler.start()
+    jobs = {mode: start(mode, options, extra) for mode in options.modes}
+    rows: list[dict[str, Any]] = []
+    try:
+        wait_for_starts(jobs, options)
+        before = None
+        for mode, job in jobs.items():
+            limit_s = min(options.limit_s, options.total_s - (time.monotonic() - began_s))
+            rows.append(measure(mode, job, before, options, sampler, limit_s))
+            before = job
+            write(options, extra, rows)
+            print(table(rows[-1:]), flush=True)
+    finally:
+        leave_all(jobs)
+    return rows
+
+
+def leave_all(jobs: dict[str, subprocess.Popen[bytes]]) -> None:
+    """End the jobs; their GPUs are free afterwards."""
+    for job in jobs.values():
+        job.terminate()
+    for mode, job in jobs.items():
+        try:
+            job.wait(timeout=3 * LAST_S)
+        except subprocess.TimeoutExpired:
+            print(f"{mode}: does not end", flush=True)
+            job.kill()
+
+
 def main() -> None:
     """Run the modes, and print and write their numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -302,30 +371,15 @@ def main() -> None:
     parser.add_argument("--start-s", type=float, default=600, help="for all jobs to start")
     parser.add_argument("--limit-s", type=float, default=1800, help="for one job, once it is its turn")
     parser.add_argument("--total-s", type=float, default=7200, help="for everything; jobs whose turn is later fail")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="run nothing: numbers.json of earlier runs"
+    )
     own, extra = sys.argv[1:], []
     if "--" in own:
         own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
-    options.out, began_s = options.out.resolve(), time.monotonic()
-    write_model(options.out / "task", options.model)
-    sampler = Sampler()
-    sampler.start()
-    jobs = {mode: start(mode, options, extra) for mode in options.modes}
-    rows: list[dict[str, Any]] = []
-    try:
-        wait_for_starts(jobs, options)
-        before = None
-        for mode, job in jobs.items():
-            limit_s = min(options.limit_s, options.total_s - (time.monotonic() - began_s))
-            rows.append(measure(mode, job, before, options, sampler, limit_s))
-            before = job
-            numbers = {"options": {k: str(v) for k, v in vars(options).items()}, "flags": extra, "rows": rows}
-            (options.out / "numbers.json").write_text(json.dumps(numbers))
-            results_page.save("asynchrony", result(options, rows), options.out)
-            print(table(rows[-1:]), flush=True)
-    finally:
-        for job in jobs.values():
-            job.terminate()
+    options.out = options.out.resolve()
+    rows = merge(options) if options.merge else run(options, extra)
     print(table(rows), flush=True)
     if any(row.get("use") for row in rows):
         draw(rows, options.out / "asynchrony.png")

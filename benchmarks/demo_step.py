@@ -70,7 +70,8 @@ def start_engine(args: Namespace, undo: ExitStack) -> SGLangEngine:
     )
     undo.callback(router.stop)
     record_runtime(args, sglang_router_ip=router.host, sglang_router_port=router.port)
-    engine = SGLangEngine(args, rank=0)
+    first_gpu = (env.cuda_visible_devices() or ["0"])[0]
+    engine = SGLangEngine(args, rank=0, base_gpu_id=int(first_gpu))
     undo.callback(engine.shutdown)
     port = get_free_port(first + 1000, consecutive=3)
     engine.init(

@@ -2,6 +2,7 @@
 
     python benchmarks/rollout_client.py                         2,048 samples of 64, 1,024 and 32,768 tokens
     python benchmarks/rollout_client.py --lengths 64 --repeats 5
+    python benchmarks/rollout_client.py --model qwen3-4B --samples 512 --repeats 2       seconds with a real engine
 
 A scripted engine (``tests/scripted_engine``) in a process of its own holds all requests until the last one is there,
 so that all are in flight at once, and answers with tokens and log-probs.  Two clients, each in a fresh process:
@@ -13,6 +14,11 @@ so that all are in flight at once, and answers with tokens and log-probs.  Two c
 Both send a few requests before the clock starts.  Printed for each: processor seconds of the client (user and system),
 per sample and per token; peak memory of the process and how much of it is not there before the rollout begins; the
 longest time that the event loop did not turn.  Medians over ``--repeats`` pairs.
+
+With ``--model`` the engine is a real one with random weights of that shape, as a job starts it, behind the job's
+router, which the bare client leaves out.  Both clients ask for the same responses, whose lengths are a seeded trace
+(log-normal, ``--median``, ``--sigma``, ``--cap``) and forced; printed are the seconds until the last is there.  Flags
+behind ``--`` are train.py's.
 """
 
 from __future__ import annotations
@@ -28,15 +34,21 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+from benchmarks.asynchrony import command, response_length, write_model  # noqa: E402
+
 GROUP_SIZE = 8
 PROMPT_TOKENS = 64
 WARM_UP_GROUPS = 4
+FIRST = WARM_UP_GROUPS * GROUP_SIZE
+"""Number of the first sample that is measured."""
 BEAT_S = 0.002
 CHILD_TIMEOUT_S = 900
 
@@ -100,38 +112,61 @@ def prompt_text(number: int) -> str:
     return f"{number:08d}".ljust(PROMPT_TOKENS, "?")
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a client is to do."""
+
+    url: str
+    num_samples: int
+    length: int
+    """Of a response; the longest where there is a trace."""
+    trace: dict[str, float] | None
+    """Of a real engine's responses; see ``asynchrony.response_length``."""
+
+    def params(self, number: int) -> dict[str, Any]:
+        """The sampling parameters that decide the length of a response."""
+        if self.trace is None:
+            return {"max_new_tokens": self.length}
+        length = response_length(number, self.trace) if number >= FIRST else 16
+        return {"max_new_tokens": length, "ignore_eos": True}
+
+
 # The bare client.
 
 
-async def bare_client(url: str, num_samples: int, length: int) -> dict[str, float]:
+async def bare_client(work: Work) -> dict[str, float]:
     """One task a request; nothing is done with the answers."""
     import aiohttp
 
-    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": length, "skip_special_tokens": False}
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "skip_special_tokens": False}
 
     async def ask(session: aiohttp.ClientSession, number: int) -> None:
-        ids = [ord(character) for character in prompt_text(number // GROUP_SIZE)]
-        payload = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
-        async with session.post(f"{url}/generate", json=payload) as response:
+        # The ids of byte_tokenizer, whose first byte is "!".
+        ids = [ord(character) - ord("!") for character in prompt_text(number // GROUP_SIZE)]
+        payload = {"input_ids": ids, "sampling_params": params | work.params(number), "return_logprob": True}
+        async with session.post(f"{work.url}/generate", json=payload) as response:
+            response.raise_for_status()
             json.loads(await response.text())
 
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        await asyncio.gather(*(ask(session, number) for number in range(WARM_UP_GROUPS * GROUP_SIZE)))
-        await rewrite_script(session, url, num_samples, length)
+        await asyncio.gather(*(ask(session, number) for number in range(FIRST)))
+        await rewrite_script(session, work)
         heartbeat = Heartbeat()
         beating = asyncio.create_task(heartbeat.beat())
         with Meter() as meter:
-            await asyncio.gather(*(ask(session, number) for number in range(num_samples)))
+            await asyncio.gather(*(ask(session, FIRST + number) for number in range(work.num_samples)))
         await asyncio.sleep(2 * BEAT_S)
         beating.cancel()
     return meter.result(heartbeat)
 
 
-async def rewrite_script(session: Any, url: str, gather: int, length: int) -> None:
-    """From now on ``gather`` requests are answered together, with ``length`` tokens."""
-    async with session.post(f"{url}/script", json={"gather": gather, "length": length}) as response:
-        response.raise_for_status()
+async def rewrite_script(session: Any, work: Work) -> None:
+    """From now on all requests are answered together, with the work's tokens; a real engine has no script."""
+    if work.trace is None:
+        script = {"gather": work.num_samples, "length": work.length}
+        async with session.post(f"{work.url}/script", json=script) as response:
+            response.raise_for_status()
 
 
 # Ours.
@@ -147,22 +182,32 @@ async def reward(args: Namespace, sample: Any, **kwargs: Any) -> float:
     return float(sample.index % 2)
 
 
-def client_args(url: str, folder: Path, num_groups: int, length: int, *, has_ledger: bool) -> Namespace:
-    """The arguments of a rollout of ``num_groups`` groups."""
+async def generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """``--custom-generate-function-path`` where there is a trace."""
+    from slime.rollout import sglang_rollout
+
+    return await sglang_rollout.generate(args, sample, sampling_params | args.work.params(sample.index))
+
+
+def client_args(work: Work, folder: Path, *, has_ledger: bool) -> Namespace:
+    """The arguments of a rollout of all samples."""
     from tests.unit.rollout.fake_cluster import make_args
 
+    num_groups = work.num_samples // GROUP_SIZE
     prompts = folder / "prompts.jsonl"
-    rows = (json.dumps({"prompt": prompt_text(number), "label": ""}) for number in range(num_groups))
-    prompts.write_text("\n".join(rows) + "\n")
+    numbers = range(WARM_UP_GROUPS + num_groups)
+    prompts.write_text("".join(json.dumps({"prompt": prompt_text(n), "label": ""}) + "\n" for n in numbers))
     return make_args(
-        int(url.rsplit(":", 1)[1]),
+        int(work.url.rsplit(":", 1)[1]),
+        work=work,
+        custom_generate_function_path=None if work.trace is None else f"{__name__}.generate",
         hf_checkpoint=str(folder),
         prompt_data=str(prompts),
         sglang_server_concurrency=num_groups * GROUP_SIZE,
         rollout_batch_size=num_groups,
         over_sampling_batch_size=num_groups,
         n_samples_per_prompt=GROUP_SIZE,
-        rollout_max_response_len=length,
+        rollout_max_response_len=work.length,
         save=str(folder) if has_ledger else None,
         rollout_timeout_s=CHILD_TIMEOUT_S,
         rollout_sample_hook_path=[f"{__name__}.see_sample"],
@@ -182,7 +227,7 @@ def byte_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = True) -> dict[str, float]:
+def slime_client(work: Work, *, has_ledger: bool = True) -> dict[str, float]:
     """``generate_rollout``, called as the rollout manager calls it: from a thread that is not the event loop's."""
     import aiohttp
 
@@ -194,18 +239,18 @@ def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = 
 
     async def rewrite() -> None:
         async with aiohttp.ClientSession() as session:
-            await rewrite_script(session, url, num_samples, length)
+            await rewrite_script(session, work)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         byte_tokenizer(folder)
-        args = client_args(url, folder, num_samples // GROUP_SIZE, length, has_ledger=has_ledger)
+        args = client_args(work, folder, has_ledger=has_ledger)
         init_http_client(args)
         ledger = open_ledger(args, RolloutDataSourceWithBuffer(args))
         ledger.start(0)
         args.rollout_batch_size = args.over_sampling_batch_size = WARM_UP_GROUPS
         ledger.make_samples(0, lambda: generate_rollout(args, 0, ledger.data_source))
-        args.rollout_batch_size = args.over_sampling_batch_size = num_samples // GROUP_SIZE
+        args.rollout_batch_size = args.over_sampling_batch_size = work.num_samples // GROUP_SIZE
         run(rewrite(), 30)
         heartbeat = Heartbeat()
         beating = asyncio.run_coroutine_threadsafe(heartbeat.beat(), get_async_loop().loop)
@@ -215,7 +260,8 @@ def slime_client(url: str, num_samples: int, length: int, *, has_ledger: bool = 
         ledger.close()
         run(close_http_client(), 30)
         leaves = [sample for group in output.samples for sample in group]
-        assert len(leaves) == num_samples and all(sample.response_length == length for sample in leaves)
+        assert len(leaves) == work.num_samples and min(sample.index for sample in leaves) == FIRST
+        assert all(s.response_length == work.params(s.index)["max_new_tokens"] for s in leaves)
         assert all(sample.trace["events"] for sample in leaves)
     return meter.result(heartbeat)
 
@@ -232,13 +278,15 @@ def start_server(num_samples: int) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().strip()
 
 
-def run_child(role: str, url: str, num_samples: int, length: int, *, has_ledger: bool) -> dict[str, float]:
+def run_child(role: str, work: Work, *, has_ledger: bool) -> dict[str, float]:
     """One client in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.rollout_client", "--role", role, "--url", url]
-    command += ["--samples", str(num_samples), "--lengths", str(length)]
-    command += [] if has_ledger else ["--no-ledger"]
+    words: list[Any] = [sys.executable, "-m", "benchmarks.rollout_client", "--role", role, "--url", work.url]
+    words += ["--samples", work.num_samples, "--lengths", work.length]
+    words += [] if has_ledger else ["--no-ledger"]
+    if work.trace is not None:
+        words += ["--model", "any", *(word for key, value in work.trace.items() for word in (f"--{key}", value))]
     done = subprocess.run(
-        command,
+        [str(word) for word in words],
         cwd=REPO,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -267,31 +315,79 @@ def report(length: int, num_samples: int, pairs: dict[str, list[dict[str, float]
         )
 
 
+def engine_args(folder: Path, options: argparse.Namespace, extra: list[str]) -> Namespace:
+    """The arguments of a job whose engine has random weights, and lets in a client that has no secret."""
+    from slime.arguments import parse_args
+
+    write_model(folder / "task", options.model, has_weights=False)
+    job = Namespace(out=folder, prompts=options.samples // GROUP_SIZE, rollouts=1, cap=options.cap, tokens=8192)
+    args = parse_args(argv=[*command("synchronous", job, extra)[2:], "--no-job-secret"])
+    args.sglang_load_format = "dummy"
+    return args
+
+
+def run_model(options: argparse.Namespace, extra: list[str], trace: dict[str, float]) -> None:
+    """Both clients in turn with a real engine behind a router, as a job starts them, and their seconds."""
+    from benchmarks.demo_step import start_engine
+
+    tokens = sum(response_length(FIRST + number, trace) for number in range(options.samples))
+    runs: dict[str, list[dict[str, float]]] = {"bare": [], "slime": []}
+    with ExitStack() as undo:
+        began_s = time.monotonic()
+        args = engine_args(Path(undo.enter_context(tempfile.TemporaryDirectory())), options, extra)
+        engine = start_engine(args, undo)
+        urls = (engine.server.url, f"http://{args.sglang_router_ip}:{args.sglang_router_port}")
+        print(f"engine up after {time.monotonic() - began_s:.0f} s; {options.samples} requests, {tokens:,} tokens")
+        works = {role: Work(url, options.samples, options.cap, trace) for role, url in zip(runs, urls, strict=True)}
+        # Kernels for batches of this size are made on their first use.
+        run_child("bare", Work(urls[0], options.samples, 16, trace | {"cap": 16}), has_ledger=False)
+        for _ in range(options.repeats):
+            for role, work in works.items():
+                engine.flush_cache()
+                runs[role].append(run_child(role, work, has_ledger=not options.no_ledger))
+                print(f"{role}: {runs[role][-1]['wall_s']:.2f} s, {time.monotonic() - began_s:.0f} s", flush=True)
+    print(json.dumps(runs))
+    bare_s, slime_s = (statistics.median(run["wall_s"] for run in done) for done in runs.values())
+    print(
+        f"slime / bare: {slime_s / bare_s:.3f}; tokens/s: {tokens / bare_s:,.0f} bare, {tokens / slime_s:,.0f} slime"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=2048, help=f"in flight at once; a multiple of {GROUP_SIZE}")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 1024, 32768], help="response tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-ledger", action="store_true", help="leave the ledger out")
+    parser.add_argument("--model", metavar="NAME", help="a real engine with random weights of this shape")
+    parser.add_argument("--median", type=float, default=300, help="of the real engine's response lengths, tokens")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of their logarithm")
+    parser.add_argument("--cap", type=int, default=2048, help="the longest of them")
     parser.add_argument("--role", choices=["bare", "slime"], help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.role == "bare":
-        print(json.dumps(asyncio.run(bare_client(options.url, options.samples, options.lengths[0]))))
+    own, extra = sys.argv[1:], []
+    if "--" in own:
+        own, extra = own[: own.index("--")], own[own.index("--") + 1 :]
+    options = parser.parse_args(own)
+    trace = {"median": options.median, "sigma": options.sigma, "cap": options.cap} if options.model else None
+    if options.role:
+        work = Work(options.url, options.samples, options.lengths[0], trace)
+        is_bare, has_ledger = options.role == "bare", not options.no_ledger
+        print(json.dumps(asyncio.run(bare_client(work)) if is_bare else slime_client(work, has_ledger=has_ledger)))
         return
-    if options.role == "slime":
-        has_ledger = not options.no_ledger
-        print(json.dumps(slime_client(options.url, options.samples, options.lengths[0], has_ledger=has_ledger)))
+    if trace is not None:
+        run_model(options, extra, trace)
         return
     print("| tokens | client | CPU s | ratio | us/sample | us/token | peak MiB | grown MiB | longest block ms |")
     print("| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for length in options.lengths:
         server, url = start_server(options.samples)
+        work = Work(url, options.samples, length, None)
         try:
             pairs: dict[str, list[dict[str, float]]] = {"bare": [], "slime": []}
             for _ in range(options.repeats):
                 for role, runs in pairs.items():
-                    runs.append(run_child(role, url, options.samples, length, has_ledger=not options.no_ledger))
+                    runs.append(run_child(role, work, has_ledger=not options.no_ledger))
             report(length, options.samples, pairs)
         finally:
             server.kill()

@@ -30,7 +30,7 @@ PARTS = {
     "tower_in_step",
 }
 """Modules that programs import."""
-OF_TRAINING = {"first_push", "plan_memory", "record_overhead", "step_phases", "train_mfu"}
+OF_TRAINING = {"first_push", "plan_memory", "record_overhead", "rollout_client", "step_phases", "train_mfu"}
 OF_TRAINING |= {"weight_push_engine", "weight_push_ways"}
 """Programs with flags of train.py: each has a test below."""
 
@@ -136,6 +136,43 @@ def test_the_flags_of_the_benchmark_of_asynchrony_are_accepted(tmp_path):
     trace = {"median": 800, "sigma": 1.0, "cap": 16384}
     lengths = sorted(module.response_length(index, trace) for index in range(4001))
     assert lengths[2000] == pytest.approx(800, rel=0.1) and lengths[-1] == 16384
+
+
+def test_modes_that_ran_by_themselves_are_compared_in_one_table(monkeypatch, tmp_path, capsys):
+    module, files = load("asynchrony"), []
+    options = {"model": "tiny", "prompts": 4, "median": 12, "sigma": 1, "cap": 64, "tokens": 512, "rollouts": 5}
+    for mode, seconds in {"synchronous": 8.0, "staleness 2": 4.0}.items():
+        numbers = {"mode": mode, "rollouts": 2, "seconds": seconds, "tokens": 800, "tokens_per_s": 800 / seconds}
+        row = {**numbers, "idle": [0.5, 0.25], "trainer_waits": None, "use": []}
+        files.append(tmp_path / f"{mode}.json")
+        files[-1].write_text(json.dumps({"command": f"python {mode}", "options": options, "rows": [row]}))
+    words = ["asynchrony.py", "--out", str(tmp_path / "both"), "--merge", *map(str, files)]
+    monkeypatch.setattr(sys, "argv", words)
+    module.main()
+    assert "| staleness 2 | 2 | 4.0 | 200 | 2.00 | 50%, 25% |" in capsys.readouterr().out
+    written = json.loads((tmp_path / "both/asynchrony.json").read_text())
+    assert written["command"] == "python synchronous\npython staleness 2"
+    assert [row[4] for row in written["tables"][0]["rows"]] == [1.0, 2.0]
+
+
+def test_a_model_without_weights_is_the_config_that_an_engine_reads(tmp_path):
+    module = load("asynchrony")
+    module.write_model(tmp_path, "qwen3-4B", has_weights=False)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["architectures"], config["num_hidden_layers"]) == (["Qwen3ForCausalLM"], 36)
+
+
+def test_the_flags_of_the_real_engine_of_the_clients_benchmark_are_accepted(tmp_path):
+    options = Namespace(model="tiny", samples=16, cap=64)
+    args = load("rollout_client").engine_args(tmp_path, options, ["--fp32"])
+    assert (args.rollout_batch_size, args.sglang_load_format, args.job_secret) == (2, "dummy", None)
+
+
+def test_clients_of_a_real_engine_ask_for_the_lengths_of_the_trace_after_short_first_ones():
+    trace = {"median": 12, "sigma": 1.0, "cap": 64}
+    work = load("rollout_client").Work("http://any", 8, 64, trace)
+    lengths = [load("asynchrony").response_length(number, trace) for number in range(32, 40)]
+    assert [work.params(number)["max_new_tokens"] for number in range(30, 40)] == [16, 16, *lengths]
 
 
 @pytest.mark.parametrize("command", ["--model tiny", "--model qwen3-4B", "--model qwen3-30B-A3B --layers 2"])
