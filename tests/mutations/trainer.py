@@ -145,8 +145,8 @@ TRAINER_BUGS = (
     Mutation(
         bug="the second zigzag chunk is the next one instead of the mirrored one",
         target="slime.train_data.context_parallel:logits_and_tokens_offsets",
-        old="mirror = 2 * cp_size - 1 - cp_rank",
-        new="mirror = cp_size + cp_rank",
+        old="mirror = 2 * cp.size - 1 - cp.rank",
+        new="mirror = cp.size + cp.rank",
         tests=("tests/unit/train_data/test_context_parallel.py::test_ten_tokens_on_two_ranks_by_hand",),
         cells=(("cp2", "sft"),),
     ),

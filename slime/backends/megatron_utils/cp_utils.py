@@ -6,8 +6,9 @@ Per-sample tensors (log-probs, advantages, ...) are local to the context-paralle
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -20,28 +21,27 @@ from megatron.core import mpu
 
 from slime.algorithms.reduction import sum_of_sample_means
 from slime.train_data import context_parallel
-from slime.train_data.microbatch import CPLayout
+from slime.train_data.context_parallel import CPRank
+from slime.train_data.microbatch import Packing
 
 
-def cp_layout(allgather_cp: bool) -> CPLayout:
-    """Return how the stream of a micro-batch is cut; ``--allgather-cp`` matters only with context parallelism."""
-    return "allgather" if allgather_cp and mpu.get_context_parallel_world_size() > 1 else "zigzag"
+def cp_rank() -> CPRank:
+    """Return this rank's place in its context-parallel group."""
+    return CPRank(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
 
 
-def cp_place() -> dict[str, Any]:
-    """Return this rank's place in context parallelism, as the functions of ``slime.train_data`` take it."""
-    return {"cp_rank": mpu.get_context_parallel_rank(), "cp_size": mpu.get_context_parallel_world_size()}
+def has_contiguous_parts(args: Namespace) -> bool:
+    """Return True when context parallelism gives each rank a contiguous part of the stream (``--allgather-cp``)."""
+    return bool(args.allgather_cp) and mpu.get_context_parallel_world_size() > 1
 
 
-def packing(pad_multiplier: int, allgather_cp: bool) -> dict[str, Any]:
-    """Return how this rank packs a micro-batch, as the functions of ``slime.train_data`` take it.
-
-    Args:
-        pad_multiplier: the packed length is a multiple of this times the tensor-parallel size.
-        allgather_cp: contiguous context-parallel slices of the whole stream, instead of two of each sequence.
-    """
-    pad_multiple = mpu.get_tensor_model_parallel_world_size() * pad_multiplier
-    return {**cp_place(), "pad_multiple": pad_multiple, "layout": cp_layout(allgather_cp)}
+def packing_of(args: Namespace) -> Packing:
+    """Return the way in which this rank packs its micro-batches."""
+    return Packing(
+        cp_rank(),
+        pad_multiple=mpu.get_tensor_model_parallel_world_size() * args.data_pad_size_multiplier,
+        layout="allgather" if has_contiguous_parts(args) else "zigzag",
+    )
 
 
 def get_logits_and_tokens_offset_with_cp(
@@ -52,12 +52,12 @@ def get_logits_and_tokens_offset_with_cp(
     Returns:
         chunk size; the chunks, the logit rows and the tokens they predict, each as (start, end) in the sequence.
     """
-    return context_parallel.logits_and_tokens_offsets(total_length, response_length, **cp_place())
+    return context_parallel.logits_and_tokens_offsets(total_length, response_length, cp_rank())
 
 
 def slice_with_cp(tokens: Tensor, pad_value: float | int) -> Tensor:
     """Return this rank's two chunks of a sequence, padded to equal chunks on all ranks."""
-    return context_parallel.slice_zigzag(tokens, pad_value=pad_value, **cp_place())
+    return context_parallel.slice_zigzag(tokens, cp_rank(), pad_value=pad_value)
 
 
 @overload
@@ -73,8 +73,8 @@ def slice_log_prob_with_cp(
 ) -> list[float] | Tensor:
     """Return this rank's part of a list or tensor with one entry per response token."""
     if isinstance(log_prob, Tensor):
-        return context_parallel.slice_response(log_prob, total_length, response_length, **cp_place())
-    spans = context_parallel.response_spans(total_length, response_length, **cp_place())
+        return context_parallel.slice_response(log_prob, total_length, response_length, cp_rank())
+    spans = context_parallel.response_spans(total_length, response_length, cp_rank())
     return [value for start, end in spans for value in log_prob[start:end]]
 
 
@@ -115,7 +115,7 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     """
     if mpu.get_context_parallel_world_size() == 1:
         return tensor
-    placed = context_parallel.place_response(tensor, total_length, response_length, **cp_place())
+    placed = context_parallel.place_response(tensor, total_length, response_length, cp_rank())
     return _SumOverContextRanks.apply(placed)
 
 

@@ -22,12 +22,12 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slime.backends.megatron_utils.cp_utils import packing, slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 from slime.backends.megatron_utils.layers.vision import ImageBatch
 from slime.backends.megatron_utils.models import has_tower
 from slime.train_data.columns import COLUMNS, RankBatch
 from slime.train_data.device_batch import DeviceBatch
-from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
+from slime.train_data.microbatch import Packing, align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.train_data.split import sample_name
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_config
@@ -164,16 +164,13 @@ def get_data_iterator(rollout_data: Mapping[str, Any], num_chunks: int) -> list[
     return [DataIterator(rollout_data, rollout_data["micro_batch_indices"]) for _ in range(num_chunks)]
 
 
-def get_batch(
-    data_iterator: DataIterator, keys: Sequence[str], pad_multiplier: int = 128, allgather_cp: bool = False
-) -> dict[str, Any]:
+def get_batch(data_iterator: DataIterator, keys: Sequence[str], packing: Packing) -> dict[str, Any]:
     """Pack the next micro-batch.
 
     Args:
         data_iterator: gives the samples.
         keys: columns to fetch; ``tokens`` is replaced by the packed tokens.
-        pad_multiplier: the packed length is a multiple of this times the tensor-parallel size.
-        allgather_cp: contiguous context-parallel slices of the whole stream, instead of two of each sequence.
+        packing: of this rank.
 
     Returns:
         the columns, and ``tokens`` [1, T], ``unconcat_tokens``, ``packed_seq_params``, ``full_loss_masks`` [1, T].
@@ -181,14 +178,12 @@ def get_batch(
     needed = {"tokens", "total_lengths", "response_lengths", "loss_masks"}
     batch = data_iterator.get_next([*keys, *sorted(needed - set(keys))])
     batch["unconcat_tokens"] = batch["tokens"]
-    how = packing(pad_multiplier, allgather_cp)
-    packed = pack_thd(batch["tokens"], pad_id=0, **how)
-    cu_seqlens = packed.cu_seqlens
+    packed = pack_thd(batch["tokens"], packing)
     batch["tokens"] = packed.tokens
     batch["packed_seq_params"] = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q=packed.cu_seqlens,
+        cu_seqlens_kv=packed.cu_seqlens,
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
     )
@@ -197,24 +192,18 @@ def get_batch(
     if data_iterator.attach is not None:
         data_iterator.attach(batch["packed_seq_params"], data_iterator.offset - 1, batch["total_lengths"])
     columns = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]
-    batch["full_loss_masks"] = align_loss_masks(*columns, **how)
+    batch["full_loss_masks"] = align_loss_masks(*columns, packing)
     data_iterator.token_count.real += packed.num_real_tokens
-    data_iterator.token_count.packed += packed.tokens.numel() * how["cp_size"]
+    data_iterator.token_count.packed += packed.tokens.numel() * packing.cp.size
     return batch
 
 
-def packed_lengths(
-    data_iterator: DataIterator, num_microbatches: int, pad_multiplier: int = 128, allgather_cp: bool = False
-) -> list[int]:
-    """Return T of each of the next micro-batches, as :func:`get_batch` will pack them; the iterator does
-    not advance.
-    """
+def packed_lengths(data_iterator: DataIterator, num_microbatches: int, packing: Packing) -> list[int]:
+    """Return T of each of the next micro-batches of :func:`get_batch`; the iterator does not advance."""
     total_lengths = data_iterator.rollout_data["total_lengths"]
     start = data_iterator.offset
-    how = packing(pad_multiplier, allgather_cp)
-    del how["cp_rank"]  # all of them have as many
     return [
-        packed_length([total_lengths[index] for index in indices], **how)
+        packed_length([total_lengths[index] for index in indices], packing)
         for indices in data_iterator.micro_batch_indices[start : start + num_microbatches]
     ]
 

@@ -19,7 +19,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.algorithms.log_probs import KeptTokens, vocab_parallel_log_probs
-from slime.backends.megatron_utils.cp_utils import cp_layout, cp_place, zigzag_from_contiguous
+from slime.backends.megatron_utils.cp_utils import cp_rank, has_contiguous_parts, zigzag_from_contiguous
 from slime.train_data.context_parallel import allgather_response_windows, response_windows
 
 
@@ -39,11 +39,10 @@ def response_rows(
         sample; number of rows of each sample.
     """
     if contiguous_length is None:
-        windows = response_windows(total_lengths, response_lengths, **cp_place())
+        windows = response_windows(total_lengths, response_lengths, cp_rank())
     else:
-        cp_rank = mpu.get_context_parallel_rank()
         windows = allgather_response_windows(
-            total_lengths, response_lengths, cp_rank=cp_rank, local_stream_length=contiguous_length
+            total_lengths, response_lengths, cp_rank(), local_stream_length=contiguous_length
         )
     runs = [window for sample in windows for window in sample]
     rows = [torch.arange(run.stream_start, run.stream_start + run.length) for run in runs]
@@ -92,7 +91,7 @@ def get_log_probs_and_entropy(
     Returns:
         an empty tensor, and ``{"log_probs": [...], "entropy": [...]}``: [local response tokens] fp32 per sample.
     """
-    is_contiguous = cp_layout(args.allgather_cp) == "allgather"
+    is_contiguous = has_contiguous_parts(args)
     rows_R, positions_R, counts = response_rows(
         total_lengths, response_lengths, contiguous_length=logits.shape[1] if is_contiguous else None
     )
@@ -181,7 +180,7 @@ def get_values(
         response_lengths: response tokens of each.
         unused: what :func:`get_log_probs_and_entropy` needs besides.
     """
-    is_contiguous = cp_layout(args.allgather_cp) == "allgather"
+    is_contiguous = has_contiguous_parts(args)
     rows_R, positions_R, counts = response_rows(
         total_lengths, response_lengths, contiguous_length=logits.shape[1] if is_contiguous else None
     )

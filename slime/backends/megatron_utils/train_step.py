@@ -24,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.adam import parts_of
+from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, get_batch, sample_columns
 from slime.backends.megatron_utils.forward import run_model
 from slime.backends.megatron_utils.layers.mtp import mtp_inputs, send_embedding_to_mtp
@@ -162,10 +163,11 @@ def accumulate_gradients(
 
     if args.enable_mtp_training:
         send_embedding_to_mtp(model)
+    packing = packing_of(args)
     keys = list(dict.fromkeys((*_KEYS, *sample_columns(data_iterator[0].rollout_data))))
 
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch = get_batch(iterator, keys, args.data_pad_size_multiplier, args.allgather_cp)
+        batch = get_batch(iterator, keys, packing)
         attach_routed_samples(args, batch, num_microbatches, step_global_batch_size)
         batch["mtp_inputs"] = mtp_inputs(args, chunk, batch)
         logits = run_model(args, chunk, batch)
