@@ -54,9 +54,9 @@ def on_one_of_two_ranks() -> dict[str, Any]:
     # Each rank's loss weighs its own pieces by 1 (rank 0) or 3 (rank 1).
     loss = (1.0 + 2.0 * mpu.get_context_parallel_rank()) * torch.cat(result["values"]).sum()
     (gradient,) = torch.autograd.grad(loss, logits)
-    rows, positions, counts = response_rows(TOTAL, RESPONSE, contiguous_length=length)
+    rows, positions = response_rows(args, logits, TOTAL, RESPONSE)
     pieces = zigzag_from_contiguous(
-        [logits[0, rows, 0].detach(), -logits[0, rows, 0].detach()], positions.split(counts), TOTAL, RESPONSE
+        [logits[0, rows, 0].detach(), -logits[0, rows, 0].detach()], positions, TOTAL, RESPONSE
     )
     return {
         "tokens": batch["tokens"][0].tolist(),

@@ -90,9 +90,9 @@ TRAINER_BUGS = (
     ),
     Mutation(
         bug="OPSM and GSPO on the tokens of this context-parallel rank alone",
-        target=f"{TRAINER}.loss_columns:TrainedTokens.whole",
-        old="all_gather_with_cp(values_r, *length)",
-        new="torch.nn.functional.pad(values_r, (0, length[1] - len(values_r)))",
+        target=f"{TRAINER}.cp_utils:whole_responses",
+        old="all_gather_with_cp(values_r, total, response)",
+        new="torch.nn.functional.pad(values_r, (0, response - len(values_r)))",
         cells=(("cp2", "gspo"), ("dp2_cp2", "opsm")),
     ),
     Mutation(

@@ -78,13 +78,13 @@ def slice_log_prob_with_cp(
     return [value for start, end in spans for value in log_prob[start:end]]
 
 
-def local_masks(
-    loss_masks: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
+def local_responses(
+    column_N: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Return this rank's part of each loss mask."""
+    """Return this rank's part of each sample's values, one per response token: loss masks, for one."""
     return [
-        slice_log_prob_with_cp(mask, total, response)
-        for mask, total, response in zip(loss_masks, total_lengths, response_lengths, strict=True)
+        slice_log_prob_with_cp(values_R, total, response)
+        for values_R, total, response in zip(column_N, total_lengths, response_lengths, strict=True)
     ]
 
 
@@ -119,6 +119,16 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     return _SumOverContextRanks.apply(placed)
 
 
+def whole_responses(
+    column_N: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> list[Tensor]:
+    """Gather each sample's values: the inverse of :func:`local_responses`.  Every context-parallel rank must call."""
+    return [
+        all_gather_with_cp(values_r, total, response)
+        for values_r, total, response in zip(column_N, total_lengths, response_lengths, strict=True)
+    ]
+
+
 def zigzag_from_contiguous(
     columns: Sequence[Tensor],
     positions: Sequence[Tensor],
@@ -137,7 +147,7 @@ def zigzag_from_contiguous(
         response_lengths: response tokens of each.
 
     Returns:
-        [column][sample] the values that ``slice_log_prob_with_cp`` would cut out of the whole response.
+        [column][sample] the values that :func:`local_responses` would cut out of the whole responses.
     """
     places, start = [], 0
     for position, total, response in zip(positions, total_lengths, response_lengths, strict=True):
@@ -146,14 +156,7 @@ def zigzag_from_contiguous(
     mine = torch.stack(list(columns))
     place_R = torch.cat(places).to(mine.device)
     whole = _SumOverContextRanks.apply(mine.new_zeros(len(columns), start).index_add(1, place_R, mine))
-    lengths = list(zip(total_lengths, response_lengths, strict=True))
-    return [
-        [
-            slice_log_prob_with_cp(values, *length)
-            for values, length in zip(column.split(list(response_lengths)), lengths, strict=True)
-        ]
-        for column in whole
-    ]
+    return [local_responses(column.split(list(response_lengths)), total_lengths, response_lengths) for column in whole]
 
 
 def get_sum_of_sample_mean(
@@ -177,5 +180,5 @@ def get_sum_of_sample_mean(
     if sample_denoms is None:
         sample_denoms = torch.stack([mask.sum() for mask in loss_masks])
     return sum_of_sample_means(
-        local_masks(loss_masks, total_lengths, response_lengths), sample_denoms, per_token=calculate_per_token_loss
+        local_responses(loss_masks, total_lengths, response_lengths), sample_denoms, per_token=calculate_per_token_loss
     )

@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.loss import wants_mismatch
 from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.utils.misc import call_hook
 
-_KEYS = ("tokens", "multimodal_train_inputs", "host_tokens", "total_lengths", "response_lengths", "loss_masks")
+_KEYS = ("multimodal_train_inputs", "host_tokens")
 _TOP_P_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 
 Reader = Callable[..., tuple[Tensor, dict[str, list[Tensor]]]]

@@ -122,11 +122,10 @@ def train_one_step(
         flag = "--custom-megatron-before-train-step-hook-path"
         call_hook(flag, path, args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
 
-    losses: list[Tensor] = []
     reports = accumulate_gradients(
-        args, moment, data_iterator, model, num_microbatches, step_global_batch_size, losses, loss_type=loss_type
+        args, moment, data_iterator, model, num_microbatches, step_global_batch_size, loss_type=loss_type
     )
-    marks = Marks.gather(model, losses)
+    marks = Marks.gather(model, [report["loss"] for report in reports])
     with optimizer_time(model):
         is_applied, grad_norm = _apply_gradients(args, moment, optimizer, marks)
     opt_param_scheduler.step(increment=step_global_batch_size)
@@ -153,14 +152,10 @@ def accumulate_gradients(
     model: Sequence[torch.nn.Module],
     num_microbatches: int,
     step_global_batch_size: int,
-    losses: list[Tensor] | None = None,
     *,
     loss_type: str,
 ) -> list[dict[str, Any]]:
-    """Fill the gradient buffers, and ``losses`` with the micro-batches' (on the last pipeline stage, like what it
-    returns: their reports).
-    """
-
+    """Fill the gradient buffers; returns the micro-batches' reports, with the ``loss``, on the last pipeline stage."""
     if args.enable_mtp_training:
         send_embedding_to_mtp(model)
     packing = packing_of(args)
@@ -179,9 +174,7 @@ def accumulate_gradients(
         )
         if args.check_for_nan_in_loss_and_grad and not torch.isfinite(loss):
             raise _not_finite(moment, "loss", loss.item())
-        if losses is not None:
-            losses.append(loss.detach())
-        return loss, normaliser, report
+        return loss, normaliser, {**report, "loss": loss.detach()}
 
     try:
         return run_microbatches(args, step, model, data_iterator, num_microbatches, forward_only=False)
