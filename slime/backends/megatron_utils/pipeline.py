@@ -68,9 +68,8 @@ def run_microbatches(
         config = get_model_config(model[0])
         lengths = packed_lengths(data_iterator[0], num_microbatches, packing_of(args))
         groups = _process_groups()
-        options["pg_collection"] = groups
         communicator = KnownShapes(groups.pp, config, lengths, num_chunks=len(model))
-        options["p2p_communicator"] = communicator
+        options = {"pg_collection": groups, "p2p_communicator": communicator}
     phase = "micro-batch of a forward pass" if forward_only else "micro-batch of training"
 
     def marked(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
