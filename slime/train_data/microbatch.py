@@ -18,7 +18,7 @@ from slime.train_data.context_parallel import CPRank, local_length, slice_zigzag
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackingConfig:
     """The way in which a rank packs its micro-batches."""
 
     cp: CPRank = CPRank()
@@ -43,7 +43,7 @@ class PackedTokens:
     """Tokens of the sequences on all context-parallel ranks together, no padding."""
 
 
-def pack_thd(sequences: Sequence[Tensor], packing: Packing, *, pad_id: int = 0) -> PackedTokens:
+def pack_thd(sequences: Sequence[Tensor], packing: PackingConfig, *, pad_id: int = 0) -> PackedTokens:
     """Pack sequences for variable-length attention.
 
     Zigzag: each sequence is cut on its own, and this rank's stream is padded to a multiple of ``pad_multiple``.
@@ -70,7 +70,7 @@ def pack_thd(sequences: Sequence[Tensor], packing: Packing, *, pad_id: int = 0) 
     return PackedTokens(stream.unsqueeze(0), cu_seqlens, max_seqlen, num_real_tokens)
 
 
-def packed_length(lengths: Sequence[int], packing: Packing) -> int:
+def packed_length(lengths: Sequence[int], packing: PackingConfig) -> int:
     """Return T of :func:`pack_thd` for sequences of these lengths."""
     if packing.layout == "allgather":
         return math.ceil(sum(lengths) / (packing.cp.size * packing.pad_multiple)) * packing.pad_multiple
@@ -78,7 +78,7 @@ def packed_length(lengths: Sequence[int], packing: Packing) -> int:
     return math.ceil(sum(local_length(length, packing.cp.size) for length in lengths) / multiple) * multiple
 
 
-def _zigzag_multiple(packing: Packing) -> int:
+def _zigzag_multiple(packing: PackingConfig) -> int:
     """Return the multiple of the padded length: padding is a sequence of its own, which has two chunks a rank too."""
     return packing.pad_multiple if packing.cp.size == 1 else math.lcm(packing.pad_multiple, 2)
 
@@ -87,7 +87,7 @@ def align_loss_masks(
     loss_masks: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-    packing: Packing,
+    packing: PackingConfig,
 ) -> Tensor:
     """Return [1, T] loss masks moved under the logits.
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.train_data.microbatch import Packing, pack_thd
+from slime.train_data.microbatch import PackingConfig, pack_thd
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def multi_token_depths(
     sequences: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
     denominators_N: Sequence[float] | Tensor | None,
-    packing: Packing,
+    packing: PackingConfig,
 ) -> list[MultiTokenDepth]:
     """Return inputs and targets of depths 1 ... ``num_depths``.
 

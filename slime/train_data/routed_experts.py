@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.train_data.microbatch import Packing, pack_thd
+from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import DataError
 
 EXPERT_ID_DTYPE = torch.int16
@@ -138,7 +138,7 @@ def pack_routed_experts(
     rows: Sequence[Tensor],
     total_lengths: Sequence[int],
     shape: RoutedShape,
-    packing: Packing,
+    packing: PackingConfig,
     *,
     layers: Sequence[int],
     tp_rank: int = 0,

@@ -28,7 +28,7 @@ from slime.train_data.context_parallel import (
     slice_response,
 )
 from slime.train_data.convert import samples_to_train_data
-from slime.train_data.microbatch import Packing, align_loss_masks, pack_thd, take_micro_batch
+from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, take_micro_batch
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
 from tests.oracle import reference
@@ -155,7 +155,7 @@ def micro_batch_loss(batch, parameters, layout, estimator, per_token, metrics) -
     log_probs: list[list[Tensor]] = []
     entropies: list[Tensor] = []
     for cp_rank in range(layout.cp_size):
-        packing = Packing(CPRank(cp_rank, layout.cp_size), layout.pad_multiple)
+        packing = PackingConfig(CPRank(cp_rank, layout.cp_size), layout.pad_multiple)
         packed = pack_thd(batch["tokens"], packing)
         logits_TV = parameters[packed.tokens[0]]
         rows, targets, sizes = [], [], []
@@ -307,7 +307,7 @@ def test_both_context_parallel_layouts_see_the_same_log_probs(cp_size):
         found = [torch.zeros(response, dtype=torch.float64) for response in responses]
         for cp_rank in range(cp_size):
             cp = CPRank(cp_rank, cp_size)
-            packed = pack_thd(tokens, Packing(cp, pad_multiple=2, layout=layout))
+            packed = pack_thd(tokens, PackingConfig(cp, pad_multiple=2, layout=layout))
             logits_TV = theta[packed.tokens[0]]
             if layout == "zigzag":
                 windows = response_windows(totals, responses, cp)

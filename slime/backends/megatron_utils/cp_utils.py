@@ -22,7 +22,7 @@ from megatron.core import mpu
 from slime.algorithms.reduction import sum_of_sample_means
 from slime.train_data import context_parallel
 from slime.train_data.context_parallel import CPRank
-from slime.train_data.microbatch import Packing
+from slime.train_data.microbatch import PackingConfig
 
 
 def cp_rank() -> CPRank:
@@ -35,9 +35,9 @@ def has_contiguous_parts(args: Namespace) -> bool:
     return bool(args.allgather_cp) and mpu.get_context_parallel_world_size() > 1
 
 
-def packing_of(args: Namespace) -> Packing:
+def packing_of(args: Namespace) -> PackingConfig:
     """Return the way in which this rank packs its micro-batches."""
-    return Packing(
+    return PackingConfig(
         cp_rank(),
         pad_multiple=mpu.get_tensor_model_parallel_world_size() * args.data_pad_size_multiplier,
         layout="allgather" if has_contiguous_parts(args) else "zigzag",

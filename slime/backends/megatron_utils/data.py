@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.layers.vision import ImageBatch
 from slime.backends.megatron_utils.models import has_tower
 from slime.train_data.columns import COLUMNS, RankBatch
 from slime.train_data.device_batch import DeviceBatch
-from slime.train_data.microbatch import Packing, align_loss_masks, pack_thd, packed_length, take_micro_batch
+from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.train_data.split import sample_name
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_config
@@ -151,7 +151,7 @@ def get_data_iterator(rollout_data: Mapping[str, Any], num_chunks: int) -> list[
     return [DataIterator(rollout_data, rollout_data["micro_batch_indices"]) for _ in range(num_chunks)]
 
 
-def get_batch(data_iterator: DataIterator, keys: Sequence[str], packing: Packing) -> dict[str, Any]:
+def get_batch(data_iterator: DataIterator, keys: Sequence[str], packing: PackingConfig) -> dict[str, Any]:
     """Pack the next micro-batch.
 
     Args:
@@ -184,7 +184,7 @@ def get_batch(data_iterator: DataIterator, keys: Sequence[str], packing: Packing
     return batch
 
 
-def packed_lengths(data_iterator: DataIterator, num_microbatches: int, packing: Packing) -> list[int]:
+def packed_lengths(data_iterator: DataIterator, num_microbatches: int, packing: PackingConfig) -> list[int]:
     """Return T of each of the next micro-batches of :func:`get_batch`; the iterator does not advance."""
     total_lengths = data_iterator.rollout_data["total_lengths"]
     start = data_iterator.offset

@@ -12,7 +12,7 @@ from slime.train_data.context_parallel import (
     slice_response,
     slice_zigzag,
 )
-from slime.train_data.microbatch import Packing, align_loss_masks, pack_thd, packed_length, take_micro_batch
+from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, packed_length, take_micro_batch
 
 
 def test_ten_tokens_on_two_ranks_by_hand():
@@ -62,7 +62,7 @@ def test_windows_point_at_the_logits_that_predict_the_response(cp_size, layout):
     sequences = [100 * (index + 1) + torch.arange(total) for index, total in enumerate(totals)]
     seen = [[] for _ in totals]
     for rank in range(cp_size):
-        packed = pack_thd(sequences, Packing(CPRank(rank, cp_size), pad_multiple=4, layout=layout))
+        packed = pack_thd(sequences, PackingConfig(CPRank(rank, cp_size), pad_multiple=4, layout=layout))
         stream = packed.tokens[0]
         assert len(stream) % 4 == 0
         if layout == "zigzag":
@@ -81,38 +81,40 @@ def test_windows_point_at_the_logits_that_predict_the_response(cp_size, layout):
 
 
 def test_packed_stream_by_hand_without_context_parallelism():
-    packed = pack_thd([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], Packing(pad_multiple=4), pad_id=9)
+    packed = pack_thd([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], PackingConfig(pad_multiple=4), pad_id=9)
     assert packed.tokens.tolist() == [[1, 2, 3, 4, 5, 9, 9, 9]]
     assert packed.cu_seqlens.tolist() == [0, 3, 5, 8]
     assert packed.cu_seqlens.dtype == torch.int32
     assert (packed.max_seqlen, packed.num_real_tokens) == (3, 5)
-    assert pack_thd([torch.tensor([1, 2])], Packing(pad_multiple=2)).cu_seqlens.tolist() == [0, 2]
+    assert pack_thd([torch.tensor([1, 2])], PackingConfig(pad_multiple=2)).cu_seqlens.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 3, 7])
 def test_the_padding_of_a_zigzag_stream_falls_into_chunks_too(pad_multiple):
     sequences = [torch.arange(5), torch.arange(2)]
-    packed = pack_thd(sequences, Packing(CPRank(1, 2), pad_multiple=pad_multiple))
+    packed = pack_thd(sequences, PackingConfig(CPRank(1, 2), pad_multiple=pad_multiple))
     assert all(length % 4 == 0 for length in packed.cu_seqlens.diff().tolist())
     assert packed.tokens.shape[1] % pad_multiple == 0
-    assert packed_length([5, 2], Packing(CPRank(1, 2), pad_multiple)) == packed.tokens.shape[1]
+    assert packed_length([5, 2], PackingConfig(CPRank(1, 2), pad_multiple)) == packed.tokens.shape[1]
 
 
 def test_offsets_count_the_tokens_of_all_ranks():
     sequences = [torch.arange(1, 6), torch.arange(11, 14)]
-    zigzag = pack_thd(sequences, Packing(CPRank(1, 2), pad_multiple=8))
+    zigzag = pack_thd(sequences, PackingConfig(CPRank(1, 2), pad_multiple=8))
     # 5 -> chunks of 2, 4 a rank; 3 -> chunks of 1, 2 a rank; 6 -> padded to 8 a rank
     assert zigzag.tokens.tolist() == [[3, 4, 5, 0, 12, 13, 0, 0]]
     assert zigzag.cu_seqlens.tolist() == [0, 8, 12, 16]
-    gathered = pack_thd(sequences, Packing(CPRank(1, 2), pad_multiple=3, layout="allgather"))
+    gathered = pack_thd(sequences, PackingConfig(CPRank(1, 2), pad_multiple=3, layout="allgather"))
     assert gathered.tokens.tolist() == [[12, 13, 0, 0, 0, 0]]
     assert gathered.cu_seqlens.tolist() == [0, 5, 8, 12]
 
 
 def test_masks_lie_under_the_logits():
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
-    assert align_loss_masks(masks, [5, 2], [3, 1], Packing(pad_multiple=4)).tolist() == [[0, 1, 0, 1, 0, 1, 0, 0]]
-    rank_1 = align_loss_masks(masks[:1], [5], [3], Packing(CPRank(1, 2)))
+    assert align_loss_masks(masks, [5, 2], [3, 1], PackingConfig(pad_multiple=4)).tolist() == [
+        [0, 1, 0, 1, 0, 1, 0, 0]
+    ]
+    rank_1 = align_loss_masks(masks[:1], [5], [3], PackingConfig(CPRank(1, 2)))
     assert rank_1.tolist() == [[0, 1, 0, 0]]
 
 

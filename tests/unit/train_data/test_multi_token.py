@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.train_data.context_parallel import CPRank
-from slime.train_data.microbatch import Packing, pack_thd
+from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.train_data.multi_token import multi_token_depths
 
 TOKENS = [torch.tensor([10, 11, 12, 13, 14]), torch.tensor([20, 21, 22])]
@@ -16,7 +16,7 @@ MASKS = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
 
 
 def test_inputs_and_targets_by_hand():
-    first, second = multi_token_depths(2, TOKENS, MASKS, [4.0, 2.0], Packing())
+    first, second = multi_token_depths(2, TOKENS, MASKS, [4.0, 2.0], PackingConfig())
     assert first.input_ids.tolist() == [[11, 12, 13, 14, 0, 21, 22, 0]]
     # Position 0 predicts token 2, the first of the response; the one-token prompt of the second sequence leaves only
     # its token 2 within reach.
@@ -30,9 +30,9 @@ def test_inputs_and_targets_by_hand():
 
 
 def test_all_tokens_weigh_the_same_without_denominators_and_an_empty_rollout_divides_by_one():
-    (depth,) = multi_token_depths(1, TOKENS, MASKS, None, Packing())
+    (depth,) = multi_token_depths(1, TOKENS, MASKS, None, PackingConfig())
     assert depth.weight_R.tolist() == [1, 0, 1, 1]
-    (depth,) = multi_token_depths(1, TOKENS, [mask * 0 for mask in MASKS], [0.0, 0.0], Packing())
+    (depth,) = multi_token_depths(1, TOKENS, [mask * 0 for mask in MASKS], [0.0, 0.0], PackingConfig())
     assert depth.weight_R.tolist() == [0, 0, 0, 0]
 
 
@@ -49,7 +49,7 @@ def test_the_ranks_together_predict_every_token_once_from_where_it_can_be_predic
     for number in range(3):
         found = []
         for rank in range(cp_size):
-            packing = Packing(CPRank(rank, cp_size), pad_multiple=4, layout=layout)
+            packing = PackingConfig(CPRank(rank, cp_size), pad_multiple=4, layout=layout)
             depth = multi_token_depths(3, sequences, masks, denominators, packing)[number]
             where = pack_thd(origin, packing, pad_id=-1).tokens[0]
             assert depth.input_ids.shape == (1, len(where))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime.train_data.context_parallel import CPRank, slice_zigzag
-from slime.train_data.microbatch import Packing
+from slime.train_data.microbatch import PackingConfig
 from slime.train_data.routed_experts import (
     EXPERT_ID_DTYPE,
     RoutedShape,
@@ -117,7 +117,7 @@ def test_every_token_finds_its_routing_wherever_packing_puts_it(cp_size: int, la
     missing = torch.full((1, 3, 2), -9, dtype=EXPERT_ID_DTYPE)
     whole = [torch.cat([sample, missing]) for sample in samples()]
     for cp_rank in range(cp_size):
-        packing = Packing(CPRank(cp_rank, cp_size), pad_multiple=8, layout=layout)
+        packing = PackingConfig(CPRank(cp_rank, cp_size), pad_multiple=8, layout=layout)
         if layout == "zigzag":
             pieces = [slice_zigzag(sample, packing.cp, pad_value=-9) for sample in whole]
             total = -(-sum(map(len, pieces)) // 8) * 8

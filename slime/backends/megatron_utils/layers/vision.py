@@ -36,7 +36,7 @@ from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
 from slime.backends.megatron_utils.layers.rotary import RotaryTables
 from slime.backends.megatron_utils.models import family_of
 from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
-from slime.train_data.microbatch import Packing, pack_thd
+from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels, import_torchvision
 
@@ -143,7 +143,7 @@ class PlacedImages:
             if inputs
             for part in inputs["pixel_values"].split(grid.prod(1).tolist())
         ]
-        packing = Packing(cp_rank(), pad_multiple=num_tokens)
+        packing = PackingConfig(cp_rank(), pad_multiple=num_tokens)
         axes = [pack_thd([position[axis] for position in positions], packing).tokens[0] for axis in range(3)]
         rows_T = pack_thd(rows, packing, pad_id=-1).tokens[0]
         return cls(rows_T, torch.stack(axes), torch.cat(grids), pixels)
