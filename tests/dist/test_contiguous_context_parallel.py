@@ -55,15 +55,14 @@ def on_one_of_two_ranks() -> dict[str, Any]:
     loss = (1.0 + 2.0 * mpu.get_context_parallel_rank()) * torch.cat(result["values"]).sum()
     (gradient,) = torch.autograd.grad(loss, logits)
     rows, positions = response_rows(args, logits, TOTAL, RESPONSE)
-    pieces = zigzag_from_contiguous(
-        [logits[0, rows, 0].detach(), -logits[0, rows, 0].detach()], positions, TOTAL, RESPONSE
-    )
+    values = logits[0, rows, 0].detach()
+    pieces = zigzag_from_contiguous({"values": values, "negated": -values}, positions, TOTAL, RESPONSE)
     return {
         "tokens": batch["tokens"][0].tolist(),
         "offsets": batch["packed_seq_params"].cu_seqlens_q.tolist(),
         "mask": batch["full_loss_masks"][0].tolist(),
         "equal": [torch.equal(a, b) for a, b in zip(result["values"], expected, strict=True)],
-        "negated": all(torch.equal(a, -b) for a, b in zip(*pieces, strict=True)),
+        "negated": all(torch.equal(a, -b) for a, b in zip(*pieces.values(), strict=True)),
         "owned": [len(piece) for piece in expected],
         "gradient": gradient.flatten().tolist(),
     }

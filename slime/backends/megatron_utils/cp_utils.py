@@ -7,7 +7,7 @@ Per-sample tensors (log-probs, advantages, ...) are local to the context-paralle
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
 import torch
@@ -130,11 +130,11 @@ def whole_responses(
 
 
 def zigzag_from_contiguous(
-    columns: Sequence[Tensor],
+    columns: Mapping[str, Tensor],
     positions: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-) -> list[list[Tensor]]:
+) -> dict[str, list[Tensor]]:
     """Move values of response tokens from the ranks of ``--allgather-cp`` to those of the zigzag.
 
     What comes after the model (advantages, losses, metrics) then need not know how the stream was cut.  One
@@ -147,16 +147,19 @@ def zigzag_from_contiguous(
         response_lengths: response tokens of each.
 
     Returns:
-        [column][sample] the values that :func:`local_responses` would cut out of the whole responses.
+        of each column and sample the values that :func:`local_responses` would cut out of the whole responses.
     """
     places, start = [], 0
     for position, total, response in zip(positions, total_lengths, response_lengths, strict=True):
         places.append(position - (total - response) + start)
         start += response
-    mine = torch.stack(list(columns))
+    mine = torch.stack(list(columns.values()))
     place_R = torch.cat(places).to(mine.device)
     whole = _SumOverContextRanks.apply(mine.new_zeros(len(columns), start).index_add(1, place_R, mine))
-    return [local_responses(column.split(list(response_lengths)), total_lengths, response_lengths) for column in whole]
+    return {
+        name: local_responses(column.split(list(response_lengths)), total_lengths, response_lengths)
+        for name, column in zip(columns, whole, strict=True)
+    }
 
 
 def get_sum_of_sample_mean(

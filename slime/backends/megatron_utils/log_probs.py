@@ -67,8 +67,7 @@ def _by_sample(
 ) -> dict[str, list[Tensor]]:
     """Return columns [R] of :func:`response_rows` as [local response tokens] of each sample."""
     if has_contiguous_parts(args):
-        pieces = zigzag_from_contiguous(list(columns.values()), positions_N, total_lengths, response_lengths)
-        return dict(zip(columns, pieces, strict=True))
+        return zigzag_from_contiguous(columns, positions_N, total_lengths, response_lengths)
     counts = [len(position) for position in positions_N]
     return {name: list(column_R.split(counts)) for name, column_R in columns.items()}
 

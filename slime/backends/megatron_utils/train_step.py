@@ -39,12 +39,8 @@ from slime.utils.errors import StepError
 from slime.utils.misc import call_hook
 
 _KEYS = (
-    "tokens",
     "multimodal_train_inputs",
     "host_tokens",
-    "total_lengths",
-    "response_lengths",
-    "loss_masks",
     "log_probs",
     "ref_log_probs",
     "values",
@@ -58,7 +54,8 @@ _KEYS = (
     "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
 )
-"""The columns that every loss function sees, None where the data lack one; further ones of a user come with them."""
+"""The columns that every loss function sees beside tokens, lengths and masks, None where the data lack one; further
+ones of a user come with them."""
 
 
 @dataclass(frozen=True, slots=True)
