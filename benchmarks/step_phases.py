@@ -62,6 +62,7 @@ from benchmarks.phase_table import Row, Stopwatch, format_table  # noqa: E402
 from examples.tiny_arithmetic import make_task  # noqa: E402
 from slime.backends.megatron_utils import sglang as wire  # noqa: E402
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # noqa: E402
+from slime.backends.megatron_utils.cp_utils import packing_of  # noqa: E402
 from slime.backends.megatron_utils.data import (  # noqa: E402
     forward_arguments,
     get_batch,
@@ -223,7 +224,7 @@ class TrainSide:
         data = prepare_rollout_data(rank_data)
         self.num_tokens = sum(data["total_lengths"])
         iterator = get_data_iterator(data, 1)[0]
-        packed = [get_batch(iterator, [], self.args.data_pad_size_multiplier) for _ in iterator.micro_batch_indices]
+        packed = [get_batch(iterator, [], packing_of(self.args)) for _ in iterator.micro_batch_indices]
         return [forward_arguments(self.args, batch) for batch in packed]
 
     def _train(self, repeat: int, rank_data: RankBatch, batches: list[dict[str, Any]]) -> None:

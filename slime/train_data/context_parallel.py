@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,15 @@ from torch import Tensor
 
 Span = tuple[int, int]
 """Half-open interval of positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPRank:
+    """A rank of a context-parallel group."""
+
+    rank: int = 0
+    size: int = 1
+    """Ranks in the group; 1 without context parallelism."""
 
 
 class Window(NamedTuple):
@@ -47,7 +57,7 @@ def local_length(total_length: int, cp_size: int) -> int:
 
 
 def logits_and_tokens_offsets(
-    total_length: int, response_length: int, *, cp_rank: int, cp_size: int
+    total_length: int, response_length: int, cp: CPRank
 ) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
     """Return a zigzag rank's part of a sample.
 
@@ -57,9 +67,9 @@ def logits_and_tokens_offsets(
         without response logits has (0, 0) in the last two.
     """
     prompt_length = total_length - response_length
-    size = zigzag_chunk_size(total_length, cp_size)
-    mirror = 2 * cp_size - 1 - cp_rank
-    chunks = ((cp_rank * size, (cp_rank + 1) * size), (mirror * size, (mirror + 1) * size))
+    size = zigzag_chunk_size(total_length, cp.size)
+    mirror = 2 * cp.size - 1 - cp.rank
+    chunks = ((cp.rank * size, (cp.rank + 1) * size), (mirror * size, (mirror + 1) * size))
     logits: list[Span] = []
     tokens: list[Span] = []
     for chunk_start, chunk_end in chunks:
@@ -70,89 +80,86 @@ def logits_and_tokens_offsets(
     return size, chunks, (logits[0], logits[1]), (tokens[0], tokens[1])
 
 
-def response_spans(total_length: int, response_length: int, *, cp_rank: int, cp_size: int) -> list[Span]:
+def response_spans(total_length: int, response_length: int, cp: CPRank) -> list[Span]:
     """Return the ranges of the response, counted from its first token, whose logits are on this zigzag rank."""
-    if cp_size == 1:
+    if cp.size == 1:
         return [(0, response_length)]
     prompt_length = total_length - response_length
-    _, _, _, tokens = logits_and_tokens_offsets(total_length, response_length, cp_rank=cp_rank, cp_size=cp_size)
+    _, _, _, tokens = logits_and_tokens_offsets(total_length, response_length, cp)
     return [(start - prompt_length, end - prompt_length) for start, end in tokens if end > start]
 
 
-def slice_zigzag(tokens: Tensor, *, cp_rank: int, cp_size: int, pad_value: float = 0) -> Tensor:
+def slice_zigzag(tokens: Tensor, cp: CPRank, *, pad_value: float = 0) -> Tensor:
     """Return this rank's two chunks of a sequence, joined; without CP the sequence itself.
 
     Args:
         tokens: [L, ...]; trailing dimensions are kept.
-        cp_rank: which rank.
-        cp_size: of how many.
+        cp: this rank.
         pad_value: fills the positions beyond L.
     """
-    if cp_size == 1:
+    if cp.size == 1:
         return tokens
-    size = zigzag_chunk_size(len(tokens), cp_size)
-    padding = 2 * cp_size * size - len(tokens)
+    size = zigzag_chunk_size(len(tokens), cp.size)
+    padding = 2 * cp.size * size - len(tokens)
     padded = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, padding), value=pad_value)
-    mirror = 2 * cp_size - 1 - cp_rank
-    return torch.cat([padded[cp_rank * size : (cp_rank + 1) * size], padded[mirror * size : (mirror + 1) * size]])
+    mirror = 2 * cp.size - 1 - cp.rank
+    return torch.cat([padded[cp.rank * size : (cp.rank + 1) * size], padded[mirror * size : (mirror + 1) * size]])
 
 
-def slice_response(values_R: Tensor, total_length: int, response_length: int, *, cp_rank: int, cp_size: int) -> Tensor:
+def slice_response(values_R: Tensor, total_length: int, response_length: int, cp: CPRank) -> Tensor:
     """Return the entries of a per-response-token tensor whose logits are on this zigzag rank."""
     if len(values_R) != response_length:
         raise ValueError(f"{len(values_R)} values for a response of {response_length} tokens; there must be one each")
-    if cp_size == 1:
+    if cp.size == 1:
         return values_R
-    spans = response_spans(total_length, response_length, cp_rank=cp_rank, cp_size=cp_size)
+    spans = response_spans(total_length, response_length, cp)
     return torch.cat([values_R[start:end] for start, end in spans]) if spans else values_R[:0]
 
 
-def place_response(values_r: Tensor, total_length: int, response_length: int, *, cp_rank: int, cp_size: int) -> Tensor:
+def place_response(values_r: Tensor, total_length: int, response_length: int, cp: CPRank) -> Tensor:
     """Return a zero tensor of the whole response with this rank's entries in their places; carries the gradient.
 
     The sum of it over the context-parallel ranks is the whole response: the inverse of ``slice_response``.
     """
-    if cp_size == 1:
+    if cp.size == 1:
         return values_r
     pieces: list[Tensor] = []
     filled, taken, rest = 0, 0, values_r.shape[1:]
-    for start, end in response_spans(total_length, response_length, cp_rank=cp_rank, cp_size=cp_size):
+    for start, end in response_spans(total_length, response_length, cp):
         pieces += [values_r.new_zeros(start - filled, *rest), values_r[taken : taken + end - start]]
         filled, taken = end, taken + end - start
-    assert taken == len(values_r), (taken, len(values_r), total_length, response_length, cp_rank, cp_size)
+    assert taken == len(values_r), (taken, len(values_r), total_length, response_length, cp)
     return torch.cat([*pieces, values_r[:0], values_r.new_zeros(response_length - filled, *rest)])
 
 
-def response_windows(
-    total_lengths: Sequence[int], response_lengths: Sequence[int], *, cp_rank: int, cp_size: int
-) -> list[list[Window]]:
+def response_windows(total_lengths: Sequence[int], response_lengths: Sequence[int], cp: CPRank) -> list[list[Window]]:
     """Return the runs of each sample's response logits in this rank's packed stream under zigzag (or without CP)."""
     windows: list[list[Window]] = []
     start_of_sample = 0
     for total, response in zip(total_lengths, response_lengths, strict=True):
-        if cp_size == 1:
+        if cp.size == 1:
             runs = [Window(start_of_sample + total - response - 1, response, total - response)] if response else []
         else:
-            size, chunks, logits, _ = logits_and_tokens_offsets(total, response, cp_rank=cp_rank, cp_size=cp_size)
+            size, chunks, logits, _ = logits_and_tokens_offsets(total, response, cp)
             runs = [
                 Window(start_of_sample + order * size + start - chunk_start, end - start, start + 1)
                 for order, ((chunk_start, _), (start, end)) in enumerate(zip(chunks, logits, strict=True))
                 if end > start
             ]
         windows.append(runs)
-        start_of_sample += local_length(total, cp_size)
+        start_of_sample += local_length(total, cp.size)
     return windows
 
 
 def allgather_response_windows(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
+    cp: CPRank,
     *,
-    cp_rank: int,
     local_stream_length: int,
 ) -> list[list[Window]]:
     """Return the run of each sample's response logits in this rank's contiguous chunk of the stream, if any."""
-    chunk_start = cp_rank * local_stream_length
+    chunk_start = cp.rank * local_stream_length
     chunk_end = chunk_start + local_stream_length
     windows: list[list[Window]] = []
     start_of_sample = 0

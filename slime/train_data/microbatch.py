@@ -14,9 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.train_data.context_parallel import local_length, slice_zigzag
+from slime.train_data.context_parallel import CPRank, local_length, slice_zigzag
 
-CPLayout = Literal["zigzag", "allgather"]
+
+@dataclass(frozen=True, slots=True)
+class PackingConfig:
+    """The way in which a rank packs its micro-batches."""
+
+    cp: CPRank = CPRank()
+    pad_multiple: int = 1
+    """Divides the length on one rank: usually tensor-parallel size times ``--data-pad-size-multiplier``."""
+    layout: Literal["zigzag", "allgather"] = "zigzag"
+    """The cut by context parallelism: two chunks of every sequence, or a contiguous part of the whole stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,83 +43,68 @@ class PackedTokens:
     """Tokens of the sequences on all context-parallel ranks together, no padding."""
 
 
-def pack_thd(
-    sequences: Sequence[Tensor],
-    *,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    pad_multiple: int = 1,
-    pad_id: int = 0,
-    layout: CPLayout = "zigzag",
-) -> PackedTokens:
+def pack_thd(sequences: Sequence[Tensor], packing: PackingConfig, *, pad_id: int = 0) -> PackedTokens:
     """Pack sequences for variable-length attention.
 
     Zigzag: each sequence is cut on its own, and this rank's stream is padded to a multiple of ``pad_multiple``.
-    All-gather: the stream of whole sequences is padded to a multiple of ``cp_size * pad_multiple``, and this rank
+    All-gather: the stream of whole sequences is padded to a multiple of ``cp.size * pad_multiple``, and this rank
     takes its contiguous part.  Either way ``cu_seqlens`` counts tokens of all ranks, as attention kernels expect.
 
     Args:
         sequences: [L] token ids each, on one device.
-        cp_rank: this context-parallel rank.
-        cp_size: number of them.
-        pad_multiple: usually tensor-parallel size times ``--data-pad-size-multiplier``.
+        packing: of this rank.
         pad_id: token id of the padding.
-        layout: way in which context parallelism cuts.
     """
     assert sequences, "a micro-batch has at least one sequence"
-    num_real_tokens = sum(map(len, sequences))
-    if layout == "allgather":
+    cp, num_real_tokens = packing.cp, sum(map(len, sequences))
+    if packing.layout == "allgather":
         lengths = [len(sequence) for sequence in sequences]
-        stream = _pad_to(torch.cat(list(sequences)), cp_size * pad_multiple, pad_id)
+        stream = _pad_to(torch.cat(list(sequences)), cp.size * packing.pad_multiple, pad_id)
         cu_seqlens = _offsets(lengths, len(stream), 1, stream.device)
-        stream = stream.chunk(cp_size)[cp_rank]
+        stream = stream.chunk(cp.size)[cp.rank]
     else:
-        pieces = [slice_zigzag(s, cp_rank=cp_rank, cp_size=cp_size, pad_value=pad_id) for s in sequences]
-        stream = _pad_to(torch.cat(pieces), _zigzag_multiple(pad_multiple, cp_size), pad_id)
-        cu_seqlens = _offsets([len(piece) for piece in pieces], len(stream), cp_size, stream.device)
+        pieces = [slice_zigzag(sequence, cp, pad_value=pad_id) for sequence in sequences]
+        stream = _pad_to(torch.cat(pieces), _zigzag_multiple(packing), pad_id)
+        cu_seqlens = _offsets([len(piece) for piece in pieces], len(stream), cp.size, stream.device)
     max_seqlen = int(cu_seqlens.diff().max())
     return PackedTokens(stream.unsqueeze(0), cu_seqlens, max_seqlen, num_real_tokens)
 
 
-def packed_length(
-    lengths: Sequence[int], *, cp_size: int = 1, pad_multiple: int = 1, layout: CPLayout = "zigzag"
-) -> int:
+def packed_length(lengths: Sequence[int], packing: PackingConfig) -> int:
     """Return T of :func:`pack_thd` for sequences of these lengths."""
-    if layout == "allgather":
-        return math.ceil(sum(lengths) / (cp_size * pad_multiple)) * pad_multiple
-    multiple = _zigzag_multiple(pad_multiple, cp_size)
-    return math.ceil(sum(local_length(length, cp_size) for length in lengths) / multiple) * multiple
+    if packing.layout == "allgather":
+        return math.ceil(sum(lengths) / (packing.cp.size * packing.pad_multiple)) * packing.pad_multiple
+    multiple = _zigzag_multiple(packing)
+    return math.ceil(sum(local_length(length, packing.cp.size) for length in lengths) / multiple) * multiple
 
 
-def _zigzag_multiple(pad_multiple: int, cp_size: int) -> int:
+def _zigzag_multiple(packing: PackingConfig) -> int:
     """Return the multiple of the padded length: padding is a sequence of its own, which has two chunks a rank too."""
-    return pad_multiple if cp_size == 1 else math.lcm(pad_multiple, 2)
+    return packing.pad_multiple if packing.cp.size == 1 else math.lcm(packing.pad_multiple, 2)
 
 
 def align_loss_masks(
     loss_masks: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-    *,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    pad_multiple: int = 1,
-    layout: CPLayout = "zigzag",
+    packing: PackingConfig,
 ) -> Tensor:
     """Return [1, T] loss masks moved under the logits.
 
     Position p holds the mask of token p + 1; prompt and padding are 0.
 
-    Args as in ``pack_thd``; ``loss_masks`` are [R], whole whatever the context parallelism.
+    Args:
+        loss_masks: [R] each, whole whatever the context parallelism.
+        total_lengths: tokens of each sample.
+        response_lengths: R of each.
+        packing: as in :func:`pack_thd`.
     """
     aligned: list[Tensor] = []
     for mask_R, total, response in zip(loss_masks, total_lengths, response_lengths, strict=True):
         if len(mask_R) != response or response >= total:
             raise ValueError(f"loss mask of {len(mask_R)} for a response of {response} of {total} tokens")
         aligned.append(F.pad(mask_R, (total - response - 1, 1)))
-    return pack_thd(
-        aligned, cp_rank=cp_rank, cp_size=cp_size, pad_multiple=pad_multiple, pad_id=0, layout=layout
-    ).tokens
+    return pack_thd(aligned, packing).tokens
 
 
 def take_micro_batch(rank_data: Mapping[str, Any], indices: Sequence[int], keys: Sequence[str]) -> dict[str, Any]:

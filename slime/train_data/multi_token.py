@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.train_data.microbatch import CPLayout, pack_thd
+from slime.train_data.microbatch import PackingConfig, pack_thd
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,7 @@ def multi_token_depths(
     sequences: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
     denominators_N: Sequence[float] | Tensor | None,
-    *,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    pad_multiple: int = 1,
-    layout: CPLayout = "zigzag",
+    packing: PackingConfig,
 ) -> list[MultiTokenDepth]:
     """Return inputs and targets of depths 1 ... ``num_depths``.
 
@@ -55,10 +51,7 @@ def multi_token_depths(
         sequences: [L] token ids each.
         loss_masks: [response] each, whole whatever the context parallelism.
         denominators_N: trained tokens of the rollout that each sample belongs to; None weighs all tokens alike.
-        cp_rank: this context-parallel rank.
-        cp_size: number of them.
-        pad_multiple: as the tokens were packed, see ``pack_thd``.
-        layout: way in which context parallelism cuts.
+        packing: that of the tokens, see ``pack_thd``.
     """
     device = sequences[0].device
     if denominators_N is None:
@@ -71,12 +64,6 @@ def multi_token_depths(
         for mask, denominator, prompt in zip(loss_masks, denominator_N, prompts, strict=True)
     ]
     weight_stream = torch.cat(weights)
-
-    def pack(pieces: list[Tensor], pad: int) -> Tensor:
-        return pack_thd(
-            pieces, cp_rank=cp_rank, cp_size=cp_size, pad_multiple=pad_multiple, pad_id=pad, layout=layout
-        ).tokens
-
     depths = []
     for depth in range(1, num_depths + 1):
         inputs = [F.pad(ids[depth:], (0, min(depth, len(ids)))) for ids in sequences]
@@ -88,12 +75,12 @@ def multi_token_depths(
             is_response = (token >= prompt) & (token < len(sequence))
             predicted.append(torch.where(is_response, token + start, -1))
             start += len(sequence)
-        packed = pack(predicted, -1)[0]
+        packed = pack_thd(predicted, packing, pad_id=-1).tokens[0]
         row_R = (packed >= 0).nonzero()[:, 0]
         token_R = packed[row_R].to(device, non_blocking=True)
         depths.append(
             MultiTokenDepth(
-                input_ids=pack(inputs, 0),
+                input_ids=pack_thd(inputs, packing).tokens,
                 row_R=row_R.to(device, non_blocking=True),
                 target_R=stream[token_R],
                 weight_R=weight_stream[token_R],

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.train_data.microbatch import CPLayout, pack_thd
+from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import DataError
 
 EXPERT_ID_DTYPE = torch.int16
@@ -138,12 +138,9 @@ def pack_routed_experts(
     rows: Sequence[Tensor],
     total_lengths: Sequence[int],
     shape: RoutedShape,
+    packing: PackingConfig,
     *,
     layers: Sequence[int],
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    pad_multiple: int = 1,
-    layout: CPLayout = "zigzag",
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> Tensor:
@@ -153,11 +150,8 @@ def pack_routed_experts(
         rows: [P, N, k] of each sequence.
         total_lengths: L of each.
         shape: of the model.
+        packing: that of the tokens, see ``pack_thd``.
         layers: those of this rank that have experts, counted from 0.
-        cp_rank: as in ``pack_thd``, with the four that follow.
-        cp_size: number of context-parallel ranks.
-        pad_multiple: of the packed length.
-        layout: way in which context parallelism cuts.
         tp_rank: this rank's part of the tokens, under sequence parallelism.
         tp_size: number of parts under sequence parallelism; 1 without it.
     """
@@ -168,10 +162,7 @@ def pack_routed_experts(
         source[: len(known)] = torch.arange(start, start + len(known))
         sources.append(source)
         start += len(known)
-    packed = pack_thd(
-        sources, cp_rank=cp_rank, cp_size=cp_size, pad_multiple=pad_multiple, pad_id=-1, layout=layout
-    ).tokens[0]
-    source_T = packed.chunk(tp_size)[tp_rank]
+    source_T = pack_thd(sources, packing, pad_id=-1).tokens[0].chunk(tp_size)[tp_rank]
     result = spread_experts(torch.arange(len(source_T)), shape).repeat(len(layers), 1, 1)
     slots = (source_T >= 0).nonzero()[:, 0]
     if len(slots):

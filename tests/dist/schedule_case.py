@@ -82,7 +82,7 @@ def log_probs_under(worker: Any, rank_data: Any, weights: dict[str, Tensor]) -> 
     """Log-probs of this rank's samples under other weights."""
     for name, tensor in worker.weights.get("seen").items():
         tensor.copy_(weights[name])
-    worker.weights.rename("")
+    worker.weights.active = ""
     worker.weights.switch_to("seen")
     data = prepare_rollout_data(rank_data)
     iterators = get_data_iterator(data, 1)

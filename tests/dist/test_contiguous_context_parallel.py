@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp, zigzag_from_contiguous
+from slime.backends.megatron_utils.cp_utils import packing_of, slice_log_prob_with_cp, zigzag_from_contiguous
 from slime.backends.megatron_utils.data import DataIterator, get_batch
 from slime.backends.megatron_utils.log_probs import get_values, response_rows
 from tests.matrix.pool import run_ranks
@@ -30,13 +31,12 @@ def per_token_values() -> list[torch.Tensor]:
 
 
 def on_one_of_two_ranks() -> dict[str, Any]:
-    from types import SimpleNamespace
-
     mpu.initialize_model_parallel(context_parallel_size=2)
+    args = Namespace(allgather_cp=True, data_pad_size_multiplier=4)
     tokens = [start + torch.arange(total) for start, total in zip(STARTS, TOTAL, strict=True)]
     masks = [torch.ones(count, dtype=torch.int) for count in RESPONSE]
     data = {"tokens": tokens, "total_lengths": TOTAL, "response_lengths": RESPONSE, "loss_masks": masks}
-    batch = get_batch(DataIterator(data, [[0, 1, 2, 3]]), ["tokens"], 4, allgather_cp=True)
+    batch = get_batch(DataIterator(data, [[0, 1, 2, 3]]), ["tokens"], packing_of(args))
     length = batch["tokens"].shape[1]
 
     # What the model would give: at position p of the stream the value of the response token p + 1.
@@ -45,7 +45,6 @@ def on_one_of_two_ranks() -> dict[str, Any]:
         stream[start + total - len(values) - 1 : start + total - 1] = values
     first = mpu.get_context_parallel_rank() * length
     logits = stream[first : first + length].reshape(1, -1, 1).requires_grad_()
-    args = SimpleNamespace(allgather_cp=True)
     lengths = {"total_lengths": TOTAL, "response_lengths": RESPONSE}
     _, result = get_values(logits, args=args, unconcat_tokens=tokens, **lengths)
     expected = [
@@ -55,16 +54,15 @@ def on_one_of_two_ranks() -> dict[str, Any]:
     # Each rank's loss weighs its own pieces by 1 (rank 0) or 3 (rank 1).
     loss = (1.0 + 2.0 * mpu.get_context_parallel_rank()) * torch.cat(result["values"]).sum()
     (gradient,) = torch.autograd.grad(loss, logits)
-    rows, positions, counts = response_rows(TOTAL, RESPONSE, contiguous_length=length)
-    pieces = zigzag_from_contiguous(
-        [logits[0, rows, 0].detach(), -logits[0, rows, 0].detach()], positions.split(counts), TOTAL, RESPONSE
-    )
+    rows, positions = response_rows(args, logits, TOTAL, RESPONSE)
+    values = logits[0, rows, 0].detach()
+    pieces = zigzag_from_contiguous({"values": values, "negated": -values}, positions, TOTAL, RESPONSE)
     return {
         "tokens": batch["tokens"][0].tolist(),
         "offsets": batch["packed_seq_params"].cu_seqlens_q.tolist(),
         "mask": batch["full_loss_masks"][0].tolist(),
         "equal": [torch.equal(a, b) for a, b in zip(result["values"], expected, strict=True)],
-        "negated": all(torch.equal(a, -b) for a, b in zip(*pieces, strict=True)),
+        "negated": all(torch.equal(a, -b) for a, b in zip(*pieces.values(), strict=True)),
         "owned": [len(piece) for piece in expected],
         "gradient": gradient.flatten().tolist(),
     }

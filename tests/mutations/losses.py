@@ -181,8 +181,8 @@ LOSSES = (
     Mutation(
         bug="mean over the tokens on this rank: wrong denominator under context parallelism",
         target="slime.backends.megatron_utils.cp_utils:get_sum_of_sample_mean",
-        old="local_masks(loss_masks, total_lengths, response_lengths), sample_denoms,",
-        new="(mine := local_masks(loss_masks, total_lengths, response_lengths)), [float(m.sum()) for m in mine],",
+        old="local_responses(loss_masks, total_lengths, response_lengths), sample_denoms,",
+        new="(mine := local_responses(loss_masks, total_lengths, response_lengths)), [float(m.sum()) for m in mine],",
         cells=(("cp2", "grpo"), ("dp2_cp2", "grpo")),
     ),
     Mutation(

@@ -90,9 +90,9 @@ TRAINER_BUGS = (
     ),
     Mutation(
         bug="OPSM and GSPO on the tokens of this context-parallel rank alone",
-        target=f"{TRAINER}.loss_columns:TrainedTokens.whole",
-        old="all_gather_with_cp(values_r, *length)",
-        new="torch.nn.functional.pad(values_r, (0, length[1] - len(values_r)))",
+        target=f"{TRAINER}.cp_utils:whole_responses",
+        old="all_gather_with_cp(values_r, total, response)",
+        new="torch.nn.functional.pad(values_r, (0, response - len(values_r)))",
         cells=(("cp2", "gspo"), ("dp2_cp2", "opsm")),
     ),
     Mutation(
@@ -145,8 +145,8 @@ TRAINER_BUGS = (
     Mutation(
         bug="the second zigzag chunk is the next one instead of the mirrored one",
         target="slime.train_data.context_parallel:logits_and_tokens_offsets",
-        old="mirror = 2 * cp_size - 1 - cp_rank",
-        new="mirror = cp_size + cp_rank",
+        old="mirror = 2 * cp.size - 1 - cp.rank",
+        new="mirror = cp.size + cp.rank",
         tests=("tests/unit/train_data/test_context_parallel.py::test_ten_tokens_on_two_ranks_by_hand",),
         cells=(("cp2", "sft"),),
     ),

@@ -21,13 +21,14 @@ from slime.algorithms.policy_losses.gspo import sequence_log_ratio, spread_over_
 from slime.algorithms.policy_losses.ppo_clip import ClipConfig, clipped_policy_loss
 from slime.algorithms.reduction import num_loss_tokens, scale_for_megatron, sum_of_sample_means
 from slime.train_data.context_parallel import (
+    CPRank,
     allgather_response_windows,
     place_response,
     response_windows,
     slice_response,
 )
 from slime.train_data.convert import samples_to_train_data
-from slime.train_data.microbatch import align_loss_masks, pack_thd, take_micro_batch
+from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, take_micro_batch
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
 from tests.oracle import reference
@@ -154,11 +155,11 @@ def micro_batch_loss(batch, parameters, layout, estimator, per_token, metrics) -
     log_probs: list[list[Tensor]] = []
     entropies: list[Tensor] = []
     for cp_rank in range(layout.cp_size):
-        place = {"cp_rank": cp_rank, "cp_size": layout.cp_size}
-        packed = pack_thd(batch["tokens"], **place, pad_multiple=layout.pad_multiple)
+        packing = PackingConfig(CPRank(cp_rank, layout.cp_size), layout.pad_multiple)
+        packed = pack_thd(batch["tokens"], packing)
         logits_TV = parameters[packed.tokens[0]]
         rows, targets, sizes = [], [], []
-        for tokens, runs in zip(batch["tokens"], response_windows(totals, responses, **place), strict=True):
+        for tokens, runs in zip(batch["tokens"], response_windows(totals, responses, packing.cp), strict=True):
             rows += [torch.arange(run.stream_start, run.stream_start + run.length) for run in runs]
             targets += [tokens[run.token_start : run.token_start + run.length] for run in runs]
             sizes.append(sum(run.length for run in runs))
@@ -172,19 +173,19 @@ def micro_batch_loss(batch, parameters, layout, estimator, per_token, metrics) -
         log_probs.append(list(log_prob_T.split(sizes)))
         entropies.append(entropy_T)
 
-        masks = align_loss_masks(batch["loss_masks"], totals, responses, **place, pad_multiple=layout.pad_multiple)
+        masks = align_loss_masks(batch["loss_masks"], totals, responses, packing)
         assert masks.shape == packed.tokens.shape
         assert int(masks.sum()) == sum(
-            int(cut(mask, total, response, place).sum())
+            int(slice_response(mask, total, response, packing.cp).sum())
             for mask, total, response in zip(batch["loss_masks"], totals, responses, strict=True)
         )
 
     losses = []
     for cp_rank in range(layout.cp_size):
-        place = {"cp_rank": cp_rank, "cp_size": layout.cp_size}
+        cp = CPRank(cp_rank, layout.cp_size)
 
-        def local(values, place=place):
-            return [cut(row, t, r, place) for row, t, r in zip(values, totals, responses, strict=True)]
+        def local(values, cp=cp):
+            return [slice_response(row, t, r, cp) for row, t, r in zip(values, totals, responses, strict=True)]
 
         log_prob_T = torch.cat(log_probs[cp_rank])
         old_T = torch.cat(local(batch["old"]))
@@ -210,14 +211,10 @@ def micro_batch_loss(batch, parameters, layout, estimator, per_token, metrics) -
     return losses
 
 
-def cut(values, total, response, place):
-    return slice_response(values, total, response, **place)
-
-
 def gathered(log_probs, index, total, response):
     """What the differentiable all-reduce over context-parallel ranks gives."""
     return sum(
-        place_response(pieces[index], total, response, cp_rank=cp_rank, cp_size=len(log_probs))
+        place_response(pieces[index], total, response, CPRank(cp_rank, len(log_probs)))
         for cp_rank, pieces in enumerate(log_probs)
     )
 
@@ -309,14 +306,13 @@ def test_both_context_parallel_layouts_see_the_same_log_probs(cp_size):
     for layout in ("zigzag", "allgather"):
         found = [torch.zeros(response, dtype=torch.float64) for response in responses]
         for cp_rank in range(cp_size):
-            packed = pack_thd(tokens, cp_rank=cp_rank, cp_size=cp_size, pad_multiple=2, layout=layout)
+            cp = CPRank(cp_rank, cp_size)
+            packed = pack_thd(tokens, PackingConfig(cp, pad_multiple=2, layout=layout))
             logits_TV = theta[packed.tokens[0]]
             if layout == "zigzag":
-                windows = response_windows(totals, responses, cp_rank=cp_rank, cp_size=cp_size)
+                windows = response_windows(totals, responses, cp)
             else:
-                windows = allgather_response_windows(
-                    totals, responses, cp_rank=cp_rank, local_stream_length=packed.tokens.shape[1]
-                )
+                windows = allgather_response_windows(totals, responses, cp, local_stream_length=packed.tokens.shape[1])
             for index, runs in enumerate(windows):
                 for run in runs:
                     rows = logits_TV[run.stream_start : run.stream_start + run.length]

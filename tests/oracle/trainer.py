@@ -107,6 +107,7 @@ def losses_of_a_step(
 
     Per token the division by the number of tokens is left to the end of the step.
     """
+    from slime.backends.megatron_utils.cp_utils import packing_of
     from slime.backends.megatron_utils.data import get_batch
     from slime.backends.megatron_utils.loss import loss_function
 
@@ -114,7 +115,7 @@ def losses_of_a_step(
     if args.rollout_top_p != 1.0:
         keys += ["rollout_top_p_token_ids", "rollout_top_p_token_offsets"]
     for _ in range(num_microbatches):
-        batch = get_batch(iterator, keys, pad_multiplier=4, allgather_cp=args.allgather_cp)
+        batch = get_batch(iterator, keys, packing_of(args))
         logits = table[batch["tokens"]]
         scaled, normaliser, report = loss_function(args, batch, num_microbatches, step_size, args.loss_type, logits)
         yield scaled if args.calculate_per_token_loss else scaled / num_microbatches, normaliser, report

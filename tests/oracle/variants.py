@@ -190,6 +190,7 @@ DEFAULTS: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "loss_type": "policy_loss",
     "allgather_cp": False,
+    "data_pad_size_multiplier": 4,
     "advantage_estimator": "grpo",
     "calculate_per_token_loss": False,
     "recompute_loss_function": False,

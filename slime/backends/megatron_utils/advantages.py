@@ -21,7 +21,7 @@ from slime.algorithms.advantages import AdvantageConfig, AdvantageInputs, get_es
 from slime.algorithms.advantages.distillation import add_distillation
 from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.kl import approx_kl
-from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, local_masks, slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import local_responses, whole_responses
 from slime.backends.megatron_utils.data import PER_TOKEN_COLUMNS
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import DataError
@@ -43,7 +43,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
     if not mpu.is_pipeline_last_stage():
         return
     data = rollout_data if isinstance(rollout_data, DeviceBatch) else DeviceBatch(rollout_data)
-    masks = local_masks(data.loss_masks, data.total_lengths, data.response_lengths)
+    masks = local_responses(data.loss_masks, data.total_lengths, data.response_lengths)
     data.kl = _zero_nonfinite_untrained(_token_kl(args, data, masks), masks)
     if path := args.custom_advantage_function_path:
         call_hook("--custom-advantage-function-path", path, args, data)
@@ -84,7 +84,7 @@ def _token_kl(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> list[T
 
 def _estimate(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     estimator = get_estimator(args.advantage_estimator)
-    lengths = list(zip(data.total_lengths, data.response_lengths, strict=True))
+    lengths = data.total_lengths, data.response_lengths
     values = data.get("values")
     values = None if values is None else _zero_nonfinite_untrained(values, masks)
     if estimator.needs_values and values is None:
@@ -98,9 +98,7 @@ def _estimate(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> tuple[
     is_gathered = estimator.needs_whole_responses and mpu.get_context_parallel_world_size() > 1
 
     def whole(column: list[Tensor]) -> list[Tensor]:
-        if not is_gathered:
-            return column
-        return [all_gather_with_cp(tensor, *length) for tensor, length in zip(column, lengths, strict=True)]
+        return whole_responses(column, *lengths) if is_gathered else column
 
     advantages, returns = estimator.compute(
         AdvantageInputs(
@@ -116,8 +114,7 @@ def _estimate(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> tuple[
         AdvantageConfig(kl_coef=args.kl_coef, gamma=args.gamma, lambd=args.lambd),
     )
     if is_gathered:
-        advantages = [slice_log_prob_with_cp(a, *length) for a, length in zip(advantages, lengths, strict=True)]
-        returns = [slice_log_prob_with_cp(r, *length) for r, length in zip(returns, lengths, strict=True)]
+        advantages, returns = local_responses(advantages, *lengths), local_responses(returns, *lengths)
     return advantages, returns
 
 

@@ -6,8 +6,9 @@ Per-sample tensors (log-probs, advantages, ...) are local to the context-paralle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -20,28 +21,27 @@ from megatron.core import mpu
 
 from slime.algorithms.reduction import sum_of_sample_means
 from slime.train_data import context_parallel
-from slime.train_data.microbatch import CPLayout
+from slime.train_data.context_parallel import CPRank
+from slime.train_data.microbatch import PackingConfig
 
 
-def cp_layout(allgather_cp: bool) -> CPLayout:
-    """Return how the stream of a micro-batch is cut; ``--allgather-cp`` matters only with context parallelism."""
-    return "allgather" if allgather_cp and mpu.get_context_parallel_world_size() > 1 else "zigzag"
+def cp_rank() -> CPRank:
+    """Return this rank's place in its context-parallel group."""
+    return CPRank(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
 
 
-def cp_place() -> dict[str, Any]:
-    """Return this rank's place in context parallelism, as the functions of ``slime.train_data`` take it."""
-    return {"cp_rank": mpu.get_context_parallel_rank(), "cp_size": mpu.get_context_parallel_world_size()}
+def has_contiguous_parts(args: Namespace) -> bool:
+    """Return True when context parallelism gives each rank a contiguous part of the stream (``--allgather-cp``)."""
+    return bool(args.allgather_cp) and mpu.get_context_parallel_world_size() > 1
 
 
-def packing(pad_multiplier: int, allgather_cp: bool) -> dict[str, Any]:
-    """Return how this rank packs a micro-batch, as the functions of ``slime.train_data`` take it.
-
-    Args:
-        pad_multiplier: the packed length is a multiple of this times the tensor-parallel size.
-        allgather_cp: contiguous context-parallel slices of the whole stream, instead of two of each sequence.
-    """
-    pad_multiple = mpu.get_tensor_model_parallel_world_size() * pad_multiplier
-    return {**cp_place(), "pad_multiple": pad_multiple, "layout": cp_layout(allgather_cp)}
+def packing_of(args: Namespace) -> PackingConfig:
+    """Return the way in which this rank packs its micro-batches."""
+    return PackingConfig(
+        cp_rank(),
+        pad_multiple=mpu.get_tensor_model_parallel_world_size() * args.data_pad_size_multiplier,
+        layout="allgather" if has_contiguous_parts(args) else "zigzag",
+    )
 
 
 def get_logits_and_tokens_offset_with_cp(
@@ -52,12 +52,12 @@ def get_logits_and_tokens_offset_with_cp(
     Returns:
         chunk size; the chunks, the logit rows and the tokens they predict, each as (start, end) in the sequence.
     """
-    return context_parallel.logits_and_tokens_offsets(total_length, response_length, **cp_place())
+    return context_parallel.logits_and_tokens_offsets(total_length, response_length, cp_rank())
 
 
 def slice_with_cp(tokens: Tensor, pad_value: float | int) -> Tensor:
     """Return this rank's two chunks of a sequence, padded to equal chunks on all ranks."""
-    return context_parallel.slice_zigzag(tokens, pad_value=pad_value, **cp_place())
+    return context_parallel.slice_zigzag(tokens, cp_rank(), pad_value=pad_value)
 
 
 @overload
@@ -73,18 +73,18 @@ def slice_log_prob_with_cp(
 ) -> list[float] | Tensor:
     """Return this rank's part of a list or tensor with one entry per response token."""
     if isinstance(log_prob, Tensor):
-        return context_parallel.slice_response(log_prob, total_length, response_length, **cp_place())
-    spans = context_parallel.response_spans(total_length, response_length, **cp_place())
+        return context_parallel.slice_response(log_prob, total_length, response_length, cp_rank())
+    spans = context_parallel.response_spans(total_length, response_length, cp_rank())
     return [value for start, end in spans for value in log_prob[start:end]]
 
 
-def local_masks(
-    loss_masks: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
+def local_responses(
+    column_N: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Return this rank's part of each loss mask."""
+    """Return this rank's part of each sample's values, one per response token: loss masks, for one."""
     return [
-        slice_log_prob_with_cp(mask, total, response)
-        for mask, total, response in zip(loss_masks, total_lengths, response_lengths, strict=True)
+        slice_log_prob_with_cp(values_R, total, response)
+        for values_R, total, response in zip(column_N, total_lengths, response_lengths, strict=True)
     ]
 
 
@@ -115,16 +115,26 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     """
     if mpu.get_context_parallel_world_size() == 1:
         return tensor
-    placed = context_parallel.place_response(tensor, total_length, response_length, **cp_place())
+    placed = context_parallel.place_response(tensor, total_length, response_length, cp_rank())
     return _SumOverContextRanks.apply(placed)
 
 
+def whole_responses(
+    column_N: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> list[Tensor]:
+    """Gather each sample's values: the inverse of :func:`local_responses`.  Every context-parallel rank must call."""
+    return [
+        all_gather_with_cp(values_r, total, response)
+        for values_r, total, response in zip(column_N, total_lengths, response_lengths, strict=True)
+    ]
+
+
 def zigzag_from_contiguous(
-    columns: Sequence[Tensor],
+    columns: Mapping[str, Tensor],
     positions: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-) -> list[list[Tensor]]:
+) -> dict[str, list[Tensor]]:
     """Move values of response tokens from the ranks of ``--allgather-cp`` to those of the zigzag.
 
     What comes after the model (advantages, losses, metrics) then need not know how the stream was cut.  One
@@ -137,23 +147,19 @@ def zigzag_from_contiguous(
         response_lengths: response tokens of each.
 
     Returns:
-        [column][sample] the values that ``slice_log_prob_with_cp`` would cut out of the whole response.
+        of each column and sample the values that :func:`local_responses` would cut out of the whole responses.
     """
     places, start = [], 0
     for position, total, response in zip(positions, total_lengths, response_lengths, strict=True):
         places.append(position - (total - response) + start)
         start += response
-    mine = torch.stack(list(columns))
+    mine = torch.stack(list(columns.values()))
     place_R = torch.cat(places).to(mine.device)
     whole = _SumOverContextRanks.apply(mine.new_zeros(len(columns), start).index_add(1, place_R, mine))
-    lengths = list(zip(total_lengths, response_lengths, strict=True))
-    return [
-        [
-            slice_log_prob_with_cp(values, *length)
-            for values, length in zip(column.split(list(response_lengths)), lengths, strict=True)
-        ]
-        for column in whole
-    ]
+    return {
+        name: local_responses(column.split(list(response_lengths)), total_lengths, response_lengths)
+        for name, column in zip(columns, whole, strict=True)
+    }
 
 
 def get_sum_of_sample_mean(
@@ -177,5 +183,5 @@ def get_sum_of_sample_mean(
     if sample_denoms is None:
         sample_denoms = torch.stack([mask.sum() for mask in loss_masks])
     return sum_of_sample_means(
-        local_masks(loss_masks, total_lengths, response_lengths), sample_denoms, per_token=calculate_per_token_loss
+        local_responses(loss_masks, total_lengths, response_lengths), sample_denoms, per_token=calculate_per_token_loss
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,12 +21,12 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slime.backends.megatron_utils.cp_utils import packing, slice_log_prob_with_cp
+from slime.backends.megatron_utils.cp_utils import local_responses
 from slime.backends.megatron_utils.layers.vision import ImageBatch
 from slime.backends.megatron_utils.models import has_tower
 from slime.train_data.columns import COLUMNS, RankBatch
 from slime.train_data.device_batch import DeviceBatch
-from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
+from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.train_data.split import sample_name
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_config
@@ -81,17 +80,15 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Dev
     for index, (mask, length) in enumerate(zip(data.loss_masks, data.response_lengths, strict=True)):
         if mask.numel() != length or not 0 <= length < data.total_lengths[index]:
             raise DataError(
-                f"sample {index} of this rank has {data['total_lengths'][index]} tokens, a response of {length} and a "
+                f"sample {index} of this rank has {data.total_lengths[index]} tokens, a response of {length} and a "
                 f"loss mask of {mask.numel()}; a response needs a prompt before it and a mask of its own length. "
                 "Check the rollout function"
             )
     data.rollout_mask_sums = torch.as_tensor(batch.rollout_mask_sums, dtype=torch.float32, device=device)
-    lengths = list(zip(data.total_lengths, data.response_lengths, strict=True))
     for name in PER_TOKEN_COLUMNS & data.keys():
-        data[name] = [
-            slice_log_prob_with_cp(torch.as_tensor(values, dtype=torch.float32), *length).to(device)
-            for values, length in zip(data[name], lengths, strict=True)
-        ]
+        whole = [torch.as_tensor(values, dtype=torch.float32) for values in data[name]]
+        parts = local_responses(whole, data.total_lengths, data.response_lengths)
+        data[name] = [values.to(device) for values in parts]
     return data
 
 
@@ -105,14 +102,6 @@ def _check_tokens(tokens_N: list[torch.Tensor], vocab_size: int, batch: RankBatc
             )
 
 
-@dataclass(slots=True)
-class PackedTokenCount:
-    """Numbers of real and of packed tokens that went through the model."""
-
-    real: int = 0
-    packed: int = 0
-
-
 class DataIterator:
     """An iterator over a rank's samples, micro-batch by micro-batch, through all steps of the rollout.
 
@@ -122,8 +111,7 @@ class DataIterator:
     def __init__(self, rollout_data: Mapping[str, Any], micro_batch_indices: Sequence[Sequence[int]]) -> None:
         self.rollout_data = rollout_data
         self.micro_batch_indices = [list(indices) for indices in micro_batch_indices]
-        self.offset = 0
-        self.token_count = PackedTokenCount()
+        self.reset()
         self.attach: Callable[[PackedSeqParams, int, Sequence[int]], None] | None = None
         """Callback that learns how a micro-batch is packed: from its number and its samples' lengths."""
         self.kept: dict[int, dict[str, list[Tensor]]] | None = None
@@ -135,11 +123,10 @@ class DataIterator:
         self.offset += 1
         return take_micro_batch(self.rollout_data, indices, keys)
 
-    def reset(self) -> DataIterator:
+    def reset(self) -> None:
         """Begin again at the first micro-batch."""
         self.offset = 0
-        self.token_count = PackedTokenCount()
-        return self
+        self.num_real_tokens, self.num_packed_tokens = 0, 0
 
 
 _SCHEDULE = ("micro_batch_indices", "num_microbatches", "global_batch_sizes")
@@ -164,31 +151,25 @@ def get_data_iterator(rollout_data: Mapping[str, Any], num_chunks: int) -> list[
     return [DataIterator(rollout_data, rollout_data["micro_batch_indices"]) for _ in range(num_chunks)]
 
 
-def get_batch(
-    data_iterator: DataIterator, keys: Sequence[str], pad_multiplier: int = 128, allgather_cp: bool = False
-) -> dict[str, Any]:
+def get_batch(data_iterator: DataIterator, keys: Sequence[str], packing: PackingConfig) -> dict[str, Any]:
     """Pack the next micro-batch.
 
     Args:
         data_iterator: gives the samples.
-        keys: columns to fetch; ``tokens`` is replaced by the packed tokens.
-        pad_multiplier: the packed length is a multiple of this times the tensor-parallel size.
-        allgather_cp: contiguous context-parallel slices of the whole stream, instead of two of each sequence.
+        keys: columns to fetch beside tokens, lengths and loss masks.
+        packing: of this rank.
 
     Returns:
         the columns, and ``tokens`` [1, T], ``unconcat_tokens``, ``packed_seq_params``, ``full_loss_masks`` [1, T].
     """
-    needed = {"tokens", "total_lengths", "response_lengths", "loss_masks"}
-    batch = data_iterator.get_next([*keys, *sorted(needed - set(keys))])
+    batch = data_iterator.get_next(["tokens", "total_lengths", "response_lengths", "loss_masks", *keys])
     batch["unconcat_tokens"] = batch["tokens"]
-    how = packing(pad_multiplier, allgather_cp)
-    packed = pack_thd(batch["tokens"], pad_id=0, **how)
-    cu_seqlens = packed.cu_seqlens
+    packed = pack_thd(batch["tokens"], packing)
     batch["tokens"] = packed.tokens
     batch["packed_seq_params"] = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q=packed.cu_seqlens,
+        cu_seqlens_kv=packed.cu_seqlens,
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
     )
@@ -197,24 +178,18 @@ def get_batch(
     if data_iterator.attach is not None:
         data_iterator.attach(batch["packed_seq_params"], data_iterator.offset - 1, batch["total_lengths"])
     columns = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]
-    batch["full_loss_masks"] = align_loss_masks(*columns, **how)
-    data_iterator.token_count.real += packed.num_real_tokens
-    data_iterator.token_count.packed += packed.tokens.numel() * how["cp_size"]
+    batch["full_loss_masks"] = align_loss_masks(*columns, packing)
+    data_iterator.num_real_tokens += packed.num_real_tokens
+    data_iterator.num_packed_tokens += packed.tokens.numel() * packing.cp.size
     return batch
 
 
-def packed_lengths(
-    data_iterator: DataIterator, num_microbatches: int, pad_multiplier: int = 128, allgather_cp: bool = False
-) -> list[int]:
-    """Return T of each of the next micro-batches, as :func:`get_batch` will pack them; the iterator does
-    not advance.
-    """
+def packed_lengths(data_iterator: DataIterator, num_microbatches: int, packing: PackingConfig) -> list[int]:
+    """Return T of each of the next micro-batches of :func:`get_batch`; the iterator does not advance."""
     total_lengths = data_iterator.rollout_data["total_lengths"]
     start = data_iterator.offset
-    how = packing(pad_multiplier, allgather_cp)
-    del how["cp_rank"]  # all of them have as many
     return [
-        packed_length([total_lengths[index] for index in indices], **how)
+        packed_length([total_lengths[index] for index in indices], packing)
         for indices in data_iterator.micro_batch_indices[start : start + num_microbatches]
     ]
 

@@ -19,13 +19,14 @@ from megatron.core import mpu
 from megatron.core.transformer.module import Float16Module
 
 from slime.algorithms.advantages import get_estimator
+from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, forward_arguments, get_batch
 from slime.backends.megatron_utils.log_probs import reader_columns
 from slime.backends.megatron_utils.loss import wants_mismatch
 from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.utils.misc import call_hook
 
-_KEYS = ("tokens", "multimodal_train_inputs", "host_tokens", "total_lengths", "response_lengths", "loss_masks")
+_KEYS = ("multimodal_train_inputs", "host_tokens")
 _TOP_P_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 
 Reader = Callable[..., tuple[Tensor, dict[str, list[Tensor]]]]
@@ -72,10 +73,11 @@ def forward_only(
         iterator.reset()
     for chunk in model:
         chunk.eval()
+    packing = packing_of(args)
     keys = [*_KEYS, *(_TOP_P_KEYS if args.rollout_top_p != 1.0 else ())]
 
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        batch = get_batch(iterator, keys, args.data_pad_size_multiplier, args.allgather_cp)
+        batch = get_batch(iterator, keys, packing)
         logits = run_model(args, chunk, batch)
         return logits, partial(read, args=args, with_entropy=args.use_rollout_entropy, **reader_columns(batch))
 

@@ -19,38 +19,57 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.algorithms.log_probs import KeptTokens, vocab_parallel_log_probs
-from slime.backends.megatron_utils.cp_utils import cp_layout, cp_place, zigzag_from_contiguous
+from slime.backends.megatron_utils.cp_utils import cp_rank, has_contiguous_parts, zigzag_from_contiguous
 from slime.train_data.context_parallel import allgather_response_windows, response_windows
 
 
 def response_rows(
-    total_lengths: Sequence[int], response_lengths: Sequence[int], *, contiguous_length: int | None = None
-) -> tuple[Tensor, Tensor, list[int]]:
+    args: Namespace, logits: Tensor, total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> tuple[Tensor, Sequence[Tensor]]:
     """Return the rows of the packed logits that predict response tokens.
 
     Args:
+        args: ``allgather_cp`` is read.
+        logits: [1, T, ...].
         total_lengths: tokens of each sample.
         response_lengths: response tokens of each.
-        contiguous_length: tokens of the micro-batch on this rank where it holds a contiguous part of the stream
-            (``--allgather-cp``); None for two chunks of every sequence.
 
     Returns:
-        ``(rows_R, positions_R, counts)``: row in the packed micro-batch; position of the predicted token in its
-        sample; number of rows of each sample.
+        ``(rows_R, positions_N)``: the rows, on the logits' device; the positions of the predicted tokens in each
+        sample, on the host.
     """
-    if contiguous_length is None:
-        windows = response_windows(total_lengths, response_lengths, **cp_place())
-    else:
-        cp_rank = mpu.get_context_parallel_rank()
+    if has_contiguous_parts(args):
         windows = allgather_response_windows(
-            total_lengths, response_lengths, cp_rank=cp_rank, local_stream_length=contiguous_length
+            total_lengths, response_lengths, cp_rank(), local_stream_length=logits.shape[1]
         )
+    else:
+        windows = response_windows(total_lengths, response_lengths, cp_rank())
     runs = [window for sample in windows for window in sample]
     rows = [torch.arange(run.stream_start, run.stream_start + run.length) for run in runs]
     positions = [torch.arange(run.token_start, run.token_start + run.length) for run in runs]
     nothing = torch.empty(0, dtype=torch.long)
     counts = [sum(window.length for window in sample) for sample in windows]
-    return torch.cat([nothing, *rows]), torch.cat([nothing, *positions]), counts
+    return torch.cat([nothing, *rows]).to(logits.device), torch.cat([nothing, *positions]).split(counts)
+
+
+def predicted_tokens(tokens_N: Sequence[Tensor], positions_N: Sequence[Tensor]) -> Tensor:
+    """Return [R] tokens at these positions of each sample."""
+    on_device = torch.cat(list(positions_N)).to(tokens_N[0].device).split([len(position) for position in positions_N])
+    return torch.cat([tokens[position] for tokens, position in zip(tokens_N, on_device, strict=True)])
+
+
+def _by_sample(
+    args: Namespace,
+    columns: Mapping[str, Tensor],
+    positions_N: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> dict[str, list[Tensor]]:
+    """Return columns [R] of :func:`response_rows` as [local response tokens] of each sample."""
+    if has_contiguous_parts(args):
+        return zigzag_from_contiguous(columns, positions_N, total_lengths, response_lengths)
+    counts = [len(position) for position in positions_N]
+    return {name: list(column_R.split(counts)) for name, column_R in columns.items()}
 
 
 def reader_columns(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,23 +111,18 @@ def get_log_probs_and_entropy(
     Returns:
         an empty tensor, and ``{"log_probs": [...], "entropy": [...]}``: [local response tokens] fp32 per sample.
     """
-    is_contiguous = cp_layout(args.allgather_cp) == "allgather"
-    rows_R, positions_R, counts = response_rows(
-        total_lengths, response_lengths, contiguous_length=logits.shape[1] if is_contiguous else None
-    )
-    positions = positions_R.to(logits.device).split(counts)
-    target_R = torch.cat([tokens[position] for tokens, position in zip(unconcat_tokens, positions, strict=True)])
+    rows_R, positions_N = response_rows(args, logits, total_lengths, response_lengths)
     tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     shard = logits.shape[-1]
     keep = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
         starts = [total - response for total, response in zip(total_lengths, response_lengths, strict=True)]
-        in_response = [position - start for position, start in zip(positions_R.split(counts), starts, strict=True)]
+        in_response = [position - start for position, start in zip(positions_N, starts, strict=True)]
         keep = _kept_by_top_p(in_response, top_p_token_ids, top_p_token_offsets, tp_rank * shard, shard, logits.device)
     log_prob_R, entropy_R = vocab_parallel_log_probs(
         logits.squeeze(0),
-        target_R,
-        rows_R=rows_R.to(logits.device),
+        predicted_tokens(unconcat_tokens, positions_N),
+        rows_R=rows_R,
         tp_group=mpu.get_tensor_model_parallel_group() if tp_size > 1 else None,
         chunk_size=args.log_probs_chunk_size,
         with_entropy=with_entropy,
@@ -122,12 +136,7 @@ def get_log_probs_and_entropy(
     if with_entropy:
         assert entropy_R is not None
         columns["entropy"] = entropy_R
-    if is_contiguous:
-        pieces = zigzag_from_contiguous(
-            list(columns.values()), positions_R.split(counts), total_lengths, response_lengths
-        )
-        return logits.new_empty(0), dict(zip(columns, pieces, strict=True))
-    return logits.new_empty(0), {name: list(column_R.split(counts)) for name, column_R in columns.items()}
+    return logits.new_empty(0), _by_sample(args, columns, positions_N, total_lengths, response_lengths)
 
 
 def _kept_by_top_p(
@@ -181,12 +190,6 @@ def get_values(
         response_lengths: response tokens of each.
         unused: what :func:`get_log_probs_and_entropy` needs besides.
     """
-    is_contiguous = cp_layout(args.allgather_cp) == "allgather"
-    rows_R, positions_R, counts = response_rows(
-        total_lengths, response_lengths, contiguous_length=logits.shape[1] if is_contiguous else None
-    )
-    value_R = logits.squeeze(-1).squeeze(0).index_select(0, rows_R.to(logits.device)).float()
-    if is_contiguous:
-        (values,) = zigzag_from_contiguous([value_R], positions_R.split(counts), total_lengths, response_lengths)
-        return logits.new_empty(0), {"values": values}
-    return logits.new_empty(0), {"values": list(value_R.split(counts))}
+    rows_R, positions_N = response_rows(args, logits, total_lengths, response_lengths)
+    columns = {"values": logits.squeeze(-1).squeeze(0).index_select(0, rows_R).float()}
+    return logits.new_empty(0), _by_sample(args, columns, positions_N, total_lengths, response_lengths)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,10 +106,10 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     reduce, loss_masks = sum_of_sample_mean, batch["loss_masks"]
     if wants_mismatch(args):
         recorded_N = tokens.required("rollout_log_probs", "--use-tis and --get-mismatch-metrics need log-probs")
-        corrected = correct_mismatch(args, batch, loss_T, train_N, recorded_N)
-        metrics_T |= corrected.metrics_T
+        corrected_T, kept_masks, mismatch_T = correct_mismatch(args, batch, loss_T, train_N, recorded_N)
+        metrics_T |= mismatch_T
         if applies_correction(args):
-            loss_T, loss_masks = corrected.loss_T, corrected.loss_masks
+            loss_T, loss_masks = corrected_T, kept_masks
             reduce = reducer_of(args, batch, loss_masks)
 
     # The loss of the micro-batch
@@ -175,9 +174,8 @@ def sft_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_samp
 
 def custom_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
     """Call the function of ``--custom-loss-function-path``, which sees fp32 logits and the columns as they are."""
-    if args.custom_loss_function_path is None:
+    if (path := args.custom_loss_function_path) is None:
         raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path")
-    path = args.custom_loss_function_path
     loss, metrics = call_hook("--custom-loss-function-path", path, args, batch, logits.float(), sum_of_sample_mean)
     return loss, {"loss": loss, **metrics}
 
@@ -249,17 +247,6 @@ def loss_function(
 # MIS of examples/train_infer_mismatch_helper, or a user's own.  Formulas: ``slime.algorithms.off_policy``.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Corrected:
-    """A policy loss after its mismatch correction."""
-
-    loss_T: Tensor
-    loss_masks: list[Tensor]
-    """[R] each; a rejected token has 0."""
-    metrics_T: dict[str, Tensor]
-    """Per token; over the tokens that were trained before anything was rejected."""
-
-
 def wants_mismatch(args: Namespace) -> bool:
     """Return True when engine and trainer are compared at all."""
     return args.use_tis or args.get_mismatch_metrics or applies_correction(args)
@@ -279,8 +266,13 @@ def correct_mismatch(
     loss_T: Tensor,
     train_log_prob_N: Sequence[Tensor],
     rollout_log_prob_N: Sequence[Tensor],
-) -> Corrected:
-    """Run the correction; adds the metric ``ois``, the plain weight ``pi_train / pi_rollout``."""
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Run the correction; adds the metric ``ois``, the plain weight ``pi_train / pi_rollout``.
+
+    Returns:
+        the loss of each token; the loss masks [R], 0 for a rejected token; metrics of each token, over those that
+        were trained before anything was rejected.
+    """
     path = args.custom_tis_function_path
     corrected_T, masks, metrics_T = call_plugin(
         PluginCall("--custom-tis-function-path", path or ""),
@@ -294,7 +286,7 @@ def correct_mismatch(
         response_lengths=batch["response_lengths"],
     )
     weight_T = importance_weight(torch.cat(list(train_log_prob_N)), torch.cat(list(rollout_log_prob_N)))
-    return Corrected(loss_T=corrected_T, loss_masks=list(masks), metrics_T={"ois": weight_T, **metrics_T})
+    return corrected_T, list(masks), {"ois": weight_T, **metrics_T}
 
 
 def _token_wise(name: str) -> Callable[..., tuple[Tensor, list[Tensor], dict[str, Tensor]]]:

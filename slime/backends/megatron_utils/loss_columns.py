@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean, local_masks
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_responses, whole_responses
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, reader_columns
 from slime.utils.errors import DataError
 
@@ -30,8 +30,7 @@ class TrainedTokens:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self._lengths = list(zip(batch["total_lengths"], batch["response_lengths"], strict=True))
-        masks = local_masks(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"])
+        masks = local_responses(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"])
         self._sizes = [len(mask) for mask in masks]
         self._is_trained_T = torch.cat(masks) != 0
 
@@ -59,9 +58,7 @@ class TrainedTokens:
 
     def whole(self, column_N: Sequence[Tensor]) -> list[Tensor]:
         """Return [R] each, gathered over context-parallel ranks; differentiable.  Every rank must call."""
-        return [
-            all_gather_with_cp(values_r, *length) for values_r, length in zip(column_N, self._lengths, strict=True)
-        ]
+        return whole_responses(column_N, self.batch["total_lengths"], self.batch["response_lengths"])
 
 
 _ORIGINS = {

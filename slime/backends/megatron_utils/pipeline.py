@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, packed_lengths
 from slime.backends.megatron_utils.reloadable_groups import plain_group
 from slime.observability.pulse import Pulse
@@ -65,11 +66,10 @@ def run_microbatches(
     communicator: KnownShapes | None = None
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         config = get_model_config(model[0])
-        lengths = packed_lengths(data_iterator[0], num_microbatches, args.data_pad_size_multiplier, args.allgather_cp)
+        lengths = packed_lengths(data_iterator[0], num_microbatches, packing_of(args))
         groups = _process_groups()
-        options["pg_collection"] = groups
         communicator = KnownShapes(groups.pp, config, lengths, num_chunks=len(model))
-        options["p2p_communicator"] = communicator
+        options = {"pg_collection": groups, "p2p_communicator": communicator}
     phase = "micro-batch of a forward pass" if forward_only else "micro-batch of training"
 
     def marked(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:

@@ -61,15 +61,16 @@ class Policies:
             others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)
         for name, folder in trainer_teachers(args).items() if with_teacher else ():
             others[teacher_tag(name)] = ("opd_teacher_load", folder, args.opd_teacher_ckpt_step)
-        if others or args.keep_old_actor or (args.offload_train and memory.is_memory_saver_active()):
+        is_released = args.offload_train and memory.is_memory_saver_active()
+        if others or args.keep_old_actor or is_released:
             weights.backup("actor")
-        if args.offload_train and memory.is_memory_saver_active():
+        if is_released:
             weights.backup_frozen()
         for tag, (load_arg, folder, step) in others.items():
             # Weights only: the optimizer and the generators belong to the actor.
             frozen = Namespace(**{**vars(args), "finetune": True, load_arg: folder, "ckpt_step": step})
             checkpoint.load_checkpoint(frozen, self._model, None, None, load_arg=load_arg)
-            weights.rename(tag)
+            weights.active = tag
             weights.backup(tag)
         weights.switch_to("actor")
         if args.keep_old_actor:
@@ -161,10 +162,6 @@ class ModelSwitch:
         for name, tensor in self._live():
             tensor.detach().copy_(copies[name], non_blocking=True)
         _finish_copies()
-        self.active = tag
-
-    def rename(self, tag: str) -> None:
-        """Name the set in the model ``tag``: after a checkpoint was loaded into it."""
         self.active = tag
 
     def copy(self, source: str, target: str) -> None:

@@ -26,7 +26,7 @@ from megatron.core import mpu
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
-from slime.backends.megatron_utils.cp_utils import packing
+from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import current_device, sum_over_ranks
 from slime.backends.megatron_utils.layers.router import ChangedChoices, HostChoices, MicroBatchReplay, Router, Stage
 from slime.train_data.device_batch import DeviceBatch
@@ -57,7 +57,7 @@ class RoutingReplay:
     def __init__(self, args: Namespace, model: Sequence[torch.nn.Module]) -> None:
         self._args = args
         self._shape = RoutedShape(num_layers=args.num_layers, top_k=args.moe_router_topk, num_experts=args.num_experts)
-        self._packing = packing(args.data_pad_size_multiplier, args.allgather_cp)
+        self._packing = packing_of(args)
         self._layers = _number_routers(model)
         self._stage: Stage = "fallthrough"
         self._choices: list[HostChoices] = []
@@ -108,7 +108,7 @@ class RoutingReplay:
             return
         told = self._num_told[micro_batch] if self._num_told else total_lengths
         marks = [(torch.arange(length) < count).long() for length, count in zip(total_lengths, told, strict=True)]
-        is_told = pack_thd(marks, **self._packing).tokens[0] > 0
+        is_told = pack_thd(marks, self._packing).tokens[0] > 0
         packed_seq_params.expert_replay = MicroBatchReplay(
             self._stage,
             self._choices[micro_batch],
@@ -133,10 +133,10 @@ class RoutingReplay:
                 [rows[index] for index in indices],
                 [data.total_lengths[index] for index in indices],
                 self._shape,
+                self._packing,
                 layers=[layer - 1 for layer in self._layers],
                 tp_rank=mpu.get_tensor_model_parallel_rank() if splits else 0,
                 tp_size=mpu.get_tensor_model_parallel_world_size() if splits else 1,
-                **self._packing,
             )
             if torch.cuda.is_available():
                 choices.ids = choices.ids.pin_memory()

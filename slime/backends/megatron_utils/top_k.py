@@ -20,7 +20,7 @@ from megatron.core import mpu
 
 from slime.algorithms.log_probs import CHUNK_BYTES
 from slime.algorithms.top_k import logits_of, reverse_kl_on_top, top_logits
-from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, response_rows
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, predicted_tokens, response_rows
 from slime.backends.megatron_utils.loss_columns import Batch
 from slime.utils.errors import DataError
 
@@ -37,7 +37,8 @@ def get_log_probs_and_top(
         columns: as those of ``get_log_probs_and_entropy``.
     """
     nothing, result = get_log_probs_and_entropy(logits, args=args, **columns)
-    rows_R, target_R, counts = _rows(logits, columns["unconcat_tokens"], columns["total_lengths"], columns)
+    rows_R, positions_N = response_rows(args, logits, columns["total_lengths"], columns["response_lengths"])
+    target_R = predicted_tokens(columns["unconcat_tokens"], positions_N)
     logits_TV, group = logits.squeeze(0), _tp_group()
     shard = logits_TV.shape[-1]
     first_id = mpu.get_tensor_model_parallel_rank() * shard
@@ -51,7 +52,7 @@ def get_log_probs_and_top(
     )
     log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(result["log_probs"]), args)
     top_R2K = torch.stack([ids_RK.float(), value_RK / args.rollout_temperature - log_normaliser_R1], dim=1)
-    result["top"] = list(top_R2K.split(counts))
+    result["top"] = list(top_R2K.split([len(log_prob) for log_prob in result["log_probs"]]))
     return nothing, result
 
 
@@ -73,13 +74,15 @@ def top_k_divergence(args: Namespace, batch: Batch, logits: Tensor, log_probs: S
             "megatron, or from slime.rollout.on_policy_distillation.reward_func and post_process_rewards."
         )
     logits_TV = logits.squeeze(0)
-    rows_R, target_R, counts = _rows(logits, batch["unconcat_tokens"], batch["total_lengths"], batch)
+    rows_R, positions_N = response_rows(args, logits, batch["total_lengths"], batch["response_lengths"])
+    target_R = predicted_tokens(batch["unconcat_tokens"], positions_N)
     # What is not trained may hold anything; it is taken out of the loss later, and must not reach the gradient.
     top_R2K = torch.cat(list(batch["teacher_top"])).nan_to_num(0.0)
     ids_RK, teacher_RK = top_R2K[:, 0].long(), top_R2K[:, 1]
     log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(list(log_probs)), args)
     student_RK = logits_of(logits_TV, rows_R, ids_RK, tp_group=_tp_group()) / args.rollout_temperature
-    return list(reverse_kl_on_top(student_RK - log_normaliser_R1, teacher_RK).split(counts))
+    divergence_R = reverse_kl_on_top(student_RK - log_normaliser_R1, teacher_RK)
+    return list(divergence_R.split([len(log_prob) for log_prob in log_probs]))
 
 
 def _log_normaliser(
@@ -88,15 +91,6 @@ def _log_normaliser(
     """Return [R, 1] logsumexp of the rows: the target's logit less its log-prob, so no second pass over the logits."""
     target_logit_R1 = logits_of(logits_TV, rows_R, target_R[:, None], tp_group=_tp_group())
     return target_logit_R1 / args.rollout_temperature - log_prob_R[:, None]
-
-
-def _rows(
-    logits: Tensor, tokens_N: Sequence[Tensor], total_lengths: Sequence[int], columns: Any
-) -> tuple[Tensor, Tensor, list[int]]:
-    rows_R, positions_R, counts = response_rows(total_lengths, columns["response_lengths"])
-    positions = positions_R.to(logits.device).split(counts)
-    target_R = torch.cat([tokens[position] for tokens, position in zip(tokens_N, positions, strict=True)])
-    return rows_R.to(logits.device), target_R, counts
 
 
 def _tp_group() -> Any:

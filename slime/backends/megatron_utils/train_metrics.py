@@ -17,7 +17,7 @@ from megatron.core import mpu
 
 from slime.algorithms.value_loss import explained_variance, explained_variance_sums
 from slime.backends.megatron_utils import memory
-from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_masks
+from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_responses
 from slime.backends.megatron_utils.data import DataIterator, current_device, sum_over_ranks
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
@@ -130,7 +130,7 @@ def value_metrics(rollout_data: DeviceBatch) -> dict[str, float]:
     """
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}
-    masks = local_masks(rollout_data.loss_masks, rollout_data.total_lengths, rollout_data.response_lengths)
+    masks = local_responses(rollout_data.loss_masks, rollout_data.total_lengths, rollout_data.response_lengths)
     sums = explained_variance_sums(rollout_data.critic_values, rollout_data.returns, masks).to(current_device())
     dist.all_reduce(sums, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return {"rollout/explained_variance": explained_variance(sums)}
@@ -176,8 +176,8 @@ def perf_metrics(
     local = torch.tensor(
         [
             sum(rollout_data.total_lengths),
-            data_iterator.token_count.real,
-            data_iterator.token_count.packed,
+            data_iterator.num_real_tokens,
+            data_iterator.num_packed_tokens,
             float(sum(flops.forward_flops(length) for length in rollout_data.total_lengths)),
             float(flops.tower_flops(image_patches(rollout_data.get("multimodal_train_inputs") or ()))),
         ],

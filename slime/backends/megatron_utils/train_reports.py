@@ -18,7 +18,7 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory, train_metrics
 from slime.backends.megatron_utils.ci_checks import check_rollout, check_step
-from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
+from slime.backends.megatron_utils.cp_utils import whole_responses
 from slime.backends.megatron_utils.data import DataIterator, sample_columns
 from slime.backends.megatron_utils.parameters import weights_digest
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS
@@ -139,16 +139,16 @@ class TrainReports:
                 values = [value for number in range(len(micro_batches)) for value in trained[number][name]]
                 if columns.get(name) is None:
                     columns[name] = [value for _, value in sorted(zip(places, values), key=lambda pair: pair[0])]
-        lengths = list(zip(data.total_lengths, data.response_lengths, strict=True))
         kept: dict[str, Sequence[Tensor]] = {}
         for name, column in columns.items():
             if column:
-                whole = [all_gather_with_cp(value.detach(), *one) for value, one in zip(column, lengths, strict=True)]
+                column = [value.detach() for value in column]
+                whole = whole_responses(column, data.total_lengths, data.response_lengths)
                 kept[name] = torch.cat(whole).float().cpu().split([len(value) for value in whole])
         if kept and mpu.get_context_parallel_rank() == 0:
-            positions = list(data.partition or range(len(lengths)))
+            positions = list(data.partition or range(len(data.total_lengths)))
             number = {index: i for i, indices in enumerate(micro_batches) for index in indices}
-            numbers = [number.get(index, -1) for index in range(len(lengths))]
+            numbers = [number.get(index, -1) for index in range(len(data.total_lengths))]
             rank = mpu.get_data_parallel_rank()
             record_trained(record_config(self._args), rollout_id, rank, positions, kept, numbers)
 
@@ -194,22 +194,22 @@ def _shard_of_this_rank(rollout_data: DeviceBatch) -> dict[str, Any] | None:
     if not mpu.is_pipeline_last_stage(ignore_virtual=True) or mpu.get_tensor_model_parallel_rank() != 0:
         return None
     names = [name for name in sample_columns(rollout_data) if name not in LAYOUT]
-    lengths = list(zip(rollout_data.total_lengths, rollout_data.response_lengths, strict=True))
+    lengths = rollout_data.total_lengths, rollout_data.response_lengths
     columns: dict[str, list[Any]] = {}
     for name in names:
         values = list(rollout_data[name])
         is_cut = name in TOKEN_COLUMNS or name.endswith(("log_probs", "entropy"))
         if is_cut and mpu.get_context_parallel_world_size() > 1:
-            values = [all_gather_with_cp(value, *length) for value, length in zip(values, lengths, strict=True)]
+            values = whole_responses(values, *lengths)
         columns[name] = [value.detach().cpu() if isinstance(value, Tensor) else value for value in values]
     if mpu.get_context_parallel_rank() != 0:
         return None
-    samples = [{name: columns[name][index] for name in names} for index in range(len(lengths))]
+    samples = [{name: columns[name][index] for name in names} for index in range(len(lengths[0]))]
     layout = {name: rollout_data.get(name) for name in LAYOUT}
     return {
         "dp_rank": mpu.get_data_parallel_rank(),
         **layout,
-        "partition": list(rollout_data.partition or range(len(lengths))),
+        "partition": list(rollout_data.partition or range(len(samples))),
         "raw_reward": rollout_data.raw_reward,
         "samples": samples,
     }

@@ -24,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.adam import parts_of
+from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, get_batch, sample_columns
 from slime.backends.megatron_utils.forward import run_model
 from slime.backends.megatron_utils.layers.mtp import mtp_inputs, send_embedding_to_mtp
@@ -38,12 +39,8 @@ from slime.utils.errors import StepError
 from slime.utils.misc import call_hook
 
 _KEYS = (
-    "tokens",
     "multimodal_train_inputs",
     "host_tokens",
-    "total_lengths",
-    "response_lengths",
-    "loss_masks",
     "log_probs",
     "ref_log_probs",
     "values",
@@ -57,7 +54,8 @@ _KEYS = (
     "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
 )
-"""The columns that every loss function sees, None where the data lack one; further ones of a user come with them."""
+"""The columns that every loss function sees beside tokens, lengths and masks, None where the data lack one; further
+ones of a user come with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +119,10 @@ def train_one_step(
         flag = "--custom-megatron-before-train-step-hook-path"
         call_hook(flag, path, args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
 
-    losses: list[Tensor] = []
     reports = accumulate_gradients(
-        args, moment, data_iterator, model, num_microbatches, step_global_batch_size, losses, loss_type=loss_type
+        args, moment, data_iterator, model, num_microbatches, step_global_batch_size, loss_type=loss_type
     )
-    marks = Marks.gather(model, losses)
+    marks = Marks.gather(model, [report["loss"] for report in reports])
     with optimizer_time(model):
         is_applied, grad_norm = _apply_gradients(args, moment, optimizer, marks)
     opt_param_scheduler.step(increment=step_global_batch_size)
@@ -152,20 +149,17 @@ def accumulate_gradients(
     model: Sequence[torch.nn.Module],
     num_microbatches: int,
     step_global_batch_size: int,
-    losses: list[Tensor] | None = None,
     *,
     loss_type: str,
 ) -> list[dict[str, Any]]:
-    """Fill the gradient buffers, and ``losses`` with the micro-batches' (on the last pipeline stage, like what it
-    returns: their reports).
-    """
-
+    """Fill the gradient buffers; returns the micro-batches' reports, with the ``loss``, on the last pipeline stage."""
     if args.enable_mtp_training:
         send_embedding_to_mtp(model)
+    packing = packing_of(args)
     keys = list(dict.fromkeys((*_KEYS, *sample_columns(data_iterator[0].rollout_data))))
 
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch = get_batch(iterator, keys, args.data_pad_size_multiplier, args.allgather_cp)
+        batch = get_batch(iterator, keys, packing)
         attach_routed_samples(args, batch, num_microbatches, step_global_batch_size)
         batch["mtp_inputs"] = mtp_inputs(args, chunk, batch)
         logits = run_model(args, chunk, batch)
@@ -177,9 +171,7 @@ def accumulate_gradients(
         )
         if args.check_for_nan_in_loss_and_grad and not torch.isfinite(loss):
             raise _not_finite(moment, "loss", loss.item())
-        if losses is not None:
-            losses.append(loss.detach())
-        return loss, normaliser, report
+        return loss, normaliser, {**report, "loss": loss.detach()}
 
     try:
         return run_microbatches(args, step, model, data_iterator, num_microbatches, forward_only=False)

@@ -49,7 +49,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 
 from slime.backends.megatron_utils.layers.rotary import cumulative_lengths, kept_on
-from slime.train_data.context_parallel import slice_zigzag
+from slime.train_data.context_parallel import CPRank, slice_zigzag
 from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule
 from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
 
@@ -311,7 +311,7 @@ def zigzag_places(offsets: list[int], cp_size: int) -> Tensor:
     cp_size long.
     """
     parts = [
-        slice_zigzag(torch.arange(begin, end), cp_rank=rank, cp_size=cp_size)
+        slice_zigzag(torch.arange(begin, end), CPRank(rank, cp_size))
         for rank in range(cp_size)
         for begin, end in itertools.pairwise(offsets)
     ]

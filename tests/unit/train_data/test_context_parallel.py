@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slime.train_data.context_parallel import (
+    CPRank,
     allgather_response_windows,
     logits_and_tokens_offsets,
     place_response,
@@ -11,25 +12,25 @@ from slime.train_data.context_parallel import (
     slice_response,
     slice_zigzag,
 )
-from slime.train_data.microbatch import align_loss_masks, pack_thd, packed_length, take_micro_batch
+from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, packed_length, take_micro_batch
 
 
 def test_ten_tokens_on_two_ranks_by_hand():
     tokens = torch.arange(10)
-    assert slice_zigzag(tokens, cp_rank=0, cp_size=2, pad_value=-1).tolist() == [0, 1, 2, 9, -1, -1]
-    assert slice_zigzag(tokens, cp_rank=1, cp_size=2, pad_value=-1).tolist() == [3, 4, 5, 6, 7, 8]
+    assert slice_zigzag(tokens, CPRank(0, 2), pad_value=-1).tolist() == [0, 1, 2, 9, -1, -1]
+    assert slice_zigzag(tokens, CPRank(1, 2), pad_value=-1).tolist() == [3, 4, 5, 6, 7, 8]
     # prompt 4, response 6: all response logits are at 3..8, on rank 1
-    size, chunks, logits, targets = logits_and_tokens_offsets(10, 6, cp_rank=0, cp_size=2)
+    size, chunks, logits, targets = logits_and_tokens_offsets(10, 6, CPRank(0, 2))
     assert (size, chunks, logits, targets) == (3, ((0, 3), (9, 12)), ((0, 0), (0, 0)), ((0, 0), (0, 0)))
-    size, chunks, logits, targets = logits_and_tokens_offsets(10, 6, cp_rank=1, cp_size=2)
+    size, chunks, logits, targets = logits_and_tokens_offsets(10, 6, CPRank(1, 2))
     assert (size, chunks, logits, targets) == (3, ((3, 6), (6, 9)), ((3, 6), (6, 9)), ((4, 7), (7, 10)))
-    assert len(slice_response(torch.arange(6), 10, 6, cp_rank=0, cp_size=2)) == 0
-    assert slice_response(torch.arange(6), 10, 6, cp_rank=1, cp_size=2).tolist() == [0, 1, 2, 3, 4, 5]
+    assert len(slice_response(torch.arange(6), 10, 6, CPRank(0, 2))) == 0
+    assert slice_response(torch.arange(6), 10, 6, CPRank(1, 2)).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_slices_keep_trailing_dimensions():
     values = torch.arange(20).view(5, 2, 2)
-    both = [slice_zigzag(values, cp_rank=rank, cp_size=2) for rank in range(2)]
+    both = [slice_zigzag(values, CPRank(rank, 2)) for rank in range(2)]
     assert both[0].shape == both[1].shape == (4, 2, 2)
     assert torch.equal(torch.cat([both[0][:2], both[1]])[:5], values[[0, 1, 2, 3, 4]])
 
@@ -41,17 +42,15 @@ CASES = [(total, response) for total in (2, 3, 5, 8, 13, 40) for response in {0,
 def test_pieces_of_all_ranks_make_the_whole_response(cp_size):
     for total, response in CASES:
         values = torch.arange(1.0, response + 1)
-        pieces = [slice_response(values, total, response, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
-        placed = [
-            place_response(piece, total, response, cp_rank=rank, cp_size=cp_size) for rank, piece in enumerate(pieces)
-        ]
+        pieces = [slice_response(values, total, response, CPRank(rank, cp_size)) for rank in range(cp_size)]
+        placed = [place_response(piece, total, response, CPRank(rank, cp_size)) for rank, piece in enumerate(pieces)]
         assert torch.equal(sum(placed), values), (total, response)
         assert sum(map(len, pieces)) == response
 
 
 def test_placing_carries_the_gradient():
-    piece = slice_response(torch.arange(6.0), 10, 6, cp_rank=1, cp_size=2).requires_grad_()
-    (place_response(piece, 10, 6, cp_rank=1, cp_size=2) * torch.arange(6.0)).sum().backward()
+    piece = slice_response(torch.arange(6.0), 10, 6, CPRank(1, 2)).requires_grad_()
+    (place_response(piece, 10, 6, CPRank(1, 2)) * torch.arange(6.0)).sum().backward()
     assert piece.grad.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
@@ -63,13 +62,15 @@ def test_windows_point_at_the_logits_that_predict_the_response(cp_size, layout):
     sequences = [100 * (index + 1) + torch.arange(total) for index, total in enumerate(totals)]
     seen = [[] for _ in totals]
     for rank in range(cp_size):
-        packed = pack_thd(sequences, cp_rank=rank, cp_size=cp_size, pad_multiple=4, layout=layout)
+        packed = pack_thd(sequences, PackingConfig(CPRank(rank, cp_size), pad_multiple=4, layout=layout))
         stream = packed.tokens[0]
         assert len(stream) % 4 == 0
         if layout == "zigzag":
-            windows = response_windows(totals, responses, cp_rank=rank, cp_size=cp_size)
+            windows = response_windows(totals, responses, CPRank(rank, cp_size))
         else:
-            windows = allgather_response_windows(totals, responses, cp_rank=rank, local_stream_length=len(stream))
+            windows = allgather_response_windows(
+                totals, responses, CPRank(rank, cp_size), local_stream_length=len(stream)
+            )
         for index, runs in enumerate(windows):
             for run in runs:
                 targets = sequences[index][run.token_start : run.token_start + run.length]
@@ -80,38 +81,40 @@ def test_windows_point_at_the_logits_that_predict_the_response(cp_size, layout):
 
 
 def test_packed_stream_by_hand_without_context_parallelism():
-    packed = pack_thd([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], pad_multiple=4, pad_id=9)
+    packed = pack_thd([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], PackingConfig(pad_multiple=4), pad_id=9)
     assert packed.tokens.tolist() == [[1, 2, 3, 4, 5, 9, 9, 9]]
     assert packed.cu_seqlens.tolist() == [0, 3, 5, 8]
     assert packed.cu_seqlens.dtype == torch.int32
     assert (packed.max_seqlen, packed.num_real_tokens) == (3, 5)
-    assert pack_thd([torch.tensor([1, 2])], pad_multiple=2).cu_seqlens.tolist() == [0, 2]
+    assert pack_thd([torch.tensor([1, 2])], PackingConfig(pad_multiple=2)).cu_seqlens.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 3, 7])
 def test_the_padding_of_a_zigzag_stream_falls_into_chunks_too(pad_multiple):
     sequences = [torch.arange(5), torch.arange(2)]
-    packed = pack_thd(sequences, cp_rank=1, cp_size=2, pad_multiple=pad_multiple)
+    packed = pack_thd(sequences, PackingConfig(CPRank(1, 2), pad_multiple=pad_multiple))
     assert all(length % 4 == 0 for length in packed.cu_seqlens.diff().tolist())
     assert packed.tokens.shape[1] % pad_multiple == 0
-    assert packed_length([5, 2], cp_size=2, pad_multiple=pad_multiple) == packed.tokens.shape[1]
+    assert packed_length([5, 2], PackingConfig(CPRank(1, 2), pad_multiple)) == packed.tokens.shape[1]
 
 
 def test_offsets_count_the_tokens_of_all_ranks():
     sequences = [torch.arange(1, 6), torch.arange(11, 14)]
-    zigzag = pack_thd(sequences, cp_rank=1, cp_size=2, pad_multiple=8)
+    zigzag = pack_thd(sequences, PackingConfig(CPRank(1, 2), pad_multiple=8))
     # 5 -> chunks of 2, 4 a rank; 3 -> chunks of 1, 2 a rank; 6 -> padded to 8 a rank
     assert zigzag.tokens.tolist() == [[3, 4, 5, 0, 12, 13, 0, 0]]
     assert zigzag.cu_seqlens.tolist() == [0, 8, 12, 16]
-    gathered = pack_thd(sequences, cp_rank=1, cp_size=2, pad_multiple=3, layout="allgather")
+    gathered = pack_thd(sequences, PackingConfig(CPRank(1, 2), pad_multiple=3, layout="allgather"))
     assert gathered.tokens.tolist() == [[12, 13, 0, 0, 0, 0]]
     assert gathered.cu_seqlens.tolist() == [0, 5, 8, 12]
 
 
 def test_masks_lie_under_the_logits():
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
-    assert align_loss_masks(masks, [5, 2], [3, 1], pad_multiple=4).tolist() == [[0, 1, 0, 1, 0, 1, 0, 0]]
-    rank_1 = align_loss_masks(masks[:1], [5], [3], cp_rank=1, cp_size=2)
+    assert align_loss_masks(masks, [5, 2], [3, 1], PackingConfig(pad_multiple=4)).tolist() == [
+        [0, 1, 0, 1, 0, 1, 0, 0]
+    ]
+    rank_1 = align_loss_masks(masks[:1], [5], [3], PackingConfig(CPRank(1, 2)))
     assert rank_1.tolist() == [[0, 1, 0, 0]]
 
 

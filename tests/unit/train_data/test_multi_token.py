@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from slime.train_data.microbatch import pack_thd
+from slime.train_data.context_parallel import CPRank
+from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.train_data.multi_token import multi_token_depths
 
 TOKENS = [torch.tensor([10, 11, 12, 13, 14]), torch.tensor([20, 21, 22])]
@@ -15,7 +16,7 @@ MASKS = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
 
 
 def test_inputs_and_targets_by_hand():
-    first, second = multi_token_depths(2, TOKENS, MASKS, [4.0, 2.0])
+    first, second = multi_token_depths(2, TOKENS, MASKS, [4.0, 2.0], PackingConfig())
     assert first.input_ids.tolist() == [[11, 12, 13, 14, 0, 21, 22, 0]]
     # Position 0 predicts token 2, the first of the response; the one-token prompt of the second sequence leaves only
     # its token 2 within reach.
@@ -29,9 +30,9 @@ def test_inputs_and_targets_by_hand():
 
 
 def test_all_tokens_weigh_the_same_without_denominators_and_an_empty_rollout_divides_by_one():
-    (depth,) = multi_token_depths(1, TOKENS, MASKS, None)
+    (depth,) = multi_token_depths(1, TOKENS, MASKS, None, PackingConfig())
     assert depth.weight_R.tolist() == [1, 0, 1, 1]
-    (depth,) = multi_token_depths(1, TOKENS, [mask * 0 for mask in MASKS], [0.0, 0.0])
+    (depth,) = multi_token_depths(1, TOKENS, [mask * 0 for mask in MASKS], [0.0, 0.0], PackingConfig())
     assert depth.weight_R.tolist() == [0, 0, 0, 0]
 
 
@@ -43,14 +44,14 @@ def test_the_ranks_together_predict_every_token_once_from_where_it_can_be_predic
     sequences = [torch.randint(1, 999, (prompt + response,)) for prompt, response in lengths]
     masks = [torch.randint(0, 2, (response,)) for _, response in lengths]
     denominators = [float(index + 1) for index in range(len(lengths))]
-    packing = {"cp_size": cp_size, "pad_multiple": 4, "layout": layout}
     # The sequence and the position under every row of every rank.
     origin = [torch.arange(len(sequence)) + 1000 * index for index, sequence in enumerate(sequences)]
     for number in range(3):
         found = []
         for rank in range(cp_size):
-            depth = multi_token_depths(3, sequences, masks, denominators, cp_rank=rank, **packing)[number]
-            where = pack_thd(origin, cp_rank=rank, pad_id=-1, **packing).tokens[0]
+            packing = PackingConfig(CPRank(rank, cp_size), pad_multiple=4, layout=layout)
+            depth = multi_token_depths(3, sequences, masks, denominators, packing)[number]
+            where = pack_thd(origin, packing, pad_id=-1).tokens[0]
             assert depth.input_ids.shape == (1, len(where))
             for row, source in enumerate(where.tolist()):
                 index, position = divmod(source, 1000)

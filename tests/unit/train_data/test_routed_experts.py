@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.train_data.context_parallel import slice_zigzag
+from slime.train_data.context_parallel import CPRank, slice_zigzag
+from slime.train_data.microbatch import PackingConfig
 from slime.train_data.routed_experts import (
     EXPERT_ID_DTYPE,
     RoutedShape,
@@ -116,8 +117,9 @@ def test_every_token_finds_its_routing_wherever_packing_puts_it(cp_size: int, la
     missing = torch.full((1, 3, 2), -9, dtype=EXPERT_ID_DTYPE)
     whole = [torch.cat([sample, missing]) for sample in samples()]
     for cp_rank in range(cp_size):
+        packing = PackingConfig(CPRank(cp_rank, cp_size), pad_multiple=8, layout=layout)
         if layout == "zigzag":
-            pieces = [slice_zigzag(sample, cp_rank=cp_rank, cp_size=cp_size, pad_value=-9) for sample in whole]
+            pieces = [slice_zigzag(sample, packing.cp, pad_value=-9) for sample in whole]
             total = -(-sum(map(len, pieces)) // 8) * 8
             expected, is_known = expected_stream(pieces, total)
         else:
@@ -126,11 +128,10 @@ def test_every_token_finds_its_routing_wherever_packing_puts_it(cp_size: int, la
             expected, is_known = expected.chunk(cp_size, dim=1)[cp_rank], is_known.chunk(cp_size)[cp_rank]
         parts = [
             pack_routed_experts(
-                samples(), LENGTHS, SHAPE, layers=MOE_LAYERS, cp_rank=cp_rank, cp_size=cp_size, pad_multiple=8,
-                layout=layout, tp_rank=tp_rank, tp_size=tp_size,
+                samples(), LENGTHS, SHAPE, packing, layers=MOE_LAYERS, tp_rank=tp_rank, tp_size=tp_size
             )
             for tp_rank in range(tp_size)
-        ]  # fmt: skip
+        ]
         packed = torch.cat(parts, dim=1)
         assert packed.shape == (2, total, 2)
         assert torch.equal(packed[:, is_known], expected[:, is_known])

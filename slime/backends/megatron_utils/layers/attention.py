@@ -43,6 +43,7 @@ from slime.backends.megatron_utils.layers.sink_attention import (
     make_sinks,
     varlen_sink_attention,
 )
+from slime.train_data.context_parallel import CPRank
 from slime.utils.errors import ConfigError
 
 megatron_wheel.mend_missing_transformer_engine()
@@ -126,10 +127,10 @@ class PackedAttention(MegatronModule):
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, max_length: int) -> Tensor:
         """Map [t, h, d] inputs to [t, h, d_v]; ``cu`` are the cumulative full lengths."""
-        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
-        if cp_size == 1:
+        cp = CPRank(self.cp_group.rank(), self.cp_group.size())
+        if cp.size == 1:
             return self._attend(query, key, value, cu, cu, max_length, max_length)
-        return zigzag_attention(self._attend, query, key, value, cu, max_length, self.cp_group, cp_rank, cp_size)
+        return zigzag_attention(self._attend, query, key, value, cu, max_length, self.cp_group, cp)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
@@ -191,23 +192,23 @@ class ZigzagPlan:
     """int64 [K], those keys as rows of what all ranks gathered."""
 
     @classmethod
-    def build(cls, cu: Tensor, num_local: int, *, cp_rank: int, cp_size: int) -> ZigzagPlan:
+    def build(cls, cu: Tensor, num_local: int, cp: CPRank) -> ZigzagPlan:
         """Build the plan from cumulative full lengths [S + 1], each a multiple of 2 cp, without waiting for the
         device.
         """
-        chunk_S = cu.diff().long() // (2 * cp_size)
-        seen = torch.tensor([cp_rank + 1, 2 * cp_size - cp_rank], device=cu.device)
+        chunk_S = cu.diff().long() // (2 * cp.size)
+        seen = torch.tensor([cp.rank + 1, 2 * cp.size - cp.rank], device=cu.device)
         keys_2S = (chunk_S[:, None] * seen).flatten()
         cu_q, cu_k = (F.pad(x.cumsum(0), (1, 0)) for x in (chunk_S.repeat_interleave(2), keys_2S))
-        num_keys = (2 * cp_size + 1) * num_local // 2
+        num_keys = (2 * cp.size + 1) * num_local // 2
         block_K = torch.arange(len(keys_2S), device=cu.device).repeat_interleave(keys_2S, output_size=num_keys)
         position_K = torch.arange(num_keys, device=cu.device) - cu_k[block_K]
         sequence_K = block_K // 2
         length_K = chunk_S[sequence_K]
         number_K = position_K // length_K  # of the chunk within its sequence
-        is_second_K = number_K >= cp_size
-        owner_K = torch.where(is_second_K, 2 * cp_size - 1 - number_K, number_K)
-        first_K = cu[:-1].long()[sequence_K] // cp_size + is_second_K * length_K
+        is_second_K = number_K >= cp.size
+        owner_K = torch.where(is_second_K, 2 * cp.size - 1 - number_K, number_K)
+        first_K = cu[:-1].long()[sequence_K] // cp.size + is_second_K * length_K
         rows_K = owner_K * num_local + first_K + position_K % length_K
         return cls(cu_q.int(), cu_k.int(), rows_K)
 
@@ -216,12 +217,11 @@ _PLANS = WeakTensorKeyDictionary()
 """Plan of each micro-batch by its cumulative lengths: made in its first layer, used by the others and by recompute."""
 
 
-def _plan_of(cu: Tensor, num_local: int, cp_rank: int, cp_size: int) -> ZigzagPlan:
-    key = (num_local, cp_rank, cp_size)
-    known: dict[tuple[int, int, int], ZigzagPlan] = _PLANS.setdefault(cu, {})
-    if key not in known:
-        known[key] = ZigzagPlan.build(cu, num_local, cp_rank=cp_rank, cp_size=cp_size)
-    return known[key]
+def _plan_of(cu: Tensor, num_local: int, cp: CPRank) -> ZigzagPlan:
+    known: dict[tuple[int, CPRank], ZigzagPlan] = _PLANS.setdefault(cu, {})
+    if (num_local, cp) not in known:
+        known[num_local, cp] = ZigzagPlan.build(cu, num_local, cp)
+    return known[num_local, cp]
 
 
 def zigzag_attention(
@@ -232,8 +232,7 @@ def zigzag_attention(
     cu: Tensor,
     max_length: int,
     cp_group: torch.distributed.ProcessGroup,
-    cp_rank: int,
-    cp_size: int,
+    cp: CPRank,
 ) -> Tensor:
     """Attend from this rank's chunks of every sequence to all earlier keys; gradients of keys go to their ranks.
 
@@ -243,18 +242,18 @@ def zigzag_attention(
         cu: [S + 1] cumulative full lengths, each a multiple of 2 cp.
         max_length: no sequence is longer.
         cp_group: whose ranks hold the other chunks.
-        cp_rank, cp_size: of the group.
+        cp: this rank of the group.
 
     Returns:
         [t, h, d_v].
     """
-    plan = _plan_of(cu, query.size(0), cp_rank, cp_size)
+    plan = _plan_of(cu, query.size(0), cp)
     keys, values = (
         gather_from_sequence_parallel_region(x.contiguous(), group=cp_group).index_select(0, plan.rows_K)
         for x in (key, value)
     )
-    longest = max_length // (2 * cp_size)
-    return attend(query, keys, values, plan.cu_q, plan.cu_k, longest, longest * (2 * cp_size - cp_rank))
+    longest = max_length // (2 * cp.size)
+    return attend(query, keys, values, plan.cu_q, plan.cu_k, longest, longest * (2 * cp.size - cp.rank))
 
 
 # Grouped-query self-attention, with the rotary embedding of :mod:`.rotary`
@@ -290,7 +289,7 @@ class PackedSelfAttention(SelfAttention):
         if self.config.sequence_parallel:
             num_tokens *= self.pg_collection.tp.size()
         self._tables = rotary_tables(
-            packed_seq_params, freqs, num_tokens, cp_rank=group.rank(), cp_size=group.size(),
+            packed_seq_params, freqs, num_tokens, CPRank(group.rank(), group.size()),
             interleaved=self.config.rotary_interleaved, mscale=yarn_mscale(self.config), name=self.tables_name,
         )  # fmt: skip
         try:

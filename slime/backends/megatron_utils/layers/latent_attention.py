@@ -46,6 +46,7 @@ from slime.backends.megatron_utils.layers.rotary import (
     packed_positions,
     rotate_pairs,
 )
+from slime.train_data.context_parallel import CPRank
 
 megatron_wheel.mend_missing_transformer_engine()
 
@@ -255,7 +256,7 @@ class LatentAttention(MegatronModule):
         num_local = rotary_key.size(0)
 
         def make(cu: Tensor) -> tuple[Tensor, Tensor]:
-            positions = packed_positions(cu, num_local, cp_rank=cp_group.rank(), cp_size=cp_group.size())
+            positions = packed_positions(cu, num_local, CPRank(cp_group.rank(), cp_group.size()))
             cosines, sines = self.rotary.tables(positions)
             return cosines[:, None, None], sines[:, None, None]
 

@@ -48,7 +48,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from slime.algorithms.log_probs import vocab_parallel_log_probs
-from slime.backends.megatron_utils.cp_utils import packing
+from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.layers.norm import Norm
 from slime.train_data.multi_token import MultiTokenDepth, multi_token_depths
 
@@ -307,7 +307,7 @@ def mtp_inputs(args: Namespace, chunk: torch.nn.Module, batch: dict[str, Any]) -
         batch["unconcat_tokens"],
         batch["loss_masks"],
         None if args.calculate_per_token_loss else batch["rollout_mask_sums"],
-        **packing(args.data_pad_size_multiplier, args.allgather_cp),
+        packing_of(args),
     )
     assert depths[0].input_ids.shape == batch["tokens"].shape, (depths[0].input_ids.shape, batch["tokens"].shape)
     return MtpInputs(depths=depths, vocab_size=args.vocab_size, chunk_size=args.log_probs_chunk_size)

@@ -21,6 +21,8 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from slime.train_data.context_parallel import CPRank
+
 
 class RotaryTables(NamedTuple):
     """cos and sin of every token's angles, each fp32 [t, r / 2]."""
@@ -43,29 +45,28 @@ def kept_on(packed_seq_params: Any, name: str, make: Callable[[], Any]) -> Any:
     return kept[name]
 
 
-def packed_positions(cu_seqlens: Tensor, num_tokens: int, *, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
+def packed_positions(cu_seqlens: Tensor, num_tokens: int, cp: CPRank) -> Tensor:
     """Return the position of each token of this rank in its own sequence, int64 [num_tokens].
 
     Args:
-        cu_seqlens: [n + 1], cumulative full lengths, each a multiple of 2 * cp_size when that is above 1.
+        cu_seqlens: [n + 1], cumulative full lengths, each a multiple of 2 * cp.size when that is above 1.
         num_tokens: tokens of this rank, padding included.
-        cp_rank: this rank holds chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of every sequence (zigzag).
-        cp_size: context-parallel ranks.
+        cp: this rank, which holds two chunks of every sequence (zigzag).
     """
-    local = cu_seqlens.long() // cp_size
+    local = cu_seqlens.long() // cp.size
     index = torch.arange(num_tokens, device=cu_seqlens.device)
     sequence = torch.searchsorted(local[1:], index, right=True).clamp_(max=local.numel() - 2)
     start = local[sequence]
     offset = index - start
-    if cp_size == 1:
+    if cp.size == 1:
         return offset
     chunk = (local[sequence + 1] - start) // 2
     is_first = offset < chunk
-    return torch.where(is_first, cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk) + offset
+    return torch.where(is_first, cp.rank * chunk, (2 * cp.size - 2 - cp.rank) * chunk) + offset
 
 
 def rotary_tables(
-    params: PackedSeqParams, freqs: Tensor, num_tokens: int, *, cp_rank: int, cp_size: int, interleaved: bool,
+    params: PackedSeqParams, freqs: Tensor, num_tokens: int, cp: CPRank, *, interleaved: bool,
     mscale: float = 1.0, name: str = "rotary_tables",
 ) -> RotaryTables:  # fmt: skip
     """Return the tables of a micro-batch, computed by its first layer and kept on ``params`` for the others.
@@ -75,15 +76,14 @@ def rotary_tables(
         freqs: megatron-core's angles by position, [longest, 1, 1, r], each twice: side by side when ``interleaved``,
             else as two halves.
         num_tokens: tokens of this rank.
-        cp_rank: rank in the context-parallel group.
-        cp_size: size of the group.
+        cp: this rank.
         interleaved: which dimensions are rotated together: (0, 1), (2, 3), ... or (0, r / 2), (1, r / 2 + 1), ...
         mscale: factor on cos and sin (YaRN).
         name: under which they are kept.
     """
 
     def make() -> RotaryTables:
-        positions = packed_positions(cumulative_lengths(params), num_tokens, cp_rank=cp_rank, cp_size=cp_size)
+        positions = packed_positions(cumulative_lengths(params), num_tokens, cp)
         angles = freqs.flatten(1)
         angles = angles[:, ::2] if interleaved else angles[:, : angles.size(1) // 2]
         # Padding after the last sequence may be beyond the longest one: its angle does not matter.

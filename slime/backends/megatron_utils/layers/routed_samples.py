@@ -23,7 +23,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils.cp_utils import packing
+from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.train_data.microbatch import pack_thd
 
 
@@ -85,8 +85,8 @@ def routed_samples(
     device = batch["tokens"].device
     sample_of = pack_thd(
         [torch.full((length,), index, device=device) for index, length in enumerate(lengths)],
+        packing_of(args),
         pad_id=len(lengths),
-        **packing(args.data_pad_size_multiplier, args.allgather_cp),
     ).tokens[0]
     trained = torch.stack([mask.sum() for mask in batch["loss_masks"]]).to(device, torch.float32)
     if args.calculate_per_token_loss:

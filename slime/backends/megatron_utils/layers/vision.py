@@ -31,12 +31,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.cp_utils import cp_place
+from slime.backends.megatron_utils.cp_utils import cp_rank
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
 from slime.backends.megatron_utils.layers.rotary import RotaryTables
 from slime.backends.megatron_utils.models import family_of
 from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
-from slime.train_data.microbatch import pack_thd
+from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels, import_torchvision
 
@@ -137,18 +137,16 @@ class PlacedImages:
             rows.append(torch.where(row < 0, row, row + num_rows))
             positions.append(position)
             num_rows += int(grid.prod(1).sum()) // merge**2
-
-        def pack(sequences: Sequence[Tensor], pad: int) -> Tensor:
-            return pack_thd(sequences, pad_multiple=num_tokens, pad_id=pad, **cp_place()).tokens[0]
-
         pixels = [
             {**inputs, "pixel_values": part}
             for grid, inputs in zip(grids, images.inputs, strict=True)
             if inputs
             for part in inputs["pixel_values"].split(grid.prod(1).tolist())
         ]
-        axes = [pack([position[axis] for position in positions], 0) for axis in range(3)]
-        return cls(pack(rows, -1), torch.stack(axes), torch.cat(grids), pixels)
+        packing = PackingConfig(cp_rank(), pad_multiple=num_tokens)
+        axes = [pack_thd([position[axis] for position in positions], packing).tokens[0] for axis in range(3)]
+        rows_T = pack_thd(rows, packing, pad_id=-1).tokens[0]
+        return cls(rows_T, torch.stack(axes), torch.cat(grids), pixels)
 
     def of_rows(self, start: int, stop: int, merge: int) -> tuple[Tensor, Tensor, list[int]]:
         """Return what the tokens from ``start`` to ``stop`` need: their places, counted from ``start``, the rows that

@@ -18,7 +18,8 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from slime.backends.megatron_utils.data import sample_columns
 from slime.backends.megatron_utils.flags.config_builders import num_stages_of_layout
 from slime.backends.megatron_utils.pipeline import KnownShapes
-from slime.train_data.microbatch import pack_thd, packed_length
+from slime.train_data.context_parallel import CPRank
+from slime.train_data.microbatch import PackingConfig, pack_thd, packed_length
 from slime.utils.errors import ConfigError
 
 LENGTHS = [8, 40, 16, 24, 64, 32]
@@ -105,9 +106,9 @@ def test_a_message_that_never_came_is_noticed_at_the_end_of_a_step(monkeypatch: 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_a_packed_length_is_known_without_packing(cp_size: int, layout: Any) -> None:
     for lengths in ([1], [5, 17, 2], [64, 3]):
-        options = {"cp_size": cp_size, "pad_multiple": 6, "layout": layout}
-        tokens = pack_thd([torch.arange(length) for length in lengths], **options).tokens
-        assert packed_length(lengths, **options) == tokens.size(1)
+        packing = PackingConfig(CPRank(0, cp_size), pad_multiple=6, layout=layout)
+        tokens = pack_thd([torch.arange(length) for length in lengths], packing).tokens
+        assert packed_length(lengths, packing) == tokens.size(1)
 
 
 def test_a_column_that_a_user_added_reaches_the_loss() -> None:

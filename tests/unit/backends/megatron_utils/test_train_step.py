@@ -146,7 +146,7 @@ def test_parked_weights_come_back_bit_for_bit(folder: Path) -> None:
     switch.backup("actor")
     first = parameters(model)
     train(args, model, optimizer, scheduler)
-    switch.rename("trained")
+    switch.active = "trained"
     switch.backup("trained")
     trained = parameters(model)
     assert any(not torch.equal(trained[name], first[name]) for name in first)

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.layers.attention import (
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+from slime.train_data.context_parallel import CPRank
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
@@ -103,7 +104,7 @@ def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
             lambda x, group, slices=slices: slices[x.sum().item()],
         )
         parts = [local(x, rank) for x in (query, key, value)]
-        out = zigzag_attention(attend, *parts, cumulative(lengths), max(lengths), None, rank, cp_size)
+        out = zigzag_attention(attend, *parts, cumulative(lengths), max(lengths), None, CPRank(rank, cp_size))
         expected = torch.cat(
             [
                 textbook_attention(*parts, 0.5)
@@ -147,7 +148,7 @@ def test_a_window_hides_all_but_the_last_keys_whoever_holds_them(
     monkeypatch.setattr(attention, "gather_from_sequence_parallel_region", lambda x, group: next(gathered))
     for rank in range(cp_size):
         parts = [local(x, rank) for x in (query, key, value)]
-        out = zigzag_attention(attend, *parts, cumulative(lengths), max(lengths), None, rank, cp_size)
+        out = zigzag_attention(attend, *parts, cumulative(lengths), max(lengths), None, CPRank(rank, cp_size))
         assert torch.allclose(out.double(), local(expected, rank), atol=1e-6)
 
 
@@ -169,7 +170,7 @@ def test_a_layer_has_a_window_where_the_flags_say_so(monkeypatch: pytest.MonkeyP
 
 def test_a_chunk_sees_the_gathered_rows_of_the_chunks_up_to_itself() -> None:
     # 8 tokens in chunks of 2: rank 0 holds chunks 0 and 3 (gathered rows 0 to 3), rank 1 chunks 1 and 2 (rows 4 to 7).
-    first, second = (ZigzagPlan.build(cumulative([8]), 4, cp_rank=rank, cp_size=2) for rank in (0, 1))
+    first, second = (ZigzagPlan.build(cumulative([8]), 4, CPRank(rank, 2)) for rank in (0, 1))
     assert first.cu_q.tolist() == second.cu_q.tolist() == [0, 2, 4]
     assert (first.cu_k.tolist(), second.cu_k.tolist()) == ([0, 2, 10], [0, 4, 10])
     assert first.rows_K.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]

@@ -12,6 +12,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.backends.megatron_utils.layers.rotary import apply_rotary, packed_positions, rotary_tables
+from slime.train_data.context_parallel import CPRank
 
 
 class Group:
@@ -29,17 +30,17 @@ class Group:
 
 def test_positions_begin_again_with_every_sequence() -> None:
     cu_seqlens = torch.tensor([0, 3, 4, 8], dtype=torch.int32)
-    assert packed_positions(cu_seqlens, 8).tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert packed_positions(cu_seqlens, 8, CPRank()).tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [0, 1, 6, 7, 0, 3]), (1, [2, 3, 4, 5, 1, 2])])
 def test_a_context_parallel_rank_has_the_positions_of_its_two_chunks(rank: int, expected: list[int]) -> None:
     cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
-    assert packed_positions(cu_seqlens, 6, cp_rank=rank, cp_size=2).tolist() == expected
+    assert packed_positions(cu_seqlens, 6, CPRank(rank, 2)).tolist() == expected
 
 
 def test_an_empty_sequence_has_no_positions() -> None:
-    assert packed_positions(torch.tensor([0, 2, 2, 5]), 5).tolist() == [0, 1, 0, 1, 2]
+    assert packed_positions(torch.tensor([0, 2, 2, 5]), 5, CPRank()).tolist() == [0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -57,9 +58,9 @@ def test_the_result_is_that_of_megatron_core(interleaved: bool, rotated: int, ra
         x, cu_seqlens, freqs, rotary_interleaved=interleaved, mscale=1.3, cp_group=Group(rank, size)
     )
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-    tables = rotary_tables(params, freqs, 24 // size, cp_rank=rank, cp_size=size, interleaved=interleaved, mscale=1.3)
+    tables = rotary_tables(params, freqs, 24 // size, CPRank(rank, size), interleaved=interleaved, mscale=1.3)
     torch.testing.assert_close(apply_rotary(x, tables, interleaved=interleaved), expected, atol=1e-6, rtol=0)
-    again = rotary_tables(params, freqs, 24 // size, cp_rank=rank, cp_size=size, interleaved=interleaved)
+    again = rotary_tables(params, freqs, 24 // size, CPRank(rank, size), interleaved=interleaved)
     assert again is tables  # the layers behind the first compute nothing
 
 

@@ -15,6 +15,7 @@ from tests.unit.backends.megatron_utils.megatron_case import parse, start_single
 
 # isort: split
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+from slime.train_data.context_parallel import CPRank
 
 DENSE = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --kv-channels 4 --vocab-size 8".split()
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 4.0])
@@ -95,7 +96,7 @@ def test_a_sink_counts_once_for_a_query_however_many_ranks_hold_its_keys(
     monkeypatch.setattr(attention, "gather_from_sequence_parallel_region", lambda x, group: next(gathered))
     for rank in range(cp_size):
         mine = [local(x, rank) for x in (query, key, value)]
-        out = zigzag_attention(attend, *mine, cu, max(lengths), None, rank, cp_size)  # type: ignore[arg-type]
+        out = zigzag_attention(attend, *mine, cu, max(lengths), None, CPRank(rank, cp_size))  # type: ignore[arg-type]
         torch.testing.assert_close(out.double(), local(expected, rank), atol=1e-6, rtol=1e-5)
 
 

@@ -19,7 +19,8 @@ from slime.backends.megatron_utils.layers.vision import ImageBatch, VisionModel,
 from slime.backends.megatron_utils.models import find_weight_map, has_tower
 from slime.backends.megatron_utils.train_metrics import image_patches
 from slime.planning.parameters import model_size
-from slime.train_data.microbatch import pack_thd
+from slime.train_data.context_parallel import CPRank
+from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
@@ -89,7 +90,7 @@ def test_the_matrix_has_an_image_on_both_sides_of_a_cut_between_context_parallel
     ends = (grids.prod(1) // 4).cumsum(0)
     image = torch.where(rows < 0, -1, torch.searchsorted(ends, rows, right=True))
     ranks = [
-        set(pack_thd([image], cp_rank=rank, cp_size=2, pad_multiple=1, pad_id=-1).tokens[0].tolist()) - {-1}
+        set(pack_thd([image], PackingConfig(CPRank(rank, 2)), pad_id=-1).tokens[0].tolist()) - {-1}
         for rank in range(2)
     ]
     assert ranks[0] & ranks[1]
