@@ -138,13 +138,14 @@ class RayTrainGroup:
             return set()
         return {rollout_id for rollout_id in self._published - self._left_out if rollout_id <= newest}
 
-    def _spawn(self) -> None:
-        worker_class = self._actor_cls
-        if worker_class is None:
-            from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    def begin(self) -> None:
+        """Start the processes of the ranks, which import for many seconds; :meth:`create` goes on with them."""
+        if self.world_size and not self.actors:
+            share = self._num_gpus_per_actor
+            self.actors = start_ranks(self._actor_cls, self.args, self.gpus, self.names, gpu_share=share)
 
-            worker_class = MegatronTrainRayActor
-        self.actors = start_ranks(worker_class, self.args, self.gpus, self.names, gpu_share=self._num_gpus_per_actor)
+    def _spawn(self) -> None:
+        self.begin()
         asked = self.actors[0].get_master_addr_and_port.remote()
         address, port = wait_for(asked, what=f"the first {self.role} rank to start", timeout_s=600)
         self._wait(

@@ -1,4 +1,5 @@
-"""The parts of a job, started one after the other: the rollout manager with its engines, then the trainers.
+"""The parts of a job, started one after the other: the rollout manager with its engines, then the trainers, whose
+processes may import while the engines start.
 
     gpus = create_placement_groups(args)
     manager, num_rollout_per_epoch = create_rollout_manager(args, gpus["rollout"])
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.arguments import args_to_resume, record_runtime
@@ -37,11 +38,18 @@ MANAGER = "the rollout manager"
 """Its name in messages."""
 
 
-def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | None]:
+def create_rollout_manager(
+    args: Namespace, pg: GpuSlice, meanwhile: Callable[[], None] | None = None
+) -> tuple[Any, int | None]:
     """Start the rollout manager; its engines start in the background.
 
     Sets ``args.num_rollout`` where only ``--num-epoch`` is given.  Where the trainer shares their GPUs, the engines
     are up, and have given their memory away, when this returns.
+
+    Args:
+        args: the run's arguments.
+        pg: the GPUs of the engines.
+        meanwhile: called while they start.
 
     Returns:
         the manager's actor handle, and the rollouts of one pass over the prompts (None without a data set).
@@ -52,6 +60,8 @@ def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | No
     record_runtime(args, **values_of_the_run())
     manager = start_rollout_manager(args, pg)
     watch(manager, MANAGER)
+    if meanwhile is not None:
+        meanwhile()
     per_epoch: int | None = wait_for(
         manager.get_num_rollout_per_epoch.remote(), what="the rollout manager to start", timeout_s=args.train_timeout_s
     )
@@ -64,7 +74,7 @@ def create_rollout_manager(args: Namespace, pg: GpuSlice) -> tuple[Any, int | No
             )
         record_runtime(args, num_rollout=num_rollout)
     if _engines_come_first(args):
-        # They size their memory by what is free: they must be up before the trainer takes any.
+        # They size their memory by what is free: they must be up before the trainer takes any (create).
         _wait_for_engines(args, manager)
         wait_for(manager.offload.remote(), what="the engines' memory (offload)", timeout_s=memory_timeout_s(args))
     return manager, per_epoch
@@ -91,12 +101,38 @@ def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) ->
     return manager, start
 
 
+def make_actor(args: Namespace, gpus: GpuSlice) -> RayTrainGroup:
+    """Return the actor's group, of which nothing is started yet; with ``--debug-rollout-only`` it has no ranks."""
+    if args.debug_rollout_only:
+        return RayTrainGroup(args, 0, 0, gpus)
+    kept = policies_of(args)
+    group = ReleasedTrainGroup if args.release_train else RayTrainGroup
+    return group(
+        args,
+        args.actor_num_nodes,
+        args.actor_num_gpus_per_node,
+        gpus,
+        role="actor",
+        with_ref=kept["with_ref"],
+        with_opd_teacher=kept["with_opd_teacher"],
+    )
+
+
 def create_training_models(
-    args: Namespace, pgs: Mapping[str, GpuSlice | None], rollout_manager: Any
+    args: Namespace,
+    pgs: Mapping[str, GpuSlice | None],
+    rollout_manager: Any,
+    actor: RayTrainGroup | None = None,
 ) -> tuple[RayTrainGroup, RayTrainGroup | None]:
     """Start the trainers, load their models, and wait for the engines.
 
     Sets ``args.start_rollout_id`` where no flag gives it.
+
+    Args:
+        args: the run's arguments.
+        pgs: as ``create_placement_groups`` returns them.
+        rollout_manager: the manager's actor handle.
+        actor: of :func:`make_actor`, where its processes have begun to start; made here when None.
 
     Returns:
         ``(actor, critic)``.  With ``--debug-rollout-only`` the actor has no ranks, and its verbs do nothing; there is
@@ -104,11 +140,12 @@ def create_training_models(
     """
     actor_gpus = pgs["actor"]
     assert actor_gpus is not None
+    actor = actor or make_actor(args, actor_gpus)
     if args.debug_rollout_only:
         record_runtime(args, start_rollout_id=args.start_rollout_id or 0)
-        actor, critic = RayTrainGroup(args, 0, 0, actor_gpus), None
+        critic = None
     else:
-        actor, critic = _create_trainers(args, pgs, actor_gpus, rollout_manager)
+        critic = _create_trainers(args, pgs, actor, rollout_manager)
     if not _engines_come_first(args):
         _wait_for_engines(args, rollout_manager)
     return actor, critic
@@ -123,18 +160,8 @@ def policies_of(args: Namespace) -> dict[str, bool]:
 
 
 def _create_trainers(
-    args: Namespace, pgs: Mapping[str, GpuSlice | None], actor_gpus: GpuSlice, rollout_manager: Any
-) -> tuple[RayTrainGroup, RayTrainGroup | None]:
-    kept = policies_of(args)
-    actor = (ReleasedTrainGroup if args.release_train else RayTrainGroup)(
-        args,
-        args.actor_num_nodes,
-        args.actor_num_gpus_per_node,
-        actor_gpus,
-        role="actor",
-        with_ref=kept["with_ref"],
-        with_opd_teacher=kept["with_opd_teacher"],
-    )
+    args: Namespace, pgs: Mapping[str, GpuSlice | None], actor: RayTrainGroup, rollout_manager: Any
+) -> RayTrainGroup | None:
     start_rollout_id = actor.create()
     critic = None
     if args.critic_args is not None and args.num_rollout != 0:
@@ -145,7 +172,7 @@ def _create_trainers(
         record_runtime(args, start_rollout_id=start_rollout_id)
     actor.set_rollout_manager(rollout_manager)
     _load_position(args, rollout_manager, args.start_rollout_id)
-    return actor, critic
+    return critic
 
 
 def _load_position(args: Namespace, manager: Any, start_rollout_id: int) -> None:

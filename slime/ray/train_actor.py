@@ -89,17 +89,21 @@ def remote_class(worker_class: type[TrainWorker]) -> Any:
 
 
 def start_ranks(
-    worker_class: type[TrainWorker], args: Namespace, gpus: GpuSlice, names: Sequence[str], *, gpu_share: float
+    worker_class: type[TrainWorker] | None, args: Namespace, gpus: GpuSlice, names: Sequence[str], *, gpu_share: float
 ) -> list[Any]:
     """Return the actors of a trainer's ranks, which begin to start and are watched: rank r on the r-th GPU.
 
     Args:
-        worker_class: of the ranks.
+        worker_class: of the ranks; the Megatron trainer when None.
         args: the run's arguments.
         gpus: at least as many as ranks.
         names: of the ranks, in messages.
         gpu_share: the share of a GPU bundle that one rank reserves.
     """
+    if worker_class is None:
+        from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+
+        worker_class = MegatronTrainRayActor
     remote = remote_class(worker_class)
     options = {
         "num_cpus": gpu_share,

@@ -27,7 +27,13 @@ from slime.ray.preemption import NOTICE
 from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.rollout import DEADLINE_MARGIN_S
 from slime.ray.save_lock import lock_folders
-from slime.ray.startup import MANAGER, create_manager_again, create_rollout_manager, create_training_models
+from slime.ray.startup import (
+    MANAGER,
+    create_manager_again,
+    create_rollout_manager,
+    create_training_models,
+    make_actor,
+)
 from slime.ray.trainer_gpus import TrainerGpus
 from slime.ray.trainer_recovery import NOTICE_S, TrainerRecovery
 from slime.ray.utils import cluster_has_accelerators, listen_address
@@ -58,15 +64,17 @@ class TrainJob:
         start_recording(Namespace(**vars(args) | init_tracking(args)), "driver", primary=True)
         self._step_began = time.time()
         self._seconds: dict[str, float] = {}
-        rollout_gpus = gpus["rollout"]
-        assert rollout_gpus is not None
+        rollout_gpus, actor_gpus = gpus["rollout"], gpus["actor"]
+        assert rollout_gpus is not None and actor_gpus is not None
         self._rollout_gpus = rollout_gpus
         self._generations: dict[ray.ObjectRef, tuple[int, ray.ObjectRef]] = {}
         """Generation as the loop knows it -> its rollout, and the one that took its place."""
-        self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus)
+        actor = make_actor(args, actor_gpus)
+        # Engines start for a minute; the trainer's processes import their libraries in that time.
+        self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus, meanwhile=actor.begin)
         self._step_line = StepLine.follow(args)
         self._metrics_page = self._serve_metrics() if args.prometheus_port is not None else None
-        self.actor, self.critic = create_training_models(args, gpus, self.manager)
+        self.actor, self.critic = create_training_models(args, gpus, self.manager, actor)
         self._recovery = TrainerRecovery(
             args, self.actor, self._train, self.critic, TrainerGpus(args, gpus), self._save_unsaved
         )

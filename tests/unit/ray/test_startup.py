@@ -1,0 +1,51 @@
+"""What starts beside what: the trainer's processes import while the engines start, and take memory after them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from slime.ray import actor_group, startup
+from slime.ray.actor_group import RayTrainGroup
+
+
+def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def start_ranks(worker_class: Any, args: Namespace, gpus: Any, names: list[str], *, gpu_share: float) -> list[Any]:
+        started.append(names)
+        return list(names)
+
+    monkeypatch.setattr(actor_group, "start_ranks", start_ranks)
+    group = RayTrainGroup(Namespace(), 1, 2, pg=None)  # type: ignore[arg-type]
+    group.begin()
+    group.begin()  # as create() does
+    assert started == [["actor rank 0", "actor rank 1"]] and group.actors == started[0]
+
+
+def test_a_trainer_without_ranks_starts_no_process() -> None:
+    group = startup.make_actor(Namespace(debug_rollout_only=True), None)  # type: ignore[arg-type]
+    group.begin()
+    assert group.actors == []
+
+
+def test_what_may_happen_meanwhile_comes_before_the_wait_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+
+    class Manager:
+        def __getattr__(self, name: str) -> Any:
+            return Namespace(remote=lambda: name)
+
+    monkeypatch.setattr(startup, "record_runtime", lambda args, **facts: None)
+    monkeypatch.setattr(startup, "values_of_the_run", dict)
+    monkeypatch.setattr(startup, "start_rollout_manager", lambda args, gpus: notes.append("manager") or Manager())
+    monkeypatch.setattr(startup, "watch", lambda actor, name: None)
+    monkeypatch.setattr(startup, "wait_for", lambda ref, **_: notes.append(ref))
+    monkeypatch.setattr(startup, "cluster_has_accelerators", lambda: True)
+    monkeypatch.setattr(startup, "restart_timeout_s", lambda args: 1.0)
+    monkeypatch.setattr(startup, "memory_timeout_s", lambda args: 1.0)
+    args = Namespace(num_rollout=1, offload_rollout=True, debug_train_only=False, train_timeout_s=1)
+    startup.create_rollout_manager(args, None, meanwhile=lambda: notes.append("ranks"))  # type: ignore[arg-type]
+    assert notes == ["manager", "ranks", "get_num_rollout_per_epoch", "wait_ready", "offload"]
