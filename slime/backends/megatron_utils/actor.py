@@ -27,7 +27,7 @@ from slime.backends.megatron_utils.data import DataIterator, current_device, get
 from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
-from slime.backends.megatron_utils.model import initialize_model_and_optimizer, release_gradients, restore_gradients
+from slime.backends.megatron_utils.model import initialize_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies, teacher_tag
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.top_k import get_log_probs_and_top
@@ -120,13 +120,12 @@ class MegatronTrainRayActor(TrainWorker):
     # Memory
 
     def sleep(self) -> None:
-        """Free the memory, unless that is done already; on a CPU that of the gradients alone."""
+        """Free the memory, unless that is done already; on a CPU nothing happens."""
         if self._is_asleep:
             return
         with timer("sleep"):
             memory.report("awake")
             reloadable_groups.release_communicators()
-            release_gradients(self.model)
             memory.pause_memory()
             memory.report("asleep")
         self._is_asleep = True
@@ -137,7 +136,6 @@ class MegatronTrainRayActor(TrainWorker):
             return
         with timer("wake_up"):
             memory.resume_memory()
-            restore_gradients(self.model)
         self._is_asleep = False
         self.weights.switch_to(self.role)
 

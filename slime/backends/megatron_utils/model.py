@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -176,30 +174,3 @@ def initialize_model_and_optimizer(
     else:
         iteration = load_checkpoint(args, model, optimizer, scheduler)
     return model, optimizer, scheduler, iteration
-
-
-def release_gradients(model: ModelChunks) -> None:
-    """Free the gradient buffers: a step begins with zeros in them, so nothing of them is worth keeping on the host.
-
-    Until :func:`restore_gradients` they have no memory; what refers to them stays as it is.
-    """
-    with _without_storage_warning():
-        for chunk in model:
-            if isinstance(chunk, DistributedDataParallel):
-                chunk.offload_grad_buffers(synchronize=torch.cuda.is_available(), empty_cache=False)
-
-
-def restore_gradients(model: ModelChunks) -> None:
-    """Give the gradient buffers memory again, with zeros in it."""
-    with _without_storage_warning():
-        for chunk in model:
-            if isinstance(chunk, DistributedDataParallel):
-                chunk.restore_grad_buffers(synchronize=False)
-
-
-@contextlib.contextmanager
-def _without_storage_warning() -> Iterator[None]:
-    """Hide torch's warning of a type that is deprecated; megatron-core uses it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
-        yield

@@ -18,13 +18,7 @@ from trainer_case import cut, make_args, make_train_data, write_model
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
-from slime.backends.megatron_utils.model import (
-    build_scheduler,
-    release_gradients,
-    restore_gradients,
-    setup_model_and_optimizer,
-    total_train_iters,
-)
+from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer, total_train_iters
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
@@ -178,22 +172,6 @@ def test_a_switch_to_the_reference_and_back_does_not_disturb_training(folder: Pa
         losses.append(train(args, model, optimizer, scheduler, rollout_id)[0].metrics["loss"])
         switch.backup("actor")
     assert losses == pytest.approx(expected[0], rel=1e-6)
-    assert all(torch.equal(value, expected[1][name]) for name, value in parameters(model).items())
-
-
-def test_gradients_without_memory_between_two_rollouts_do_not_disturb_training(folder: Path) -> None:
-    plain = build(folder)
-    expected = [train(*plain, rollout_id=i)[0].metrics["loss"] for i in range(2)], parameters(plain[1])
-    args, model, optimizer, scheduler = build(folder)
-    gradients = [buffer.grad_data for buffer in model[0].buffers]
-    losses = []
-    for rollout_id in range(2):
-        release_gradients(model)
-        assert gradients and all(one.untyped_storage().size() == 0 for one in gradients)
-        restore_gradients(model)
-        assert all(one.untyped_storage().size() > 0 and not one.any() for one in gradients)
-        losses.append(train(args, model, optimizer, scheduler, rollout_id)[0].metrics["loss"])
-    assert losses == expected[0]
     assert all(torch.equal(value, expected[1][name]) for name, value in parameters(model).items())
 
 
