@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.model_shapes import MODELS, model_flags, outputs  # noqa: E402
 from benchmarks.published_configs import PUBLISHED, qwen3, qwen3_moe  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
+from slime.ray.train_actor import kernel_environment  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 from slime.weights.push.verbs import EngineProxy, Verb  # noqa: E402
 
@@ -350,7 +351,8 @@ def main() -> None:
             subprocess.Popen(
                 command,
                 env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.num_gpus), "LOCAL_RANK": str(rank)}
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                | kernel_environment(),  # as trainers of a job have it: NCCL does not join ranks that differ in it
             )
             for rank in range(options.num_gpus)
         ]

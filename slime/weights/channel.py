@@ -87,7 +87,7 @@ class WeightChannel:
             self._abandon_unjoined()
             raise WeightSyncError(
                 f"rank {rank} of {world_size} could not join the weight group at {master_address}:{master_port} "
-                f"(--weight-update-timeout-s {timeout_s:g}): {error}"
+                f"(--weight-update-timeout-s {timeout_s:g}): {error}{_nccl_settings(backend)}"
             ) from error
         self._store.set_timeout(question)
 
@@ -198,6 +198,14 @@ def _tear_down(group: _Connections, backend: str, work: dist.Work | None) -> Non
         group.abort()
     while work is not None and not work.is_completed():
         time.sleep(POLL_S)
+
+
+def _nccl_settings(backend: str) -> str:
+    """Return the setting in which members must agree, for the message of one that could not join."""
+    if backend != "nccl":
+        return ""
+    setting = env.get_str("NCCL_CUMEM_ENABLE") or "not set"
+    return f"; NCCL_CUMEM_ENABLE is {setting} here and must be the same in all members"
 
 
 def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> _Connections:

@@ -115,19 +115,18 @@ class UpdateGroup:
         )  # fmt: skip
         requests = start_all(wanted, lambda engine: engine.join_weight_group(*place.arguments(engine, self.name)))
         failures = wait_together(requests, timeout_s, given_up.set)
-        channel = joining.result(timeout_s * TRAINERS_SHARE)
-        if not failures and isinstance(channel, WeightChannel):
-            self._channel = channel
+        if failures:
+            joining.drop()
+            self._blame(failures, participants, "joining the weight group")
+            self.members = []
             return
-        if isinstance(channel, WeightChannel):
-            channel.leave()
-        if not failures:
+        channel = joining.result(timeout_s * TRAINERS_SHARE)
+        if not isinstance(channel, WeightChannel):
             raise WeightSyncError(
                 f"the trainer could not join the weight group {self.name} at {place.address}:{place.port}, though all "
                 f"{len(wanted)} engines did: {channel}"
             )
-        self._blame(failures, participants, "joining the weight group")
-        self.members = []
+        self._channel = channel
 
     def broadcast(self, push_id: str, bucket_index: int, flat: Tensor, participants: Participants) -> None:
         """Let all engines of the group load a bucket; after a failure the group is not whole."""
@@ -293,6 +292,7 @@ class _OnThread:
     def __init__(self, join: Callable[[], Any]) -> None:
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._outcome: Any = None
+        self._is_dropped = False
         self._thread = threading.Thread(target=self._run, args=[join], name="join-weight-group", daemon=True)
         self._thread.start()
 
@@ -301,8 +301,17 @@ class _OnThread:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             self._outcome = join()
+            if self._is_dropped:
+                self._outcome.leave()
         except PUSH_FAILURES as error:
             self._outcome = error
+
+    def drop(self) -> None:
+        """Leave the group, now or once it is joined: NCCL's hand-shake cannot be ended, so nobody waits for it."""
+        self._is_dropped = True
+        self._thread.join(FAREWELL_S)
+        if isinstance(self._outcome, WeightChannel):
+            self._outcome.leave()
 
     def result(self, timeout_s: float) -> Any:
         """Return the group that was joined, or the error that prevented it."""

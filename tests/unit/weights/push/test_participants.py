@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime.utils.errors import EngineError, WeightSyncError
+from slime.weights.push import groups
 from slime.weights.push.groups import UpdateGroup
 from slime.weights.push.participants import Participants, PushClock, start_all, wait_together
 
@@ -34,6 +35,11 @@ class Engine:
     index: int
     answer: Answer = field(default_factory=Answer)
     leaves: Answer = field(default_factory=Answer)
+    joins: Answer = field(default_factory=Answer)
+    num_gpus: int = 1
+
+    def join_weight_group(self, *place: Any) -> Answer:
+        return self.joins
 
     def ping(self) -> Answer:
         return self.answer
@@ -116,3 +122,28 @@ def test_who_broke_a_group_is_found_when_all_leave_it(
     group._blame(failures, participants, "broadcasting bucket 3")
     assert set(participants.reasons) == blamed, why
     assert all("while broadcasting bucket 3" in reason for reason in participants.reasons.values())
+
+
+def test_an_engine_that_cannot_join_ends_the_push_though_the_trainer_still_joins(monkeypatch) -> None:
+    """NCCL's hand-shake cannot be ended from outside: rank 0 once stayed in it until the deadline of the push."""
+    may_join, left = threading.Event(), threading.Event()
+
+    class Channel:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            assert may_join.wait(30)
+
+        def leave(self) -> None:
+            left.set()
+
+    monkeypatch.setattr(groups, "WeightChannel", Channel)
+    monkeypatch.setattr(groups, "FAREWELL_S", 0.05)
+    group, engines = UpdateGroup("slime"), [Engine(0, joins=Answer(EngineError("no GPU peer access")))]
+    participants = Participants(engines, CLOCK)
+    started_s = time.monotonic()
+    group.form(engines, participants)
+    assert time.monotonic() - started_s < 10
+    assert participants.reasons == {0: "EngineError: no GPU peer access (while joining the weight group)"}
+    assert not group.is_whole
+    assert not left.is_set()
+    may_join.set()
+    assert left.wait(10), "the group that came late is kept"
