@@ -83,7 +83,8 @@ class MegatronTrainRayActor(TrainWorker):
             self.weights = ModelSwitch(self.model, role)
             self._policies = Policies(args, self.model, self.weights)
             if role == "actor":
-                self._policies.load(with_ref=with_ref, with_teacher=with_opd_teacher)
+                is_resumed = self.state_copy is not None
+                self._policies.load(with_ref=with_ref, with_teacher=with_opd_teacher, is_resumed=is_resumed)
         self._routing = RoutingReplay(args, self.model) if args.use_routing_replay and role == "actor" else None
         has_load = args.log_expert_load and args.num_experts and role == "actor"
         self._expert_load = ExpertLoad(self.model, args.num_layers, args.num_experts) if has_load else None

@@ -50,13 +50,22 @@ class Policies:
     def __init__(self, args: Namespace, model: list[torch.nn.Module], weights: ModelSwitch) -> None:
         self._args, self._model, self._weights = args, model, weights
 
-    def load(self, *, with_ref: bool, with_teacher: bool) -> None:
-        """Load the frozen policies; the model holds the actor afterwards, as before."""
+    def load(self, *, with_ref: bool, with_teacher: bool, is_resumed: bool) -> None:
+        """Load the frozen policies; the model holds the actor afterwards, as before.
+
+        Args:
+            with_ref: there is a reference.
+            with_teacher: the teachers of distillation are in this process.
+            is_resumed: the actor was restored from a copy in memory, not from ``--load``.
+        """
         args, weights = self._args, self._weights
         others = {}
         if with_ref and has_adapters(self._model):
             weights.backup("actor")
             weights.copy_without_adapters("actor", "ref")
+        elif with_ref and not is_resumed and _starts_from_reference(args):
+            weights.backup("actor")
+            weights.copy("actor", "ref")
         elif with_ref:
             others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)
         for name, folder in trainer_teachers(args).items() if with_teacher else ():
@@ -95,6 +104,11 @@ class Policies:
         """Keep the actor's weights as those of the engines."""
         if self._args.keep_old_actor:
             self._weights.copy("actor", "rollout_actor")
+
+
+def _starts_from_reference(args: Namespace) -> bool:
+    """Return True when the weights that ``--load`` has given the actor are the reference's: they are read once."""
+    return bool(args.finetune) and args.load == args.ref_load and args.ckpt_step == args.ref_ckpt_step
 
 
 class ModelSwitch:

@@ -1,0 +1,65 @@
+"""Where the weights of the reference come from."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils import policies
+from slime.backends.megatron_utils.policies import ModelSwitch, Policies
+
+FRESH = {
+    "finetune": True,
+    "load": "hf",
+    "ref_load": "hf",
+    "ckpt_step": None,
+    "ref_ckpt_step": None,
+    "keep_old_actor": False,
+    "offload_train": False,
+}
+
+
+def load(
+    monkeypatch: pytest.MonkeyPatch, *, is_resumed: bool = False, **changed: Any
+) -> tuple[torch.nn.Linear, ModelSwitch, list[str]]:
+    """Load the policies of a model of ones; a checkpoint that is read holds twos."""
+    read: list[str] = []
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.ones_(model.weight)
+
+    def load_checkpoint(args: Namespace, chunks: list[torch.nn.Module], *rest: Any, load_arg: str) -> None:
+        read.append(getattr(args, load_arg))
+        torch.nn.init.constant_(model.weight, 2)
+
+    monkeypatch.setattr(policies.checkpoint, "load_checkpoint", load_checkpoint)
+    switch = ModelSwitch([model])
+    kept = Policies(Namespace(**{**FRESH, **changed}), [model], switch)
+    kept.load(with_ref=True, with_teacher=False, is_resumed=is_resumed)
+    return model, switch, read
+
+
+def test_a_reference_that_the_actor_starts_from_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, switch, read = load(monkeypatch)
+    assert read == []
+    torch.nn.init.constant_(model.weight, 5)  # a step
+    switch.backup("actor")
+    switch.switch_to("ref")
+    assert model.weight.eq(1).all()
+    switch.switch_to("actor")
+    assert model.weight.eq(5).all()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"is_resumed": True}, {"ref_load": "other"}, {"finetune": False}, {"ckpt_step": 4}],
+    ids=["from a copy in memory", "another folder", "a run that goes on", "another step"],
+)
+def test_any_other_reference_is_read(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    model, switch, read = load(monkeypatch, **changed)
+    assert read == [changed.get("ref_load", "hf")]
+    assert model.weight.eq(1).all(), "the actor is in the model afterwards"
+    switch.switch_to("ref")
+    assert model.weight.eq(2).all()
