@@ -42,12 +42,15 @@ def as_engines_call(module: str) -> str:
     return ".".join(_ENGINE_NAMES.get(part, part) for part in module.split("."))
 
 
-def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str, Any], wire: StockWire) -> PushReport:
+def push_adapter(
+    push: Push, tensors: Mapping[str, Tensor], dtype: torch.dtype, config: Mapping[str, Any], wire: StockWire
+) -> PushReport:
     """Have the engines serve an adapter under the version of the push; collective.
 
     Args:
         push: new; afterwards its participants say which engines were excluded and why.
         tensors: by PEFT's names, of one dtype, on the GPU or on the host; rank 0 has them all.
+        dtype: that engines get.
         config: the content of PEFT's adapter_config.json.
         wire: makes this process able to share tensors.
 
@@ -57,7 +60,7 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
 
     def load() -> None:
         forms = {one.index: _form_for(one, push, tensors) for one in push.participants.good}
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).to(dtype)
         shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
         made = {form: _payload(form, flat, shapes, wire) for form in set(forms.values())}
 
@@ -70,7 +73,7 @@ def push_adapter(push: Push, tensors: Mapping[str, Tensor], config: Mapping[str,
 
     with push.step("adapter"):
         push.on_main_rank(f"loading the adapter of version {push.version}", load)
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    num_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
     return replace(push.report(Manifest((), ())), num_tensors=len(tensors), num_bytes=num_bytes)
 
 

@@ -243,10 +243,11 @@ class WeightUpdater:
     def _push_adapter(self, push: Push) -> PushReport:
         with push.step("gather"):
             tensors = peft_tensors(self.args, self._model, host_weights=self._weights_getter(), device=None)
-            own = {as_engines_call(name): tensor.to(self._dtype) for name, tensor in tensors.items()}
+            own = {as_engines_call(name): tensor for name, tensor in tensors.items()}
         config = lora_config(self.args)
         assert config is not None
-        return push_adapter(push, own, peft_config(own, config, base_model=self.args.hf_checkpoint), sglang)
+        peft = peft_config(own, config, base_model=self.args.hf_checkpoint)
+        return push_adapter(push, own, self._dtype, peft, sglang)
 
     def _estimate_cast_loss(self, push: Push) -> None:
         """Measure what this rank's weights lose by the cast, and warn on rank 0."""

@@ -64,9 +64,9 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, Shapes]
     return made
 
 
-def push(*engines: Engine, tensors: dict[str, torch.Tensor] = TENSORS) -> Any:
+def push(*engines: Engine, tensors: dict[str, torch.Tensor] = TENSORS, dtype: torch.dtype = torch.float32) -> Any:
     push = Push("7", Participants(engines, PushClock(10)), TrainerRanks(ranks_per_host=8))
-    return push_adapter(push, tensors, {"r": 2}, Wire())
+    return push_adapter(push, tensors, dtype, {"r": 2}, Wire())
 
 
 def test_engines_of_rank_0s_host_get_a_handle_and_others_the_values(
@@ -103,3 +103,10 @@ def test_an_engine_that_has_rank_0s_gpu_alone_gets_a_handle_to_memory_of_it() ->
     push(alone, beside, wider, tensors={name: tensor.as_subclass(OnCard) for name, tensor in TENSORS.items()})
     assert [engine.loaded[2].split()[-1] for engine in (alone, beside, wider)] == ["card", "host", "host"]
     assert alone.loaded[3] is True
+
+
+def test_engines_get_the_pushed_dtype(handles: list[tuple[torch.Tensor, Shapes]]) -> None:
+    report = push(Engine(0, 0), dtype=torch.bfloat16)
+    sent = named_parts(*handles[0])
+    assert all(sent[name].equal(TENSORS[name].bfloat16()) for name in TENSORS)
+    assert report.num_bytes == 28
