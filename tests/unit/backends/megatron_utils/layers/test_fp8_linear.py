@@ -160,8 +160,9 @@ def test_a_trainer_in_fp8_has_the_log_probs_of_an_engine_in_fp8(family: str, tmp
     assert errors[True] < 1e-3 < 1e-2 < errors[False]
 
 
-def test_layers_at_the_ends_can_stay_as_they_are(tmp_path: Path) -> None:
-    case = load_cases(["qwen3"])["qwen3"]
+@pytest.mark.parametrize(("family", "num_mtp_layers"), [("qwen3", 0), ("mimo", 2)])
+def test_layers_at_the_ends_of_the_model_may_stay_bf16(family: str, num_mtp_layers: int, tmp_path: Path) -> None:
+    case = load_cases([family])[family]
     case.write_checkpoint(tmp_path)
     flags = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--first-last-layers-bf16")
     with one_process_world():
@@ -175,7 +176,9 @@ def test_layers_at_the_ends_can_stay_as_they_are(tmp_path: Path) -> None:
             for name, module in chunk.named_modules()
             if "_forward_impl" in vars(module) or "forward" in vars(module)
         ]
-    layers = {int(name.split("layers.")[1].split(".")[0]) for name in names}
-    assert layers == set(range(1, args.num_layers - 1))
+    layers = {".".join(name.removeprefix("module.").split(".")[:3]) for name in names}
+    inner = {f"decoder.layers.{index}" for index in range(1, args.num_layers - 1)}
+    assert layers == inner | {f"mtp.layers.{index}" for index in range(num_mtp_layers)}
+    assert not any("eh_proj" in name for name in names)
     assert not any("output_layer" in name or "embedding" in name for name in names)
     assert fp8_linear.BLOCK == 128
