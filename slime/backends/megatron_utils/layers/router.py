@@ -159,14 +159,14 @@ class Router(TopKRouter):
             scores: [T, E] with gradient, positive, summing to one.
             routing_map: [T, E] true where an expert was chosen by these scores.
             group_of: [T] the group of tokens within which the load is balanced; ``num_groups`` for padding.
-            num_groups: the micro-batch (1) or its samples (S).
+            num_groups: 1, the micro-batch, for ``aux_loss``; its samples, S, for ``seq_aux_loss``.
         """
         coefficient = self.get_aux_loss_coeff(kind)
         if not coefficient:
             return probs
         assert self.samples is not None
         lengths, weights = self.samples.lengths, self.samples.weights
-        if num_groups == 1 and kind == "aux_loss":
+        if kind == "aux_loss":
             lengths, weights = lengths.sum()[None], weights.sum()[None]
         shape = (num_groups + 1, scores.size(1))
         chosen = torch.zeros(shape, device=scores.device).index_add_(0, group_of, routing_map.float())

@@ -244,7 +244,7 @@ class VisionModel(GPTModel):
         if config.sequence_parallel:
             for parameter in self.vision_model.parameters():
                 # megatron-core then adds up the ranks' gradients, each of its own images.
-                setattr(parameter, "sequence_parallel", True)  # noqa: B010
+                vars(parameter)["sequence_parallel"] = True
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Keep the tower's frequencies in fp32 when the model becomes bf16: they are computed, not loaded."""
