@@ -96,7 +96,7 @@ def get_mtp_spec(config: TransformerConfig, block: ModuleSpec | TransformerBlock
 
 
 def without_mtp(config: TransformerConfig) -> TransformerConfig:
-    """Return the config of the model itself, which tells megatron-core nothing of MTP."""
+    """Return the config of the model itself, without the field that makes megatron-core build MTP layers."""
     trunk = copy.copy(config)
     trunk.mtp_num_layers = None
     return trunk
@@ -205,7 +205,7 @@ class GPTModelWithMtp(GPTModel):
             self._mtp_inputs = None
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        """Run the hook of megatron-core's forward between decoder and logits."""
+        """Compute the logits as GPTModel does, and the log-probs of the MTP layers where they are asked for."""
         output = super()._postprocess(hidden_states, **kwargs)
         inputs = self._mtp_inputs
         if inputs is None or not self.post_process:
