@@ -236,10 +236,10 @@ def _rows_of(owner: torch.nn.Module, name: str, module: torch.nn.Module) -> Rows
 
 
 def qkv_rows(config: TransformerConfig, num_rows: int) -> Rows:
-    """Return the rows of queries, keys and values, which Megatron interleaves by group of heads.
+    """Return the rows of queries (with their gates), keys and values, which Megatron interleaves by group of heads.
 
     Args:
-        config: heads, groups and their width.
+        config: heads, groups and their width; whether queries have gates.
         num_rows: of this rank.
     """
     width = config.kv_channels
@@ -247,8 +247,12 @@ def qkv_rows(config: TransformerConfig, num_rows: int) -> Rows:
     if width % BLOCK == 0:
         return Rows()  # a block is within one head
     groups = config.num_query_groups or config.num_attention_heads
-    per_group = config.num_attention_heads // groups * width
+    per_group = config.num_attention_heads // groups * width * (2 if config.attention_output_gate else 1)
     local_groups = max(1, num_rows // (per_group + 2 * width))
     index = torch.arange(num_rows).view(local_groups, -1)
-    parts: Sequence[Tensor] = index.split([index.size(1) - 2 * width, width, width], dim=1)
+    query, key, value = index.split([index.size(1) - 2 * width, width, width], dim=1)
+    if config.attention_output_gate:
+        # Megatron has a group's gates behind its queries, the checkpoint each head's gate behind its query.
+        query = query.unflatten(1, (2, -1, width)).transpose(1, 2).flatten(1)
+    parts: Sequence[Tensor] = (query, key, value)
     return Rows(tuple(part.numel() for part in parts), torch.cat([part.flatten() for part in parts]))

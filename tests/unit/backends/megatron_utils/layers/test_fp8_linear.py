@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.layers import fp8_linear
 from slime.backends.megatron_utils.layers.fp8_linear import Fp8Product, Rows, qkv_rows, rounded
+from slime.backends.megatron_utils.models.qwen3_next import merge_gated_qkv
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
@@ -78,7 +80,9 @@ def test_queries_keys_and_values_have_the_blocks_of_the_checkpoints_matrices(wid
     q, k, v = draw(heads * width, 64), 30 * draw(groups * width, 64, seed=1), 900 * draw(groups * width, 64, seed=2)
     grouped = [part.view(groups, -1, 64) for part in (q, k, v)]
     weight = torch.cat(grouped, dim=1).flatten(0, 1).requires_grad_()  # Megatron's order
-    config = Namespace(kv_channels=width, num_attention_heads=heads, num_query_groups=groups)
+    config = Namespace(
+        kv_channels=width, num_attention_heads=heads, num_query_groups=groups, attention_output_gate=False
+    )
     x = draw(5, 64, seed=3)
     y = qkv_rows(config, len(weight)).product(x, weight)
     expected = [Fp8Product.apply(x, part).view(5, groups, -1) for part in (q, k, v)]
@@ -88,6 +92,17 @@ def test_queries_keys_and_values_have_the_blocks_of_the_checkpoints_matrices(wid
         assert torch.equal(rounded(part, (128, 128)), by_loops(part, 128, 128)), (codes, scale)
     y.sum().backward()
     assert weight.grad is not None and bool((weight.grad != 0).all())
+
+
+def test_gates_of_queries_have_the_blocks_of_the_checkpoints_matrix() -> None:
+    sizes: Any = Namespace(num_attention_heads=4, num_query_groups=2, head_dim=48)
+    parts = draw(4 * 2 * 48, 64), 30 * draw(2 * 48, 64, seed=1), 900 * draw(2 * 48, 64, seed=2)
+    parts[0].view(4, 2, 48, 64)[:, 1] *= 7  # gates, each behind its query
+    config = Namespace(kv_channels=48, num_attention_heads=4, num_query_groups=2, attention_output_gate=True)
+    weight, x = merge_gated_qkv(*parts, sizes), draw(5, 64, seed=3)
+    y = qkv_rows(config, len(weight)).product(x, weight)
+    expected = [Fp8Product.apply(x, part).t() for part in parts]
+    assert torch.equal(y, merge_gated_qkv(*expected, sizes).t())
 
 
 def test_each_expert_has_products_and_blocks_of_its_own() -> None:
