@@ -12,13 +12,13 @@ In the order in which a reward becomes a gradient:
     kl.py                  KL_KINDS: k1, k2, k3, low_var_kl
     value_loss.py          the critic's regression
     reduction.py           from a value per token to one number per step
-    loss_types.py          LOSS_TYPES: what --loss-type chooses from
 
     log_probs.py           log-probability and entropy of tokens under sharded logits (log_probs_kernels.py on CUDA)
+    top_k.py               distillation on the teacher's likeliest tokens
     discounted.py gae.py   sums over time
-    registry.py            the table type of ESTIMATORS, KL_KINDS and LOSS_TYPES
+    registry.py            the table type of ESTIMATORS, KL_KINDS and the losses of --loss-type
 
 One algorithm, one file, one docstring with the equation and its paper.  The trainer binds them to its batches in
-``slime.backends.megatron_utils``: ``advantages.py``, ``loss.py`` and ``losses/{policy,mismatch,value,sft,custom}.py``
-(``loss_columns.py`` is what they read a batch through); the rollout side in ``slime.train_data.rewards``.
+``slime.backends.megatron_utils``, ``advantages.py`` and ``loss.py`` (which reads a batch through ``loss_columns.py``);
+the rollout side in ``slime.train_data.rewards``.
 """

@@ -1,10 +1,9 @@
 """Log-probability and entropy of chosen tokens under vocabulary-sharded logits, with an exact gradient.
 
-One pass over the logits each way.  Beside the logits at most one chunk of them lives in float32 (none at all with the
-fused kernels of ``log_probs_kernels``, which CUDA tensors take), and the gradient can take the place of the logits, so
-that a vocabulary of 150k costs one copy of its logits and not four.  Tensor-parallel ranks exchange two vectors of
-length R per call, whatever the number of chunks: each shard is reduced against its own maximum, and the shards are put
-on a common one afterwards.
+One pass over the logits in each direction.  At most one chunk of them is held in float32 (none with the fused kernels
+of ``log_probs_kernels``, used for CUDA tensors), and the gradient can be written over the logits, so that a vocabulary
+of 150k costs one copy of its logits and not four.  Tensor-parallel ranks exchange a few numbers per row, whatever the
+number of chunks: each shard is reduced against its own maximum, and rescaled to the common one afterwards.
 
 Shapes: T = rows of the logits (positions), R = rows that are asked for, V = columns of this rank's vocabulary shard,
 K = rows of one chunk, N = kept (row, token) pairs.
@@ -56,7 +55,7 @@ def vocab_parallel_log_probs(
     entropy_grad: bool = True,
     keep: Tensor | KeptTokens | None = None,
     temperature: float = 1.0,
-    num_columns: int | None = None,
+    vocab_size: int | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each target token and, on request, the entropy of each row:
@@ -77,10 +76,11 @@ def vocab_parallel_log_probs(
             and on CUDA, where the fused kernels hold no chunk.
         with_entropy: whether to compute the entropy.
         entropy_grad: whether the entropy carries a gradient; without it the entropy is a mere metric.
-        keep: what sampling could have chosen, a [R, V] bool mask or pairs.  Applies to the log-probability only, and
-            the target is always kept.
-        temperature: what sampling divided the logits by.
-        num_columns: columns from this one on are padding of the vocabulary: no probability, no gradient.
+        keep: the tokens that sampling could have chosen, a [R, V] bool mask or pairs.  Applies to the log-probability
+            only, and the target is always kept.
+        temperature: divisor of the logits in sampling.
+        vocab_size: tokens of the whole vocabulary; columns of larger ids are padding, without probability and
+            gradient.  None: there is no padding.
         overwrite_logits: the backward pass writes the gradient over the logits instead of into a tensor of the same
             size.  Right when nobody reads the logits after the backward pass has begun: the producer's own backward
             must not need them (that of a matrix product does not; autograd raises where it would), and backward can
@@ -94,15 +94,15 @@ def vocab_parallel_log_probs(
     assert not isinstance(keep, Tensor) or keep.shape == (len(target_R), shard), (keep.shape, logits_TV.shape)
     base = logits_TV if logits_TV._base is None else logits_TV._base
     is_parameter = base.is_leaf and base.requires_grad
-    tp_rank = dist.get_rank(tp_group) if tp_group is not None else 0
+    first_id = shard * dist.get_rank(tp_group) if tp_group is not None else 0
     problem = _Problem(
         rows_R=torch.arange(num_rows, device=logits_TV.device) if rows_R is None else rows_R,
-        local_target_R=target_R - tp_rank * shard,
+        local_target_R=target_R - first_id,
         tp_group=tp_group,
         rows_per_chunk=chunk_size if chunk_size > 0 else max(CHUNK_BYTES // (4 * shard), 1),
         keep=keep,
         temperature=temperature,
-        num_columns=shard if num_columns is None else num_columns,
+        num_columns=shard if vocab_size is None else min(max(vocab_size - first_id, 0), shard),
         kernels=_kernels_for(logits_TV) if keep is None else None,
     )
     log_prob_R, entropy_R = _LogProbs.apply(  # type: ignore[no-untyped-call]
@@ -121,6 +121,7 @@ class _Problem(NamedTuple):
     keep: Tensor | KeptTokens | None
     temperature: float
     num_columns: int
+    """Columns of this shard that are tokens; the others pad the vocabulary."""
     kernels: ModuleType | None
 
 
@@ -139,10 +140,9 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TV: Tensor, problem: _Problem, with_entropy: bool, has_entropy_grad: bool, overwrite: bool
     ) -> tuple[Tensor, Tensor]:
-        masked = _normalise(logits_TV, problem, with_entropy)
-        plain = masked
-        if with_entropy and problem.keep is not None:
-            plain = _normalise(logits_TV, problem._replace(keep=None), True)
+        has_plain_pass = with_entropy and problem.keep is not None  # the entropy is that of the whole vocabulary
+        masked = _normalise(logits_TV, problem, with_entropy and not has_plain_pass)
+        plain = _normalise(logits_TV, problem._replace(keep=None), True) if has_plain_pass else masked
         ctx.save_for_backward(logits_TV, masked.log_sum_exp_R, plain.log_sum_exp_R, plain.entropy_R)
         ctx.problem, ctx.has_entropy_grad, ctx.overwrite = problem, has_entropy_grad, overwrite
         if not has_entropy_grad:
@@ -169,7 +169,7 @@ class _LogProbs(torch.autograd.Function):
                 temperature=problem.temperature,
                 num_columns=problem.num_columns,
             )
-            grad_TV[:0].zero_()  # the kernel wrote without autograd's knowledge: count that as a change
+            grad_TV[:0].zero_()  # a Triton kernel does not advance the version counter, an in-place operation does
             return grad_TV, None, None, None, None
         num_buffers = 2 if ctx.has_entropy_grad else 1
         for rows in _row_blocks(len(problem.rows_R), problem.rows_per_chunk, num_buffers=num_buffers):
@@ -217,7 +217,7 @@ def _normalise(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> _Nor
         dist.all_reduce(max_R, op=dist.ReduceOp.MAX, group=problem.tp_group)
         shift_R = local_max_R - max_R
         if with_entropy:
-            # of a shard without any column the maximum is the lowest number there is, and 0 times that is not 0
+            # A shard without tokens has the lowest number as its maximum: the shift may overflow, and 0 * inf is NaN.
             sums_3R[2] -= torch.where(sums_3R[0] > 0, shift_R * sums_3R[0], 0.0)
             sums_3R[2] *= shift_R.exp()
         sums_3R[0] *= shift_R.exp()
@@ -245,7 +245,7 @@ def _row_sums(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> tuple
         is_local_K, column_K = _local_columns(problem.local_target_R[rows], problem.num_columns)
         target_logit_K = z_KV.gather(1, column_K[:, None]).squeeze(1)
         sums_3R[1, rows] = torch.where(is_local_K, target_logit_K, 0.0)
-        # a shard may have no kept token at all: any finite maximum does for it
+        # A row may have no kept token in this shard: any finite maximum serves.
         max_K = z_KV.amax(dim=1).clamp_min(lowest)
         max_R[rows] = max_K
         z_KV.sub_(max_K[:, None]).exp_()
@@ -277,7 +277,7 @@ def _local_columns(local_target_K: Tensor, num_columns: int) -> tuple[Tensor, Te
 
 
 def _mask_rows(z_KV: Tensor, problem: _Problem, rows: slice) -> None:
-    """Set to -inf, in place, what could not have been sampled; the target itself always could."""
+    """Set the logits of tokens that could not have been sampled to -inf, in place; the target is always kept."""
     if problem.keep is None or problem.num_columns == 0:
         return
     if isinstance(problem.keep, KeptTokens):

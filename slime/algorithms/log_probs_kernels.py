@@ -124,7 +124,7 @@ def row_sums(
     temperature: float,
     num_columns: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``log_probs._row_sums``: maximum of each row and the sums against it; a row without columns has 0."""
+    """Compute ``log_probs._row_sums``: the maximum of each row and sums against it; sums of 0 without columns."""
     num_rows = len(rows_R)
     max_R = logits_TV.new_empty(num_rows, dtype=torch.float32)
     sums_3R = logits_TV.new_zeros((3 if with_entropy else 2, num_rows), dtype=torch.float32)
@@ -163,7 +163,16 @@ def write_gradient(
     """Fill ``grad_TV``, which may be ``logits_TV`` itself, with the gradient; rows not in ``rows_R`` get 0.
 
     Args:
-        entropy_R: of each row, when the entropy has a gradient.
+        logits_TV: at most fp32, columns contiguous.
+        grad_TV: of the same shape and dtype.
+        rows_R: rows that are asked for.
+        local_target_R: column of each row's target; outside of the shard on ranks that do not have it.
+        log_sum_exp_R: over the whole vocabulary, fp32.
+        grad_log_prob_R: gradient of the log-probs.
+        entropy_R: of each row; None when the entropy has no gradient.
+        grad_entropy_R: gradient of the entropy, not read without ``entropy_R``.
+        temperature: divisor of the logits.
+        num_columns: columns from this one on are padding, with a gradient of 0.
     """
     num_rows, shard = logits_TV.shape
     if num_rows == 0:

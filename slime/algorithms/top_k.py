@@ -64,7 +64,7 @@ def top_logits(
     k: int,
     *,
     tp_group: dist.ProcessGroup | None = None,
-    num_columns: int,
+    vocab_size: int,
     rows_per_chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(ids_RK, logits_RK)`` of the k largest logits of each row in the whole vocabulary, the largest first.
@@ -74,13 +74,13 @@ def top_logits(
         rows_R: int64 rows.
         k: at most ``V``.
         tp_group: the tensor-parallel group; None when this rank has the whole vocabulary.
-        num_columns: columns from this one on are padding of the vocabulary.
+        vocab_size: tokens of the whole vocabulary; columns of larger ids are padding.
         rows_per_chunk: rows handled at a time, to bound the memory.
     """
     shard = logits_TV.shape[-1]
-    first_id = dist.get_rank(tp_group) * shard if tp_group is not None else 0
+    first_id = shard * dist.get_rank(tp_group) if tp_group is not None else 0
     values, ids = [], []
-    is_padding_V = torch.arange(shard, device=logits_TV.device) >= num_columns
+    is_padding_V = torch.arange(first_id, first_id + shard, device=logits_TV.device) >= vocab_size
     for rows in torch.split(rows_R, rows_per_chunk):
         chunk_KV = logits_TV[rows].float().masked_fill(is_padding_V, -torch.inf)
         best = chunk_KV.topk(k, dim=-1)

@@ -148,10 +148,9 @@ def top_on_rank() -> dict:
     logits, _, _, _ = problem()
     shard = logits[:, rank * COLUMNS // size : (rank + 1) * COLUMNS // size].float().clone().requires_grad_()
     padding = 2  # the last columns of the last shard
-    num_columns = shard.shape[1] - (padding if rank == size - 1 else 0)
     rows = torch.tensor([4, 0, 6])
     ids, values = top_logits(
-        shard.detach(), rows, 5, tp_group=dist.group.WORLD, num_columns=num_columns, rows_per_chunk=2
+        shard.detach(), rows, 5, tp_group=dist.group.WORLD, vocab_size=COLUMNS - padding, rows_per_chunk=2
     )
     chosen = logits_of(shard, rows, ids, tp_group=dist.group.WORLD)
     (chosen * torch.arange(1.0, 6.0)).sum().backward()

@@ -33,7 +33,7 @@ def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 def test_kernels_give_the_values_and_gradients_of_the_plain_path(dtype, with_entropy, overwrite, temperature):
     logits, rows, targets = problem(dtype)
     assert log_probs._kernels_for(logits) is not None, "Triton is part of torch on CUDA"
-    settings = {"rows_R": rows, "num_columns": COLUMNS, "with_entropy": with_entropy, "temperature": temperature}
+    settings = {"rows_R": rows, "vocab_size": COLUMNS, "with_entropy": with_entropy, "temperature": temperature}
     weights = torch.linspace(-1, 1, len(rows), device="cuda", dtype=torch.float64)
 
     def run(values, **more):
@@ -68,7 +68,7 @@ def test_a_shard_that_is_all_padding_has_no_probability():
 
 def test_two_shards_of_one_row_add_up():
     logits, rows, targets = problem(torch.float32)
-    whole = vocab_parallel_log_probs(logits, targets, rows_R=rows, num_columns=COLUMNS, with_entropy=True)
+    whole = vocab_parallel_log_probs(logits, targets, rows_R=rows, vocab_size=COLUMNS, with_entropy=True)
     half = logits.shape[1] // 2
     parts = []
     for rank in range(2):
@@ -95,6 +95,6 @@ def test_no_rows_leave_a_gradient_of_zeros():
 def test_without_triton_the_plain_path_is_taken():
     logits, rows, targets = problem(torch.bfloat16)
     with mock.patch.object(log_probs, "_kernels_for", lambda logits: None):
-        plain, _ = vocab_parallel_log_probs(logits, targets, rows_R=rows, num_columns=COLUMNS)
-    fused, _ = vocab_parallel_log_probs(logits, targets, rows_R=rows, num_columns=COLUMNS)
+        plain, _ = vocab_parallel_log_probs(logits, targets, rows_R=rows, vocab_size=COLUMNS)
+    fused, _ = vocab_parallel_log_probs(logits, targets, rows_R=rows, vocab_size=COLUMNS)
     torch.testing.assert_close(fused, plain, rtol=1e-6, atol=3e-6)

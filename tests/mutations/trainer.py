@@ -113,8 +113,8 @@ TRAINER_BUGS = (
     Mutation(
         bug="columns that pad the vocabulary are probabilities",
         target=f"{TRAINER}.log_probs:get_log_probs_and_entropy",
-        old="num_columns=min(max(args.vocab_size - tp_rank * shard, 0), shard)",
-        new="num_columns=shard",
+        old="vocab_size=args.vocab_size",
+        new="vocab_size=None",
         tests=(f"{UNIT}test_loss.py::test_log_probs_are_those_of_the_response_tokens_without_the_vocabulary_padding",),
         cells=(("tp2", "grpo"),),
     ),

@@ -7,7 +7,7 @@ Per-sample tensors (log-probs, advantages, ...) are local to the context-paralle
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 import torch
@@ -19,7 +19,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.algorithms.reduction import sum_of_sample_means
+from slime.algorithms.reduction import Reducer, sum_of_sample_means
 from slime.train_data import context_parallel
 from slime.train_data.context_parallel import CPRank
 from slime.train_data.microbatch import PackingConfig
@@ -168,7 +168,7 @@ def get_sum_of_sample_mean(
     loss_masks: Sequence[Tensor],
     sample_denoms: Sequence[float] | Tensor | None = None,
     calculate_per_token_loss: bool = False,
-) -> Callable[[Tensor], Tensor]:
+) -> Reducer:
     """Return a reducer of flat per-token values (this rank's response tokens, samples concatenated) to a scalar.
 
         sum over samples i of (x_i * mask_i).sum() / max(denominator_i, 1),      or plainly of (x * mask).sum()

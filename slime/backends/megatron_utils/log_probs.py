@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
@@ -21,6 +22,11 @@ from megatron.core import mpu
 from slime.algorithms.log_probs import KeptTokens, vocab_parallel_log_probs
 from slime.backends.megatron_utils.cp_utils import cp_rank, has_contiguous_parts, zigzag_from_contiguous
 from slime.train_data.context_parallel import allgather_response_windows, response_windows
+
+
+def vocab_group() -> dist.ProcessGroup | None:
+    """Return the group of ranks that share the vocabulary; None when this rank has all of it."""
+    return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
 
 
 def response_rows(
@@ -73,7 +79,7 @@ def _by_sample(
 
 
 def reader_columns(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a micro-batch that :func:`get_log_probs_and_entropy` and its like read, by argument."""
+    """Return the columns of a micro-batch as keyword arguments of :func:`get_log_probs_and_entropy` and others."""
     needed = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
     return needed | {name: batch.get(f"rollout_{name}") for name in ("top_p_token_ids", "top_p_token_offsets")}
 
@@ -93,8 +99,8 @@ def get_log_probs_and_entropy(
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Compute the log-prob of every response token under softmax(logits / temperature), and the entropy there.
 
-    The columns that pad the vocabulary take no part: the engine has no such tokens, and their logits, which are 0,
-    are probabilities like any other.
+    Columns that pad the vocabulary are left out: the engine has no such tokens, and a logit of 0 would still have a
+    probability.
 
     Args:
         logits: [1, T, V], any floating dtype; the softmax is computed in fp32.
@@ -112,24 +118,25 @@ def get_log_probs_and_entropy(
         an empty tensor, and ``{"log_probs": [...], "entropy": [...]}``: [local response tokens] fp32 per sample.
     """
     rows_R, positions_N = response_rows(args, logits, total_lengths, response_lengths)
-    tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-    shard = logits.shape[-1]
     keep = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
         starts = [total - response for total, response in zip(total_lengths, response_lengths, strict=True)]
         in_response = [position - start for position, start in zip(positions_N, starts, strict=True)]
-        keep = _kept_by_top_p(in_response, top_p_token_ids, top_p_token_offsets, tp_rank * shard, shard, logits.device)
+        first_id = mpu.get_tensor_model_parallel_rank() * logits.shape[-1]
+        keep = _kept_by_top_p(
+            in_response, top_p_token_ids, top_p_token_offsets, first_id, logits.shape[-1], logits.device
+        )
     log_prob_R, entropy_R = vocab_parallel_log_probs(
         logits.squeeze(0),
         predicted_tokens(unconcat_tokens, positions_N),
         rows_R=rows_R,
-        tp_group=mpu.get_tensor_model_parallel_group() if tp_size > 1 else None,
+        tp_group=vocab_group(),
         chunk_size=args.log_probs_chunk_size,
         with_entropy=with_entropy,
         entropy_grad=args.entropy_coef != 0,
         keep=keep,
         temperature=args.rollout_temperature,
-        num_columns=min(max(args.vocab_size - tp_rank * shard, 0), shard),
+        vocab_size=args.vocab_size,
         overwrite_logits=overwrite_logits,
     )
     columns = {"log_probs": log_prob_R}
@@ -154,7 +161,7 @@ def _kept_by_top_p(
         token_ids: per sample, the ids of all its nuclei.
         token_offsets: per sample, where each token's nucleus begins in them.
         first_id: token id of the shard's first column.
-        shard: its columns.
+        shard: number of the shard's columns.
         device: of the result.
     """
     rows, columns, counts = [], [], []
@@ -188,7 +195,7 @@ def get_values(
         args: ``allgather_cp`` is read.
         total_lengths: of the samples.
         response_lengths: response tokens of each.
-        unused: what :func:`get_log_probs_and_entropy` needs besides.
+        unused: further arguments of :func:`get_log_probs_and_entropy`, which a forward pass passes to either.
     """
     rows_R, positions_N = response_rows(args, logits, total_lengths, response_lengths)
     columns = {"values": logits.squeeze(-1).squeeze(0).index_select(0, rows_R).float()}

@@ -28,7 +28,7 @@ from slime.algorithms.off_policy import TOKEN_CORRECTIONS, MismatchBounds
 from slime.algorithms.off_policy.token_weights import importance_weight
 from slime.algorithms.policy_losses import ClipConfig, PolicyLossInputs
 from slime.algorithms.policy_losses.opsm import off_policy_sequence_mask
-from slime.algorithms.reduction import num_loss_tokens, scale_for_megatron
+from slime.algorithms.reduction import Reducer, num_loss_tokens, scale_for_megatron
 from slime.algorithms.value_loss import clipped_value_loss
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.layers.mtp import LogitsAndMtp, mtp_loss
@@ -36,7 +36,6 @@ from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, g
 from slime.backends.megatron_utils.loss_columns import (
     Batch,
     LossAndMetrics,
-    Reducer,
     TrainedTokens,
     reducer_of,
     response_log_probs,
@@ -62,8 +61,7 @@ __all__ = [
 
 
 def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
-    """Compute ``pg_loss - entropy_coef * entropy + kl_loss_coef * kl_loss`` of a micro-batch, each a reduced token
-    loss.
+    """Compute ``pg_loss - entropy_coef * entropy + kl_loss_coef * kl_loss`` of a micro-batch.
 
     The surrogate is that of the advantage estimator (``Estimator.policy_loss``).  Old log-probs are the engine's
     (``--use-rollout-logprobs``), those recomputed before training, or the present ones without gradient when a single
@@ -222,7 +220,7 @@ def loss_function(
     else:
         loss, metrics = function(args, batch, logits, reducer)
     if not loss.requires_grad and torch.is_grad_enabled():
-        # A rank without response tokens takes part in the backward pass all the same.
+        # A rank without response tokens must still run the backward pass, whose collectives wait for every rank.
         loss = loss + 0 * logits.flatten()[0]
     if mtp_log_probs:
         ahead, ahead_metrics = mtp_loss(batch["mtp_inputs"].depths, mtp_log_probs)
@@ -249,7 +247,7 @@ def loss_function(
 
 def wants_mismatch(args: Namespace) -> bool:
     """Return True when engine and trainer are compared at all."""
-    return args.use_tis or args.get_mismatch_metrics or applies_correction(args)
+    return args.get_mismatch_metrics or applies_correction(args)
 
 
 def applies_correction(args: Namespace) -> bool:
@@ -270,8 +268,8 @@ def correct_mismatch(
     """Run the correction; adds the metric ``ois``, the plain weight ``pi_train / pi_rollout``.
 
     Returns:
-        the loss of each token; the loss masks [R], 0 for a rejected token; metrics of each token, over those that
-        were trained before anything was rejected.
+        the loss of each token; the loss masks [R], 0 for a rejected token; metrics of each token, of rejected ones
+        too.
     """
     path = args.custom_tis_function_path
     corrected_T, masks, metrics_T = call_plugin(
@@ -290,7 +288,7 @@ def correct_mismatch(
 
 
 def _token_wise(name: str) -> Callable[..., tuple[Tensor, list[Tensor], dict[str, Tensor]]]:
-    """Return a correction of ``slime.algorithms.off_policy`` as ``--custom-tis-function-path`` has them."""
+    """Return a correction of ``slime.algorithms.off_policy`` by the signature of ``--custom-tis-function-path``."""
 
     def correct(
         args: Namespace,
@@ -310,7 +308,6 @@ def _token_wise(name: str) -> Callable[..., tuple[Tensor, list[Tensor], dict[str
 
 
 vanilla_tis_function = _token_wise("tis")
-"""Weigh the loss of each token by its importance weight, cut to ``--tis-clip-low .. --tis-clip``: truncated sampling.
-"""
+"""Weigh each token's loss by its importance weight, cut to ``--tis-clip-low .. --tis-clip`` (TIS)."""
 icepop_function = _token_wise("icepop")
-"""Drop tokens whose importance weight leaves the bounds of ``--tis-clip``: IcePop."""
+"""Drop tokens whose importance weight is outside ``--tis-clip-low .. --tis-clip`` (IcePop)."""

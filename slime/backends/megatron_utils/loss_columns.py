@@ -1,7 +1,7 @@
-"""Columns of a packed micro-batch as the formulas take them.
+"""Columns of a packed micro-batch as the losses read them.
 
-The entries of tokens that are not trained mean nothing: a tool's output has no old log-prob, and its value is
-arbitrary.  They become 0 here, by selection and not by multiplication, before any formula sees them; a NaN or an
+Entries of tokens that are not trained are undefined: a tool's output has no old log-prob, and its value is arbitrary.
+They are replaced by 0 here, by selection and not by multiplication, before any formula reads them; a NaN or an
 infinity among them then reaches neither the loss nor, through the chain rule, the gradient.
 
 Shapes: N = samples; r = response tokens of a sample on this context-parallel rank; R = all of them.
@@ -10,18 +10,18 @@ Shapes: N = samples; r = response tokens of a sample on this context-parallel ra
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.algorithms.reduction import Reducer
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_responses, whole_responses
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, reader_columns
 from slime.utils.errors import DataError
 
 Batch = dict[str, Any]
-Reducer = Callable[[Tensor], Tensor]
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -38,7 +38,7 @@ class TrainedTokens:
         """Return [r] each, 0 where a token is not trained.
 
         Raises:
-            DataError: an entry has not one number for each response token of its sample on this rank.
+            DataError: an entry does not have one number for each response token of its sample on this rank.
         """
         sizes = [len(values) for values in column_N]
         if sizes != self._sizes:
@@ -87,9 +87,7 @@ def response_log_probs(
 
 
 def reducer_of(args: Namespace, batch: Batch, loss_masks: Sequence[Tensor]) -> Reducer:
-    """Return ``reduction.sum_of_sample_means`` over ``loss_masks``; the denominators are those of the data's own
-    masks.
-    """
+    """Return ``reduction.sum_of_sample_means`` over ``loss_masks``, with the denominators of the batch's own masks."""
     return get_sum_of_sample_mean(
         batch["total_lengths"],
         batch["response_lengths"],

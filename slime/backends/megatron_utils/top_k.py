@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
-from megatron.core import mpu
-
 from slime.algorithms.log_probs import CHUNK_BYTES
 from slime.algorithms.top_k import logits_of, reverse_kl_on_top, top_logits
-from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, predicted_tokens, response_rows
+from slime.backends.megatron_utils.log_probs import (
+    get_log_probs_and_entropy,
+    predicted_tokens,
+    response_rows,
+    vocab_group,
+)
 from slime.backends.megatron_utils.loss_columns import Batch
 from slime.utils.errors import DataError
 
@@ -39,16 +39,14 @@ def get_log_probs_and_top(
     nothing, result = get_log_probs_and_entropy(logits, args=args, **columns)
     rows_R, positions_N = response_rows(args, logits, columns["total_lengths"], columns["response_lengths"])
     target_R = predicted_tokens(columns["unconcat_tokens"], positions_N)
-    logits_TV, group = logits.squeeze(0), _tp_group()
-    shard = logits_TV.shape[-1]
-    first_id = mpu.get_tensor_model_parallel_rank() * shard
+    logits_TV = logits.squeeze(0)
     ids_RK, value_RK = top_logits(
         logits_TV,
         rows_R,
         args.opd_top_k,
-        tp_group=group,
-        num_columns=min(max(args.vocab_size - first_id, 0), shard),
-        rows_per_chunk=rows_per_chunk or max(CHUNK_BYTES // (4 * shard), 1),
+        tp_group=vocab_group(),
+        vocab_size=args.vocab_size,
+        rows_per_chunk=rows_per_chunk or max(CHUNK_BYTES // (4 * logits_TV.shape[-1]), 1),
     )
     log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(result["log_probs"]), args)
     top_R2K = torch.stack([ids_RK.float(), value_RK / args.rollout_temperature - log_normaliser_R1], dim=1)
@@ -80,7 +78,7 @@ def top_k_divergence(args: Namespace, batch: Batch, logits: Tensor, log_probs: S
     top_R2K = torch.cat(list(batch["teacher_top"])).nan_to_num(0.0)
     ids_RK, teacher_RK = top_R2K[:, 0].long(), top_R2K[:, 1]
     log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(list(log_probs)), args)
-    student_RK = logits_of(logits_TV, rows_R, ids_RK, tp_group=_tp_group()) / args.rollout_temperature
+    student_RK = logits_of(logits_TV, rows_R, ids_RK, tp_group=vocab_group()) / args.rollout_temperature
     divergence_R = reverse_kl_on_top(student_RK - log_normaliser_R1, teacher_RK)
     return list(divergence_R.split([len(log_prob) for log_prob in log_probs]))
 
@@ -89,9 +87,5 @@ def _log_normaliser(
     logits_TV: Tensor, rows_R: Tensor, target_R: Tensor, log_prob_R: Tensor, args: Namespace
 ) -> Tensor:
     """Return [R, 1] logsumexp of the rows: the target's logit less its log-prob, so no second pass over the logits."""
-    target_logit_R1 = logits_of(logits_TV, rows_R, target_R[:, None], tp_group=_tp_group())
+    target_logit_R1 = logits_of(logits_TV, rows_R, target_R[:, None], tp_group=vocab_group())
     return target_logit_R1 / args.rollout_temperature - log_prob_R[:, None]
-
-
-def _tp_group() -> Any:
-    return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None

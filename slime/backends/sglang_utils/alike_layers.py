@@ -1,15 +1,14 @@
-"""Traces of models whose layers are alike: the loader runs on the tensors of two layers of a kind, the others follow.
+"""Traces of models whose layers are alike: the loader runs on two layers of a kind, and the others are inferred.
 
-Layers are alike when their tensors, and the engine's parameters, have the same names but for the layer's number, and
-the same shapes and places in memory.  The loader must do the same with both traced layers of a kind; where it does
-not, or does more than to copy, it runs on all tensors.  The first push proves what was concluded, as it does every
-plan.
+Layers are alike when their tensors, and the engine's parameters, have the same names except for the layer's number,
+and the same shapes and places in memory.  Where the loader does not do the same with both traced layers of a kind, or
+does more than copy, it runs on all tensors.  The first push checks an inferred trace as it checks every plan.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from slime.weights.tensor_slice import StridedCopy
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)(\..+)")
 Layer = tuple[str, str]
-"""The beginning of its tensors' names, and its number."""
+"""Prefix of its tensors' names, and its number."""
 Place = tuple[str, str]
 """Name of one of the engine's tensors, before and after the layer's number."""
 
@@ -34,8 +33,9 @@ class _LayerTrace:
     """What a loader does with the tensors of a layer, whatever its number."""
 
     writes: dict[tuple[str, Place, torch.dtype, StridedCopy, torch.dtype], None] = field(default_factory=dict)
-    """End of the tensor's name, place and dtype of the target, copy and dtype of the source; in their order."""
+    """Suffix of the tensor's name, place and dtype of the target, copy and dtype of the source; an ordered set."""
     partners: set[frozenset[str]] = field(default_factory=set)
+    """Suffixes of names, see ``LoadTrace.partners``."""
     derived_from: set[Place] = field(default_factory=set)
 
 
@@ -51,13 +51,13 @@ def trace_by_layers(model: nn.Module, entries: Sequence[TensorEntry]) -> LoadTra
 
 
 def _split(name: str) -> tuple[Layer | None, str]:
-    """Return layer and end of a name; no layer for a name without a number."""
+    """Return layer and suffix of a name; no layer and the name itself where it has no number."""
     match = _NUMBERED.fullmatch(name)
     return (None, name) if match is None else ((match[1], match[2]), match[3])
 
 
 def _kinds(model: nn.Module, entries: Sequence[TensorEntry]) -> list[list[Layer]]:
-    """Return the layers that are alike, kind by kind."""
+    """Return lists of layers that are alike."""
     tensors: dict[Layer, list[tuple[str, tuple[int, ...], str]]] = {}
     for entry in entries:
         layer, end = _split(entry.name)
@@ -76,10 +76,9 @@ def _kinds(model: nn.Module, entries: Sequence[TensorEntry]) -> list[list[Layer]
 
 
 def _complete(trace: LoadTrace, memory: ModelMemory, kinds: Sequence[Sequence[Layer]]) -> bool:
-    """Add what the loader does with the layers that it was not given; False where that cannot be told."""
-    by_layer = _split_by_layer(
-        trace, memory, {layer: _LayerTrace() for layers in kinds for layer in (layers[0], layers[-1])}
-    )
+    """Add what the loader would do with the layers that it was not given; return False where that cannot be told."""
+    traced = {layer for layers in kinds for layer in (layers[0], layers[-1])}
+    by_layer = _split_by_layer(trace, memory, traced)
     if by_layer is None or any(by_layer[layers[0]] != by_layer[layers[-1]] for layers in kinds):
         return False
     trace.is_concluded = True
@@ -97,20 +96,25 @@ def _complete(trace: LoadTrace, memory: ModelMemory, kinds: Sequence[Sequence[La
 
 
 def _split_by_layer(
-    trace: LoadTrace, memory: ModelMemory, by_layer: dict[Layer, _LayerTrace]
+    trace: LoadTrace, memory: ModelMemory, traced: Collection[Layer]
 ) -> dict[Layer, _LayerTrace] | None:
-    """Return ``by_layer`` filled from a trace; None where a layer's tensors do not stay with its own parameters."""
-    used: dict[str, dict[str, _LayerTrace]] = {}  # beginnings of parameters' names by number
+    """Return the parts of a trace by layer; None where a layer's tensors do not stay with its own parameters."""
+    by_layer = {layer: _LayerTrace() for layer in traced}
+    by_owner: dict[Layer, _LayerTrace] = {}  # the same, by the engine's own name of the layer
+
+    def place_of(address: int) -> tuple[Layer | None, str]:
+        return _split(memory.owner_of(address) or "")
+
     for write in trace.writes:
         layer, end = _split(write.name)
-        owner, after = _split(memory.owner_of(write.target.untyped_storage().data_ptr()) or "")
+        owner, after = place_of(write.target.untyped_storage().data_ptr())
         if layer is None or layer not in by_layer:
             continue
         if owner is None or owner[1] != layer[1]:
             return None
         key = (end, (owner[0], after), write.target.dtype, write.copy, write.source_dtype)
         by_layer[layer].writes[key] = None
-        used.setdefault(owner[1], {})[owner[0]] = by_layer[layer]
+        by_owner[owner] = by_layer[layer]
     for names in trace.partners:
         layers = {_split(name)[0] for name in names}
         own = [done for layer, done in by_layer.items() if layer in layers]
@@ -119,11 +123,9 @@ def _split_by_layer(
         for done in own:
             done.partners.add(frozenset(_split(name)[1] for name in names))
     for address in trace.derived_from:
-        owner, after = _split(memory.owner_of(address) or "")
-        if owner is not None and owner[0] in used.get(owner[1], {}):
-            used[owner[1]][owner[0]].derived_from.add((owner[0], after))
-    for fill in trace.fills:
-        owner, _ = _split(memory.owner_of(fill.target.untyped_storage().data_ptr()) or "")
-        if owner is not None and owner[0] in used.get(owner[1], {}):
-            return None
+        owner, after = place_of(address)
+        if owner in by_owner:
+            by_owner[owner].derived_from.add((owner[0], after))
+    if any(place_of(fill.target.untyped_storage().data_ptr())[0] in by_owner for fill in trace.fills):
+        return None
     return by_layer

@@ -1,4 +1,4 @@
-"""Sees every operation of a loader that runs on tensors without memory, and notes what it would write where.
+"""A dispatch mode that follows a loader on tensors without memory, and notes what it would write where.
 
 Views of a meta tensor keep their offset and strides, so what arrives at a ``copy_`` into a parameter says by itself
 which elements of which tensor go where.  Copies are recorded and not carried out; concatenations, packed copies and
@@ -104,13 +104,13 @@ class _Origin:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the HF tensors that the elements come from."""
+        """Return the names of the HF tensors that the elements come from."""
         own = {self.name} if self.name else set()
         return self.opaque | own | {part.name for part in self.parts}
 
 
 class Follower(TorchDispatchMode):
-    """Sees every operation of the loader."""
+    """Follows one run of a loader, operation by operation, and writes what it finds into a trace."""
 
     def __init__(self, model: nn.Module, trace: LoadTrace) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class Follower(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return a name of the memory that a tensor is a view of, also where there is none (meta)."""
+    """Return an identifier of the storage that a tensor is a view of, on the meta device too."""
     return tensor.untyped_storage()._cdata
 
 

@@ -1,4 +1,4 @@
-"""A trace of a model's own loader: the writes that it would do, without a byte of weights.
+"""A trace of a model's own loader: the writes that it would do, recorded without weights.
 
 The loader runs once on tensors of the meta device, which have shapes and strides but no memory, while a
 ``load_follower.Follower`` watches.
@@ -19,7 +19,7 @@ _WITHOUT_VALUES = ("meta", "unallocated storage", "set_data")
 
 
 def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
-    """Run ``model.load_weights`` on tensors without memory; the model is as it was afterwards.
+    """Run ``model.load_weights`` on tensors without memory, and restore the model.
 
     Only a tensor that the loader refuses without memory is tried again with zeros, which stay in the model.
     """
@@ -33,7 +33,7 @@ def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
         try:
             with torch.no_grad(), follower:
                 model.load_weights(iter(feed))  # type: ignore[operator]
-        except Exception as error:  # whatever a loader raises for a tensor; becomes a reason beside its name
+        except Exception as error:  # whatever a loader raises for a tensor; becomes its entry in the trace
             if not feed.is_exhausted:
                 _blame(trace, feed.current, error)
             # What came before the culprit need not come again, unless it still waited for a partner.
@@ -59,7 +59,7 @@ def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
 
 
 def _without_repetitions(writes: Iterable[Write]) -> list[Write]:
-    """Leave out what writes the same elements to the same place again: loaders do so with a tied embedding."""
+    """Leave out repeated writes of the same elements to the same place: loaders do so with a tied embedding."""
     return list({(w.name, w.target.untyped_storage().data_ptr(), w.copy): w for w in writes}.values())
 
 

@@ -48,7 +48,7 @@ def rotate_last(x: Tensor, cosines: Tensor, sines: Tensor, *, is_interleaved: bo
     width = 2 * cosines.shape[-1]
     shape = (len(x), *([1] * (x.dim() - 2)), -1)
     plain, turning = x.split([x.shape[-1] - width, width], dim=-1)
-    turned = rotate_pairs(turning, cosines.view(shape), sines.view(shape), is_interleaved=is_interleaved)
+    turned = rotate_pairs(turning, cosines.view(shape), sines.view(shape), interleaved=is_interleaved)
     return torch.cat([plain, turned], dim=-1)
 
 

@@ -184,7 +184,7 @@ def test_some_rows_without_padding_columns_equal_the_same_rows_cut_out(with_entr
         leaf * 1.0,
         targets,
         rows_R=rows,
-        num_columns=11,
+        vocab_size=11,
         chunk_size=3,
         with_entropy=with_entropy,
         overwrite_logits=overwrite,

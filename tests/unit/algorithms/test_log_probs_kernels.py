@@ -39,7 +39,7 @@ def compare_all() -> None:
             leaf * 1,
             targets,
             rows_R=rows,
-            num_columns=45,
+            vocab_size=45,
             with_entropy=with_entropy,
             temperature=temperature,
             overwrite_logits=overwrite,

@@ -68,7 +68,7 @@ def test_certainty_gives_finite_numbers():
 
 def test_the_largest_logits_leave_out_the_padding():
     logits = torch.tensor([[1.0, 5.0, 3.0, 9.0], [4.0, 2.0, 3.0, 9.0], [0.0, 1.0, 2.0, 9.0]])
-    ids, values = top_logits(logits, torch.tensor([0, 2]), 2, num_columns=3, rows_per_chunk=1)
+    ids, values = top_logits(logits, torch.tensor([0, 2]), 2, vocab_size=3, rows_per_chunk=1)
     assert (ids.tolist(), values.tolist()) == ([[1, 2], [2, 1]], [[5.0, 3.0], [2.0, 1.0]])
 
 

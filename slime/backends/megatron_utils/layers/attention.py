@@ -39,10 +39,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 from slime.backends.megatron_utils.layers.attention_kernels import per_sequence_attention, varlen_attention
 from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, rotary_tables
-from slime.backends.megatron_utils.layers.sink_attention import (
-    make_sinks,
-    varlen_sink_attention,
-)
+from slime.backends.megatron_utils.layers.sink_attention import make_sinks, varlen_sink_attention
 from slime.train_data.context_parallel import CPRank
 from slime.utils.errors import ConfigError
 
@@ -107,7 +104,9 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Args:
+        """Attend causally, each query within its own sequence.
+
+        Args:
             query, key, value: [t, h, d] when packed, else [s, b, h, d]; keys may have fewer heads (GQA).
             packed_seq_params: lengths over all context-parallel ranks (each a multiple of 2 * cp when cp > 1).
 
@@ -152,7 +151,7 @@ class PackedAttention(MegatronModule):
 def check_attention_config(config: TransformerConfig) -> None:
     """Raise ConfigError for options of megatron-core's attention that this one does not have."""
     refused = {
-        "--attention-dropout": config.attention_dropout not in (0, 0.0),
+        "--attention-dropout": config.attention_dropout != 0,
         "--window-size (but LEFT,0)": config.window_size is not None
         and (config.window_size[0] < 0 or config.window_size[1] != 0),
         "--softmax-type (but learnable, without --multi-latent-attention)": config.softmax_type == "off-by-one"
@@ -265,7 +264,7 @@ class PackedSelfAttention(SelfAttention):
     tables_name = "rotary_tables"
     """Key of the cached tables of a micro-batch; layers with other angles have another one."""
     _tables: RotaryTables | None = None
-    """Of the micro-batch in this forward call; None outside of one."""
+    """Tables of the micro-batch in this forward call; None outside of one."""
 
     def forward(
         self,

@@ -48,15 +48,17 @@ class StackedLinear(torch.nn.Module):
         is_gated: bool,
         init_method: Callable[[Tensor], Any],
     ) -> None:
-        """Args:
-        config: dtype, device, and how the product is computed.
-        groups: expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
-        num_experts: of this rank.
-        in_features: of the whole matrix.
-        out_features: of the whole matrix, gate and up together.
-        split_axis: 1 cuts the outputs over the expert-tensor-parallel ranks, 2 the inputs.
-        is_gated: the outputs are gates, then ups; each rank holds its part of both.
-        init_method: fills an [out, in] matrix.
+        """Create and initialise the parameters.
+
+        Args:
+            config: dtype, device, and how the product is computed.
+            groups: expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
+            num_experts: of this rank.
+            in_features: of the whole matrix.
+            out_features: of the whole matrix, gate and up together.
+            split_axis: 1 cuts the outputs over the expert-tensor-parallel ranks, 2 the inputs.
+            is_gated: the outputs are gates, then ups; each rank holds its part of both.
+            init_method: fills an [out, in] matrix.
         """
         super().__init__()
         self.use_grouped_product = config.moe_grouped_gemm
@@ -139,7 +141,8 @@ class StackedLinear(torch.nn.Module):
 
         # (pipeline, tensor, data): only the first of the data-parallel copies is written.
         replica_id = (0, 0, self.groups.expt_dp.rank())
-        weight = dict(self.named_parameters())["weight"]  # self.weight may be a rounded one
+        weight = self._parameters["weight"]  # self.weight may be a rounded one
+        assert weight is not None
         key, cut = f"{prefix}weight", (front + self.split_axis, rank, parts)
         state: ShardedState = {}
         if self.is_gated:
@@ -239,13 +242,13 @@ class StackedExperts(MegatronModule):
             tokens, probs = (tokens * probs).to(tokens.dtype), torch.ones_like(probs)
         inner = self.linear_fc1(tokens, tokens_per_expert)
         inner = self.linear_fc1.add_bias(inner, tokens_per_expert)
-        if not self.recomputes_activation:
+        if self.recomputes_activation:
+            checkpoint = tensor_parallel.CheckpointWithoutOutput()
+            activated = checkpoint.checkpoint(self.activation, inner, probs)
+            output = self.linear_fc2(activated, tokens_per_expert)
+            checkpoint.discard_output_and_register_recompute(output)
+        else:
             output = self.linear_fc2(self.activation(inner, probs), tokens_per_expert)
-            return self.linear_fc2.add_bias(output, tokens_per_expert, probs), None
-        checkpoint = tensor_parallel.CheckpointWithoutOutput()
-        activated = checkpoint.checkpoint(self.activation, inner, probs)
-        output = self.linear_fc2(activated, tokens_per_expert)
-        checkpoint.discard_output_and_register_recompute(output)
         return self.linear_fc2.add_bias(output, tokens_per_expert, probs), None
 
     def activation(self, x: Tensor, probs: Tensor) -> Tensor:
@@ -300,7 +303,7 @@ def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
     if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not x.size(0):
         return False
     row_bytes = (size * x.element_size() for size in weight.shape[1:])
-    return hasattr(F, "grouped_mm") and all(size % _ALIGNMENT == 0 for size in row_bytes)
+    return all(size % _ALIGNMENT == 0 for size in row_bytes)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, use_grouped_product: bool) -> Tensor:

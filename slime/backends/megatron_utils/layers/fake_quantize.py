@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def fake_quantize_weights(model: torch.nn.Module, args: Namespace) -> int:
-    """Let the model's layers read their weights rounded to int4; gives the number of layers changed.
+    """Let the model's layers read their weights rounded to int4; return the number of layers changed.
 
     Args:
         model: one chunk of the actor.

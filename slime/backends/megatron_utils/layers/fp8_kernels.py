@@ -1,4 +1,4 @@
-"""Quantization by tiles in Triton and cuBLAS's block-scaled products, for Hopper.  The numbers: ``fp8_linear``.
+"""Quantization by tiles in Triton and cuBLAS's block-scaled products, for Hopper; ``fp8_linear`` has the formulas.
 
 Shapes: T = tokens, padded to whole tiles; N = outputs and K = inputs, multiples of 128.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 TILE = DEFAULT_BLOCK[0]
 SCALES_ALIGNMENT = 4
-"""cuBLAS reads the scales of 128 x 128 blocks in columns of a multiple of so many."""
+"""cuBLAS reads the scales of 128 x 128 blocks with a leading dimension that is a multiple of this."""
 PROOF_ERROR = 1e-2
 """Largest difference from plain numbers, relative to the largest result: bf16 output rounds to 4e-3."""
 _MAX = tl.constexpr(FP8_MAX)
@@ -126,8 +126,8 @@ def over_tokens(grad: Tensor, x: Tensor) -> Tensor:
 
 @functools.cache
 def are_proven(device: torch.device) -> bool:
-    """Return True when the three products give, on this device, what plain numbers give; a log line says so if not."""
-    if torch.cuda.get_device_capability(device) != (9, 0) or not hasattr(F, "scaled_mm"):
+    """Return True when the three products equal those of dequantized numbers on this device; log why if not."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     generator = torch.Generator(device).manual_seed(0)
 
@@ -147,7 +147,7 @@ def are_proven(device: torch.device) -> bool:
             (over_tokens(grad, x), plain(grad.t().contiguous(), row) @ plain(x.t().contiguous(), row).t()),
         ]
         errors = [float((found - wanted).abs().max() / wanted.abs().max()) for found, wanted in pairs]
-    except RuntimeError as error:  # cuBLAS or torch is too old for scales by block
+    except RuntimeError as error:  # cuBLAS is too old for scales by block
         logger.warning("FP8 products are made of bf16 ones: %s", str(error).split("\n")[0])
         return False
     if max(errors) > PROOF_ERROR:

@@ -197,7 +197,7 @@ def use_fp8(model: torch.nn.Module, args: Namespace) -> int:
     """
     count = 0
     for layer in model.modules():
-        if isinstance(layer, TransformerLayer) and not _stays(layer, args):
+        if isinstance(layer, TransformerLayer) and not _stays_bf16(layer, args):
             for owner, name, module in matrices(layer):
                 multiply_by(_rows_of(owner, name, module), module)
                 count += 1
@@ -205,11 +205,12 @@ def use_fp8(model: torch.nn.Module, args: Namespace) -> int:
     return count
 
 
-def _stays(layer: TransformerLayer, args: Namespace) -> bool:
+def _stays_bf16(layer: TransformerLayer, args: Namespace) -> bool:
     if not args.first_last_layers_bf16:
         return False
     number, last = layer.layer_number, layer.config.num_layers
-    return number <= args.num_layers_at_start_in_bf16 or number > last - args.num_layers_at_end_in_bf16
+    # The layers of MTP are numbered on from the model's own, and are none of its last.
+    return number <= args.num_layers_at_start_in_bf16 or last - args.num_layers_at_end_in_bf16 < number <= last
 
 
 def matrices(layer: TransformerLayer) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
@@ -223,9 +224,10 @@ def matrices(layer: TransformerLayer) -> Iterator[tuple[torch.nn.Module, str, to
 def _rows_of(owner: torch.nn.Module, name: str, module: torch.nn.Module) -> Rows:
     assert isinstance(module.weight, Tensor)
     num_rows = module.weight.shape[-2]
-    is_gated = getattr(module, "is_gated", False)
-    if isinstance(owner, MLP) and name == "linear_fc1":
-        is_gated = owner.config.gated_linear_unit
+    if isinstance(module, StackedLinear):
+        is_gated = module.is_gated
+    else:
+        is_gated = isinstance(owner, MLP) and name == "linear_fc1" and owner.config.gated_linear_unit
     if is_gated:
         return Rows((num_rows // 2, num_rows // 2))
     if isinstance(owner, SelfAttention) and name == "linear_qkv":
@@ -234,10 +236,10 @@ def _rows_of(owner: torch.nn.Module, name: str, module: torch.nn.Module) -> Rows
 
 
 def qkv_rows(config: TransformerConfig, num_rows: int) -> Rows:
-    """Return the rows of queries, keys and values, which Megatron interleaves by group of heads.
+    """Return the rows of queries (with their gates), keys and values, which Megatron interleaves by group of heads.
 
     Args:
-        config: heads, groups and their width.
+        config: heads, groups and their width; whether queries have gates.
         num_rows: of this rank.
     """
     width = config.kv_channels
@@ -245,11 +247,12 @@ def qkv_rows(config: TransformerConfig, num_rows: int) -> Rows:
     if width % BLOCK == 0:
         return Rows()  # a block is within one head
     groups = config.num_query_groups or config.num_attention_heads
-    per_group = config.num_attention_heads // groups * width
-    index = torch.arange(num_rows).view(-1, num_rows // _local_groups(num_rows, per_group + 2 * width))
-    parts: Sequence[Tensor] = index.split([index.size(1) - 2 * width, width, width], dim=1)
+    per_group = config.num_attention_heads // groups * width * (2 if config.attention_output_gate else 1)
+    local_groups = max(1, num_rows // (per_group + 2 * width))
+    index = torch.arange(num_rows).view(local_groups, -1)
+    query, key, value = index.split([index.size(1) - 2 * width, width, width], dim=1)
+    if config.attention_output_gate:
+        # Megatron has a group's gates behind its queries, the checkpoint each head's gate behind its query.
+        query = query.unflatten(1, (2, -1, width)).transpose(1, 2).flatten(1)
+    parts: Sequence[Tensor] = (query, key, value)
     return Rows(tuple(part.numel() for part in parts), torch.cat([part.flatten() for part in parts]))
-
-
-def _local_groups(num_rows: int, rows_per_group: int) -> int:
-    return max(1, num_rows // rows_per_group)

@@ -3,8 +3,8 @@
     fp8    e4m3, one fp32 scale a block of 128 x 128        (slime.weights.quantize.block_fp8)
     int4   one bf16 scale a row and group of columns        (slime.weights.quantize.group_int, symmetric)
 
-A product makes the numbers in the dtype of its input, forward and again backward, and keeps none.  The parameter keeps
-its name, shape and dtype, without memory of its own.
+A product dequantizes the weight to the dtype of its input, in the forward and again in the backward pass, and keeps
+nothing.  The parameter keeps its name, shape and dtype, without memory of its own.
 """
 
 from __future__ import annotations
@@ -61,12 +61,11 @@ class FrozenWeight:
         codes, scales = held or (getattr(self._layer, _CODES), getattr(self._layer, _SCALES))
         if self._precision == "fp8":
             return dequantize_block(codes[index], scales[index], dtype=dtype)
-        return dequantize_group(
-            unpack(codes[index], 4, self._columns), scales[index], None, num_bits=4, dtype=dtype
-        )  # fmt: skip
+        unpacked = unpack(codes[index], 4, self._columns)
+        return dequantize_group(unpacked, scales[index], None, num_bits=4, dtype=dtype)
 
     def product(self, x: Tensor, weight: Tensor, index: int = 0) -> Tensor:
-        """Return ``x @ numbers.T`` of x [T, K]; ``weight`` is the place holder, which nobody reads."""
+        """Return ``x @ numbers.T`` of x [T, K]; ``weight``, the parameter without memory, is not read."""
         return _Product.apply(x, self, index)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform, megatron_wheel
+from slime.backends.megatron_utils import cpu_platform
 
 # isort: split
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
@@ -48,10 +48,8 @@ from slime.backends.megatron_utils.layers.rotary import (
 )
 from slime.train_data.context_parallel import CPRank
 
-megatron_wheel.mend_missing_transformer_engine()
-
 LATENT_NORM_EPSILON = 1e-6
-"""Of the norms of the latents, whatever ``--norm-epsilon`` says: so the published models have it."""
+"""Epsilon of the latents' norms, whatever ``--norm-epsilon`` is: that of the published models."""
 
 
 class ReplicatedLinear(torch.nn.Linear):
@@ -62,11 +60,11 @@ class ReplicatedLinear(torch.nn.Linear):
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
-        """Return [output_size, input_size], initialised alike on all tensor-parallel ranks."""
+        """Create the weight [output_size, input_size], initialised alike on all tensor-parallel ranks."""
         super().__init__(input_size, output_size, bias=False, **cpu_platform.of_new_parameters(config))
         if config.perform_initialization:
             config.init_method(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
 class LatentAttention(MegatronModule):
@@ -175,8 +173,10 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Args:
-            hidden_states: [s, b, hidden]
+        """Attend causally, each query within its own sequence.
+
+        Args:
+            hidden_states: [s, b, hidden].
             attention_mask: not used, attention is causal.
             packed_seq_params: lengths over all context-parallel ranks; None for b padded sequences.
 
@@ -217,7 +217,7 @@ class LatentAttention(MegatronModule):
         """Compute the normed latents of queries [s, b, rank] and of keys and values [s, b, rank], and the rotary key.
 
         Without ``--q-lora-rank`` the first is ``hidden_states`` itself.  The rotary key [t, b, rope] is whole on every
-        tensor-parallel rank, not yet turned, and its gradient is summed over the ranks: each uses it for its heads.
+        tensor-parallel rank, not yet rotated, and its gradient is summed over the ranks: each uses it for its heads.
         """
         query_latent = hidden_states
         if self.config.q_lora_rank is not None:
@@ -241,12 +241,12 @@ class LatentAttention(MegatronModule):
         config = self.config
         project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
         query = project(query_latent)[0].unflatten(-1, (self.num_heads, self.query_width))
-        plain_query, turning_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        plain_query, rotary_query = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         kv = self.linear_kv_up_proj(kv_latent)[0].unflatten(-1, (self.num_heads, -1))
         plain_key, value = kv.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        turned_key = rotate_pairs(rotary_key[:, :, None], cosines, sines).expand(-1, -1, self.num_heads, -1)
-        query = torch.cat([plain_query, rotate_pairs(turning_query, cosines, sines)], dim=-1)
-        return query, torch.cat([plain_key, turned_key], dim=-1), value.contiguous()
+        rotated_key = rotate_pairs(rotary_key[:, :, None], cosines, sines).expand(-1, -1, self.num_heads, -1)
+        query = torch.cat([plain_query, rotate_pairs(rotary_query, cosines, sines)], dim=-1)
+        return query, torch.cat([plain_key, rotated_key], dim=-1), value.contiguous()
 
     def rotary_tables(self, rotary_key: Tensor, packed_seq_params: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [t, 1, 1, rope / 2] of this rank's tokens; all layers of a micro-batch

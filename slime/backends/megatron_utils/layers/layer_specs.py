@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform, megatron_wheel  # noqa: F401
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from megatron.core import tensor_parallel
@@ -49,8 +49,6 @@ from slime.backends.megatron_utils.layers.router import Router, RouterInputs
 from slime.backends.megatron_utils.layers.token_dispatcher import GatherDispatcher
 from slime.utils.errors import ConfigError
 
-megatron_wheel.mend_missing_transformer_engine()
-
 
 def moe_layer_pattern(config: TransformerConfig) -> tuple[bool, ...]:
     """Return, for each layer of the whole model, whether it has experts.
@@ -70,7 +68,7 @@ def moe_layer_pattern(config: TransformerConfig) -> tuple[bool, ...]:
 
 @dataclass
 class BlockSpec(TransformerBlockSubmodules):
-    """The layers of a pipeline stage, the final norm, and what the layer inside of an MTP layer is."""
+    """The layers of a pipeline stage, the final norm, and the transformer layer inside each MTP layer."""
 
     mtp_layer: ModuleSpec | None = None
     """None takes the last layer of the stage, which is right wherever layers of a kind are alike."""
@@ -102,7 +100,7 @@ def get_layer_spec(
         "self_attention": attention,
         "self_attn_bda": get_bias_dropout_add,
         "pre_mlp_layernorm": Norm,
-        "mlp": mlp_spec(is_moe=is_moe),
+        "mlp": RoutedExperts if is_moe else ModuleSpec(module=MLP, submodules=_mlp_matrices()),
         "mlp_bda": get_bias_dropout_add,
         "sharded_state_dict_keys_map": keys_map,
     }
@@ -138,7 +136,7 @@ def get_block_spec(
 
 
 def block_spec_of_flags(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
-    """Return the layers that the model flags alone describe; a function as ``--spec`` names one."""
+    """Return the layers that the model flags alone describe, by the signature of ``--spec``."""
     return get_block_spec(
         config,
         vp_stage,
@@ -164,15 +162,8 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-# The second half of a layer: a dense MLP, or experts with a router.
-
-
-def mlp_spec(*, is_moe: bool) -> ModuleSpec | type[RoutedExperts]:
-    """Return the MLP of one layer: dense, or experts, with the shared experts that the config asks for."""
-    if is_moe:
-        return RoutedExperts
-    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(module=MLP, submodules=matrices)
+def _mlp_matrices() -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 # The layer classes.  megatron-core tells attention how the tokens of a micro-batch are packed, but not the router: a
@@ -201,8 +192,10 @@ class RoutedExperts(MoELayer):
         """Build with ``submodules`` in place of our router and experts; the config says whether there are shared
         experts.
         """
-        super().__init__(config, submodules or _parts(), **kwargs)
-        # Recomputed here, with the inputs that the pass had.
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=_mlp_matrices())
+        own = MoESubmodules(router=Router, experts=StackedExperts, shared_experts=shared)
+        super().__init__(config, submodules or own, **kwargs)
+        # Recomputed here, with the router's inputs of the pass.
         self.recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
         if GatherDispatcher.serves(self.config):
             self.token_dispatcher = GatherDispatcher(self.num_local_experts, self.config, get_default_pg_collection())
@@ -220,15 +213,6 @@ class RoutedExperts(MoELayer):
         if isinstance(self.router, Router):
             self.router.take(inputs)
         return super().forward(hidden_states)
-
-
-def _parts() -> MoESubmodules:
-    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return MoESubmodules(
-        router=Router,
-        experts=StackedExperts,
-        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=matrices),
-    )
 
 
 OutputWithBias = tuple[Tensor, Tensor | None]

@@ -140,7 +140,7 @@ class Adapter(torch.nn.Module):
         return F.linear(self.scale * z, widened(self.b, self.part_of_row, self.a.size(0)))
 
     def own_part(self, shard: Shard, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return of the adapter's matrices what belongs to a shard of the layer's weight."""
+        """Return the part of the adapter's matrices that belongs to a shard of the layer's weight."""
         return self._cut(a, b) if self.is_shared else (shard.part_of(a), shard.part_of(b))
 
     def _cut(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,7 @@ from megatron.core.utils import unwrap_model
 from slime.algorithms.log_probs import vocab_parallel_log_probs
 from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.layers.norm import Norm
+from slime.backends.megatron_utils.log_probs import vocab_group
 from slime.train_data.multi_token import MultiTokenDepth, multi_token_depths
 
 
@@ -95,7 +96,7 @@ def get_mtp_spec(config: TransformerConfig, block: ModuleSpec | TransformerBlock
 
 
 def without_mtp(config: TransformerConfig) -> TransformerConfig:
-    """Return the config of the model itself, which tells megatron-core nothing of MTP."""
+    """Return the config of the model itself, without the field that makes megatron-core build MTP layers."""
     trunk = copy.copy(config)
     trunk.mtp_num_layers = None
     return trunk
@@ -204,7 +205,7 @@ class GPTModelWithMtp(GPTModel):
             self._mtp_inputs = None
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        """Run the hook of megatron-core's forward between decoder and logits."""
+        """Compute the logits as GPTModel does, and the log-probs of the MTP layers where they are asked for."""
         output = super()._postprocess(hidden_states, **kwargs)
         inputs = self._mtp_inputs
         if inputs is None or not self.post_process:
@@ -240,18 +241,14 @@ class GPTModelWithMtp(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-        group = self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None
-        # The columns that pad the vocabulary are no tokens.
-        first_id = self.pg_collection.tp.rank() * len(weight)
-        num_columns = min(max(inputs.vocab_size - first_id, 0), len(weight))
 
         def read(hidden_K: Tensor, target_K: Tensor) -> Tensor:
             log_prob_K, _ = vocab_parallel_log_probs(
                 F.linear(hidden_K, weight),
                 target_K,
-                tp_group=group,
+                tp_group=vocab_group(),
                 chunk_size=inputs.chunk_size,
-                num_columns=num_columns,
+                vocab_size=inputs.vocab_size,
                 overwrite_logits=True,
             )
             return log_prob_K

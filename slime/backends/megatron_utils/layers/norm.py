@@ -20,17 +20,22 @@ from slime.utils.errors import ConfigError
 
 
 class Norm(torch.nn.Module):
-    """Normalise the last dimension, computed in fp32, returned in the input's dtype.
+    """Normalisation of the last dimension, computed in fp32, returned in the input's dtype.
 
     With ``--apply-layernorm-1p`` the stored weight is the distance from one.  Under sequence parallelism each rank
     sees a slice of the tokens, so the parameters are marked for the gradient sum over the tensor-parallel group.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        """Args:
-        config: decides the kind of norm, the weight's centre, dtype and device.
-        hidden_size: size of the last dimension.
-        eps: added to the variance (or mean square).
+        """Create the parameters.
+
+        Args:
+            config: decides the kind of norm, the weight's centre, dtype and device.
+            hidden_size: size of the last dimension.
+            eps: added to the variance (or mean square).
+
+        Raises:
+            ConfigError: ``--normalization`` is another one.
         """
         super().__init__()
         if config.normalization not in ("RMSNorm", "LayerNorm"):
@@ -45,7 +50,7 @@ class Norm(torch.nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **factory))
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            vars(parameter)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``x / rms(x) * weight`` or ``(x - mean) / std * weight + bias``, of the shape and dtype of ``x``."""

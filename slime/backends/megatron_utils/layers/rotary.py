@@ -38,7 +38,7 @@ def cumulative_lengths(packed_seq_params: Any) -> Tensor:
 
 
 def kept_on(packed_seq_params: Any, name: str, make: Callable[[], Any]) -> Any:
-    """Return what the first layer made of a micro-batch, kept on its description under ``name`` for the others."""
+    """Return what ``make`` gives in the first layer of a micro-batch; later layers find it as attribute ``name``."""
     kept = vars(packed_seq_params)
     if name not in kept:
         kept[name] = make()
@@ -112,13 +112,12 @@ def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool) -> Tenso
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Apply :func:`apply_rotary` in plain torch, on any device."""
     width = 2 * cos.size(1)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    turned, rest = x[..., :width].to(dtype), x[..., width:]
-    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
-    cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
-    parts = (first * cos - second * sin, second * cos + first * sin)
-    turned = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
-    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+    # In fp32 before the products: the two parts of the gradient are then added in fp32 too.
+    wide = x[..., :width].to(torch.promote_types(x.dtype, torch.float32))
+    rotated = rotate_pairs(wide, cos[:, None], sin[:, None], interleaved=interleaved)
+    if interleaved:
+        rotated = torch.stack(rotated.chunk(2, dim=-1), dim=-1).flatten(-2)
+    return torch.cat([rotated.to(x.dtype), x[..., width:]], dim=-1)
 
 
 class _Rotation(torch.autograd.Function):
@@ -142,14 +141,12 @@ class _Rotation(torch.autograd.Function):
 
 # Rotary positions of multi-latent attention, plain or stretched by YaRN (arXiv 2309.00071).
 #
-# Only the last dimensions of each head turn, in interleaved pairs (0, 1), (2, 3), ...  The numbers are those of the
-# DeepSeek-V3 model in transformers: a test compares them.  megatron-core's own embedding keeps a table per layer, and
-# asks the host for the lengths of the sequences in each; here the angles are made once for a micro-batch, on the
-# device.
+# Only the last dimensions of each head are rotated, in interleaved pairs.  The numbers are those of the DeepSeek-V3
+# model in transformers: a test compares them.
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return the factor by which YaRN strengthens the logits of stretched positions; 1 when nothing is stretched."""
+    """Return YaRN's ``mscale``, the magnitude of cosines and sines of stretched positions; 1 without stretching."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -158,18 +155,20 @@ class LatentRotary:
     """Angles, their magnitude, and the softmax scale that goes with them."""
 
     width: int
-    """Dimensions of a head that turn."""
+    """Dimensions of a head that are rotated."""
     base: float
     factor: float = 1.0
     """Stretch of the positions beyond the original length; 1 is plain rotary."""
     original_length: int = 4096
     """Longest position before stretching."""
     beta_fast: float = 32.0
-    """Dimensions that turn more often than this over the original length are not stretched."""
+    """Pairs with more rotations than this over the original length are not stretched."""
     beta_slow: float = 1.0
-    """Dimensions that turn less often than this are stretched by the whole factor."""
+    """Pairs with fewer rotations than this are stretched by the whole factor."""
     mscale: float = 1.0
+    """Of the magnitude of cosines and sines, see :attr:`magnitude`."""
     mscale_all_dim: float = 0.0
+    """Of the softmax scale, see :meth:`softmax_scale`."""
 
     @classmethod
     def from_config(cls, config: Any) -> LatentRotary:
@@ -187,13 +186,13 @@ class LatentRotary:
 
     @property
     def magnitude(self) -> float:
-        """Factor of the cosines and sines."""
+        """Return the factor of the cosines and sines."""
         if self.mscale and self.mscale_all_dim:
             return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
         return yarn_magnitude(self.factor)
 
     def softmax_scale(self, head_width: int) -> float:
-        """Scale of the logits of heads with ``head_width`` dimensions, those that do not turn included."""
+        """Return the factor of the logits of heads with ``head_width`` dimensions, rotated and other ones together."""
         return head_width**-0.5 * yarn_magnitude(self.factor, self.mscale_all_dim) ** 2
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
@@ -201,17 +200,17 @@ class LatentRotary:
         powers = self.base ** (torch.arange(0, self.width, 2, dtype=torch.float32, device=device) / self.width)
         if self.factor <= 1:
             return 1.0 / powers
-        low = max(math.floor(self._dimension_that_turns(self.beta_fast)), 0)
-        high = min(math.ceil(self._dimension_that_turns(self.beta_slow)), self.width - 1)
-        # The ramp needs some width to be defined.
+        low = max(math.floor(self._pair_with_rotations(self.beta_fast)), 0)
+        high = min(math.ceil(self._pair_with_rotations(self.beta_slow)), self.width - 1)
+        # As in transformers, the ramp has some width where both ends fall together.
         span = high - low if high != low else 0.001
         index = torch.arange(self.width // 2, dtype=torch.float32, device=device)
         stretched = ((index - low) / span).clamp(0, 1)
         return stretched / (self.factor * powers) + (1 - stretched) / powers
 
-    def _dimension_that_turns(self, times: float) -> float:
-        """Return the (fractional) pair of dimensions that turns ``times`` times over the original length."""
-        return self.width * math.log(self.original_length / (times * 2 * math.pi)) / (2 * math.log(self.base))
+    def _pair_with_rotations(self, rotations: float) -> float:
+        """Return the fractional index of the pair that makes so many rotations over the original length."""
+        return self.width * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [n, width / 2] of n positions, fp32, with their magnitude."""
@@ -219,16 +218,20 @@ class LatentRotary:
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
 
-def rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor, *, is_interleaved: bool = True) -> Tensor:
-    """Turn the pairs (0, 1), (2, 3), ... of the last dimension; those of its halves where not interleaved.
+def rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor, *, interleaved: bool = True) -> Tensor:
+    """Rotate the pairs of the last dimension: (0, 1), (2, 3), ... or, not interleaved, (0, d / 2), (1, d / 2 + 1), ...
 
-    The result holds the first members of all pairs and then the second ones: a product of two results does not see
-    the order.
+    The first members of all pairs come out in front of the second ones, whatever their order was: a dot product of two
+    results does not depend on it.
 
     Args:
-        x: [..., d]
+        x: [..., d].
         cosines, sines: [..., d / 2], fp32, broadcast against the pairs.
+        interleaved: which dimensions are pairs.
+
+    Returns:
+        [..., d] in the dtype of ``x``; computed in the wider of its dtype and fp32.
     """
-    first, second = (x[..., 0::2], x[..., 1::2]) if is_interleaved else x.chunk(2, dim=-1)
-    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-    return turned.to(x.dtype)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    rotated = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return rotated.to(x.dtype)

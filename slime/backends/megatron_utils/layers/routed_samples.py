@@ -36,7 +36,7 @@ class RoutedSamples:
     lengths: Tensor
     """[S] float32: tokens of each sample, on all ranks together."""
     weights: Tensor
-    """[S] float32: what megatron-core's way of averaging must be multiplied with."""
+    """[S] float32: factors under which megatron-core's averages become the sums above."""
 
     def of_tensor_rank(self, num_tokens: int) -> Tensor:
         """Return ``sample_of`` [num_tokens] for what a router sees."""

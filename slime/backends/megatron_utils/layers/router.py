@@ -1,7 +1,7 @@
 """megatron-core's router with balancing losses per sample: packing, padding and parallelism do not change them.
 
-Scores, choice of experts, groups, scaling and the bias are the parent's.  Only what looks at more than one token is
-done here, and only in training passes that were given :class:`RoutedSamples`.  A pass may also be given experts to
+Scores, choice of experts, groups, scaling and the bias are the parent's.  Only what depends on more than one token is
+computed here, and only in training passes that were given :class:`RoutedSamples`.  A pass may also be given experts to
 choose (:class:`MicroBatchReplay`), which the parent asks for in its own way.
 
 Shapes: T = tokens that this rank routes, S = samples of the micro-batch, E = experts, k = experts of a token.
@@ -70,10 +70,9 @@ class Router(TopKRouter):
             self.router_replay = inputs.replay.of_layer(self.replayed_layer)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Convert as ``.bfloat16()``, ``.to()`` and their like do; ``expert_bias`` stays fp32 whatever the model's
-        dtype.
+        """Convert as ``.bfloat16()`` and ``.to()`` do, and keep ``expert_bias`` in fp32.
 
-        megatron-core restores its dtype at the next forward pass only, when a checkpoint that was loaded into the
+        megatron-core restores its dtype only at the next forward pass, when a checkpoint that was loaded into the
         buffer has been rounded already.
         """
         bias = self.expert_bias
@@ -95,7 +94,7 @@ class Router(TopKRouter):
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Balance within the micro-batch: ``E * sum_e f_e P_e`` over its real tokens, weighing as all its samples do.
+        """Balance within the micro-batch: ``E * sum_e f_e P_e`` over its tokens, with the weight of all its samples.
 
         By its definition this loss depends on which samples share a micro-batch; ``seq_aux_loss`` does not.
         """
@@ -124,9 +123,7 @@ class Router(TopKRouter):
         )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Any = None) -> None:
-        """Count the tokens of every expert, once per token and without padding: for the bias update of the step, and
-        for ``counts_load``.
-        """
+        """Count the tokens of every expert, without padding: for the bias update of the step, and ``counts_load``."""
         if (self.enable_expert_bias or self.counts_load) and self._is_training():
             with torch.no_grad():
                 if self.samples is not None:
@@ -159,14 +156,14 @@ class Router(TopKRouter):
             scores: [T, E] with gradient, positive, summing to one.
             routing_map: [T, E] true where an expert was chosen by these scores.
             group_of: [T] the group of tokens within which the load is balanced; ``num_groups`` for padding.
-            num_groups: the micro-batch (1) or its samples (S).
+            num_groups: 1, the micro-batch, for ``aux_loss``; its samples, S, for ``seq_aux_loss``.
         """
         coefficient = self.get_aux_loss_coeff(kind)
         if not coefficient:
             return probs
         assert self.samples is not None
         lengths, weights = self.samples.lengths, self.samples.weights
-        if num_groups == 1 and kind == "aux_loss":
+        if kind == "aux_loss":
             lengths, weights = lengths.sum()[None], weights.sum()[None]
         shape = (num_groups + 1, scores.size(1))
         chosen = torch.zeros(shape, device=scores.device).index_add_(0, group_of, routing_map.float())
@@ -240,7 +237,7 @@ class ChangedChoices:
 
     @torch.no_grad()
     def add(self, replayed_Tk: Tensor, present_Tk: Tensor, is_told_T: Tensor, num_experts: int) -> None:
-        """Compare two choices as sets, where there was one."""
+        """Count the tokens with a recorded choice, and those whose present choice is another set of experts."""
         chosen = torch.zeros(len(replayed_Tk), num_experts, dtype=torch.bool, device=replayed_Tk.device)
         chosen.scatter_(1, replayed_Tk, True)
         is_changed_T = ~chosen.gather(1, present_Tk).all(dim=1) & is_told_T

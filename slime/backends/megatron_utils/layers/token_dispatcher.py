@@ -1,9 +1,10 @@
 """Tokens to the ranks and the order of their experts, and back: megatron-core's all-to-all dispatch by plain gathers.
 
-megatron-core's own reads the number of each expert's tokens on the host even where nothing travels, moves tokens by
+megatron-core's own reads the number of each expert's tokens on the host even where nothing is sent, moves tokens by
 cutting them into one piece per expert, and adds the outputs of a token's experts up in bf16, in any order.  Here rows
-move by one gather each way, whose gradients are gathers again, sums over experts are taken in fp32 in a fixed order,
-and the host waits for numbers once per layer, and only if experts are spread over ranks (their sizes are its to give).
+move by one gather in each direction, whose gradients are gathers again, sums over experts are taken in fp32 in a fixed
+order, and the host waits for the device once per layer, only if experts are spread over ranks: it needs the sizes of
+the transfers.
 """
 
 from __future__ import annotations

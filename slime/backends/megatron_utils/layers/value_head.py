@@ -42,8 +42,7 @@ class ValueHead(torch.nn.Linear):
         self.sequence_parallel = config.sequence_parallel
         for parameter in self.parameters():
             # megatron-core sums such gradients over the tensor ranks, each of which has a part of the tokens.
-            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-            setattr(parameter, "is_value_head", True)  # noqa: B010
+            vars(parameter).update(sequence_parallel=config.sequence_parallel, is_value_head=True)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -73,7 +73,7 @@ def place_images(tokens: Tensor, grids: Tensor, *, image_token: int, merge: int)
     Args:
         tokens: [L] ids.
         grids: [I, 3] patches of its images in time, height and width.
-        image_token: id in the place of each of an image's tokens.  Behind the last image it is a token like others: a
+        image_token: id in the place of each of an image's tokens.  After the last image it is an ordinary token: a
             policy may sample it.
         merge: patches along a side of what becomes one token.
 
@@ -244,7 +244,7 @@ class VisionModel(GPTModel):
         if config.sequence_parallel:
             for parameter in self.vision_model.parameters():
                 # megatron-core then adds up the ranks' gradients, each of its own images.
-                setattr(parameter, "sequence_parallel", True)  # noqa: B010
+                vars(parameter)["sequence_parallel"] = True
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Keep the tower's frequencies in fp32 when the model becomes bf16: they are computed, not loaded."""
@@ -276,7 +276,7 @@ class VisionModel(GPTModel):
         return super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _rotary_tables(self, positions_3T: Tensor) -> RotaryTables:
-        """Return [T, r / 2]."""
+        """Return the tables of positions with three axes, [T, r / 2]."""
         frequencies = self.rotary_pos_emb.inv_freq.float().to(positions_3T.device)
         turning = positions_3T[_sent(self.axes, positions_3T.device)].T.contiguous()  # a GPU's kernel reads row by row
         angles = turning.float() * frequencies

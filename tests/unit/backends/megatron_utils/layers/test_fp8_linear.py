@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.layers import fp8_linear
 from slime.backends.megatron_utils.layers.fp8_linear import Fp8Product, Rows, qkv_rows, rounded
+from slime.backends.megatron_utils.models.qwen3_next import merge_gated_qkv
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
@@ -78,7 +80,9 @@ def test_queries_keys_and_values_have_the_blocks_of_the_checkpoints_matrices(wid
     q, k, v = draw(heads * width, 64), 30 * draw(groups * width, 64, seed=1), 900 * draw(groups * width, 64, seed=2)
     grouped = [part.view(groups, -1, 64) for part in (q, k, v)]
     weight = torch.cat(grouped, dim=1).flatten(0, 1).requires_grad_()  # Megatron's order
-    config = Namespace(kv_channels=width, num_attention_heads=heads, num_query_groups=groups)
+    config = Namespace(
+        kv_channels=width, num_attention_heads=heads, num_query_groups=groups, attention_output_gate=False
+    )
     x = draw(5, 64, seed=3)
     y = qkv_rows(config, len(weight)).product(x, weight)
     expected = [Fp8Product.apply(x, part).view(5, groups, -1) for part in (q, k, v)]
@@ -88,6 +92,17 @@ def test_queries_keys_and_values_have_the_blocks_of_the_checkpoints_matrices(wid
         assert torch.equal(rounded(part, (128, 128)), by_loops(part, 128, 128)), (codes, scale)
     y.sum().backward()
     assert weight.grad is not None and bool((weight.grad != 0).all())
+
+
+def test_gates_of_queries_have_the_blocks_of_the_checkpoints_matrix() -> None:
+    sizes: Any = Namespace(num_attention_heads=4, num_query_groups=2, head_dim=48)
+    parts = draw(4 * 2 * 48, 64), 30 * draw(2 * 48, 64, seed=1), 900 * draw(2 * 48, 64, seed=2)
+    parts[0].view(4, 2, 48, 64)[:, 1] *= 7  # gates, each behind its query
+    config = Namespace(kv_channels=48, num_attention_heads=4, num_query_groups=2, attention_output_gate=True)
+    weight, x = merge_gated_qkv(*parts, sizes), draw(5, 64, seed=3)
+    y = qkv_rows(config, len(weight)).product(x, weight)
+    expected = [Fp8Product.apply(x, part).t() for part in parts]
+    assert torch.equal(y, merge_gated_qkv(*expected, sizes).t())
 
 
 def test_each_expert_has_products_and_blocks_of_its_own() -> None:
@@ -160,8 +175,9 @@ def test_a_trainer_in_fp8_has_the_log_probs_of_an_engine_in_fp8(family: str, tmp
     assert errors[True] < 1e-3 < 1e-2 < errors[False]
 
 
-def test_layers_at_the_ends_can_stay_as_they_are(tmp_path: Path) -> None:
-    case = load_cases(["qwen3"])["qwen3"]
+@pytest.mark.parametrize(("family", "num_mtp_layers"), [("qwen3", 0), ("mimo", 2)])
+def test_layers_at_the_ends_of_the_model_may_stay_bf16(family: str, num_mtp_layers: int, tmp_path: Path) -> None:
+    case = load_cases([family])[family]
     case.write_checkpoint(tmp_path)
     flags = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--first-last-layers-bf16")
     with one_process_world():
@@ -175,7 +191,9 @@ def test_layers_at_the_ends_can_stay_as_they_are(tmp_path: Path) -> None:
             for name, module in chunk.named_modules()
             if "_forward_impl" in vars(module) or "forward" in vars(module)
         ]
-    layers = {int(name.split("layers.")[1].split(".")[0]) for name in names}
-    assert layers == set(range(1, args.num_layers - 1))
+    layers = {".".join(name.removeprefix("module.").split(".")[:3]) for name in names}
+    inner = {f"decoder.layers.{index}" for index in range(1, args.num_layers - 1)}
+    assert layers == inner | {f"mtp.layers.{index}" for index in range(num_mtp_layers)}
+    assert not any("eh_proj" in name for name in names)
     assert not any("output_layer" in name or "embedding" in name for name in names)
     assert fp8_linear.BLOCK == 128
