@@ -124,7 +124,7 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
 
     Args:
         args: the run's arguments.
-        world_size: number of ranks, which share the cores of a CPU machine.
+        world_size: number of ranks; those of one host share its cores.
     """
     variables = {
         **COMMON_ACTOR_ENV,
@@ -132,9 +132,11 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
         **({} if args.rollout_external else one_node_environment()),  # weights are pushed to those hosts, too
         **kernel_environment(),
     }
-    if not cluster_has_accelerators():
-        # Ray gives a worker one thread; ranks on CPUs share the cores of the machine evenly.
-        variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world_size))
+    has_accelerators = cluster_has_accelerators()
+    # Ray gives a worker one thread.  Beside a GPU, threads check a checkpoint's numbers and step Adam on the host.
+    ranks_of_host = min(world_size, args.actor_num_gpus_per_node) if has_accelerators else world_size
+    variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_of_host))
+    if not has_accelerators:
         if not args.debug_train_only:
             # The trainer uses SGLang's wire format, so it imports SGLang, which needs the shim here.
             variables["PYTHONPATH"] = cpu_shim.child_environment()["PYTHONPATH"]

@@ -1,6 +1,8 @@
-"""Which library of the memory saver a trainer is started with."""
+"""The environment of a trainer: its threads, and the library of the memory saver that it is started with."""
 
 import importlib.machinery
+import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,15 @@ def test_a_library_for_another_cuda_is_refused(site: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     with pytest.raises(ConfigError, match="12.8"):
         train_actor._preload_library()
+
+
+@pytest.mark.parametrize(("has_gpus", "threads"), [(True, "16"), (False, "8")], ids=["4 GPUs a host", "one CPU host"])
+def test_the_ranks_of_a_host_share_its_cores(has_gpus: bool, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_actor, "cluster_has_accelerators", lambda: has_gpus)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    args = Namespace(
+        rollout_external=True, actor_num_gpus_per_node=4, debug_train_only=True, offload_train=False, train_env_vars={}
+    )
+    assert train_actor.trainer_environment(args, 8)["OMP_NUM_THREADS"] == threads
+    args.train_env_vars = {"OMP_NUM_THREADS": 3}
+    assert train_actor.trainer_environment(args, 8)["OMP_NUM_THREADS"] == "3"
