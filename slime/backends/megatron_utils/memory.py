@@ -31,7 +31,7 @@ def clear_memory() -> None:
 def empty_cache() -> None:
     """Return the allocator's cached blocks, also those of which another process has mapped a part and let it go."""
     if torch.cuda.is_available():
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 

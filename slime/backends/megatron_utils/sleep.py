@@ -128,7 +128,7 @@ class OffloadedState:
             for piece, part in self._pairs(storage, begin, num_bytes):
                 piece.copy_(part, non_blocking=True)
         self._synchronize()  # a storage's memory may be taken by others as soon as it is free
-        for storage, *_ in (*released.on_host, *released.zeroed):
+        for storage in [*(one for one, *_ in released.on_host), *(one for one, _ in released.zeroed)]:
             storage.resize_(0)
         self._released = released
         _forget_cached_results(self._model)
@@ -156,7 +156,9 @@ class OffloadedState:
 
     def _plan(self, copies: Sequence[HostCopy]) -> _Released:
         """Decide what becomes of each storage, and have room on the host for those that go there."""
-        weights = [tensor for chunk in self._model for _, tensor in (*chunk.named_parameters(), *chunk.named_buffers())]
+        weights = [
+            tensor for chunk in self._model for _, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        ]
         buffers = [buffer for chunk in self._model for buffer in _gradient_buffers(chunk)]
         flat_weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         kept = self._storages([*weights, *flat_weights, *_optimizer_tensors(self._optimizer)])

@@ -1,4 +1,4 @@
-"""A model and its optimizer that give their memory back between rollouts: what comes back, bit for bit, and from where."""
+"""A model and its optimizer that give their memory back between rollouts: what comes back, and from where."""
 
 from __future__ import annotations
 
@@ -161,6 +161,17 @@ def test_a_copy_that_the_model_is_ahead_of_is_not_what_comes_back(folders: dict[
     offloaded.offload(switch.current_copies())
     offloaded.onload()
     assert all(torch.equal(one, other) for one, other in zip(state(model, optimizer), trained, strict=True))
+
+
+def test_a_buffer_of_which_one_weight_has_a_copy_is_copied_whole(folders: dict[str, Path]) -> None:
+    _, model, optimizer, _ = build(folders, "fp32")
+    before = [tensor.clone() for tensor in weights_of(model)]
+    switch = ModelSwitch(model)
+    switch.backup("actor")
+    offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
+    offloaded.offload(switch.current_copies()[:1])
+    offloaded.onload()
+    assert all(torch.equal(one, other) for one, other in zip(weights_of(model), before, strict=True))
 
 
 def test_giving_back_twice_is_giving_back_once(folders: dict[str, Path]) -> None:
