@@ -111,7 +111,7 @@ class OffloadedState:
         self._device = next(model[0].parameters()).device
         self.arena = HostArena(chunk_bytes, is_pinned=self._device.type == "cuda")
         self._released: _Released | None = None
-        self._is_first = True
+        self._logged_chunks = -1
 
     @torch.no_grad()
     def offload(self, copies: Sequence[HostCopy] = ()) -> None:
@@ -133,8 +133,8 @@ class OffloadedState:
         self._released = released
         _forget_cached_results(self._model)
         memory.clear_memory()
-        if self._is_first:
-            self._is_first = False
+        if len(self.arena.chunks) > self._logged_chunks:  # the first time, and when there are moments
+            self._logged_chunks = len(self.arena.chunks)
             self._log(released)
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class OffloadedState:
         is_cuda = self._device.type == "cuda"
         left, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if is_cuda else (0, 0)
         logger.info(
-            "Asleep for the first time: %.2f GiB lie in %.2f GiB of host memory, %.2f GiB are freed; %.2f GiB stay "
+            "Asleep: %.2f GiB lie in %.2f GiB of host memory, %.2f GiB are freed; %.2f GiB stay "
             "allocated, %.2f GiB reserved.",
             *(n / 2**30 for n in (released.host_bytes, self.arena.num_bytes, released.freed_bytes, left, reserved)),
         )
