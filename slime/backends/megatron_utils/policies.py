@@ -63,7 +63,7 @@ class Policies:
         if with_ref and has_adapters(self._model):
             weights.backup("actor")
             weights.copy_without_adapters("actor", "ref")
-        elif with_ref and not is_resumed and _starts_from_reference(args):
+        elif with_ref and not is_resumed and _loads_reference(args):
             weights.backup("actor")
             weights.copy("actor", "ref")
         elif with_ref:
@@ -106,8 +106,8 @@ class Policies:
             self._weights.copy("actor", "rollout_actor")
 
 
-def _starts_from_reference(args: Namespace) -> bool:
-    """Return True when the weights that ``--load`` has given the actor are the reference's: they are read once."""
+def _loads_reference(args: Namespace) -> bool:
+    """Return True when the actor was loaded from what ``--ref-load`` names: it is read once."""
     return bool(args.finetune) and args.load == args.ref_load and args.ckpt_step == args.ref_ckpt_step
 
 

@@ -309,7 +309,6 @@ class _OnThread:
     def drop(self) -> None:
         """Leave the group, now or once it is joined: NCCL's hand-shake cannot be ended, so nobody waits for it."""
         self._is_dropped = True
-        self._thread.join(FAREWELL_S)
         if isinstance(self._outcome, WeightChannel):
             self._outcome.leave()
 

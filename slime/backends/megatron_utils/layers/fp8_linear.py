@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -254,5 +254,5 @@ def qkv_rows(config: TransformerConfig, num_rows: int) -> Rows:
     if config.attention_output_gate:
         # Megatron has a group's gates behind its queries, the checkpoint each head's gate behind its query.
         query = query.unflatten(1, (2, -1, width)).transpose(1, 2).flatten(1)
-    parts: Sequence[Tensor] = (query, key, value)
+    parts = (query, key, value)
     return Rows(tuple(part.numel() for part in parts), torch.cat([part.flatten() for part in parts]))

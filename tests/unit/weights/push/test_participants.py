@@ -136,7 +136,6 @@ def test_an_engine_that_cannot_join_ends_the_push_though_the_trainer_still_joins
             left.set()
 
     monkeypatch.setattr(groups, "WeightChannel", Channel)
-    monkeypatch.setattr(groups, "FAREWELL_S", 0.05)
     group, engines = UpdateGroup("slime"), [Engine(0, joins=Answer(EngineError("no GPU peer access")))]
     participants = Participants(engines, CLOCK)
     started_s = time.monotonic()
