@@ -230,7 +230,7 @@ class HostMemory:
     parked_weights: int
     """Pinned."""
     asleep: int
-    """The sleeping trainer's part of the cards, pinned."""
+    """What a sleeping trainer holds beside gradients and parked weights; pinned, also while it is awake."""
     save: int
     copies: int
     """Of the ranks' state, for --trainer-recovery memory: each rank's own, pinned, and those in the keepers."""
@@ -258,7 +258,7 @@ def rank_host_memory(
         memory: of the rank on its card.
         parked_copies: sets of weights in pinned memory: the actor's, the reference's, the teacher's, old actors'; what
             adapters leave as it is counts once, where the trainer sleeps.
-        is_offloaded: the trainer sleeps; what is on the card is copied to the host while it does.
+        is_offloaded: the trainer sleeps; optimizers, and a critic's weights, are copied to the host while it does.
         saves_in_background: ``--async-save`` writes a copy of what a save holds.
         state_copies: of ``--trainer-recovery memory``.
         trains_critic: a second trainer of the same shape on the same GPUs.
@@ -271,7 +271,7 @@ def rank_host_memory(
         optimizer=times * memory.host_optimizer,
         gradients=int(times * memory.host_gradients * PINNED_SHARE),
         parked_weights=int((own * parked_copies + memory.frozen * is_offloaded) * PINNED_SHARE),
-        asleep=times * memory.static if is_offloaded else 0,
+        asleep=times * memory.optimizer + trains_critic * memory.weights if is_offloaded else 0,
         save=(own + state) if saves_in_background else 0,
         copies=times * state_copies * memory.copied,
         processes=times * TRAINER_PROCESS_BYTES + has_engine * ENGINE_PROCESS_BYTES,

@@ -1,6 +1,6 @@
 """A trainer rank as a Ray actor: the verbs of ``TrainWorker``, with Ray's references resolved on the way in.
 
-Also its start, and its initial environment, some of which (LD_PRELOAD, thread counts) cannot be set later.
+Also its start, and its initial environment, some of which (thread counts) cannot be set later.
 """
 
 from __future__ import annotations
@@ -8,12 +8,9 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from slime.arguments.hook_checks import check_trainer_hooks
 from slime.backends.sglang_utils import cpu_shim
@@ -33,7 +30,6 @@ from slime.ray.utils import (
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.utils import env
 from slime.utils.env import visible_index
-from slime.utils.errors import ConfigError
 from slime.utils.misc import Box
 
 FETCH_TIMEOUT_S = 3600
@@ -41,9 +37,6 @@ FETCH_TIMEOUT_S = 3600
 
 PULSE_GROUP = "pulse"
 """Concurrency group in which a rank says how far it is, beside its real work."""
-
-PRELOAD_LIBRARY = "torch_memory_saver_hook_mode_preload{}.abi3.so"
-"""One for each major version of CUDA (``_cu12``, ``_cu13``); older releases have a single one, without a suffix."""
 
 
 class TrainRayActor(CopyingRank, Watched, RayActor):
@@ -140,12 +133,6 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
         if not args.debug_train_only:
             # The trainer uses SGLang's wire format, so it imports SGLang, which needs the shim here.
             variables["PYTHONPATH"] = cpu_shim.child_environment()["PYTHONPATH"]
-    elif args.offload_train:
-        variables |= {
-            "LD_PRELOAD": str(_preload_library()),
-            "TMS_INIT_ENABLE": "1",
-            "TMS_INIT_ENABLE_CPU_BACKUP": "1",
-        }
     return variables | {name: str(value) for name, value in args.train_env_vars.items()}
 
 
@@ -158,22 +145,3 @@ def kernel_environment() -> dict[str, str]:
         # One order of kernels per device queue: Megatron's overlap of communication relies on it.
         "CUDA_DEVICE_MAX_CONNECTIONS": env.get_str("CUDA_DEVICE_MAX_CONNECTIONS", "1") or "1",
     }
-
-
-def _preload_library() -> Path:
-    spec = find_spec("torch_memory_saver")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            "--offload-train (also set by --colocate) needs the package torch_memory_saver on a CUDA machine; install "
-            "the gpu extra, or pass --no-offload-train"
-        )
-    site = Path(spec.origin).parent.parent
-    cuda = (torch.version.cuda or "").partition(".")[0]
-    names = [PRELOAD_LIBRARY.format(suffix) for suffix in ([f"_cu{cuda}", ""] if cuda else ["_cu13", "_cu12", ""])]
-    for name in names:
-        if (site / name).exists():
-            return site / name
-    raise ConfigError(
-        f"torch_memory_saver in {site} has none of the libraries {', '.join(names)}, and torch was built for CUDA "
-        f"{torch.version.cuda}; install a torch_memory_saver of that CUDA (the gpu extra), or pass --no-offload-train"
-    )

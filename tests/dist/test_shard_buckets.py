@@ -19,6 +19,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.policies import ModelSwitch
+from slime.backends.megatron_utils.sleep import OffloadedState
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
@@ -117,10 +118,13 @@ def push_again_and_again(name: str, folder: str) -> dict[str, Any]:
         switch = ModelSwitch(model)
         switch.backup("actor")
         host["weights"] = switch.get("actor")
-        for parameter in model[0].parameters():
-            parameter.zero_()
+        offloaded = OffloadedState(model, None, chunk_bytes=4096)
+        offloaded.offload(switch.current_copies())
         push("asleep")
         push("asleep again")
+        whole = iter_hf_tensors(args, model, model_name=model_name, dtype=torch.float32, host_weights=host["weights"])
+        result["problems"]["made asleep"] = differences(ShardBuckets(weights), dict(whole))
+        offloaded.onload()
         host["weights"] = None
         push("awake")
     quantizer = MissesATensor(BlockFp8((4, 4)), [])
@@ -142,7 +146,7 @@ def ranks() -> list[dict[str, Any]]:
 
 def test_a_push_sends_the_weights_of_now_wherever_they_lie(ranks: list[dict[str, Any]]) -> None:
     problems = ranks[0]["problems"]
-    assert list(problems) == ["first", "trained", "moved", "asleep", "asleep again", "awake"]
+    assert list(problems) == ["first", "trained", "moved", "asleep", "asleep again", "made asleep", "awake"]
     assert not any(problems.values()), problems
 
 

@@ -35,7 +35,7 @@ def make_args(hf_folder: Path, *flags: object) -> Namespace:
     argv = [
         *hf_flags(hf_folder),
         *("--debug-train-only", "--num-rollout", 4, "--rollout-batch-size", 4, "--n-samples-per-prompt", 2),
-        *("--global-batch-size", 8, "--ref-load", hf_folder, "--load", hf_folder, "--lr", 1e-3, "--fp32"),
+        *("--global-batch-size", 8, "--ref-load", hf_folder, "--load", hf_folder, "--lr", 1e-3),
         *(
             "--lr-decay-style",
             "constant",
@@ -47,6 +47,7 @@ def make_args(hf_folder: Path, *flags: object) -> Namespace:
         ),
         *("--data-pad-size-multiplier", 4, "--attention-dropout", 0, "--hidden-dropout", 0),
         "--disable-rollout-global-dataset",
+        *(() if "--bf16" in flags else ("--fp32",)),
         *flags,
     ]
     return parse_args(argv=[str(word) for word in argv])

@@ -10,7 +10,6 @@ import functools
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -346,11 +345,6 @@ def load(args: Namespace, world_size: int) -> tuple[int, int]:
     return states.pop(), int(iteration)
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def patch_trainer(patches: Any) -> None:
     """Lead collectives, and what would touch tensors, to this module."""
     from slime.backends.megatron_utils import memory
@@ -392,7 +386,6 @@ def patch_trainer(patches: Any) -> None:
 
     patches.set(versions, "save_tensors", save_tensors)
     patches.set(memory, "freeze_long_lived_objects", lambda: None)
-    patches.set(memory, "memory_saver_disabled", _nothing)
 
 
 def engines_of(engines: Sequence[EngineProxy]) -> list[int]:

@@ -18,7 +18,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 
-from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, train_metrics
+from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, sleep, train_metrics
 from slime.backends.megatron_utils.adapters import save_peft
 from slime.backends.megatron_utils.advantages import choose_teachers, compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
@@ -73,13 +73,13 @@ class MegatronTrainRayActor(TrainWorker):
         logging.getLogger("megatron").setLevel(logging.WARNING)
         self.join_process_group(args)
         initialize.init(args)
-        memory.choose_memory_saver_hook()
-        if args.offload_train and memory.is_memory_saver_active():
+        if memory.sleeps(args):
             reloadable_groups.make_groups_reloadable()
         self._hf_config = read_model_config(args.hf_checkpoint or "")
         with timer("init"):
             built = initialize_model_and_optimizer(args, role, self.state_copy)
             self.model, self.optimizer, self.scheduler, iteration = built
+            self._offloaded = sleep.OffloadedState(self.model, self.optimizer) if memory.sleeps(args) else None
             self.weights = ModelSwitch(self.model, role)
             self._policies = Policies(args, self.model, self.weights)
             if role == "actor":
@@ -127,7 +127,8 @@ class MegatronTrainRayActor(TrainWorker):
         with timer("sleep"):
             memory.report("awake")
             reloadable_groups.release_communicators()
-            memory.pause_memory()
+            if self._offloaded is not None:
+                self._offloaded.offload(self.weights.current_copies())
             memory.report("asleep")
         self._is_asleep = True
 
@@ -136,7 +137,8 @@ class MegatronTrainRayActor(TrainWorker):
         if not self._is_asleep:
             return
         with timer("wake_up"):
-            memory.resume_memory()
+            if self._offloaded is not None:
+                self._offloaded.onload()
         self._is_asleep = False
         self.weights.switch_to(self.role)
 
@@ -172,7 +174,7 @@ class MegatronTrainRayActor(TrainWorker):
                 self.state_copy = copy_state(rollout_id, self.model, self.optimizer, self.scheduler, self.state_copy)
         metrics = self._reports.performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
-        del data, iterators  # memory freed later, while the trainer sleeps, would not be returned
+        del data, iterators  # memory freed later, while the trainer sleeps, would stay in the allocator's cache
         self._rest()
         clock.start("train_wait")
         return outcome if self.role == "critic" else ({**outcome, **metrics} if metrics else None)
@@ -274,13 +276,10 @@ class MegatronTrainRayActor(TrainWorker):
 
     def _log_probs_for_dump(self, data: DeviceBatch, iterators: list[DataIterator]) -> dict[str, Any]:
         """Return log-probs for the dump alone, where training takes those of its first forward pass."""
-        if (
-            not needs_old_log_probs(self.args, len(data.num_microbatches))
-            or not self.args.compute_advantages_and_returns
-        ):
-            counts = data.num_microbatches
+        counts, args = data.num_microbatches, self.args
+        if not needs_old_log_probs(args, len(counts)) or not args.compute_advantages_and_returns:
             with self._routed("train"):
-                return forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, counts)
+                return forward_only(get_log_probs_and_entropy, args, self.model, iterators, counts)
         return {}
 
     def _postprocess_and_log(self, rollout_id: int, data: DeviceBatch) -> dict[str, float]:
@@ -308,6 +307,7 @@ class MegatronTrainRayActor(TrainWorker):
             rates = [group["lr"] for group in optimizer.param_groups]
             last.update(self._reports.step(rollout_id, step_id, result, changed, learning_rates=rates, data=data))
 
+        self.weights.record_changed()
         train_rollout(
             args,
             rollout_id,
@@ -364,7 +364,7 @@ class MegatronTrainRayActor(TrainWorker):
         """Push the actor's weights; returns the push's metrics on the main rank."""
         with timer("update_weights"):
             metrics = self._updater.push().as_metrics()
-            self._release_push_groups()
+            self._release_push_memory()
         self._policies.record_pushed()
         if self._last_rollout_id is None:
             Timer().reset("update_weights")
@@ -375,12 +375,13 @@ class MegatronTrainRayActor(TrainWorker):
         """Push what the last push sent, under the same version, to the engines connected now: they started late."""
         with timer("update_weights"):
             self._updater.resend()
-            self._release_push_groups()
+            self._release_push_memory()
 
     def write_weights(self) -> Any:
         """Write the weights to disk and ask no engine; gives the ``WrittenVersion`` on the main rank."""
         with timer("update_weights"):
             written = self._updater.write()
+            self._release_push_memory()
         if self._last_rollout_id is not None:
             self._reports.span(self._last_rollout_id, "update_weights", **written.metrics)
         return written if self.rank == 0 else None
@@ -390,9 +391,10 @@ class MegatronTrainRayActor(TrainWorker):
         return self._updater.excluded
 
     def _weights_to_send(self) -> HostWeights | None:
-        return self.weights.get("actor") if self._is_asleep and memory.is_memory_saver_active() else None
+        return self.weights.get("actor") if self._is_asleep and self._offloaded is not None else None
 
-    def _release_push_groups(self) -> None:
-        """Free the memory of the groups of a push while the trainer sleeps."""
+    def _release_push_memory(self) -> None:
+        """Free what a push took beside its buffers while the trainer sleeps."""
         if self._is_asleep:
             reloadable_groups.release_communicators()
+            memory.empty_cache()

@@ -1,7 +1,6 @@
-"""The accelerator's memory: report it, free what caches hold, let it go while the trainer sleeps.
+"""The accelerator's memory: report it, and free what caches hold.
 
-Sleeping needs torch_memory_saver, loaded into the process by ``LD_PRELOAD`` (``--offload-train`` on CUDA).  Without
-CUDA every function here returns at once: there is nothing to let go.
+Without CUDA every function here returns at once.  What a sleeping trainer gives back: ``sleep``.
 """
 
 from __future__ import annotations
@@ -9,65 +8,16 @@ from __future__ import annotations
 import gc
 import logging
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from argparse import Namespace
 
 import torch
-
-from slime.utils import env
 
 logger = logging.getLogger(__name__)
 
 
-def is_memory_saver_active() -> bool:
-    """Return True when this process was started with the memory saver around all its allocations."""
-    return torch.cuda.is_available() and env.get_bool("TMS_INIT_ENABLE")
-
-
-def _saver() -> Any:
-    from torch_memory_saver import torch_memory_saver
-
-    return torch_memory_saver
-
-
-def choose_memory_saver_hook() -> None:
-    """Make the memory saver talk to its preloaded hook; call after megatron.core was imported and before first use.
-
-    megatron.core 0.16.1 sets the mode to "torch" when it is imported; then ``disable`` would not reach the preloaded
-    hook, and memory shared with an engine could not be mapped ("invalid argument").
-    """
-    if is_memory_saver_active():
-        _saver().hook_mode = "preload"
-
-
-@contextmanager
-def memory_saver_disabled() -> Iterator[None]:
-    """Allocate without the memory saver: such memory can be shared, and survives while the trainer sleeps."""
-    if not is_memory_saver_active():
-        yield
-        return
-    with _saver().disable():
-        yield
-        torch.cuda.synchronize()
-
-
-def pause_memory() -> None:
-    """Move what the saver holds to the host and give its memory back.
-
-    Until ``resume_memory``, allocate only inside :func:`memory_saver_disabled`: the allocator's free blocks have no
-    memory behind them, and the saver ends the process when it meets a new block while it resumes the old ones.
-    """
-    if is_memory_saver_active():
-        torch.cuda.synchronize()
-        clear_memory()
-        _saver().pause()
-
-
-def resume_memory() -> None:
-    """Take the memory again, with what was in it."""
-    if is_memory_saver_active():
-        _saver().resume()
+def sleeps(args: Namespace) -> bool:
+    """Return True when a trainer of these flags gives its memory back while it sleeps: on a CPU there is none to."""
+    return bool(args.offload_train) and torch.cuda.is_available()
 
 
 def clear_memory() -> None:
@@ -75,6 +25,13 @@ def clear_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    empty_cache()
+
+
+def empty_cache() -> None:
+    """Return the allocator's cached blocks, also those of which another process has mapped a part and let it go."""
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 

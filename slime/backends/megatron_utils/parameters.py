@@ -6,6 +6,7 @@ on every rank and in every layout.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Shard:
     name: str
     """Name in the whole model without a prefix; ``{}`` is replaced by the expert's index."""
     tensor: Tensor
-    """The live tensor, or this expert's view of a stacked one."""
+    """The live tensor, or this expert's view of a stacked one; without its numbers while the trainer sleeps."""
     parameter: Any
     """The live tensor itself, with its ``main_grad``."""
     split_dim: int | None = None
@@ -113,9 +114,12 @@ def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
     if getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "parallel_mode", None) != "duplicated":
         split_dim = tensor.partition_dim
     if getattr(tensor, "is_stacked_experts", False):
+        held = tensor
+        if not tensor.untyped_storage().nbytes():  # the trainer sleeps, and torch makes no views of it
+            held = tensor.detach().new_full((), math.nan).expand(tensor.shape)
         for index in range(tensor.size(0)):
             dim = None if split_dim is None else split_dim - 1
-            yield Shard(key, f"{name}{{}}", tensor[index], tensor, dim, expert_index=index, is_stacked=True)
+            yield Shard(key, f"{name}{{}}", held[index], tensor, dim, expert_index=index, is_stacked=True)
         return
     expert_index = None
     if match := _LOCAL_EXPERT.match(name):

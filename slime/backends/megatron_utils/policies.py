@@ -70,7 +70,7 @@ class Policies:
             others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)
         for name, folder in trainer_teachers(args).items() if with_teacher else ():
             others[teacher_tag(name)] = ("opd_teacher_load", folder, args.opd_teacher_ckpt_step)
-        is_released = args.offload_train and memory.is_memory_saver_active()
+        is_released = memory.sleeps(args)
         if others or args.keep_old_actor or is_released:
             weights.backup("actor")
         if is_released:
@@ -117,8 +117,8 @@ class ModelSwitch:
     Only one set is in the model at a time; ``switch_to`` copies another in place, so that buffers, optimizer shards
     and the schedules' references stay what they are.
 
-    Invariant: ``active`` names the set that is in the model; the host copy under that tag may be older, until
-    ``backup`` is called.
+    Invariant: ``active`` names the set that is in the model; the host copy under that tag may be older, from
+    ``record_changed`` until ``backup`` is called.
 
     Args:
         model: this rank's chunks.
@@ -131,6 +131,8 @@ class ModelSwitch:
         self._host: dict[str, dict[str, Tensor]] = {}
         self._frozen: dict[str, Tensor] = {}
         self.active = active
+        self._is_current = False
+        """The host copy under ``active``, where there is one, has what is in the model."""
 
     def _live(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield what differs between the sets of weights, or with ``frozen`` what adapters leave as it is."""
@@ -157,10 +159,24 @@ class ModelSwitch:
             raise ConfigError(f"no weights are kept under {tag!r}; kept are {self.tags}")
         return self._frozen | self._host[tag]
 
+    def current_copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return live tensors with the host copies that have just their values; none, where that is not known."""
+        if not self._is_current or self.active not in self._host:
+            return []
+        copies = self.get(self.active)
+        live = (*self._live(), *self._live(frozen=True))
+        return [(tensor, copies[name]) for name, tensor in live if name in copies]
+
+    def record_changed(self) -> None:
+        """Record that training goes on: the model is ahead of its host copy now."""
+        self._is_current = False
+
     @torch.no_grad()
     def backup(self, tag: str) -> None:
         """Copy what is in the model to the host, under ``tag``."""
         _copy_to_host(self._live(), self._host.setdefault(tag, {}))
+        if tag == self.active:
+            self._is_current = True
 
     @torch.no_grad()
     def backup_frozen(self) -> None:
@@ -176,7 +192,7 @@ class ModelSwitch:
         for name, tensor in self._live():
             tensor.detach().copy_(copies[name], non_blocking=True)
         _finish_copies()
-        self.active = tag
+        self.active, self._is_current = tag, True
 
     def copy(self, source: str, target: str) -> None:
         """Make ``target`` equal ``source``, both on the host."""

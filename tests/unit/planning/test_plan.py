@@ -121,6 +121,17 @@ def test_the_optimizer_on_the_host_leaves_the_card(capsys):
     assert here["host"]["optimizer"] == 0
 
 
+def test_what_sleeps_is_the_optimizer_and_the_weights_of_a_critic(capsys):
+    """Gradients are kept nowhere, the actor's weights are parked; two trainers of one shape on each GPU."""
+    plain = document_of(capsys, COLOCATED)[1]["plan"]
+    memory = plain["stages"][0]["memory"]
+    assert plain["host"]["asleep"] == 8 * memory["optimizer"]
+    both = document_of(capsys, f"{COLOCATED} --advantage-estimator ppo")[1]["plan"]
+    assert both["host"]["asleep"] == 8 * (2 * memory["optimizer"] + memory["weights"])
+    apart = document_of(capsys, f"{COLOCATED} --no-offload-train")[1]["plan"]
+    assert apart["host"]["asleep"] == 0
+
+
 def test_copies_of_the_state_in_memory_are_counted_on_each_node(capsys):
     """Three of 12 bytes for each parameter that a rank owns; with a second node, two more of another node's rank."""
     saves = "--trainer-recovery memory --save /c --save-interval 9"

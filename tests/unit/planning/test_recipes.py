@@ -68,18 +68,19 @@ def test_glm_52_cut_evenly_over_six_stages_is_refused_with_the_layer(tmp_path):
     assert any("starts at layer 14" in problem for problem in complete_run(recipe.words, tmp_path).problems)
 
 
-def test_the_last_stage_of_deepseek_r1_has_13_layers_and_its_host_memory_is_the_documents(tmp_path):
+def test_the_last_stage_of_deepseek_r1_has_13_layers_and_its_host_memory_is_the_documents_less_what_sleeps(tmp_path):
     plan, _ = planned("run-deepseek-r1.sh", tmp_path)
     assert [stage.num_layers for stage in plan.stages] == [16, 16, 16, 13]
     assert round(plan.num_parameters / 1e9) == 671
-    assert 1.35 < plan.host.total / TERABYTE < 1.5
+    slept = 8 * max(stage.memory.weights + stage.memory.gradients for stage in plan.stages)  # here nobody keeps them
+    assert 1.35 < (plan.host.total + slept) / TERABYTE < 1.5
     assert plan.host.optimizer / plan.host.total > 0.35  # Adam's state is the largest part
 
 
-def test_deepseek_r1_on_half_the_nodes_does_not_fit_its_hosts(tmp_path):
+def test_deepseek_r1_on_half_the_nodes_with_an_old_actor_does_not_fit_its_hosts(tmp_path):
     plan, problems = planned(
         "run-deepseek-r1.sh", tmp_path, "--actor-num-nodes", "8", "--pipeline-model-parallel-size", "2",
-        "--decoder-last-pipeline-num-layers", "30",
+        "--decoder-last-pipeline-num-layers", "30", "--keep-old-actor",
     )  # fmt: skip
     assert problems == []
     assert any(line.startswith("host: ") for line in plan.too_large)

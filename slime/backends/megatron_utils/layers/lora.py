@@ -139,21 +139,21 @@ class Adapter(torch.nn.Module):
             z = reduce_from_tensor_model_parallel_region(z, group=self.group)
         return F.linear(self.scale * z, widened(self.b, self.part_of_row, self.a.size(0)))
 
-    def own_part(self, shard: Shard, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def own_part(self, shard: Shard, a: Tensor, b: Tensor, own_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the part of the adapter's matrices that belongs to a shard of the layer's weight."""
-        return self._cut(a, b) if self.is_shared else (shard.part_of(a), shard.part_of(b))
+        return self._cut(a, b, own_rows) if self.is_shared else (shard.part_of(a), shard.part_of(b))
 
-    def _cut(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def _cut(self, a: Tensor, b: Tensor, own_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return this rank's part of matrices that experts share."""
         if self.cuts_columns:
             a = a.chunk(self.group.size(), dim=-1)[self.group.rank()]
-        return a, b[self.own_rows] if self.cuts_rows else b
+        return a, b[own_rows] if self.cuts_rows else b
 
     def _of_experts(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         a: Tensor = self.a
         b: Tensor = self.b
         if self.is_shared:
-            a, b = self._cut(a, b)
+            a, b = self._cut(a, b, self.own_rows)
             return F.linear(self.scale * F.linear(x, a.flatten(0, 1)), widened(b, self.part_of_row, a.size(0)))
         # What is whole meets a share of rows or columns on each rank: its gradient is the sum over the ranks.
         if self.cuts_rows:
@@ -303,10 +303,9 @@ def with_adapter(shard: Shard, value: Tensor, host_weights: Mapping[str, Tensor]
     adapter: Adapter | None = getattr(shard.parameter, "lora", None)
     if adapter is None:
         return value
-    a: Tensor = adapter.a
-    b: Tensor = adapter.b
+    held: dict[str, Tensor] = dict([*adapter.named_parameters(), *adapter.named_buffers()])
     if host_weights is not None:
-        prefix = shard.key.removesuffix("weight")
-        a, b = (host_weights[f"{prefix}lora.{name}"].to(value.device) for name in "ab")
-    a, b = adapter.own_part(shard, a.detach(), b.detach())
-    return merged(value, a, b, adapter.part_of_row, adapter.scale)
+        prefix = shard.key.removesuffix("weight") + "lora."
+        held = {name: host_weights[prefix + name].to(value.device) for name in held}
+    a, b = adapter.own_part(shard, held["a"].detach(), held["b"].detach(), held.get("own_rows"))
+    return merged(value, a, b, held.get("part_of_row"), adapter.scale)

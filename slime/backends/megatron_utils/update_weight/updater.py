@@ -143,9 +143,8 @@ class WeightUpdater:
         self.version += 1
         push = self._new_push()
         try:
-            with memory.memory_saver_disabled():
-                self._estimate_cast_loss(push)
-                return transport.write(push, self.buckets)
+            self._estimate_cast_loss(push)
+            return transport.write(push, self.buckets)
         except WeightSyncError:
             transport.finish(push, is_served=False)
             raise
@@ -228,15 +227,13 @@ class WeightUpdater:
         self._have_weights_changed, self.excluded = False, []
         push = self._new_push(is_resend=is_resend)
         try:
-            # Allocations are ordinary ones: the model may be asleep, and the saver's regions cannot be shared.
-            with memory.memory_saver_disabled():
-                if self._transport is None:
-                    self.report = self._push_adapter(push)
-                    return self.report
-                self._estimate_cast_loss(push)
-                plain = self._plain() if push.checks else None
-                self.report = push_weights(push, self.buckets, self._transport, plain)
+            if self._transport is None:
+                self.report = self._push_adapter(push)
                 return self.report
+            self._estimate_cast_loss(push)
+            plain = self._plain() if push.checks else None
+            self.report = push_weights(push, self.buckets, self._transport, plain)
+            return self.report
         finally:
             self.excluded = list(push.participants.excluded)
 

@@ -199,5 +199,4 @@ def neighbourhoods(engines: Sequence[EngineProxy], world_size: int, ranks_per_ho
 def collect_shared_memory() -> None:
     """Take back blocks that another process has mapped and dropped; the allocator uses them again."""
     if torch.cuda.is_available():
-        # No empty_cache here: while the trainer sleeps it could free a block that the memory saver manages.
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

@@ -1,0 +1,207 @@
+"""A model and its optimizer that give their memory back between rollouts: what comes back, and from where."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, UntypedStorage
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "dist"))
+
+from megatron_case import start_single_process
+from test_train_step import train
+from trainer_case import make_args, write_model
+
+from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensors
+from slime.backends.megatron_utils.layers.frozen_base import hold_quantized
+from slime.backends.megatron_utils.model import setup_model_and_optimizer
+from slime.backends.megatron_utils.policies import ModelSwitch
+from slime.backends.megatron_utils.sleep import ALIGNMENT, HostArena, OffloadedState
+
+CHUNK = 4096
+"""Bytes: less than most storages here have."""
+PRECISION_AWARE = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
+CASES = {
+    "fp32": ("qwen3", ""),
+    "bf16": ("qwen3", "--bf16"),
+    "moments in 16 bits": ("qwen3", PRECISION_AWARE),
+    "experts": ("qwen3_moe", "--bf16"),
+    "adapters": ("qwen3", "--bf16 --lora-rank 4"),
+    "adapters over int4": ("qwen3_moe", "--bf16 --lora-rank 4 --lora-base-precision int4"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {family: tmp_path_factory.mktemp(family) for family, _ in CASES.values()}
+    for family, folder in folders.items():
+        write_model(folder, family)
+    return folders
+
+
+@pytest.fixture(autouse=True)
+def _new_memory_holds_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is freed and taken again would often be the same, with what was in it."""
+    resize = UntypedStorage.resize_
+
+    def resize_and_fill(storage: UntypedStorage, num_bytes: int) -> None:
+        resize(storage, num_bytes)
+        if num_bytes:
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(UntypedStorage, "resize_", resize_and_fill)
+
+
+def build(folders: dict[str, Path], case: str) -> tuple[Any, Any, Any, Any]:
+    family, flags = CASES[case]
+    args = make_args(folders[family], "--actor-num-gpus-per-node", 1, *flags.split())
+    start_single_process(args)
+    model, optimizer, scheduler = setup_model_and_optimizer(args)
+    hold_quantized(model, args)
+    return args, model, optimizer, scheduler
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+    return {one.data_ptr(): one for one in (tensor.untyped_storage() for tensor in tensors) if one.nbytes()}
+
+
+def weights_of(model: Any) -> list[Tensor]:
+    return [tensor for _, tensor in (*model[0].named_parameters(), *model[0].named_buffers())]
+
+
+def gradients_of(model: Any) -> list[Tensor]:
+    return [buffer.grad_data for buffer in (*model[0].buffers, *model[0].expert_parallel_buffers)]
+
+
+def on_host(found: dict[int, UntypedStorage]) -> int:
+    return sum(-(-one.nbytes() // ALIGNMENT) * ALIGNMENT for one in found.values())
+
+
+def state(model: Any, optimizer: Any) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in (*weights_of(model), *own_tensors(optimizer).values())]
+
+
+def undisturbed(folders: dict[str, Path], case: str, rollouts: int) -> tuple[list[float], list[Tensor]]:
+    args, model, optimizer, scheduler = build(folders, case)
+    losses = [train(args, model, optimizer, scheduler, i)[0].metrics["loss"] for i in range(rollouts)]
+    return losses, state(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("case", "has_copies"), [*((case, True) for case in CASES), ("fp32", False), ("bf16", False), ("experts", False)]
+)
+def test_sleeping_between_rollouts_changes_no_bit(folders: dict[str, Path], case: str, has_copies: bool) -> None:
+    losses, expected = undisturbed(folders, case, 3)
+    args, model, optimizer, scheduler = build(folders, case)
+    switch = ModelSwitch(model)
+    offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
+    if has_copies:
+        switch.backup("actor")
+        switch.backup_frozen()
+        switch.copy("actor", "ref")
+    found, num_chunks = [], []
+    for rollout_id in range(3):
+        weights, gradients = storages(weights_of(model)), storages(gradients_of(model))
+        others = storages(own_tensors(optimizer).values()) if rollout_id else {}
+        before = state(model, optimizer) if rollout_id else [tensor.clone() for tensor in weights_of(model)]
+        offloaded.offload(switch.current_copies())
+        assert gradients
+        assert not any(one.nbytes() for one in (*weights.values(), *gradients.values(), *others.values()))
+        num_chunks.append(len(offloaded.arena.chunks))
+        offloaded.onload()
+        after = state(model, optimizer) if rollout_id else weights_of(model)
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        assert not any(gradient.any() for gradient in gradients_of(model))
+        if has_copies:
+            switch.switch_to("ref")
+            switch.switch_to("actor")
+        switch.record_changed()
+        found.append(train(args, model, optimizer, scheduler, rollout_id)[0].metrics["loss"])
+        if has_copies:
+            switch.backup("actor")
+    assert found == losses
+    assert all(torch.equal(one, other) for one, other in zip(state(model, optimizer), expected, strict=True))
+    assert num_chunks[1] == num_chunks[2], "what is there a second time takes no new memory on the host"
+
+
+@pytest.mark.parametrize("case", ["fp32", "bf16", "experts"])
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_the_host_holds_masters_and_moments_and_weights_only_without_a_copy(
+    folders: dict[str, Path], case: str, has_copies: bool
+) -> None:
+    args, model, optimizer, scheduler = build(folders, case)
+    train(args, model, optimizer, scheduler)
+    switch = ModelSwitch(model)
+    if has_copies:
+        switch.backup("actor")
+    weights = storages(weights_of(model))
+    others = storages(own_tensors(optimizer).values())
+    expected = on_host({**({} if has_copies else weights), **{a: others[a] for a in others.keys() - weights.keys()}})
+    offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
+    offloaded.offload(switch.current_copies())
+    assert offloaded.arena.num_bytes == -(-expected // CHUNK) * CHUNK
+    offloaded.onload()
+
+
+def test_a_copy_that_the_model_is_ahead_of_is_not_what_comes_back(folders: dict[str, Path]) -> None:
+    args, model, optimizer, scheduler = build(folders, "bf16")
+    switch = ModelSwitch(model)
+    switch.backup("actor")
+    assert switch.current_copies()
+    switch.record_changed()
+    train(args, model, optimizer, scheduler)  # and no backup follows: the rollout failed
+    trained = state(model, optimizer)
+    offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
+    offloaded.offload(switch.current_copies())
+    offloaded.onload()
+    assert all(torch.equal(one, other) for one, other in zip(state(model, optimizer), trained, strict=True))
+
+
+def test_a_buffer_of_which_one_weight_has_a_copy_is_copied_whole(folders: dict[str, Path]) -> None:
+    _, model, optimizer, _ = build(folders, "fp32")
+    before = [tensor.clone() for tensor in weights_of(model)]
+    switch = ModelSwitch(model)
+    switch.backup("actor")
+    offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
+    offloaded.offload(switch.current_copies()[:1])
+    offloaded.onload()
+    assert all(torch.equal(one, other) for one, other in zip(weights_of(model), before, strict=True))
+
+
+def test_giving_back_twice_is_giving_back_once(folders: dict[str, Path]) -> None:
+    _, model, optimizer, _ = build(folders, "bf16")
+    before = [tensor.clone() for tensor in weights_of(model)]
+    offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
+    offloaded.onload()
+    for _ in range(2):
+        offloaded.offload()
+    for _ in range(2):
+        offloaded.onload()
+    assert all(torch.equal(one, other) for one, other in zip(weights_of(model), before, strict=True))
+
+
+def test_a_model_without_an_optimizer_sleeps_too(folders: dict[str, Path]) -> None:
+    _, model, _, _ = build(folders, "fp32")
+    before = [tensor.clone() for tensor in weights_of(model)]
+    offloaded = OffloadedState(model, None, chunk_bytes=CHUNK)
+    offloaded.offload()
+    offloaded.onload()
+    assert all(torch.equal(one, other) for one, other in zip(weights_of(model), before, strict=True))
+
+
+def test_pieces_of_the_arena_span_chunks_and_overlap_nowhere() -> None:
+    arena = HostArena(8, is_pinned=False)
+    arena.grow(17)
+    assert (len(arena.chunks), arena.num_bytes) == (3, 24)
+    places = [(begin, size) for begin, size in ((0, 5), (5, 3), (8, 8), (16, 1))]
+    assert [[len(piece) for piece in arena.pieces(*place)] for place in [*places, (3, 18)]] == [
+        [5], [3], [8], [1], [5, 8, 5]
+    ]  # fmt: skip
+    arena.grow(9)
+    assert len(arena.chunks) == 3
