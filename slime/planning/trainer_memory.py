@@ -216,7 +216,7 @@ TRAINER_PROCESS_BYTES = int(4 * GIB)
 ENGINE_PROCESS_BYTES = int(6 * GIB)
 """The same of one rank of an engine; both are estimates, not measured."""
 PINNED_SHARE = 1.15
-"""Pinned bytes for a byte of weights: torch rounds every tensor up to a power of two."""
+"""Pinned bytes for a byte of gradients: torch rounds every tensor up to a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ def rank_host_memory(
     return HostMemory(
         optimizer=times * memory.host_optimizer,
         gradients=int(times * memory.host_gradients * PINNED_SHARE),
-        parked_weights=int((own * parked_copies + memory.frozen * is_offloaded) * PINNED_SHARE),
+        parked_weights=own * parked_copies + memory.frozen * is_offloaded,
         asleep=times * memory.optimizer + trains_critic * memory.weights if is_offloaded else 0,
         save=(own + state) if saves_in_background else 0,
         copies=times * state_copies * memory.copied,

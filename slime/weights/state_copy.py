@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""Bytes; every tensor begins at a multiple, so that it is a view of the run."""
+from slime.utils.pinned_memory import aligned, host_bytes
 
 
 class _Place(NamedTuple):
@@ -52,10 +51,10 @@ class StateCopy:
         places, size = [], 0
         for name, tensor in tensors.items():
             places.append(_Place(name, tensor.dtype, tensor.shape, size))
-            size += -(-places[-1].num_bytes // ALIGNMENT) * ALIGNMENT
+            size += aligned(places[-1].num_bytes)
         has_cuda = torch.cuda.is_available()
         if room is None or room.numel() != size or room.is_pinned() != has_cuda:
-            room = torch.zeros(size, dtype=torch.uint8, pin_memory=has_cuda)
+            room = host_bytes(size, is_pinned=has_cuda)
         for place in places:
             _view(room, place).copy_(tensors[place.name].detach(), non_blocking=True)
         if has_cuda:

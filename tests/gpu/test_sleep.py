@@ -10,6 +10,7 @@ import torch
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.sleep import OffloadedState
+from slime.utils.pinned_memory import host_bytes
 from tests.dist.trainer_case import make_args, write_model
 from tests.unit.backends.megatron_utils.megatron_case import start_single_process
 from tests.unit.backends.megatron_utils.test_sleep import gradients_of, state
@@ -42,3 +43,18 @@ def test_a_sleeping_model_leaves_the_card_and_comes_back(tmp_path: Path) -> None
         offloaded.onload()
         assert all(torch.equal(one, other.cpu()) for one, other in zip(kept, state(model, optimizer), strict=True))
         assert not any(gradient.any() for gradient in gradients_of(model))
+
+
+def test_pinned_memory_is_zero_and_is_released_with_its_last_tensor() -> None:
+    address, size = 0, 2**21 + 4096
+    for _ in range(8):  # registering memory a second time, while it is pinned, is an error
+        room = host_bytes(size, is_pinned=True)
+        view, address = room[4096:], room.data_ptr()
+        assert room.is_pinned() and view.is_pinned() and not room.any()
+        del room
+        view.copy_(torch.full([view.numel()], 7, dtype=torch.uint8, device="cuda"), non_blocking=True)
+        torch.cuda.synchronize()
+        assert view.unique().tolist() == [7]
+        del view
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaHostUnregister(address)) != 0, "it is registered no more"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.parameters import is_of_adapter
 from slime.flags.distillation import trainer_teachers
 from slime.observability.timer import timer
 from slime.utils.errors import ConfigError
+from slime.utils.pinned_memory import host_tensors_like
 
 logger = logging.getLogger(__name__)
 
@@ -174,14 +175,14 @@ class ModelSwitch:
     @torch.no_grad()
     def backup(self, tag: str) -> None:
         """Copy what is in the model to the host, under ``tag``."""
-        _copy_to_host(self._live(), self._host.setdefault(tag, {}))
+        _copy_to_host(dict(self._live()), self._host.setdefault(tag, {}))
         if tag == self.active:
             self._is_current = True
 
     @torch.no_grad()
     def backup_frozen(self) -> None:
         """Copy what is under the adapters to the host, once for all sets of weights."""
-        _copy_to_host(self._live(frozen=True), self._frozen)
+        _copy_to_host(dict(self._live(frozen=True)), self._frozen)
 
     @torch.no_grad()
     def switch_to(self, tag: str) -> None:
@@ -196,13 +197,8 @@ class ModelSwitch:
 
     def copy(self, source: str, target: str) -> None:
         """Make ``target`` equal ``source``, both on the host."""
-        copies = self._host.setdefault(target, {})
-        for name, tensor in self.get(source).items():
-            if name in self._frozen:
-                continue
-            if name not in copies:
-                copies[name] = torch.empty_like(tensor, pin_memory=tensor.is_pinned())
-            copies[name].copy_(tensor)
+        own = {name: tensor for name, tensor in self.get(source).items() if name not in self._frozen}
+        _copy_to_host(own, self._host.setdefault(target, {}))
 
     def copy_without_adapters(self, source: str, target: str) -> None:
         """Make ``target`` the model of ``source`` with adapters that add nothing."""
@@ -212,10 +208,10 @@ class ModelSwitch:
                 tensor.zero_()
 
 
-def _copy_to_host(live: Iterable[tuple[str, Tensor]], copies: dict[str, Tensor]) -> None:
-    for name, tensor in live:
-        if name not in copies:
-            copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+def _copy_to_host(tensors: Mapping[str, Tensor], copies: dict[str, Tensor]) -> None:
+    missing = {name: tensor for name, tensor in tensors.items() if name not in copies}
+    copies |= host_tensors_like(missing, is_pinned=torch.cuda.is_available())
+    for name, tensor in tensors.items():
         copies[name].copy_(tensor.detach(), non_blocking=True)
     _finish_copies()
 

@@ -26,13 +26,12 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.adam import parts_of
+from slime.utils.pinned_memory import aligned, host_bytes
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**30
-"""Of pinned memory, a power of two: torch rounds what it pins up to one."""
-ALIGNMENT = 512
-"""Of the first byte of each storage on the host."""
+"""Of pinned memory: what is needed grows once there are moments, and nothing that is pinned shall be pinned again."""
 
 HostCopy = tuple[Tensor, Tensor]
 """A live tensor, and the tensor on the host that has its values."""
@@ -60,7 +59,7 @@ class HostArena:
     def grow(self, num_bytes: int) -> None:
         """Have room for so many bytes."""
         while self.num_bytes < num_bytes:
-            self.chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._is_pinned))
+            self.chunks.append(host_bytes(self._chunk_bytes, is_pinned=self._is_pinned))
 
     def pieces(self, begin: int, num_bytes: int) -> Iterator[Tensor]:
         """Yield the parts of chunks in which these bytes lie."""
@@ -174,7 +173,7 @@ class OffloadedState:
                 released.zeroed.append((storage, storage.nbytes()))
             else:
                 released.on_host.append((storage, storage.nbytes(), begin))
-                begin += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+                begin += aligned(storage.nbytes())
         released.copies = [pair for pair in copies if pair[0].untyped_storage().data_ptr() in from_copies]
         self.arena.grow(begin)
         return released

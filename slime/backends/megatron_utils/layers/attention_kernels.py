@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.backends.megatron_utils.layers.sink_attention import sink_attention, visible_keys
+from slime.utils import env
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ def varlen_attention(
 ) -> Tensor:
     """Attend in all sequences by the flash kernel that is faster for these heads; CUDA, bf16 or fp16.
 
-    The first call for a shape of heads tries the kernels, which takes up to half a minute where one is compiled.
+    The first call for a shape of heads tries the kernels, which takes up to half a minute where one is compiled.  What
+    was compiled is kept in ``SLIME_CACHE_DIR``.
     Later calls do not synchronise with the host.
 
     Args:
@@ -160,6 +162,7 @@ MAX_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative distance to fp64 of output and gradients, above which a kernel is not used."""
 CHECKED_QUERIES, CHECKED_KEYS = [1, 350, 33, 129], [1, 700, 33, 129]
 TIMED_LENGTH, TIMED_RUNS = 8192, 5
+_FLASH_ATTN_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 
 
 @functools.cache
@@ -188,6 +191,9 @@ def faster_kernel(shape: HeadShape, device: torch.device) -> FlashKernel:
 
 
 def _has_flash_attn_4() -> bool:
+    # Read when the package is imported.  By default it compiles anew in every process.
+    cache = {f"{_FLASH_ATTN_CACHE}_ENABLED": "1", f"{_FLASH_ATTN_CACHE}_DIR": str(env.cache_dir() / "flash_attention")}
+    env.export({name: value for name, value in cache.items() if env.get_str(name) is None})
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
     except ImportError:  # there is no flash_attn, or an older one that does not load

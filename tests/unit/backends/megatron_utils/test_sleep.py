@@ -22,7 +22,8 @@ from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensor
 from slime.backends.megatron_utils.layers.frozen_base import hold_quantized
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
-from slime.backends.megatron_utils.sleep import ALIGNMENT, HostArena, OffloadedState
+from slime.backends.megatron_utils.sleep import HostArena, OffloadedState
+from slime.utils.pinned_memory import aligned
 
 CHUNK = 4096
 """Bytes: less than most storages here have."""
@@ -80,7 +81,7 @@ def gradients_of(model: Any) -> list[Tensor]:
 
 
 def on_host(found: dict[int, UntypedStorage]) -> int:
-    return sum(-(-one.nbytes() // ALIGNMENT) * ALIGNMENT for one in found.values())
+    return sum(aligned(one.nbytes()) for one in found.values())
 
 
 def state(model: Any, optimizer: Any) -> list[Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -234,6 +236,18 @@ def test_a_shape_that_flash_attn_4_refuses_is_left_to_torch(
         kernel = attention_kernels.faster_kernel.__wrapped__(SHAPE, torch.device("cpu"))
     assert kernel is attention_kernels.torch_flash
     assert "head dimension 6 is not supported" in caplog.text
+
+
+def test_compiled_kernels_are_kept_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = "FLASH_ATTENTION_CUTE_DSL_CACHE"
+    monkeypatch.setenv("SLIME_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(f"{name}_ENABLED", "0")
+    monkeypatch.delenv(f"{name}_DIR", raising=False)
+    attention_kernels._has_flash_attn_4()
+    assert os.environ[f"{name}_ENABLED"] == "0"
+    assert os.environ[f"{name}_DIR"] == str(tmp_path / "flash_attention")
 
 
 @pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (0.5, False)])
