@@ -134,7 +134,6 @@ class OffloadedState:
         memory.clear_memory()
         if len(self.arena.chunks) > self._logged_chunks:  # the first time, and when there are moments
             self._logged_chunks = len(self.arena.chunks)
-            memory.freeze_long_lived_objects()  # the first step has imported kernels and their compilers
             self._log(released)
 
     @torch.no_grad()
