@@ -129,7 +129,8 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
 
 def find_available_port(base_port: int) -> int:
     """Find a free port some way above ``base_port``, from a random start so that neighbours rarely meet."""
-    port = base_port + random.randint(100, 1000)
+    # Not of the global generator: trainers seed it, and two jobs of one seed would choose the same port.
+    port = base_port + random.SystemRandom().randint(100, 1000)
     for _ in range(2000):
         if port > 60000:
             port = 1024 + port % 60000

@@ -1,6 +1,7 @@
 """The small tools that plug-ins import."""
 
 import collections
+import random
 import socket
 import subprocess
 
@@ -85,6 +86,14 @@ def test_a_port_in_use_is_passed_over():
         assert net.get_free_port(start, consecutive=2) > start + 1
         assert net.get_free_port(start) == start
     assert net.is_port_available(net.find_available_port(3500))
+
+
+def test_two_processes_of_one_seed_look_for_a_port_at_different_places():
+    draws = []
+    for _ in range(2):
+        random.seed(1234)
+        draws.append([net.find_available_port(3500) for _ in range(4)])
+    assert draws[0] != draws[1]
 
 
 def test_ports_that_cannot_exist_are_an_error():
