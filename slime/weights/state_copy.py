@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slime.utils.pinned_memory import aligned, host_bytes
+from slime.weights.pinned_memory import aligned, host_bytes
 
 
 class _Place(NamedTuple):

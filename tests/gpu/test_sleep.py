@@ -10,7 +10,7 @@ import torch
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.sleep import OffloadedState
-from slime.utils.pinned_memory import host_bytes
+from slime.weights.pinned_memory import host_bytes
 from tests.dist.trainer_case import make_args, write_model
 from tests.unit.backends.megatron_utils.megatron_case import start_single_process
 from tests.unit.backends.megatron_utils.test_sleep import gradients_of, state

@@ -29,7 +29,7 @@ from slime.backends.megatron_utils.parameters import is_of_adapter
 from slime.flags.distillation import trainer_teachers
 from slime.observability.timer import timer
 from slime.utils.errors import ConfigError
-from slime.utils.pinned_memory import host_tensors_like
+from slime.weights.pinned_memory import host_tensors_like
 
 logger = logging.getLogger(__name__)
 

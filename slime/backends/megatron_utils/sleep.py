@@ -26,7 +26,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.adam import parts_of
-from slime.utils.pinned_memory import aligned, host_bytes
+from slime.weights.pinned_memory import aligned, host_bytes
 
 logger = logging.getLogger(__name__)
 

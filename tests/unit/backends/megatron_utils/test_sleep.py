@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.layers.frozen_base import hold_quantized
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.sleep import HostArena, OffloadedState
-from slime.utils.pinned_memory import aligned
+from slime.weights.pinned_memory import aligned
 
 CHUNK = 4096
 """Bytes: less than most storages here have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slime.utils.pinned_memory import ALIGNMENT, host_bytes, host_tensors_like
+from slime.weights.pinned_memory import ALIGNMENT, host_bytes, host_tensors_like
 
 
 def test_tensors_of_one_block_have_the_shapes_and_overlap_nowhere() -> None:
