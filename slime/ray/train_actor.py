@@ -129,10 +129,9 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
     # Ray gives a worker one thread.  Beside a GPU, threads check a checkpoint's numbers and step Adam on the host.
     ranks_of_host = min(world_size, args.actor_num_gpus_per_node) if has_accelerators else world_size
     variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_of_host))
-    if not has_accelerators:
-        if not args.debug_train_only:
-            # The trainer uses SGLang's wire format, so it imports SGLang, which needs the shim here.
-            variables["PYTHONPATH"] = cpu_shim.child_environment()["PYTHONPATH"]
+    if not has_accelerators and not args.debug_train_only:
+        # The trainer uses SGLang's wire format, so it imports SGLang, which needs the shim here.
+        variables["PYTHONPATH"] = cpu_shim.child_environment()["PYTHONPATH"]
     return variables | {name: str(value) for name, value in args.train_env_vars.items()}
 
 

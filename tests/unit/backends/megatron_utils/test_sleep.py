@@ -88,6 +88,10 @@ def state(model: Any, optimizer: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in (*weights_of(model), *own_tensors(optimizer).values())]
 
 
+def are_equal(tensors: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
+
+
 def undisturbed(folders: dict[str, Path], case: str, rollouts: int) -> tuple[list[float], list[Tensor]]:
     args, model, optimizer, scheduler = build(folders, case)
     losses = [train(args, model, optimizer, scheduler, i)[0].metrics["loss"] for i in range(rollouts)]
@@ -117,7 +121,7 @@ def test_sleeping_between_rollouts_changes_no_bit(folders: dict[str, Path], case
         num_chunks.append(len(offloaded.arena.chunks))
         offloaded.onload()
         after = state(model, optimizer) if rollout_id else weights_of(model)
-        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        assert are_equal(before, after)
         assert not any(gradient.any() for gradient in gradients_of(model))
         if has_copies:
             switch.switch_to("ref")
@@ -127,7 +131,7 @@ def test_sleeping_between_rollouts_changes_no_bit(folders: dict[str, Path], case
         if has_copies:
             switch.backup("actor")
     assert found == losses
-    assert all(torch.equal(one, other) for one, other in zip(state(model, optimizer), expected, strict=True))
+    assert are_equal(state(model, optimizer), expected)
     assert num_chunks[1] == num_chunks[2], "what is there a second time takes no new memory on the host"
 
 
@@ -161,7 +165,7 @@ def test_a_copy_that_the_model_is_ahead_of_is_not_what_comes_back(folders: dict[
     offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
     offloaded.offload(switch.current_copies())
     offloaded.onload()
-    assert all(torch.equal(one, other) for one, other in zip(state(model, optimizer), trained, strict=True))
+    assert are_equal(state(model, optimizer), trained)
 
 
 def test_a_buffer_of_which_one_weight_has_a_copy_is_copied_whole(folders: dict[str, Path]) -> None:
@@ -172,7 +176,7 @@ def test_a_buffer_of_which_one_weight_has_a_copy_is_copied_whole(folders: dict[s
     offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
     offloaded.offload(switch.current_copies()[:1])
     offloaded.onload()
-    assert all(torch.equal(one, other) for one, other in zip(weights_of(model), before, strict=True))
+    assert are_equal(weights_of(model), before)
 
 
 def test_giving_back_twice_is_giving_back_once(folders: dict[str, Path]) -> None:
@@ -184,7 +188,7 @@ def test_giving_back_twice_is_giving_back_once(folders: dict[str, Path]) -> None
         offloaded.offload()
     for _ in range(2):
         offloaded.onload()
-    assert all(torch.equal(one, other) for one, other in zip(weights_of(model), before, strict=True))
+    assert are_equal(weights_of(model), before)
 
 
 def test_a_model_without_an_optimizer_sleeps_too(folders: dict[str, Path]) -> None:
@@ -193,7 +197,7 @@ def test_a_model_without_an_optimizer_sleeps_too(folders: dict[str, Path]) -> No
     offloaded = OffloadedState(model, None, chunk_bytes=CHUNK)
     offloaded.offload()
     offloaded.onload()
-    assert all(torch.equal(one, other) for one, other in zip(weights_of(model), before, strict=True))
+    assert are_equal(weights_of(model), before)
 
 
 def test_pieces_of_the_arena_span_chunks_and_overlap_nowhere() -> None:
