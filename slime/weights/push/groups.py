@@ -111,7 +111,8 @@ class UpdateGroup:
             lambda: WeightChannel(
                 place.address, place.port, rank=0, world_size=place.world_size, backend=place.backend,
                 timeout_s=timeout_s * TRAINERS_SHARE, is_cancelled=given_up.is_set,
-            )
+            ),
+            WeightChannel.leave,
         )  # fmt: skip
         requests = start_all(wanted, lambda engine: engine.join_weight_group(*place.arguments(engine, self.name)))
         failures = wait_together(requests, timeout_s, given_up.set)
@@ -215,7 +216,8 @@ class StockGroup:
             lambda: self._wire.join_update_group(
                 backend=place.backend, master_address=place.address, master_port=place.port,
                 world_size=place.world_size, group_name=self.name, timeout_s=timeout_s,
-            )
+            ),
+            dist.destroy_process_group,
         )  # fmt: skip
         requests = start_all(
             wanted, lambda engine: engine.init_weights_update_group(*place.arguments(engine, self.name))
@@ -223,6 +225,7 @@ class StockGroup:
         failures = wait_together(requests, timeout_s)
         joined = joining.result(0 if failures else timeout_s)
         if failures or isinstance(joined, BaseException):
+            joining.drop()
             self._exclude_all(failures, participants, f"joining update group {self.name}")
             return
         self._group = joined
@@ -287,11 +290,19 @@ class _MeetingPlace:
 
 
 class _OnThread:
-    """The trainer joins on a thread, so that an engine that refuses ends the wait of all at once."""
+    """The trainer joins on a thread, so that an engine that refuses ends the wait of all at once.
 
-    def __init__(self, join: Callable[[], Any]) -> None:
+    Args:
+        join: returns the group, once all have joined.
+        leave: leaves a group that came too late.
+    """
+
+    def __init__(self, join: Callable[[], Any], leave: Callable[[Any], None]) -> None:
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._outcome: Any = None
+        self._leave = leave
+        self._lock = threading.Lock()
+        self._group: Any = None
+        self._error: BaseException | None = None
         self._is_dropped = False
         self._thread = threading.Thread(target=self._run, args=[join], name="join-weight-group", daemon=True)
         self._thread.start()
@@ -300,21 +311,25 @@ class _OnThread:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-            self._outcome = join()
-            if self._is_dropped:
-                self._outcome.leave()
+            group = join()
+            with self._lock:
+                self._group = group
+                is_late = self._is_dropped
+            if is_late:
+                self._leave(group)
         except PUSH_FAILURES as error:
-            self._outcome = error
+            self._error = error
 
     def drop(self) -> None:
         """Leave the group, now or once it is joined: NCCL's hand-shake cannot be ended, so nobody waits for it."""
-        self._is_dropped = True
-        if isinstance(self._outcome, WeightChannel):
-            self._outcome.leave()
+        with self._lock:
+            self._is_dropped, group = True, self._group
+        if group is not None:
+            self._leave(group)
 
     def result(self, timeout_s: float) -> Any:
         """Return the group that was joined, or the error that prevented it."""
         self._thread.join(timeout_s)
-        if self._outcome is None:
+        if self._group is None and self._error is None:
             return TimeoutError(f"it did not join within {timeout_s:g} s")
-        return self._outcome
+        return self._error or self._group

@@ -11,7 +11,7 @@ import pytest
 
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.push import groups
-from slime.weights.push.groups import UpdateGroup
+from slime.weights.push.groups import StockGroup, UpdateGroup
 from slime.weights.push.participants import Participants, PushClock, start_all, wait_together
 
 
@@ -39,6 +39,9 @@ class Engine:
     num_gpus: int = 1
 
     def join_weight_group(self, *place: Any) -> Answer:
+        return self.joins
+
+    def init_weights_update_group(self, *place: Any) -> Answer:
         return self.joins
 
     def ping(self) -> Answer:
@@ -144,5 +147,27 @@ def test_an_engine_that_cannot_join_ends_the_push_though_the_trainer_still_joins
     assert participants.reasons == {0: "EngineError: no GPU peer access (while joining the weight group)"}
     assert not group.is_whole
     assert not left.is_set()
+    may_join.set()
+    assert left.wait(10), "the group that came late is kept"
+
+
+def test_the_trainer_leaves_sglangs_group_too_when_an_engine_did_not_join_it(monkeypatch) -> None:
+    may_join, left = threading.Event(), threading.Event()
+
+    class Wire:
+        def prepare(self) -> None: ...
+
+        def join_update_group(self, **place: Any) -> str:
+            assert may_join.wait(30)
+            return "the group"
+
+    monkeypatch.setattr(groups.dist, "destroy_process_group", lambda group: group == "the group" and left.set())
+    group, engines = StockGroup("slime", Wire()), [Engine(0), Engine(1, joins=Answer(EngineError("port in use")))]
+    participants = Participants(engines, CLOCK)
+    group.form(engines, participants)
+    assert participants.reasons == {
+        0: "engine 1 broke the update group (while joining update group slime)",
+        1: "EngineError: port in use (while joining update group slime)",
+    }
     may_join.set()
     assert left.wait(10), "the group that came late is kept"
