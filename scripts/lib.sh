@@ -18,6 +18,8 @@ if [[ -x "${REPO_DIR}/.venv/bin/python3" ]]; then
 fi
 
 export PYTHONUNBUFFERED=1
+# Many images forbid bytecode: each process of a job would then compile thousands of files.
+unset PYTHONDONTWRITEBYTECODE
 # Each process would print a page of deprecation warnings of torch, Megatron and SGLang.
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning,ignore::UserWarning,ignore::DeprecationWarning}"
 # The second folder lets processes without CUDA import SGLang; with CUDA it has no effect.
