@@ -150,6 +150,10 @@ class MegatronServer:
 
     def _score(self, works: list[_Work]) -> None:
         works = [work for work in works if work.done.set_running_or_notify_cancel()]  # the client may be gone
+        if self._trouble:  # since they were sent a load has failed
+            for work in works:
+                work.done.set_exception(DataError(self._trouble))
+            return
         if not works:
             return
         self._running = works
@@ -197,8 +201,6 @@ class MegatronServer:
         return _json({"loads": [{"dp_rank": 0, **load}]})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        if self._trouble:
-            return _json({"error": {"message": self._trouble}}, 503)
         begin = time.monotonic()
         try:
             body = await _object_of(request)
@@ -207,7 +209,10 @@ class MegatronServer:
             return _json({"error": {"message": str(error)}}, 400)
         work = _Work(Future(), sequences)
         self._queue.put(work)
-        scores = await asyncio.wrap_future(work.done)
+        try:
+            scores = await asyncio.wrap_future(work.done)
+        except DataError as error:
+            return _json({"error": {"message": str(error)}}, 503)
         elapsed = time.monotonic() - begin
         answers = [self._answer(one, score, elapsed) for one, score in zip(sequences, scores, strict=True)]
         return _json(answers[0] if is_single else answers)
@@ -260,7 +265,7 @@ class MegatronServer:
                 raise DataError(
                     f"{name} is given; this server gives log-probs of input_ids, and their likeliest tokens."
                 )
-        starts, tops = (_each(body.get(name), len(rows)) for name in ("logprob_start_len", "top_logprobs_num"))
+        starts, tops = (_each(body, name, len(rows)) for name in ("logprob_start_len", "top_logprobs_num"))
         return is_single, [self._checked(*entry) for entry in zip(rows, starts, tops, strict=True)]
 
     def _checked(self, tokens: Any, start: Any, top: Any) -> ScoreRequest:
@@ -310,12 +315,13 @@ def _tokens_of(work: _Work) -> int:
     return sum(len(one.tokens) for one in work.sequences)
 
 
-def _each(value: Any, count: int) -> list[Any]:
-    """Return ``value`` for each of ``count`` sequences, or the list that it is."""
+def _each(body: dict[str, Any], name: str, count: int) -> list[Any]:
+    """Return the value of a field for each of ``count`` sequences, or the list that it is."""
+    value = body.get(name)
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise DataError(f"A list of {len(value)} values is given for {count} sequences.")
+        raise DataError(f"{name} is a list of {len(value)}; input_ids has {count} sequences: give one for each.")
     return value
 
 
