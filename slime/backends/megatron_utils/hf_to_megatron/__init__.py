@@ -113,6 +113,13 @@ def _read_whole(name: str, tensors: HfTensors, weight_map: WeightMap, shape: Mod
 
     try:
         return from_hf(weight_map, name, get, shape)
+    except KeyError as error:
+        if being_read:
+            raise
+        raise DataError(
+            f"{tensors.folder} is a model of the family {weight_map.family}, which has no {name}; the model flags are "
+            "those of another."
+        ) from error
     except (RuntimeError, ValueError, IndexError) as error:
         if being_read:
             raise

@@ -102,6 +102,15 @@ def test_a_target_that_is_quantized_in_an_unknown_way_is_refused() -> None:
         convert_to_hf(args, "qwen3", "output_layer.weight", torch.ones(8, 4), {"quant_method": "gptq"})
 
 
+def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    args, model = load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
+    with pytest.raises(DataError, match=r"family DeepSeek-V3.*has no decoder\.layers\.0\.self_attention\.linear_qkv"):
+        load_hf_weights(args, [model], tmp_path)
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     write_hf_model(tmp_path, "qwen3")
     file = tmp_path / "model.safetensors"
