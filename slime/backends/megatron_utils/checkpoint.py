@@ -286,10 +286,11 @@ def load_checkpoint(
 def load_frozen(args: Namespace, model: list[torch.nn.Module]) -> str:
     """Load the model that adapters are added to, and return where it lies.  Collective."""
     base = lora_base(args)
-    frozen = Namespace(**{**vars(args), "finetune": True, "load": base})
+    frozen = Namespace(**{**vars(args), "finetune": True})
     if args.load != base:
         frozen.ckpt_step = args.ref_ckpt_step
-    _load(frozen, model, None, None, "load")
+    given_as = next(name for name in ("ref_load", "load", "hf_checkpoint") if getattr(args, name) == base)
+    _load(frozen, model, None, None, given_as)
     hold_quantized(model, args)
     return base
 

@@ -70,7 +70,8 @@ class Policies:
         elif with_ref:
             others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)
         for name, folder in trainer_teachers(args).items() if with_teacher else ():
-            others[teacher_tag(name)] = ("opd_teacher_load", folder, args.opd_teacher_ckpt_step)
+            load_arg = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
+            others[teacher_tag(name)] = (load_arg, folder, args.opd_teacher_ckpt_step)
         is_released = memory.sleeps(args)
         if others or args.keep_old_actor or is_released:
             weights.backup("actor")

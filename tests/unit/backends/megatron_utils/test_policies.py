@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import policies
+from slime.backends.megatron_utils.checkpoint import load_frozen
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
+from slime.utils.errors import DataError
 
 FRESH = {
     "finetune": True,
@@ -63,3 +65,27 @@ def test_any_other_reference_is_read(monkeypatch: pytest.MonkeyPatch, changed: d
     assert model.weight.eq(1).all(), "the actor is in the model afterwards"
     switch.switch_to("ref")
     assert model.weight.eq(2).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [({"opd_teacher_load": "gone"}, "--opd-teacher-load"), ({"opd_teachers": ["math=gone"]}, "--opd-teachers")],
+)
+def test_a_teacher_that_is_not_there_is_named_by_the_flag_that_gave_it(given: dict[str, Any], flag: str) -> None:
+    none = {"opd_teachers": None, "opd_teacher_load": None, "opd_teacher_ckpt_step": None}
+    args = Namespace(**{**FRESH, **none, "use_opd": True, "opd_type": "megatron", **given})
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(DataError, match=f"{flag} is 'gone'"):
+        Policies(args, [model], ModelSwitch([model])).load(with_ref=False, with_teacher=True, is_resumed=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [({"ref_load": "gone"}, "--ref-load"), ({"load": "gone"}, "--load")],
+)
+def test_a_model_under_adapters_that_is_not_there_is_named_by_the_flag_that_gave_it(
+    given: dict[str, str], flag: str
+) -> None:
+    args = Namespace(**{**FRESH, "ref_load": None, "hf_checkpoint": "hf", **given})
+    with pytest.raises(DataError, match=f"{flag} is 'gone'"):
+        load_frozen(args, [])
