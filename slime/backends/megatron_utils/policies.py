@@ -60,23 +60,22 @@ class Policies:
             is_resumed: the actor was restored from a copy in memory, not from ``--load``.
         """
         args, weights = self._args, self._weights
-        others = {}
-        if with_ref and has_adapters(self._model):
-            weights.backup("actor")
-            weights.copy_without_adapters("actor", "ref")
-        elif with_ref and not is_resumed and _loads_reference(args):
-            weights.backup("actor")
-            weights.copy("actor", "ref")
-        elif with_ref:
-            others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)
-        for name, folder in trainer_teachers(args).items() if with_teacher else ():
-            load_arg = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
-            others[teacher_tag(name)] = (load_arg, folder, args.opd_teacher_ckpt_step)
+        teachers = trainer_teachers(args) if with_teacher else {}
         is_released = memory.sleeps(args)
-        if others or args.keep_old_actor or is_released:
+        if with_ref or teachers or args.keep_old_actor or is_released:
             weights.backup("actor")
         if is_released:
             weights.backup_frozen()
+        others = {}
+        if with_ref and has_adapters(self._model):
+            weights.copy_without_adapters("actor", "ref")
+        elif with_ref and not is_resumed and _loads_reference(args):
+            weights.copy("actor", "ref")
+        elif with_ref:
+            others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)
+        for name, folder in teachers.items():
+            load_arg = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
+            others[teacher_tag(name)] = (load_arg, folder, args.opd_teacher_ckpt_step)
         for tag, (load_arg, folder, step) in others.items():
             # Weights only: the optimizer and the generators belong to the actor.
             frozen = Namespace(**{**vars(args), "finetune": True, load_arg: folder, "ckpt_step": step})
