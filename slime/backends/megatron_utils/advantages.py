@@ -28,8 +28,6 @@ from slime.utils.errors import DataError
 from slime.utils.misc import call_hook
 from slime.utils.types import RolloutBatch
 
-_LENGTH_COLUMNS = ("log_probs", "rollout_log_probs", "ref_log_probs", "values")
-
 
 @torch.no_grad()
 def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) -> None:
@@ -76,9 +74,6 @@ def _token_kl(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> list[T
                 "check --ref-load and --disable-compute-advantages-and-returns"
             )
         return [approx_kl(log_prob, ref, args.kl_loss_type) for log_prob, ref in zip(ours, reference, strict=True)]
-    for column in _LENGTH_COLUMNS:
-        if data.get(column) is not None:
-            return [torch.zeros_like(values, dtype=torch.float32) for values in data[column]]
     return [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
 
 
