@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils import cpu_platform
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from megatron.core import config as megatron_config
@@ -99,19 +99,16 @@ def initialize_parallel_state(args: Namespace) -> None:
     )
 
 
-def set_random_seed(seed: int, *, data_parallel_random_init: bool = False) -> None:
+def set_random_seed(seed: int, *, data_parallel_random_init: bool) -> None:
     """Seed Python, numpy, torch and Megatron's tensor-parallel generators.
 
     Pipeline stages differ by 100 (their layers must not start equal); data-parallel ranks share a seed unless
     ``data_parallel_random_init`` is set.
     """
-    if seed < 0:
-        raise ConfigError(f"--seed is {seed}; it must be 0 or more.")
     seed = seed + 100 * mpu.get_pipeline_model_parallel_rank()
     if data_parallel_random_init:
         seed = seed + 10 * mpu.get_data_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if torch.cuda.is_available() or cpu_platform.IS_INSTALLED:
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
