@@ -40,10 +40,10 @@ def check_arguments(args: Namespace) -> None:
     """
     _check_kernels(args)
     _check_layout(args)
-    check_pipeline_arguments(args)
-    check_batch_arguments(args)
+    _check_pipeline(args)
+    _check_batch(args)
     _check_schedule(args)
-    check_expert_arguments(args)
+    _check_experts(args)
     check_sparse_flags(args)
     check_linear_flags(args)
     check_fp8_flags(args)
@@ -164,12 +164,7 @@ def _check_schedule(args: Namespace) -> None:
         warmup_and_decay_steps(args, args.lr_decay_iters)
 
 
-def check_pipeline_arguments(args: Namespace) -> None:
-    """Refuse cuts that do not come out even; ``args`` are complete.
-
-    Raises:
-        ConfigError: with the flags, their values and what is allowed.
-    """
+def _check_pipeline(args: Namespace) -> None:
     stages = args.pipeline_model_parallel_size
     group_size = args.microbatch_group_size_per_vp_stage
     if args.virtual_pipeline_model_parallel_size and group_size < stages:
@@ -254,12 +249,7 @@ def _check_layout_string(args: Namespace) -> None:
         )
 
 
-def check_batch_arguments(args: Namespace) -> None:
-    """Refuse a batch that cannot be dealt out; ``args`` are complete.
-
-    Raises:
-        ConfigError: with the flags, their values and what is allowed.
-    """
+def _check_batch(args: Namespace) -> None:
     if not args.global_batch_size or any(getattr(args, name) for name in _MAY_GIVE_OTHER_COUNTS):
         return
     samples, ranks = args.global_batch_size, args.data_parallel_size
@@ -282,12 +272,7 @@ def check_batch_arguments(args: Namespace) -> None:
         )
 
 
-def check_expert_arguments(args: Namespace) -> None:
-    """Refuse flags of experts that cannot work; ``args`` are complete.
-
-    Raises:
-        ConfigError: with the flags, their values and what is allowed.
-    """
+def _check_experts(args: Namespace) -> None:
     _check_replay(args)
     if not args.num_experts:
         return
@@ -329,8 +314,6 @@ def _check_replay(args: Namespace) -> None:
             f"{flag} chooses the experts of single tokens; --moe-router-load-balancing-type sinkhorn assigns them to "
             "a batch as a whole; choose another one, or drop the replay."
         )
-    if args.moe_router_fusion:
-        raise ConfigError(f"{flag}: the kernel of --moe-router-fusion cannot replay a choice; drop one of them.")
 
 
 def _check_layers(args: Namespace) -> None:
