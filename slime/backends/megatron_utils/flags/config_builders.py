@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from slime.backends.megatron_utils import cpu_platform
-from slime.backends.megatron_utils.flags.config_flags import flag_of
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -21,7 +20,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from slime.backends.megatron_utils.flags.config_flags import attribute_of, config_arguments
+from slime.backends.megatron_utils.flags.config_flags import attribute_of, config_arguments, flag_of
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS
 from slime.utils.errors import ConfigError
 
@@ -79,12 +78,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
 
 def in_words_of_flags(message: str, config_class: type) -> str:
     """Return megatron-core's message with the names of flags in the place of the config's fields."""
-    names = {field.name for field in fields(config_class) if "_" in field.name}
-    return re.sub(r"(?<![\w-])[a-z]+(_[a-z0-9]+)+", lambda m: _flag_of(m[0]) if m[0] in names else m[0], message)
-
-
-def _flag_of(field_name: str) -> str:
-    return flag_of(attribute_of(field_name))
+    flags = {field.name: flag_of(attribute_of(field.name)) for field in fields(config_class)}
+    return re.sub(r"(?<![\w-])[a-z]+(_[a-z0-9]+)+", lambda match: flags.get(match[0], match[0]), message)
 
 
 def num_stages_of_layout(layout: str) -> int:
@@ -129,8 +124,7 @@ def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
 
     The bucket size is megatron-core's own unless given, and buckets only matter with ``--overlap-grad-reduce``.
     """
-    values = config_arguments(DistributedDataParallelConfig, vars(args))
-    return _build(DistributedDataParallelConfig, values)
+    return _build(DistributedDataParallelConfig, config_arguments(DistributedDataParallelConfig, vars(args)))
 
 
 def _build(config_class: type, values: dict[str, Any]) -> Any:
