@@ -337,7 +337,7 @@ def layer_pattern(text: str) -> int | list[int]:
     Only integers, lists, ``+`` and ``*`` are understood; nothing is executed.
     """
     try:
-        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+        value: int | list[int] = _evaluate(ast.parse(text.strip(), mode="eval").body)
         if isinstance(value, int) and value > INT32_MAX:
             raise ValueError(f"a number is at most {INT32_MAX}")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -347,39 +347,30 @@ def layer_pattern(text: str) -> int | list[int]:
     return value
 
 
-def _evaluate(node: ast.expr) -> int | list[int]:
-    """Return the value of a list expression of integers."""
+def _evaluate(node: ast.expr) -> Any:
+    """Return the value of an expression of integers of 0 or more, and of lists of them."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
         items = [_evaluate(item) for item in node.elts]
         if not all(isinstance(item, int) for item in items):
             raise ValueError("a list holds integers only")
-        return typing.cast(list[int], items)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        return _add(left, right) if isinstance(node.op, ast.Add) else _repeat(left, right)
-    raise ValueError("only integers, lists, + and * are understood")
-
-
-def _add(left: int | list[int], right: int | list[int]) -> int | list[int]:
-    if isinstance(left, int) and isinstance(right, int):
+        return items
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Mult)):
+        raise ValueError("only integers, lists, + and * are understood")
+    left, right = _evaluate(node.left), _evaluate(node.right)
+    num_lists = isinstance(left, list) + isinstance(right, list)
+    if isinstance(node.op, ast.Add):
+        if num_lists == 1:
+            raise ValueError("a list and a number cannot be added")
         return left + right
-    if isinstance(left, list) and isinstance(right, list):
-        return left + right
-    raise ValueError("a list and a number cannot be added")
-
-
-def _repeat(left: int | list[int], right: int | list[int]) -> int | list[int]:
-    if isinstance(left, int) and isinstance(right, int):
-        return left * right
-    if isinstance(left, list) and isinstance(right, list):
+    if num_lists == 2:
         raise ValueError("two lists cannot be multiplied")
-    items, times = (left, right) if isinstance(left, list) else (right, left)
-    assert isinstance(items, list) and isinstance(times, int)
-    if times < 0 or len(items) * times > MAX_PATTERN_LENGTH:
-        raise ValueError(f"a pattern has at most {MAX_PATTERN_LENGTH} entries")
-    return items * times
+    if num_lists == 1:
+        items, times = (left, right) if isinstance(left, list) else (right, left)
+        if len(items) * times > MAX_PATTERN_LENGTH:
+            raise ValueError(f"a pattern has at most {MAX_PATTERN_LENGTH} entries")
+    return left * right
 
 
 def config_arguments(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
