@@ -47,23 +47,6 @@ from slime.backends.megatron_utils.layers.latent_attention import latent_attenti
 from slime.backends.megatron_utils.layers.norm import Norm
 from slime.backends.megatron_utils.layers.router import Router, RouterInputs
 from slime.backends.megatron_utils.layers.token_dispatcher import GatherDispatcher
-from slime.utils.errors import ConfigError
-
-
-def moe_layer_pattern(config: TransformerConfig) -> tuple[bool, ...]:
-    """Return, for each layer of the whole model, whether it has experts.
-
-    Raises:
-        ConfigError: the pattern of ``--moe-layer-freq`` is not as long as the model.
-    """
-    if config.num_moe_experts is None:
-        return (False,) * config.num_layers
-    pattern = moe_layers(config.moe_layer_freq, config.num_layers)
-    if len(pattern) != config.num_layers:
-        raise ConfigError(
-            f"--moe-layer-freq has {len(pattern)} entries; --num-layers is {config.num_layers}; give one per layer."
-        )
-    return pattern
 
 
 @dataclass
@@ -125,7 +108,8 @@ def get_block_spec(
         change: (layer, its number from 1 over the whole model) to the layer that takes its place.
         norms: options of :func:`get_layer_spec`.
     """
-    pattern = moe_layer_pattern(config)
+    frequency = [0] * config.num_layers if config.num_moe_experts is None else config.moe_layer_freq
+    pattern = moe_layers(frequency, config.num_layers)
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     specs = []
     for index in range(offset, offset + get_num_layers_to_build(config, vp_stage=vp_stage)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.layers import layer_specs
-from slime.backends.megatron_utils.layers.layer_specs import get_block_spec, moe_layer_pattern
+from slime.backends.megatron_utils.layers.layer_specs import RoutedExperts, get_block_spec
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.model_provider import freeze_parameters, get_model_provider
 
@@ -130,15 +130,13 @@ def test_both_lists_at_once_are_refused() -> None:
 )
 def test_the_expert_layers_follow_the_pattern(flags: str, pattern: list[bool]) -> None:
     args = parse(*DENSE, "--num-experts", "2", "--moe-ffn-hidden-size", "8", *flags.split())
-    assert list(moe_layer_pattern(transformer_config_from_args(args))) == pattern
+    specs = get_block_spec(transformer_config_from_args(args)).layer_specs
+    assert [spec.submodules.mlp is RoutedExperts for spec in specs] == pattern
 
 
 def test_a_pattern_of_another_length_is_refused() -> None:
-    args = parse(*DENSE, "--num-experts", "2", "--moe-ffn-hidden-size", "8")
-    config = transformer_config_from_args(args)
-    config.moe_layer_freq = [0, 1, 1]
     with pytest.raises(ConfigError, match="--moe-layer-freq has 3 entries; --num-layers is 2"):
-        moe_layer_pattern(config)
+        parse(*DENSE, "--num-experts", "2", "--moe-ffn-hidden-size", "8", "--moe-layer-freq", "[0,1,1]")
 
 
 def test_names_on_disk_are_those_of_transformer_engine() -> None:
