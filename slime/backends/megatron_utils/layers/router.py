@@ -67,7 +67,7 @@ class Router(TopKRouter):
         self.samples = inputs.samples
         self.router_replay = None
         if inputs.replay is not None and self.replayed_layer is not None:
-            self.router_replay = inputs.replay.of_layer(self.replayed_layer)
+            self.router_replay = LayerReplay(inputs.replay, self.replayed_layer)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Convert as ``.bfloat16()`` and ``.to()`` do, and keep ``expert_bias`` in fp32.
@@ -233,7 +233,8 @@ class HostChoices:
 class ChangedChoices:
     """A count of choices that the router would make differently now, over the tokens of a step."""
 
-    counts: dict[torch.device, Tensor] = field(default_factory=dict)
+    counts: Tensor | None = None
+    """The choices that changed and all that were compared, int64 [2] on the device; None before the first."""
 
     @torch.no_grad()
     def add(self, replayed_Tk: Tensor, present_Tk: Tensor, is_told_T: Tensor, num_experts: int) -> None:
@@ -242,16 +243,12 @@ class ChangedChoices:
         chosen.scatter_(1, replayed_Tk, True)
         is_changed_T = ~chosen.gather(1, present_Tk).all(dim=1) & is_told_T
         counts = torch.stack([is_changed_T.sum(), is_told_T.sum()])
-        known = self.counts.get(counts.device)
-        self.counts[counts.device] = counts if known is None else known + counts
+        self.counts = counts if self.counts is None else self.counts + counts
 
     def take(self) -> Tensor:
-        """Return the choices that changed and all that were compared, int64 [2] on the host, and count anew."""
-        total = torch.zeros(2, dtype=torch.int64)
-        for counts in self.counts.values():
-            total += counts.cpu()
-        self.counts.clear()
-        return total
+        """Return ``counts``, zeros where nothing was compared, and count anew."""
+        counts, self.counts = self.counts, None
+        return torch.zeros(2, dtype=torch.int64) if counts is None else counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +261,6 @@ class MicroBatchReplay:
     """[T on this context-parallel rank] bool: tokens whose choice was a router's; not padding."""
     changed: ChangedChoices
 
-    def of_layer(self, layer: int) -> LayerReplay:
-        """Return the replay of one layer, by its number in the whole model, counted from 1."""
-        return LayerReplay(self, layer)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerReplay:
@@ -275,6 +268,7 @@ class LayerReplay:
 
     of: MicroBatchReplay
     layer: int
+    """Its number in the whole model, counted from 1."""
 
     def get_replay_topk(
         self,
