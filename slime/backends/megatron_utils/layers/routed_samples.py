@@ -72,15 +72,8 @@ def attach_routed_samples(
         num_microbatches: of the step on this rank.
         step_global_batch_size: rollouts of the step on all ranks.
     """
-    if routers_need_samples(args):
-        samples = routed_samples(args, batch, num_microbatches, step_global_batch_size)
-        batch["packed_seq_params"].routed_samples = samples
-
-
-def routed_samples(
-    args: Namespace, batch: Mapping[str, Any], num_microbatches: int, step_global_batch_size: int
-) -> RoutedSamples:
-    """Return the samples of a batch, weighted for a step of so many micro-batches and rollouts."""
+    if not routers_need_samples(args):
+        return
     lengths = batch["total_lengths"]
     device = batch["tokens"].device
     sample_of = pack_thd(
@@ -96,4 +89,5 @@ def routed_samples(
         # megatron-core averages over micro-batches and data-parallel ranks; what is wanted is a sum over rollouts.
         share = trained / batch["rollout_mask_sums"].to(device, torch.float32).clamp(min=1)
         weights = share * (num_microbatches * mpu.get_data_parallel_world_size() / step_global_batch_size)
-    return RoutedSamples(sample_of, torch.tensor(lengths, dtype=torch.float32, device=device), weights)
+    samples = RoutedSamples(sample_of, torch.tensor(lengths, dtype=torch.float32, device=device), weights)
+    batch["packed_seq_params"].routed_samples = samples
