@@ -198,8 +198,7 @@ class StackedExperts(MegatronModule):
         # The flags' check says so to users: a bias would be added by each of the ranks that share an expert.
         assert not config.add_bias_linear or pg_collection.expt_tp.size() == 1
         self.num_local_experts = num_local_experts
-        hidden_size = config.moe_latent_size or config.hidden_size
-        ffn = config.moe_ffn_hidden_size
+        hidden_size, ffn = config.hidden_size, config.moe_ffn_hidden_size
         assert ffn is not None
         self.linear_fc1 = StackedLinear(
             config,
