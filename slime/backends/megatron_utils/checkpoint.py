@@ -49,7 +49,7 @@ from slime.flags.checkpoint import read_tracker as read_tracker_file
 from slime.flags.lora import lora_base
 from slime.flags.security import redacted
 from slime.utils.atomic_file import write_atomically
-from slime.utils.distributed_utils import init_gloo_group
+from slime.utils.distributed_utils import object_of_first
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,14 @@ _ITERATION_FOLDER = re.compile(r"iter_(\d{7})")
 def checkpoint_folder(root: str | Path, iteration: int | str) -> Path:
     """Return ``root/iter_0000012``, or ``root/release``."""
     return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
+
+
+def _iteration_of(folder: Path) -> int | str | None:
+    """Return the iteration that the name of a checkpoint folder says, ``"release"``, or None for another folder."""
+    if folder.name == RELEASE:
+        return RELEASE
+    match = _ITERATION_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def read_tracker(root: str | Path, flag: str = "--load") -> int | str | None:
@@ -91,18 +99,16 @@ def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "-
     Raises:
         DataError: there is no complete checkpoint there.
     """
-    root = Path(root)
-    named = _ITERATION_FOLDER.fullmatch(root.name)
-    if named or root.name == RELEASE:
-        folder, iteration = root, int(named[1]) if named else RELEASE
-    else:
-        tracked = step if step is not None else read_tracker(root, flag)
-        if tracked is None:
+    folder = root = Path(root)
+    iteration = _iteration_of(root)
+    if iteration is None:
+        iteration = step if step is not None else read_tracker(root, flag)
+        if iteration is None:
             raise DataError(
                 f"{flag} {root}: no {TRACKER_FILE} in it and no Hugging Face config.json either. Convert a Hugging "
                 "Face model with tools/convert_hf_to_torch_dist.py, or name a folder written by --save."
             )
-        folder, iteration = checkpoint_folder(root, tracked), tracked
+        folder = checkpoint_folder(root, iteration)
     if not (folder / FORMAT_FILE).exists():
         present = sorted(path.name for path in root.glob("iter_*")) if root.is_dir() else []
         raise DataError(
@@ -166,17 +172,16 @@ def save_checkpoint(
 
 def make_empty_folder(folder: Path) -> None:
     """Make an empty folder in the place of an old one.  Collective."""
-    verdict = [""]
+    verdict = ""
     if dist.get_rank() == 0:
         try:
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
         except OSError as error:
-            verdict = [f"The folder {folder} of a checkpoint cannot be made ({error.strerror}); give another --save."]
-    dist.broadcast_object_list(verdict, src=0, group=init_gloo_group())
-    if verdict[0]:
-        raise DataError(verdict[0])
+            verdict = f"The folder {folder} of a checkpoint cannot be made ({error.strerror}); give another --save."
+    if verdict := object_of_first(verdict):
+        raise DataError(verdict)
 
 
 def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last: int | None = None) -> None:
@@ -195,7 +200,7 @@ def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last:
 
 def _remove_old(root: Path, iteration: int, keep_last: int) -> None:
     """Remove checkpoints from before ``iteration``; later ones are of another run, which this one goes back beyond."""
-    saved = sorted(int(match[1]) for path in root.iterdir() if (match := _ITERATION_FOLDER.fullmatch(path.name)))
+    saved = sorted(number for path in root.iterdir() if isinstance(number := _iteration_of(path), int))
     for old in [number for number in saved if number <= iteration][:-keep_last]:
         folder = checkpoint_folder(root, old)
         (folder / FORMAT_FILE).unlink(missing_ok=True)  # first: a folder that is removed by half is no checkpoint
@@ -243,10 +248,10 @@ def base_state(model: list[torch.nn.Module]) -> dict[str, Any]:
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     chunks = unwrap_model(model)
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-    states = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+    states = (chunk.sharded_state_dict(metadata=metadata) for chunk in chunks)
     return {
         chunk: {name: entry for name, entry in state.items() if not is_of_adapter(name)}
-        for chunk, state in states.items()
+        for chunk, state in zip(names, states, strict=True)
     }
 
 
@@ -309,7 +314,7 @@ def _load(
     root = getattr(args, load_arg)
     if not root or not Path(root).is_dir() or not any(Path(root).iterdir()):
         raise DataError(f"{flag} is {root!r}: there is no such folder, or it is empty")
-    if read_tracker(root, flag) is None and not _is_checkpoint_folder(Path(root)) and supports_hf_weight_loading(root):
+    if read_tracker(root, flag) is None and _iteration_of(Path(root)) is None and supports_hf_weight_loading(root):
         load_hf_weights(args, unwrap_model(model), root)
         _refresh(optimizer)
         return 0
@@ -345,10 +350,6 @@ def _load(
     return int(iteration)
 
 
-def _is_checkpoint_folder(path: Path) -> bool:
-    return bool(_ITERATION_FOLDER.fullmatch(path.name)) or path.name == RELEASE
-
-
 def _load_model(
     args: Namespace,
     reader: CheckpointReader,
@@ -371,12 +372,10 @@ def _load_model(
         if adapters:
             load_adapter_state(model, state["model"])
             return
-        chunks = unwrap_model(model)
-        for index, chunk in enumerate(chunks):
-            name = "model" if len(chunks) == 1 else f"model{index}"
+        for of_chunk, chunk in zip(wanted, unwrap_model(model), strict=True):
             has_head = find_value_head([chunk]) is not None
             kept = {name: value for name, value in chunk.state_dict().items() if is_of_adapter(name)}
-            chunk.load_state_dict(state[name] | kept | (fresh_head if has_head else {}))
+            chunk.load_state_dict(state[of_chunk] | kept | (fresh_head if has_head else {}))
     except LOAD_ERRORS as error:
         raise DataError(f"{flag}: the checkpoint {folder} cannot be loaded: {first_cause(error)}") from error
 
