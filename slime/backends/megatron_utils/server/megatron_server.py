@@ -321,7 +321,7 @@ def _each(body: dict[str, Any], name: str, count: int) -> list[Any]:
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise DataError(f"{name} is a list of {len(value)}; input_ids has {count} sequences: give one for each.")
+        raise DataError(f"{name}: a list of {len(value)} values is given for {count} sequences; give one for each.")
     return value
 
 

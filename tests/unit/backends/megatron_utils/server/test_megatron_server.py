@@ -125,5 +125,5 @@ def test_a_request_that_waits_behind_a_failed_load_gets_no_log_probs():
 
 def test_a_list_of_another_length_is_refused_by_its_name():
     server = MegatronServer(None, None, vocab_size=8, max_length=4, has_top=True, secret=None, info={})
-    with pytest.raises(DataError, match="top_logprobs_num is a list of 1; input_ids has 2 sequences"):
+    with pytest.raises(DataError, match="top_logprobs_num: a list of 1 values is given for 2 sequences"):
         server._sequences({"input_ids": [[1], [2]], "top_logprobs_num": [1]})
