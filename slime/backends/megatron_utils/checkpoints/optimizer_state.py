@@ -15,7 +15,7 @@ of the wheel's ``fully_reshardable`` format: ``optimizer.state.{param, exp_avg, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,21 +48,13 @@ GROUP_NUMBERS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr")
 """Settings that a parameter group takes from a checkpoint; its kernel is that of this run."""
 
 
-class ParameterRange(NamedTuple):
-    """Elements of a gradient bucket that belong to one parameter."""
-
-    start: int
-    """First element in the bucket (which may have padding between parameters)."""
-    end: int
-
-
 class Bucket(NamedTuple):
     """One gradient bucket of a distributed optimizer: all ranks of the group hold an equal share of it."""
 
     size: int
     device: torch.device
-    ranges: dict[torch.nn.Parameter, ParameterRange]
-    """Every parameter of the bucket."""
+    ranges: dict[torch.nn.Parameter, slice]
+    """The elements of every parameter of the bucket, which may have padding between them."""
     local: dict[torch.nn.Parameter, dict[str, Any]]
     """Parameters of which this rank's share holds something -> the wheel's ranges of it."""
 
@@ -194,7 +186,7 @@ def _buckets(member: DistributedOptimizer) -> Iterator[Bucket]:
         for index, (bucket, local) in enumerate(zip(buffer.buckets, per_bucket, strict=True)):
             # The buffer's offsets include padding; relative to the bucket they are right on every rank.
             whole = {
-                parameter: ParameterRange(start - bucket.offset, end - bucket.offset)
+                parameter: slice(start - bucket.offset, end - bucket.offset)
                 for parameter, (start, end, where) in buffer.param_index_map.items()
                 if where == index
             }
@@ -279,12 +271,11 @@ class _LiveStates:
         return {float(state["step"]) for state in states if "step" in state}
 
 
-def _groups_of_all_ranks(members: Iterable[DistributedOptimizer]) -> list[dict[str, Any]]:
+def _groups_of_all_ranks(members: Sequence[DistributedOptimizer]) -> list[dict[str, Any]]:
     """Gather every rank's parameter groups, each role once, with the step counter that all agree on.
 
     A rank need not have them all: a pipeline stage may have no experts, or nothing that is trained.
     """
-    members = list(members)
     own = {
         "steps": set().union(*(_LiveStates(member).steps() for member in members)),
         "groups": [
@@ -340,7 +331,7 @@ def _member_tensors(member: DistributedOptimizer, entries: Entries) -> dict[str,
             for parameter, place in bucket.ranges.items():
                 entry = entries[parameter]
                 if is_main_replica(entry.replica_id):  # the other replicas are not written
-                    data = whole[place.start : place.end].view(parameter.shape).to("cpu", copy=True)
+                    data = whole[place].view(parameter.shape).to("cpu", copy=True)
                     tensors[_slot(parameter, name)] = _like(entry, name, data)
     return tensors
 
