@@ -130,12 +130,11 @@ def make_groups_reloadable(backend: str = "nccl") -> int:
         if isinstance(value, list):
             value[:] = [replaced(item) for item in value]
             return value
-        if type(value) is not dist.ProcessGroup or value not in c10d._world.pg_map:
-            return made.get(value, value) if type(value) is dist.ProcessGroup else value
-        if dist.get_backend(value) != backend:
+        if type(value) is not dist.ProcessGroup:
             return value
-        made[value] = ReloadableProcessGroup(value)
-        return made[value]
+        if value in c10d._world.pg_map and dist.get_backend(value) == backend:
+            made[value] = ReloadableProcessGroup(value)  # which takes its place there
+        return made.get(value, value)
 
     replaced(c10d._get_default_group())
     for name, value in list(vars(parallel_state).items()):
