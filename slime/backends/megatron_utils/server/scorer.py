@@ -23,7 +23,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils.checkpoint import load_checkpoint
-from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
+from slime.backends.megatron_utils.cp_utils import whole_responses
 from slime.backends.megatron_utils.data import current_device, get_data_iterator
 from slime.backends.megatron_utils.forward import forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
@@ -159,8 +159,8 @@ class Scorer:
         scores: dict[int, Scores] = {}
         if columns:  # on the last pipeline stage
             whole = {
-                name: [all_gather_with_cp(*entry).cpu() for entry in zip(values, *_lengths(data), strict=True)]
-                for name, values in columns.items()
+                name: [part.cpu() for part in whole_responses(parts, data.total_lengths, data.response_lengths)]
+                for name, parts in columns.items()
             }
             for position, index in enumerate(order):
                 if index != _NO_SAMPLE:
@@ -194,10 +194,6 @@ def _batch(sequences: Sequence[ScoreRequest]) -> DeviceBatch:
     data.response_lengths = [len(one.tokens) - 1 - one.start for one in sequences]
     data.loss_masks = [torch.ones(length, dtype=torch.int, device=device) for length in data.response_lengths]
     return data
-
-
-def _lengths(data: DeviceBatch) -> tuple[list[int], list[int]]:
-    return data.total_lengths, data.response_lengths
 
 
 def _on_rank_zero(scores: dict[int, Scores], count: int) -> list[Scores]:
