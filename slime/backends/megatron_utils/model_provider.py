@@ -86,8 +86,8 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
 
 def freeze_parameters(
     model: torch.nn.Module, *, only_train: Iterable[str] | None = None, freeze: Iterable[str] | None = None
-) -> int:
-    """Take parameters out of training by regular expressions over their names; gives the number left trainable.
+) -> None:
+    """Take parameters out of training by regular expressions over their names.
 
     Args:
         model: its parameters are changed in place.
@@ -95,14 +95,10 @@ def freeze_parameters(
         freeze: parameters that match any of these are frozen.
     """
     only_train, freeze = list(only_train or ()), list(freeze or ())
-    num_trainable = 0
     for name, parameter in model.named_parameters():
-        if only_train and not any(re.search(pattern, name) for pattern in only_train):
+        is_left_out = only_train and not any(re.search(pattern, name) for pattern in only_train)
+        if is_left_out or any(re.search(pattern, name) for pattern in freeze):
             parameter.requires_grad_(False)
-        if any(re.search(pattern, name) for pattern in freeze):
-            parameter.requires_grad_(False)
-        num_trainable += parameter.requires_grad
-    return num_trainable
 
 
 def freeze_indexer(model: torch.nn.Module) -> None:

@@ -5,8 +5,8 @@ The parameter itself stays what it is: checkpoints, the optimizer and pushes see
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +22,9 @@ from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_
 from slime.utils.errors import ConfigError
 from slime.weights.quantize.fake_int4 import fake_quantize_int4
 
-logger = logging.getLogger(__name__)
 
-
-def fake_quantize_weights(model: torch.nn.Module, args: Namespace) -> int:
-    """Let the model's layers read their weights rounded to int4; return the number of layers changed.
+def fake_quantize_weights(model: torch.nn.Module, args: Namespace) -> None:
+    """Let the model's layers read their weights rounded to int4.
 
     Args:
         model: one chunk of the actor.
@@ -54,16 +52,10 @@ def fake_quantize_weights(model: torch.nn.Module, args: Namespace) -> int:
             )
         _require_whole_groups(shard, args.int4_qat_group_size)
         chosen.add(id(shard.parameter))
-    num_changed = 0
-    kinds: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
     for module in model.modules():
         if id(module._parameters.get("weight")) in chosen:
-            if (kind := type(module)) not in kinds:
-                kinds[kind] = _reading_rounded(kind)
-            module.__class__ = kinds[kind]
+            module.__class__ = _reading_rounded(type(module))
             vars(module).update(int4_group_size=args.int4_qat_group_size, rounded_weight=None)
-            num_changed += 1
-    return num_changed
 
 
 def _require_whole_groups(shard: Shard, group_size: int) -> None:
@@ -80,6 +72,7 @@ def _require_whole_groups(shard: Shard, group_size: int) -> None:
     )
 
 
+@cache
 def _reading_rounded(layer: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return a subclass whose ``weight`` is rounded, once for each forward pass; its parameters keep their names."""
 

@@ -189,8 +189,8 @@ def check_fp8_flags(args: Namespace) -> None:
         raise ConfigError("--fp8-format is given with --fp16; what is not quantized is bf16: give --bf16.")
 
 
-def use_fp8(model: torch.nn.Module, args: Namespace) -> int:
-    """Let the matrices of the model's layers be multiplied in FP8; return how many.
+def use_fp8(model: torch.nn.Module, args: Namespace) -> None:
+    """Let the matrices of the model's layers be multiplied in FP8.
 
     Embedding, vocabulary projection, routers, norms and what joins an MTP layer to the model stay as they are, and so
     do the layers of ``--first-last-layers-bf16``.
@@ -202,7 +202,6 @@ def use_fp8(model: torch.nn.Module, args: Namespace) -> int:
                 multiply_by(_rows_of(owner, name, module), module)
                 count += 1
     logger.info("%d matrices are multiplied in FP8 by blocks", count)
-    return count
 
 
 def _stays_bf16(layer: TransformerLayer, args: Namespace) -> bool:

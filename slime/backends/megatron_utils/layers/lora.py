@@ -191,8 +191,8 @@ class Adapter(torch.nn.Module):
         part.copy_(whole.chunk(size, dim=-1)[rank])
 
 
-def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
-    """Freeze a chunk of the actor and put adapters on the chosen linear layers of its decoder; return how many.
+def add_adapters(model: torch.nn.Module, args: Namespace) -> None:
+    """Freeze a chunk of the actor and put adapters on the chosen linear layers of its decoder.
 
     Args:
         model: bare, not wrapped.
@@ -203,13 +203,12 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
     """
     config = lora_config(args)
     if config is None:
-        return 0
+        return
     model.requires_grad_(False)
     weight_map, dims = weight_map_of_run(args), model_dims(args)
     layers: dict[int, Any] = {
         id(layer._parameters.get("weight")): layer for layer in model.modules() if type(layer) in _LAYERS
     }
-    count = 0
     for name, shard in iter_global_parameters([model]):
         if not is_linear(name):
             continue
@@ -230,7 +229,6 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
             layer.lora = Adapter(layer, config, sum(chosen), part_of_row, own_rows)
             vars(layer.weight)["lora"] = layer.lora
             layer.register_forward_hook(_add_output)
-            count += 1
         if not layer.lora.is_shared:
             layer.lora.draw(name, shard, args.seed)
         elif shard.expert_index == 0:
@@ -244,7 +242,6 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> int:
     head = getattr(model, "output_layer", None)
     if head is not None:
         head.register_forward_hook(_with_dense_gradient)
-    return count
 
 
 def _parts_of_rows(shard: Shard, rule: Rule, dims: ModelDims, chosen: Sequence[bool]) -> Tensor:

@@ -110,9 +110,12 @@ def test_parameters_on_the_freeze_list_do_not_train() -> None:
     assert frozen == {name for name, _ in model.named_parameters() if ".layers.0." in name}
 
 
-def test_freezing_counts_what_is_left() -> None:
-    assert freeze_parameters(torch.nn.Linear(2, 2), freeze=["bias"]) == 1
-    assert freeze_parameters(torch.nn.Linear(2, 2)) == 2
+def test_without_lists_nothing_is_frozen() -> None:
+    model = torch.nn.Linear(2, 2)
+    freeze_parameters(model)
+    assert model.weight.requires_grad and model.bias.requires_grad
+    freeze_parameters(model, freeze=["bias"])
+    assert model.weight.requires_grad and not model.bias.requires_grad
 
 
 def test_both_lists_at_once_are_refused() -> None:
