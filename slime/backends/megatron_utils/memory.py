@@ -44,10 +44,10 @@ def freeze_long_lived_objects() -> None:
     gc.freeze()
 
 
-def report(moment: str) -> dict[str, float]:
-    """Log and return the accelerator's memory in GiB; empty without one."""
+def report(moment: str) -> None:
+    """Log the accelerator's memory in GiB."""
     if not torch.cuda.is_available():
-        return {}
+        return
     free, total = torch.cuda.mem_get_info()
     numbers = {
         "total": total / 2**30,
@@ -57,7 +57,6 @@ def report(moment: str) -> dict[str, float]:
         "peak allocated": torch.cuda.max_memory_allocated() / 2**30,
     }
     logger.info("Memory %s: %s GiB", moment, ", ".join(f"{name} {value:.2f}" for name, value in numbers.items()))
-    return numbers
 
 
 def restart_peak() -> None:
@@ -74,8 +73,3 @@ def peak_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def peak_metrics() -> dict[str, float]:
-    """Return ``perf/train_peak_memory_gib``, :func:`peak_gib`.  Empty without an accelerator."""
-    return {"perf/train_peak_memory_gib": peak_gib()} if torch.cuda.is_available() else {}

@@ -96,7 +96,8 @@ class TrainReports:
         seconds = Timer().log_dict()
         Timer().reset()
         metrics = train_metrics.perf_metrics(self._args, data, iterator, seconds, world_size=self._world_size)
-        metrics |= memory.peak_metrics()
+        if torch.cuda.is_available():
+            metrics["perf/train_peak_memory_gib"] = memory.peak_gib()
         if self._args.prometheus_port is not None:
             metrics |= train_metrics.rank_metrics(sum(data.total_lengths), seconds)
         return self._log_perf(rollout_id, metrics)
