@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from slime.utils.errors import ConfigError
+from slime.utils.net import format_host_port
 from slime.weights.named_tensors import NamedTensors
 
 
@@ -91,10 +92,9 @@ def join_update_group(
 ) -> dist.ProcessGroup:
     """Enter, as rank 0, the process group over which an update is broadcast; blocks until all engines are in."""
     _, init_custom_process_group, _ = _sglang()
-    host = f"[{master_address}]" if ":" in master_address and not master_address.startswith("[") else master_address
     return init_custom_process_group(
         backend=backend,
-        init_method=f"tcp://{host}:{master_port}",
+        init_method=f"tcp://{format_host_port(master_address, master_port)}",
         world_size=world_size,
         rank=0,
         group_name=group_name,
