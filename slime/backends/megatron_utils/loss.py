@@ -41,7 +41,6 @@ from slime.backends.megatron_utils.loss_columns import (
     response_log_probs,
 )
 from slime.backends.megatron_utils.top_k import top_k_divergence
-from slime.utils.errors import ConfigError
 from slime.utils.misc import call_hook, load_function
 from slime.utils.plugins import PluginCall, call_plugin
 
@@ -172,8 +171,7 @@ def sft_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_samp
 
 def custom_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
     """Call the function of ``--custom-loss-function-path``, which sees fp32 logits and the columns as they are."""
-    if (path := args.custom_loss_function_path) is None:
-        raise ConfigError("--loss-type custom_loss needs --custom-loss-function-path")
+    path = args.custom_loss_function_path
     loss, metrics = call_hook("--custom-loss-function-path", path, args, batch, logits.float(), sum_of_sample_mean)
     return loss, {"loss": loss, **metrics}
 
