@@ -86,7 +86,7 @@ def hold_quantized(model: Sequence[torch.nn.Module], args: Namespace) -> int:
 
     Embedding, vocabulary projection, routers and norms stay as they are.
     """
-    if vars(args).get("lora_base_precision") is None:
+    if args.lora_base_precision is None:
         return 0
     layers = [layer for chunk in model for layer in unwrap_model(chunk).modules()]
     found = [one for layer in layers if isinstance(layer, TransformerLayer) for _, _, one in matrices(layer)]
