@@ -101,7 +101,7 @@ class Router(TopKRouter):
         if self.samples is None:
             return super()._apply_aux_loss(probs, scores_for_aux_loss, routing_map, with_padding_mask)
         is_real = self.samples.of_tensor_rank(len(probs)) < len(self.samples.lengths)
-        return self._attach(probs, "aux_loss", scores_for_aux_loss, routing_map, 1 - is_real.long(), 1)
+        return self._attach(probs, "aux_loss", scores_for_aux_loss, routing_map, 1 - is_real.long())
 
     def _apply_seq_aux_loss(
         self,
@@ -118,9 +118,7 @@ class Router(TopKRouter):
                 probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask
             )
         sample_of = self.samples.of_tensor_rank(len(probs))
-        return self._attach(
-            probs, "seq_aux_loss", scores_for_aux_loss, routing_map, sample_of, len(self.samples.lengths)
-        )
+        return self._attach(probs, "seq_aux_loss", scores_for_aux_loss, routing_map, sample_of)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Any = None) -> None:
         """Count the tokens of every expert, without padding: for the bias update of the step, and ``counts_load``."""
@@ -145,9 +143,7 @@ class Router(TopKRouter):
         per_sample = self.samples.weights / self.samples.lengths
         return torch.cat([per_sample, per_sample.new_zeros(1)])[self.samples.of_tensor_rank(num_tokens)]
 
-    def _attach(
-        self, probs: Tensor, kind: str, scores: Tensor, routing_map: Tensor, group_of: Tensor, num_groups: int
-    ) -> Tensor:
+    def _attach(self, probs: Tensor, kind: str, scores: Tensor, routing_map: Tensor, group_of: Tensor) -> Tensor:
         """Return ``probs`` that carry the gradient of this rank's part of a balancing loss.
 
         Args:
@@ -155,8 +151,8 @@ class Router(TopKRouter):
             kind: which loss, for its coefficient.
             scores: [T, E] with gradient, positive, summing to one.
             routing_map: [T, E] true where an expert was chosen by these scores.
-            group_of: [T] the group of tokens within which the load is balanced; ``num_groups`` for padding.
-            num_groups: 1, the micro-batch, for ``aux_loss``; its samples, S, for ``seq_aux_loss``.
+            group_of: [T] the group of tokens within which the load is balanced: 0, the micro-batch, for ``aux_loss``;
+                the sample for ``seq_aux_loss``; the number after the last for padding.
         """
         coefficient = self.get_aux_loss_coeff(kind)
         if not coefficient:
@@ -165,7 +161,7 @@ class Router(TopKRouter):
         lengths, weights = self.samples.lengths, self.samples.weights
         if kind == "aux_loss":
             lengths, weights = lengths.sum()[None], weights.sum()[None]
-        shape = (num_groups + 1, scores.size(1))
+        shape = (len(lengths) + 1, scores.size(1))
         chosen = torch.zeros(shape, device=scores.device).index_add_(0, group_of, routing_map.float())
         dist.all_reduce(chosen, group=self.tp_cp_group)
         score_sums = torch.zeros(shape, device=scores.device).index_add(0, group_of, scores.float())
