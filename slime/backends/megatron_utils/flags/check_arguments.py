@@ -83,8 +83,6 @@ def _check_kernels(args: Namespace) -> None:
             f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
             "fp32 parameter that stays on the card; use 1.0, or --bf16."
         )
-    if args.attention_dropout:
-        raise ConfigError(f"--attention-dropout is {args.attention_dropout}; packed attention has none; use 0.0.")
     if args.only_train_params_name_list and args.freeze_params_name_list:
         raise ConfigError(
             "--only-train-params-name-list and --freeze-params-name-list are given; they exclude each other."

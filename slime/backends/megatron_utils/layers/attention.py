@@ -150,18 +150,18 @@ class PackedAttention(MegatronModule):
 
 def check_attention_config(config: TransformerConfig) -> None:
     """Raise ConfigError for options of megatron-core's attention that this one does not have."""
-    refused = {
-        "--attention-dropout": config.attention_dropout != 0,
-        "--window-size (but LEFT,0)": config.window_size is not None
-        and (config.window_size[0] < 0 or config.window_size[1] != 0),
-        "--softmax-type (but learnable, without --multi-latent-attention)": config.softmax_type == "off-by-one"
-        or (config.softmax_type == "learnable" and config.multi_latent_attention),
-        "--qk-clip": config.qk_clip,
-        "--log-max-attention-logit": config.log_max_attention_logit,
-    }
-    for flag, is_set in refused.items():
-        if is_set:
-            raise ConfigError(f"{flag} is set; packed attention has no such option; remove {flag}.")
+    window, softmax = config.window_size, config.softmax_type
+    if softmax == "learnable" and config.multi_latent_attention:
+        softmax = "learnable, with --multi-latent-attention"
+    for flag, value, allowed in (
+        ("--attention-dropout", config.attention_dropout, 0),
+        ("--window-size", window, window if window is None or (window[0] >= 0 and window[1] == 0) else "LEFT,0"),
+        ("--softmax-type", softmax, "learnable" if softmax == "learnable" else "vanilla"),
+        ("--qk-clip", config.qk_clip, False),
+        ("--log-max-attention-logit", config.log_max_attention_logit, False),
+    ):
+        if value != allowed:
+            raise ConfigError(f"{flag} is {value}; packed attention has no such option; it must be {allowed}.")
 
 
 # Context parallelism: each rank has two chunks of every sequence.

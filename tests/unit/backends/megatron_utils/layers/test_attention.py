@@ -285,9 +285,17 @@ def test_the_unfused_backend_gives_the_same() -> None:
     assert torch.allclose(unfused(*inputs), fused(*inputs), atol=1e-6)
 
 
-@pytest.mark.parametrize("flags", ["--window-size 8,8", "--softmax-type off-by-one", "--qk-clip"])
-def test_an_option_that_packed_attention_has_not_is_refused(flags: str) -> None:
-    with pytest.raises(ConfigError, match=flags.split()[0]):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--window-size 8,8", r"--window-size is \(8, 8\).*must be LEFT,0"),
+        ("--softmax-type off-by-one", "--softmax-type is off-by-one.*must be vanilla"),
+        ("--attention-dropout 0.1", "--attention-dropout is 0.1.*must be 0"),
+        ("--qk-clip", "--qk-clip is True.*must be False"),
+    ],
+)
+def test_an_option_that_packed_attention_has_not_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse(*DENSE, *flags.split())
 
 
