@@ -31,7 +31,6 @@ from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_OVERLAP = "tensor-parallel communication is not overlapped with matrix products"
 _PRECISION = "main parameters are fp32; --optimizer-cpu-offload keeps them on the host"
 
 WITHOUT_EFFECT: dict[str, str] = {
@@ -58,7 +57,7 @@ WITHOUT_EFFECT: dict[str, str] = {
             *("tp_comm_split_rs", "tp_comm_atomic_rs", "tp_comm_overlap_disable_qkv"),
             *("tp_comm_overlap_disable_fc1", "tp_comm_bootstrap_backend"),
         ),
-        _OVERLAP,
+        "tensor-parallel communication is not overlapped with matrix products",
     ),
     "use_precision_aware_optimizer": "Adam's moments are fp32 unless --exp-avg-dtype or --exp-avg-sq-dtype is given",
     **dict.fromkeys(("store_param_remainders", "main_grads_dtype", "main_params_dtype"), _PRECISION),
@@ -76,12 +75,6 @@ WITHOUT_EFFECT: dict[str, str] = {
 }
 """Field -> what happens instead of what its flag asks for."""
 
-_FP8 = "it belongs to TransformerEngine's layers, which slime has not"
-_OFFLOAD = "offloading of activations needs TransformerEngine's layers; use --recompute-granularity"
-_DELAY = "delayed weight gradients need TransformerEngine's layers"
-_MUON = "the optimizer is Adam"
-_QK_CLIP = "packed attention does not clip its logits"
-
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -90,7 +83,7 @@ REFUSED: dict[str, str] = {
             *("disable_parameter_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"),
             *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
         ),
-        _FP8,
+        "it belongs to TransformerEngine's layers, which slime has not",
     ),
     **dict.fromkeys(
         (
@@ -98,23 +91,23 @@ REFUSED: dict[str, str] = {
             *("cpu_offloading_double_buffering", "fine_grained_activation_offloading", "offload_modules"),
             "min_offloaded_tensor_size",
         ),
-        _OFFLOAD,
+        "offloading of activations needs TransformerEngine's layers; use --recompute-granularity",
     ),
     **dict.fromkeys(
         (
             *("delay_wgrad_compute", "ep_overlap_early_attn_memory_release", "defer_embedding_wgrad_compute"),
             "wgrad_deferral_limit",
         ),
-        _DELAY,
+        "delayed weight gradients need TransformerEngine's layers",
     ),
     **dict.fromkeys(
         (
             *("muon_momentum", "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec"),
             *("muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor", "sgd_momentum"),
         ),
-        _MUON,
+        "the optimizer is Adam",
     ),
-    **dict.fromkeys(("qk_clip_alpha", "qk_clip_threshold"), _QK_CLIP),
+    **dict.fromkeys(("qk_clip_alpha", "qk_clip_threshold"), "packed attention does not clip its logits"),
     **dict.fromkeys(
         ("max_seqlen_per_dp_cp_rank", "hybrid_context_parallel"),
         "micro-batches are packed by --max-tokens-per-gpu, for one context-parallel size",
