@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names, tensor_names
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.models.rule import to_hf
-from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, unpad_vocabulary
+from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import NamedTensors
@@ -67,7 +67,7 @@ def convert_to_hf(
     while name.startswith("module."):
         name = name.removeprefix("module.")
     if name in VOCABULARY:
-        param = unpad_vocabulary(param, shape)
+        param = param[: shape.vocab_size]
     copies = weight_map.copies_of(name, shape)
     if copies and args.hf_checkpoint:
         in_source = tensor_names(str(args.hf_checkpoint))

@@ -31,14 +31,6 @@ TOWER = "vision_model."
 _OUTPUT_LAYER, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
-def _merge_one(tensor: Tensor, shape: ModelDims) -> Tensor:
-    return tensor
-
-
-def _split_one(tensor: Tensor, shape: ModelDims) -> Sequence[Tensor]:
-    return (tensor,)
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One Megatron parameter and the HF tensors it is made of."""
@@ -47,10 +39,10 @@ class Rule:
     """Name after the prefix of its layer; ``{expert}`` is replaced by the expert's index."""
     hf: tuple[str, ...]
     """Names after the HF prefix of the layer."""
-    merge: Merge = _merge_one
+    merge: Merge = lambda tensor, shape: tensor
     """Called with the HF tensors, in the order of ``hf``, and the dimensions; the whole parameter (before vocabulary
     padding)."""
-    split: Split = _split_one
+    split: Split = lambda tensor, shape: (tensor,)
     """The inverse of ``merge``: moves numbers, changes none."""
 
 
@@ -66,12 +58,7 @@ def relaid_rule(megatron: str, hf: str, merge: Merge, split: Callable[[Tensor, M
 
 def gate_up_rule(megatron: str, gate: str, up: str) -> Rule:
     """Return the rule of a gated MLP's first matrix, made of both its halves."""
-    return Rule(
-        megatron,
-        (gate, up),
-        merge=lambda gate, up, shape: merge_gate_up(gate, up),
-        split=lambda tensor, shape: split_gate_up(tensor),
-    )
+    return Rule(megatron, (gate, up), merge=merge_gate_up, split=split_gate_up)
 
 
 @dataclass(frozen=True)

@@ -40,17 +40,16 @@ def split_qkv(merged: Tensor, shape: ModelDims, num_parts: int = 1) -> tuple[Ten
     return query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest)
 
 
-def merge_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+def merge_gate_up(gate: Tensor, up: Tensor, shape: ModelDims) -> Tensor:
     """Join both halves of a gated MLP's first matrix, gate on top."""
     if gate.shape != up.shape:
         raise DataError(f"gate_proj is {tuple(gate.shape)} and up_proj {tuple(up.shape)}; they must have one shape.")
     return torch.cat([gate, up])
 
 
-def split_gate_up(merged: Tensor) -> tuple[Tensor, Tensor]:
+def split_gate_up(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
     """Invert :func:`merge_gate_up`."""
-    gate, up = merged.chunk(2)
-    return gate, up
+    return merged.chunk(2)
 
 
 def turning_part_last(tensor: Tensor, shape: ModelDims) -> Tensor:
@@ -86,11 +85,6 @@ def pad_vocabulary(tensor: Tensor, shape: ModelDims) -> Tensor:
         )
     padding = tensor.new_zeros(shape.vocab_rows - tensor.size(0), *tensor.shape[1:])
     return torch.cat([tensor, padding])
-
-
-def unpad_vocabulary(tensor: Tensor, shape: ModelDims) -> Tensor:
-    """Invert :func:`pad_vocabulary`."""
-    return tensor[: shape.vocab_size]
 
 
 def tensor_parallel_slice(full: Tensor, *, dim: int, rank: int, size: int, is_gate_up: bool = False) -> Tensor:
