@@ -51,7 +51,13 @@ def derive_int4(args: Namespace) -> dict[str, Any]:
                 "trainer computes another policy than they do. Give the folder of tools/convert_hf_to_int4_direct.py.",
                 args.hf_checkpoint,
             )
-        return {"int4_qat": True, "int4_qat_group_size": _checked(asked or DEFAULT_GROUP_SIZE)}
+        group_size = asked or DEFAULT_GROUP_SIZE
+        if group_size < 8 or group_size % 8:
+            raise ConfigError(
+                f"--int4-qat-group-size (or OPEN_TRAINING_INT4_GROUP_SIZE) is {group_size}; it must be a multiple of "
+                "8; engines take 32 or 128."
+            )
+        return {"int4_qat": True, "int4_qat_group_size": group_size}
     if asked is not None and asked != packed.group_size:
         raise ConfigError(
             f"--int4-qat-group-size (or OPEN_TRAINING_INT4_GROUP_SIZE) is {asked}; the groups of --hf-checkpoint "
@@ -138,12 +144,3 @@ class Int4Selection:
         if self._names is not None:
             return name in self._names
         return (self._rounds_dense or EXPERTS in name) and self._rule(name, (1, 1))
-
-
-def _checked(group_size: int) -> int:
-    if group_size < 8 or group_size % 8:
-        raise ConfigError(
-            f"--int4-qat-group-size (or OPEN_TRAINING_INT4_GROUP_SIZE) is {group_size}; it must be a multiple of 8; "
-            "engines take 32 or 128."
-        )
-    return group_size
