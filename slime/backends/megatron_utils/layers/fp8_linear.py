@@ -94,10 +94,8 @@ def kernels_for(x: Tensor, weight: Tensor) -> ModuleType | None:
         return None
     if any(size % BLOCK for size in weight.shape):
         return None
-    try:
-        from slime.backends.megatron_utils.layers import fp8_kernels
-    except ImportError:
-        return None
+    from slime.backends.megatron_utils.layers import fp8_kernels
+
     return fp8_kernels if fp8_kernels.are_proven(x.device) else None
 
 
