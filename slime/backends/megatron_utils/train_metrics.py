@@ -102,14 +102,14 @@ def rollout_metrics(args: Namespace, rollout_data: DeviceBatch) -> dict[str, flo
     cp_size = mpu.get_context_parallel_world_size()
     num_ranks = mpu.get_data_parallel_world_size(with_context_parallel=True)
     num_rollouts = sum(rollout_data.global_batch_sizes)
+    # Every rank adds 1 / dp of the number of rollouts, or its own tokens.
+    share = num_rollouts / num_ranks
     if args.calculate_per_token_loss:
-        local_tokens = float(sum(mask.sum().item() for mask in rollout_data.loss_masks))
+        share = float(sum(mask.sum().item() for mask in rollout_data.loss_masks)) / cp_size
     sums: dict[str, list[float]] = {}
     for name in TOKEN_COLUMNS:
         if rollout_data.get(name) is not None:
             total = float(reduce(torch.cat([values.float() for values in rollout_data[name]])))
-            # Every rank adds 1 / dp of the number of rollouts, or its own tokens.
-            share = local_tokens / cp_size if args.calculate_per_token_loss else num_rollouts / num_ranks
             sums[name] = [total, share]
     has_rewards = metrics_config(args).has_rewards
     for name in (*_SAMPLE_COLUMNS, "rewards") if has_rewards else _SAMPLE_COLUMNS:
