@@ -309,9 +309,13 @@ def hf_yarn_settings(config: Mapping[str, Any], *, knows_truncate: bool = False)
             )
     values = {name: settings.get("factor" if name == "rotary_scaling_factor" else name) for name in YARN_DEFAULTS}
     if values["rotary_scaling_factor"] is None:
-        values["rotary_scaling_factor"] = (
-            config["max_position_embeddings"] / values["original_max_position_embeddings"]
-        )
+        longest = config.get("max_position_embeddings")
+        if longest is None:
+            raise ConfigError(
+                "config.json of --hf-checkpoint gives YaRN no factor, and no max_position_embeddings from which it "
+                "would follow; add one of them."
+            )
+        values["rotary_scaling_factor"] = longest / values["original_max_position_embeddings"]
     # As transformers reads them: a beta that is absent or 0 is the usual one.
     values = {name: value or YARN_DEFAULTS[name] for name, value in values.items()}
     return values | {"yarn_truncate": settings.get("truncate", True)} if knows_truncate else values

@@ -43,10 +43,10 @@ def gemma3_flags(config: Config) -> Iterator[Flag | str]:
         yield Flag("window_size", (width - 1, 0), f"sliding_window is {width}: {width - 1},0")
         yield Flag("window_attn_skip_freq", every, f"each {every}th layer has full attention")
     rotary = config.get("rope_parameters") or {}
-    local = rotary.get("sliding_attention", {}).get("rope_theta") or config.get("rope_local_base_freq")
+    local = (rotary.get("sliding_attention") or {}).get("rope_theta") or config.get("rope_local_base_freq")
     if local not in (None, LOCAL_ROTARY_BASE):
         yield f"--spec has rotary base {LOCAL_ROTARY_BASE:g} in layers with a window; rope_local_base_freq is {local}"
-    base = rotary.get("full_attention", {}).get("rope_theta")
+    base = (rotary.get("full_attention") or {}).get("rope_theta")
     if base is not None:
         yield Flag("rotary_base", base, f"rope_theta of full_attention is {base}")
     scalar = config.get("query_pre_attn_scalar")

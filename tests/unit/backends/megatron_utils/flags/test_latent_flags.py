@@ -93,6 +93,19 @@ def test_what_yarn_leaves_open_is_what_transformers_takes(tmp_path: Path) -> Non
     assert rotary.softmax_scale(16) == 0.25
 
 
+def test_yarn_without_a_factor_or_a_length_to_derive_it_from_is_refused(tmp_path: Path) -> None:
+    lengthless = {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None, "max_position_embeddings": None}
+    with pytest.raises(ConfigError, match="no factor, and no max_position_embeddings"):
+        tiny(tmp_path, lengthless)
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_rotary_settings_of_gemma_that_are_null_say_nothing(kind: str, tmp_path: Path) -> None:
+    case = load_cases(["gemma3"])["gemma3"]
+    rotary = {**case.config["rope_parameters"], kind: None}
+    assert parse(*write_config(tmp_path, {**case.config, "rope_parameters": rotary})).position_embedding_type == "rope"
+
+
 @pytest.mark.parametrize("flags", [(), ("--rope-type", "rope"), ("--rope-type", "yarn"), ("--mscale", "0.5")])
 def test_a_model_that_was_never_stretched_is_not_stretched(flags: tuple[str, ...], tmp_path: Path) -> None:
     args = tiny(tmp_path, {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}, *flags)
