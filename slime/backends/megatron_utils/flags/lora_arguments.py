@@ -8,7 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
-from slime.backends.megatron_utils.models import family_of, find_weight_map, weight_map_of_run
+from slime.backends.megatron_utils.models import find_family, weight_map_of_run
 from slime.flags.config import backend_flags
 from slime.flags.lora import ALL_LINEAR, LoraConfig, engine_adapters, lora_config
 from slime.utils.errors import ConfigError, DataError
@@ -123,15 +123,15 @@ def served_adapters(args: Namespace) -> tuple[list[str], int] | None:
 
 
 def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> set[str]:
-    model_name = args.model_name or read_model_type(args.hf_checkpoint)
-    weight_map, family = find_weight_map(model_name), family_of({"model_type": model_name})
+    family = find_family(args.model_name or read_model_type(args.hf_checkpoint))
+    weight_map = family.weight_map
     by_parent: dict[str, set[str]] = {}
     refused: set[str] = set()
     met: set[str] = set()
     for rule in weight_map.layer:
         if not is_linear(rule.megatron) or not _is_there(rule.megatron, args):
             continue
-        if "linear_kv_up" in rule.megatron and family is not None and family.sparse_architecture:
+        if "linear_kv_up" in rule.megatron and family.sparse_architecture:
             continue  # absorbed into others, without an adapter
         for hf_name, is_chosen in zip(rule.hf, chosen_parts(config, rule.megatron, rule.hf), strict=True):
             if not is_chosen:
@@ -143,10 +143,10 @@ def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> 
             module = as_engines_call(module)
             by_parent.setdefault(parent, set()).add(module)
             is_stacked = not hf_name.endswith(".weight")
-            unserved = family.engine_without_adapters if family is not None else ()
+            is_unserved = module not in _SERVED or module in family.engine_without_adapters
             # Without a latent of queries SGLang takes these for parts of matrices that such a model has not.
             is_misread = rule.megatron.endswith(("linear_q_proj.weight", "linear_kv_down_proj.weight"))
-            if is_stacked or module not in _SERVED or module in unserved or (is_misread and args.q_lora_rank is None):
+            if is_stacked or is_unserved or (is_misread and args.q_lora_rank is None):
                 refused.add(module)
     if flag.startswith("--lora-engine-adapters"):  # the run's own are known to be there
         refused |= {target for target in config.targets if target not in met}

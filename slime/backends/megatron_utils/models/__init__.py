@@ -41,9 +41,6 @@ def _load_families() -> dict[str, ModelFamily]:
 FAMILIES = _load_families()
 """By model_type of config.json."""
 
-MAPS: dict[str, WeightMap] = {model_type: family.weight_map for model_type, family in FAMILIES.items()}
-"""The tables of weights, likewise."""
-
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
     """Return the family of a config.json; None for a model type that is not here."""
@@ -85,17 +82,22 @@ def weight_map_of_run(args: Namespace) -> WeightMap:
 
 
 def find_weight_map(model_name: str) -> WeightMap:
-    """Return the table of a model type, architecture or config class, in any spelling: ``qwen3``, ``Qwen3Config``.
+    """Return the table of :func:`find_family`."""
+    return find_family(model_name).weight_map
+
+
+def find_family(model_name: str) -> ModelFamily:
+    """Return the family of a model type, architecture or config class, in any spelling: ``qwen3``, ``Qwen3Config``.
 
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
     key = re.sub(r"[-_]", "", model_name).lower()
     key = key.removesuffix("config").removesuffix("forcausallm").removesuffix("forconditionalgeneration")
-    known = {model_type.replace("_", ""): weight_map for model_type, weight_map in MAPS.items()}
+    known = {model_type.replace("_", ""): family for model_type, family in FAMILIES.items()}
     if key not in known:
         raise ConfigError(
             f"The model type (--model-name, or config.json of --hf-checkpoint) is {model_name!r}; weights can be "
-            f"converted for {', '.join(sorted(MAPS))}. docs/new_model.md says how to add a family."
+            f"converted for {', '.join(sorted(FAMILIES))}. docs/new_model.md says how to add a family."
         )
     return known[key]

@@ -20,7 +20,7 @@ from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.flags.hf_config_check import check_that_weights_can_be_pushed
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, convert_to_hf
-from slime.backends.megatron_utils.models import MAPS
+from slime.backends.megatron_utils.models import FAMILIES
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_rewrite.run import rewrite_folder
@@ -50,7 +50,9 @@ QKV = "module.module.decoder.layers.0.self_attention.linear_qkv.weight"
 # Every family
 
 
-@pytest.mark.parametrize("weight_map", {m.family: m for m in MAPS.values()}.values(), ids=lambda m: m.family)
+@pytest.mark.parametrize(
+    "weight_map", {f.weight_map.family: f.weight_map for f in FAMILIES.values()}.values(), ids=lambda m: m.family
+)
 def test_converters_quantize_what_comes_from_the_matrices_of_the_layers(weight_map: WeightMap) -> None:
     """The rule by HF names, which converters follow, is the rule by Megatron's parameters, which describes models."""
     mtp = weight_map.mtp_prefix(0, SimpleNamespace(num_layers=7)) if weight_map.mtp else ""

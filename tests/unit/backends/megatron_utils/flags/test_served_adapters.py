@@ -75,6 +75,11 @@ def test_what_engines_do_not_serve_is_refused_with_the_flag_to_change(
         modules(family, tmp_path, *targets)
 
 
+def test_a_family_is_known_by_any_spelling_of_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no adapters on down_proj, gate_proj, up_proj of Qwen2"):
+        modules("qwen2_moe", tmp_path, "all-linear", model_name="Qwen2MoeForCausalLM")
+
+
 def test_sglang_joins_the_adapters_of_experts_that_are_called_as_mixtrals() -> None:
     cpu_shim.install()
     from sglang.srt.lora.lora import LoRAAdapter

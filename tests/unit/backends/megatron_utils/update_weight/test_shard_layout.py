@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils import models
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.update_weight.shard_layout import (
     RowRuns,
@@ -149,7 +150,9 @@ def transposing(monkeypatch: pytest.MonkeyPatch) -> None:
         return (tensor.T,)
 
     top = (Rule("output_layer.weight", ("head.weight",), split=split),)
-    monkeypatch.setitem(models.MAPS, "transposing", WeightMap("one that transposes", top=top, layer=()))
+    weight_map = WeightMap("one that transposes", top=top, layer=())
+    family = ModelFamily(model_types=("transposing",), weight_map=weight_map)
+    monkeypatch.setitem(models.FAMILIES, "transposing", family)
 
 
 @pytest.mark.usefixtures("transposing")
