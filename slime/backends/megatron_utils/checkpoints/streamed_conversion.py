@@ -92,7 +92,7 @@ def _progress() -> tqdm:
 def _check_unused(tensors: HfTensors, args: Namespace) -> None:
     """Refuse tensors that no rank has read; every rank reads only what it writes."""
     tensors.read = set().union(*gather_objects(tensors.read))
-    check_all_used(tensors, weight_map_of(tensors.folder), model_dims(args))
+    check_all_used(tensors, weight_map_of(args, tensors.folder), model_dims(args))
 
 
 class _Span(NamedTuple):
@@ -109,7 +109,7 @@ class _Weights:
 
     def __init__(self, args: Namespace, model: Sequence[torch.nn.Module], tensors: HfTensors, bar: tqdm) -> None:
         self._tensors, self._bar = tensors, bar
-        self._weight_map = weight_map_of(tensors.folder)
+        self._weight_map = weight_map_of(args, tensors.folder)
         self._shape = model_dims(args)
         spans = []
         for name, shard in iter_global_parameters(model):

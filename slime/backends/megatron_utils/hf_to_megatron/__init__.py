@@ -23,7 +23,7 @@ from slime.train_data.model_dims import ModelDims
 # isort: split
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.layers.value_head import is_of_value_head
-from slime.backends.megatron_utils.models import WeightMap, find_weight_map
+from slime.backends.megatron_utils.models import FAMILIES, WeightMap, find_weight_map
 from slime.backends.megatron_utils.models.rule import from_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
@@ -42,13 +42,14 @@ def supports_hf_weight_loading(path: str | Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def weight_map_of(path: str | Path) -> WeightMap:
-    """Return the weight map of a checkpoint's model type.
+def weight_map_of(args: Namespace, path: str | Path) -> WeightMap:
+    """Return the weight map of a checkpoint's model type, or of ``--model-name`` where that type is not known.
 
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    return find_weight_map(read_model_type(path))
+    model_type = read_model_type(path)
+    return find_weight_map(model_type if model_type in FAMILIES else args.model_name or model_type)
 
 
 @torch.no_grad()
@@ -64,7 +65,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
         ConfigError: the model type is not known.
         DataError: a tensor is missing (also a KeyError), has another shape, or would be left unused.
     """
-    weight_map = weight_map_of(path)
+    weight_map = weight_map_of(args, path)
     shape = model_dims(args)
     start = time.monotonic()
     num_bytes = 0

@@ -95,6 +95,18 @@ def test_an_unknown_model_type_is_refused_with_the_known_ones(tmp_path: Path) ->
         load_hf_weights(args, [model], tmp_path)
 
 
+def test_an_unknown_model_type_is_read_as_the_family_of_model_name(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    args, model = load(tmp_path)
+    wanted = model.output_layer.weight.clone()
+    torch.nn.init.zeros_(model.output_layer.weight)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "fancy"}))
+    args.model_name = "Qwen3ForCausalLM"
+    load_hf_weights(args, [model], tmp_path)
+    assert torch.equal(model.output_layer.weight, wanted)
+
+
 def test_a_target_that_is_quantized_in_an_unknown_way_is_refused() -> None:
     args = argparse_like()
     args.hf_checkpoint = "nowhere"  # type: ignore[attr-defined]
