@@ -54,7 +54,8 @@ def fake_quantize_weights(model: torch.nn.Module, args: Namespace) -> None:
         chosen.add(id(shard.parameter))
     for module in model.modules():
         if id(module._parameters.get("weight")) in chosen:
-            module.__class__ = _reading_rounded(type(module))
+            kind: Any = type(module)
+            module.__class__ = _reading_rounded(kind)
             vars(module).update(int4_group_size=args.int4_qat_group_size, rounded_weight=None)
 
 
