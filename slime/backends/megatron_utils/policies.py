@@ -197,8 +197,7 @@ class ModelSwitch:
 
     def copy(self, source: str, target: str) -> None:
         """Make ``target`` equal ``source``, both on the host."""
-        own = {name: tensor for name, tensor in self.get(source).items() if name not in self._frozen}
-        _copy_to_host(own, self._host.setdefault(target, {}))
+        _copy_to_host(self._host[source], self._host.setdefault(target, {}))
 
     def copy_without_adapters(self, source: str, target: str) -> None:
         """Make ``target`` the model of ``source`` with adapters that add nothing."""
