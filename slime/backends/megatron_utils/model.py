@@ -52,8 +52,7 @@ def build_model(
     provider = get_model_provider(args, role)
     virtual_size = mpu.get_virtual_pipeline_model_parallel_world_size()
     chunks: ModelChunks = []
-    for vp_stage in range(virtual_size or 1):
-        stage = vp_stage if virtual_size else None
+    for stage in range(virtual_size) if virtual_size else (None,):
         chunks.append(
             provider(
                 pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
