@@ -52,7 +52,6 @@ class GatherDispatcher(MoETokenDispatcher):
             config.moe_token_dispatcher_type == "alltoall"
             and config.moe_expert_capacity_factor is None
             and not config.moe_shared_expert_overlap
-            and not config.overlap_moe_expert_parallel_comm
         )
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
