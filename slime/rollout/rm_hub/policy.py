@@ -213,9 +213,10 @@ class _Worker(threading.Thread):
         """Grade until this thread has been replaced."""
         while not self.is_replaced:
             grading = self._waiting.get()
+            if not grading.started.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more
             grading.result.set_running_or_notify_cancel()  # first: once it has started, its caller may cancel it
-            if grading.started.set_running_or_notify_cancel():
-                grading.started.set_result(self)
+            grading.started.set_result(self)
             try:
                 value = grading.function(*grading.args)
             except CancelledError as error:  # of the grader's own; awaited, it would pass for its caller's end
@@ -239,7 +240,7 @@ class GraderThreads:
         self._lock = threading.Lock()
 
     async def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-        """Run ``function(*args)`` in a thread; returns or raises what it does.
+        """Run ``function(*args)`` in a thread; returns or raises what it does.  Cancelled, it is not begun any more.
 
         Raises:
             TimeoutError: it did not return within ``timeout_s`` of its start.  The time before is not counted: it is
@@ -248,15 +249,17 @@ class GraderThreads:
         self._fill()
         grading = _Grading(function, args, Future(), Future())
         self._waiting.put(grading)
-        worker = await asyncio.wrap_future(grading.started)
         result = asyncio.wrap_future(grading.result)
         try:
-            return await asyncio.wait_for(result, timeout_s)
-        except TimeoutError:
-            if result.done() and not result.cancelled():
-                raise  # the grader's own
-            self._replace(worker)
-            raise TimeoutError(f"no result within {timeout_s:g} s") from None
+            await asyncio.wrap_future(grading.started)
+            done, _ = await asyncio.wait({result}, timeout=timeout_s)
+        finally:
+            if not grading.started.cancel() and not grading.result.done():
+                self._replace(grading.started.result())
+            result.cancel()
+        if not done:
+            raise TimeoutError(f"no result within {timeout_s:g} s")
+        return result.result()
 
     def _fill(self) -> None:
         with self._lock:

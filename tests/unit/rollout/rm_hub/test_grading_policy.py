@@ -130,6 +130,24 @@ def test_an_overdue_thread_is_replaced_and_others_are_graded_meanwhile():
     release.set()
 
 
+def test_a_cancelled_grading_takes_no_thread_from_those_that_follow():
+    threads = GraderThreads(num_threads=1)
+    release = threading.Event()
+
+    async def main() -> int:
+        begun = asyncio.create_task(threads.run(release.wait, 30.0, timeout_s=30.0))
+        waiting = asyncio.create_task(threads.run(release.wait, 30.0, timeout_s=30.0))
+        await asyncio.sleep(0.1)
+        begun.cancel()
+        waiting.cancel()
+        await asyncio.gather(begun, waiting, return_exceptions=True)
+        async with asyncio.timeout(10):
+            return await threads.run(lambda: 1, timeout_s=5.0)
+
+    assert asyncio.run(main()) == 1
+    release.set()
+
+
 def test_work_that_a_grader_cancels_is_a_failure_and_not_the_end_of_its_caller():
     threads = GraderThreads(num_threads=1)
 
