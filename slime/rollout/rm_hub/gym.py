@@ -15,7 +15,6 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from slime.agent.parsing import split_reasoning
 from slime.agent.sandbox.view import isolating_command, unsafe_command, view_for_programs
@@ -40,13 +39,10 @@ class QuestionWorker(SymbolicWorker):
 
     first_question = {"task": "leg_counting", "config": {"size": 1, "seed": 0}, "indices": [0]}
     what = "runs reasoning-gym"
+    package = "reasoning_gym"
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return self._start_as([sys.executable, str(_WORKER_FILE)], env.copy() | _HASH_SEED)
-
-    def _start_as(self, words: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(words, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, **options)
+        return self._popen([sys.executable, str(_WORKER_FILE)], env=env.copy() | _HASH_SEED)
 
 
 class ScoreWorker(QuestionWorker):
@@ -64,7 +60,7 @@ class ScoreWorker(QuestionWorker):
         program = [sys.executable, "-sPc", _WORKER_FILE.read_text(encoding="utf-8")]
         env = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", **_HASH_SEED}
         try:
-            return self._start_as([*words, *program], env, pass_fds=ends, cwd="/")
+            return self._popen([*words, *program], env=env, pass_fds=ends, cwd="/")
         finally:
             for end in ends:
                 os.close(end)

@@ -39,6 +39,7 @@ class SymbolicWorker:
     first_question: Mapping[str, Any] = {"expression": "1-1"}
     """Asked to see that a child has started."""
     what = "runs sympy for the math graders"
+    package = "sympy"
 
     def __init__(self, *, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
@@ -76,21 +77,24 @@ class SymbolicWorker:
             self.close()
             self._process = self._start()
             try:
-                self._ask(self._process, self.first_question, START_LIMIT_S)
+                answer = self._ask(self._process, self.first_question, START_LIMIT_S)
+                if isinstance(answer, dict) and "error" in answer:
+                    raise ValueError(answer["error"])
             except (TimeoutError, OSError, ValueError) as error:
                 self.close()
                 raise GraderError(
-                    f"The process that {self.what} did not start: {error}. Try '{sys.executable} -c \"import sympy\"'."
+                    f"The process that {self.what} did not start: {error}. Try '{sys.executable} -c \"import "
+                    f"{self.package}\"'."
                 ) from error
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, str(_WORKER_FILE), str(self._time_limit_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        return self._popen([sys.executable, str(_WORKER_FILE), str(self._time_limit_s)])
+
+    @staticmethod
+    def _popen(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, **options)
 
     @staticmethod
     def _ask(process: subprocess.Popen[bytes], question: Mapping[str, Any], limit_s: float) -> object:
