@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from slime.flags.reward import reward_config
 from slime.flags.security import trusts_remote_code
 from slime.rollout import plain_values
 from slime.rollout.mixture import Mixture, is_mix
@@ -100,7 +101,8 @@ class RolloutDataSource(DataSource):
             return Dataset(source["path"], tokenizer, processor, args.rollout_max_prompt_len, **keywords, **keys)
 
         if is_mix(args.prompt_data):
-            return Mixture(args.prompt_data, open_one, is_shuffled=args.rollout_shuffle)
+            key = reward_config(args).reward_key
+            return Mixture(args.prompt_data, open_one, is_shuffled=args.rollout_shuffle, reward_key=key)
         return open_one({"path": args.prompt_data})
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:

@@ -130,16 +130,25 @@ class _MixedSet:
 class Mixture(GroupFeedback):
     """The stream; in place of a ``Dataset``."""
 
-    def __init__(self, path: str, open_dataset: Callable[[Mapping[str, Any]], Dataset], *, is_shuffled: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        open_dataset: Callable[[Mapping[str, Any]], Dataset],
+        *,
+        is_shuffled: bool,
+        reward_key: str | None = None,
+    ) -> None:
         """Open the data sets of ``path``.
 
         Args:
             path: of the mix.yaml.
             open_dataset: gets the entry of a data set.
             is_shuffled: each epoch of a data set has its own order.
+            reward_key: entry of the rewards that are dicts (``--reward-key``).
         """
         mix = read_mix(path)
         self._path, self._is_shuffled, self._curriculum = path, is_shuffled, mix.curriculum
+        self._reward_key = reward_key
         self._sources = [_MixedSet(one["name"], open_dataset(one), _points(one, path)) for one in mix.sources]
         self._by_name = {source.name: source for source in self._sources}
         for source in self._sources:
@@ -201,7 +210,8 @@ class Mixture(GroupFeedback):
     def observe(self, group: list[Any]) -> None:
         """Note how many answers of a prompt were right."""
         samples = [sample for sample in leaf_samples(group) if not sample.remove_sample]
-        numbers = [sample.reward for sample in samples if isinstance(sample.reward, int | float)]
+        rewards = [s.reward.get(self._reward_key) if isinstance(s.reward, dict) else s.reward for s in samples]
+        numbers = [reward for reward in rewards if isinstance(reward, int | float)]
         source = self._by_name.get(samples[0].metadata.get("source_name", "")) if samples else None
         if source is None or not numbers:
             return

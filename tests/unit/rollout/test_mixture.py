@@ -110,6 +110,13 @@ def test_prompts_that_are_always_or_never_solved_are_left_out_for_some_epochs(op
     assert source.dataset.take_metrics()["rollout/mixture/a/prompts"] == 0
 
 
+def test_of_rewards_that_are_dicts_the_entry_of_reward_key_counts(open_source):
+    source = open_source(a=1, b=0, curriculum={"skip_epochs": 1}, reward_key="score")
+    score = {"a0": (1, 1), "a1": (0, 0), "a2": (0, 1), "a3": (1, 0)}
+    prompts = solve(source, lambda prompt: [{"score": s, "acc": True} for s in score[prompt]], 6)
+    assert prompts == ["a0", "a1", "a2", "a3", "a2", "a3"]
+
+
 def test_a_data_set_whose_every_prompt_is_left_out_comes_again(open_source):
     source = open_source(a=1, b=0, curriculum={"skip_epochs": 3})
     assert solve(source, lambda prompt: (0, 0), 9) == ["a0", "a1", "a2", "a3"] * 2 + ["a0"]
