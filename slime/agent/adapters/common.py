@@ -31,7 +31,7 @@ from slime.agent.adapters.messages import (
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook, is_trusted
 from slime.agent.parsing import ParsedModelOutput, check_parsers, parse_model_output
 from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
-from slime.utils.errors import ProcessError, SlimeError
+from slime.utils.errors import SlimeError
 from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError
 from slime.utils.json_file import parse_object
 from slime.utils.types import Sample
@@ -261,6 +261,8 @@ class BaseAdapter(ABC):
         assert task is not None
         session.in_flight.add(task)
         try:
+            if session.is_closed:  # by another thread since its admission: that did not wait for this turn
+                raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False)
             messages, tools = read_part(lambda: with_named_tools(*self._translate(body)))
             known = self.manager.known_prefix(session.sid, messages)
             if known is not None:
@@ -342,11 +344,9 @@ class BaseAdapter(ABC):
                 raise AdapterError(400, message, code="context_length_exceeded") from error
             # The engine refused this very request: a retry would not help.
             raise AdapterError(502, str(error), may_retry=error.status >= 500) from error
-        except (ProcessError, TimeoutError) as error:
+        except (SlimeError, TimeoutError) as error:
             late = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
             raise AdapterError(504 if late else 502, str(error) or "The engine did not answer in time.") from error
-        except SlimeError as error:
-            raise AdapterError(502, str(error)) from error
         finally:
             call.cancel()
         if turn.finish_reason == "abort":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.utils import http_utils
 from slime.utils.net import get_current_node_ip
+from slime.utils.types import Sample
 
 
 def test_a_request_opens_a_session_only_where_it_may():
@@ -91,3 +94,33 @@ def test_a_stranger_gets_no_turn_of_an_adapter_on_the_network(tokenizer, monkeyp
         found.append(httpx.post(url, json=body, headers=key, timeout=20, trust_env=False).status_code)
     server.stop()
     assert found == [401, 200, 200]
+
+
+def test_a_turn_that_was_admitted_while_its_session_closed_is_refused_and_leaves_nothing(tokenizer, monkeypatch):
+    async def call(sglang_url, prompt_ids, sampling_params, session_id=None):
+        ids = tokenizer.encode("hello<|im_end|>")
+        return common.TurnRecord(list(prompt_ids), ids, [-0.5] * len(ids), "stop")
+
+    admit, admitted, closed = SessionBook.admit, threading.Event(), threading.Event()
+
+    def admit_slowly(book, sid, **options):
+        session = admit(book, sid, **options)
+        admitted.set()
+        assert closed.wait(20)
+        return session
+
+    monkeypatch.setattr(common, "call_sglang_generate", call)
+    monkeypatch.setattr(SessionBook, "admit", admit_slowly)
+    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url="http://engine")
+    adapter.open_session("s")
+    server = run_app_in_thread(adapter.app)
+    url, key = f"http://127.0.0.1:{server.port}/v1/chat/completions", {"Authorization": "Bearer s"}
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, url, json=body, headers=key, timeout=20, trust_env=False)
+        assert admitted.wait(20)
+        assert asyncio.run(adapter.finish_session("s", base_sample=Sample())) == []
+        closed.set()
+        assert answer.result().status_code == 503
+    server.stop()
+    assert not adapter.manager.has_session("s")
