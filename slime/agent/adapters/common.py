@@ -265,7 +265,7 @@ class BaseAdapter(ABC):
                 raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False)
             messages, tools = read_part(lambda: with_named_tools(*self._translate(body)))
             known = self.manager.known_prefix(session.sid, messages)
-            if known is not None:
+            if known is not None:  # with the reasoning that clients do not send back; the template decides about it
                 messages = [*known.messages, *messages[len(known.messages) :]]
             prompt_ids = self._prompt_ids(messages, tools, known)
             keys = self.max_token_keys, self.stop_keys

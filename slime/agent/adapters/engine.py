@@ -8,9 +8,10 @@ what the template puts after them is encoded.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime.agent.trajectory import KnownPrefix, Message, TurnRecord
@@ -29,24 +30,6 @@ _PROBE = "\u2063probe\u2063"
 """Content that no template changes and no conversation has."""
 
 
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    *,
-    add_generation_prompt: bool,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> str:
-    """Render the conversation with the tokenizer's chat template."""
-    return tokenizer.apply_chat_template(
-        list(messages),
-        tools=list(tools) if tools else None,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        **(template_kwargs or {}),
-    )
-
-
 def build_prompt_ids(
     tokenizer: Any,
     messages: Sequence[Message],
@@ -59,38 +42,28 @@ def build_prompt_ids(
 
     Args:
         tokenizer: with a chat template.
-        messages: the whole conversation.
+        messages: the whole conversation; it begins with those of ``known``.
         tools: tools that the template shows to the model.
         known: a beginning of the conversation whose ids are known.
         template_kwargs: further arguments of the template.
     """
-    if known is not None:
-        # The stored messages have the reasoning that clients do not send back; the template decides about it.
-        messages = [*known.messages, *messages[len(known.messages) :]]
-    text = render(tokenizer, messages, tools, add_generation_prompt=True, template_kwargs=template_kwargs)
-    rest = None if known is None else _text_after(tokenizer, text, tools, known, template_kwargs)
+    render = functools.partial(
+        tokenizer.apply_chat_template, tools=list(tools) if tools else None, tokenize=False, **(template_kwargs or {})
+    )
+    text = render(list(messages), add_generation_prompt=True)
+    rest = None if known is None else _text_after(tokenizer, render, text, known)
     if known is None or rest is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
     return known.ids + list(tokenizer.encode(rest, add_special_tokens=False))
 
 
-def _text_after(
-    tokenizer: Any,
-    text: str,
-    tools: Sequence[Mapping[str, Any]] | None,
-    known: KnownPrefix,
-    template_kwargs: Mapping[str, Any] | None,
-) -> str | None:
+def _text_after(tokenizer: Any, render: Callable[..., str], text: str, known: KnownPrefix) -> str | None:
     """Return the text after the drawn tokens of ``known``; None when the template now renders them differently."""
-
-    def before(messages: Sequence[Message]) -> str:
-        return render(tokenizer, messages, tools, add_generation_prompt=False, template_kwargs=template_kwargs)
-
-    head = before(known.messages)
+    head = render(known.messages, add_generation_prompt=False)
     if not text.startswith(head):
         return None
     last = {"role": known.messages[-1]["role"], "content": _PROBE}
-    _, found, closure = before([*known.messages[:-1], last]).rpartition(_PROBE)
+    _, found, closure = render([*known.messages[:-1], last], add_generation_prompt=False).rpartition(_PROBE)
     if not found:
         return None
     rest = closure + text[len(head) :]

@@ -45,9 +45,9 @@ def test_what_the_model_wrote_stays_where_the_template_would_write_it_otherwise(
 def test_a_template_that_drops_old_reasoning_is_believed(tokenizer):
     answer = {**ANSWER, "reasoning_content": "why"}
     before = known(tokenizer, "<think>\nwhy\n</think>\n\nthe tool", answer=answer)
-    kept = build_prompt_ids(tokenizer, [USER, ANSWER, RESULT], None, before)
+    kept = build_prompt_ids(tokenizer, [USER, answer, RESULT], None, before)
     assert "why" in tokenizer.decode(kept)
-    dropped = build_prompt_ids(tokenizer, [USER, ANSWER, USER], None, before)
+    dropped = build_prompt_ids(tokenizer, [USER, answer, USER], None, before)
     assert dropped == build_prompt_ids(tokenizer, [USER, ANSWER, USER], None)
     assert "why" not in tokenizer.decode(dropped)
 
