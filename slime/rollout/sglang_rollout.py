@@ -32,7 +32,7 @@ from slime.rollout.generate_group import run_execution, run_group
 from slime.rollout.pool import GroupPool, stamp_start
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.state import RequestState
-from slime.rollout.waiting import DeadlineExceeded, LongWait, deadline_error
+from slime.rollout.waiting import LongWait, deadline_error
 from slime.utils.async_utils import run
 from slime.utils.errors import ProcessError
 from slime.utils.misc import load_function
@@ -250,17 +250,18 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
     try:
         while True:
             await abort_engines(config)
-            pending = [task for task in tasks if not task.done()]
+            pending = {task for task in tasks if not task.done()}
             if not pending:
                 break
-            await wait.all_done(pending, lambda: (sum(task.done() for task in tasks), "groups back"), wake_s=repeat_s)
+            _, pending = await asyncio.wait(pending, timeout=min(repeat_s, wait.remaining_s))
+            num_done = len(tasks) - len(pending)
+            wait.show(num_done, "groups back")
+            if pending and wait.remaining_s <= 0:
+                what, left = f"The abort of rollout {rollout_id}", f"{len(pending)} groups pending"
+                raise await deadline_error(config, what, wait, num_done=num_done, pending=left)
             repeat_s = min(2 * repeat_s, MAX_REPEAT_S)
         groups = [task.result() for task in tasks]
         await _wait_until_idle(config, repeat_s=repeat_s)
-    except DeadlineExceeded:
-        num_done = sum(task.done() for task in tasks)
-        what, pending_now = f"The abort of rollout {rollout_id}", f"{len(tasks) - num_done} groups pending"
-        raise await deadline_error(config, what, wait, num_done=num_done, pending=pending_now) from None
     finally:
         wait.close()
     state.pendings.difference_update(tasks)

@@ -22,10 +22,6 @@ CANCEL_WAIT_S = 30.0
 _BAR_CELLS = 24
 
 
-class DeadlineExceeded(Exception):
-    """The end of a wait's time; whoever waits raises ``deadline_error`` in its place."""
-
-
 class LongWait:
     """Deadline and progress line of one wait.
 
@@ -48,7 +44,8 @@ class LongWait:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._is_terminal = self._stream.isatty()
-        self._interval_s = REDRAW_INTERVAL_S if self._is_terminal else LINE_INTERVAL_S
+        self.interval_s = REDRAW_INTERVAL_S if self._is_terminal else LINE_INTERVAL_S
+        """Between two lines."""
         self._start_s = clock()
         self._shown_s = self._start_s
         self._drew = False
@@ -65,7 +62,7 @@ class LongWait:
 
     def show(self, done: int, detail: str = "") -> None:
         """Draw the line, when it is time to."""
-        if self._clock() - self._shown_s < self._interval_s:
+        if self._clock() - self._shown_s < self.interval_s:
             return
         self._shown_s = self._clock()
         rate = done / self.elapsed_s if self.elapsed_s > 0 else 0.0
@@ -82,40 +79,6 @@ class LongWait:
         if self._drew and self._is_terminal:
             self._stream.write("\n")
             self._stream.flush()
-
-    async def all_done(
-        self, tasks: Iterable[asyncio.Task[Any]], progress: Callable[[], tuple[int, str]], *, wake_s: float
-    ) -> None:
-        """Return when every task is done, failed ones included, or after ``wake_s`` seconds.
-
-        Raises:
-            DeadlineExceeded: some were not done before the deadline.
-        """
-        pending: set[asyncio.Task[Any]] = set(tasks)
-        give_up_s = self._clock() + wake_s
-        while pending and (left_s := give_up_s - self._clock()) > 0:
-            if self.remaining_s <= 0:
-                raise DeadlineExceeded
-            _, pending = await asyncio.wait(pending, timeout=min(self._interval_s, self.remaining_s, left_s))
-            self.show(*progress())
-
-    async def all_completed(self, tasks: Iterable[asyncio.Task[Any]], progress: Callable[[], tuple[int, str]]) -> None:
-        """Return when every task is done; raise what the first failing one raised.
-
-        Wakes once an interval, not once a task, so that thousands of tasks cost no more than a few.
-
-        Raises:
-            DeadlineExceeded: some were not done before the deadline.
-        """
-        pending: set[asyncio.Task[Any]] = set(tasks)
-        while pending:
-            if self.remaining_s <= 0:
-                raise DeadlineExceeded
-            timeout_s = min(self._interval_s, self.remaining_s)
-            done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-            self.show(*progress())
-            for task in done:
-                task.result()
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

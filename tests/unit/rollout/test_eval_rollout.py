@@ -146,6 +146,12 @@ def test_the_deadline_ends_an_evaluation(cluster, tmp_path):
         evaluate(cluster, dataset(tmp_path, "d", ["a"]), rollout_timeout_s=0.3)
 
 
+def test_the_first_answer_that_fails_ends_an_evaluation(cluster, tmp_path):
+    cluster.plans |= {"a": Plan(hold_after=1), "b": Plan(breaks=1000, length=100)}
+    with pytest.raises(EngineError, match="broken off 3 times"):
+        evaluate(cluster, dataset(tmp_path, "d", ["a", "b"], max_response_len=100), rollout_timeout_s=60.0)
+
+
 def test_answers_to_one_prompt_are_one_group_in_every_data_set(cluster, tmp_path):
     data = evaluate(
         cluster,

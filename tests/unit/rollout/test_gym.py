@@ -181,7 +181,7 @@ def test_a_package_that_cannot_be_imported_is_an_error_and_not_a_score(stand_in)
     worker = scores._WORKER_FILE.read_text()
     scores._WORKER_FILE.write_text(worker.replace("= module\n", "= None\n"))
     question = Sample(metadata={"gym": {"task": "sums", "config": {"size": 9, "seed": 0}, "index": 0}})
-    with pytest.raises(GraderError, match="reasoning-gym did not start: .*reasoning_gym.*-c \"import reasoning_gym\""):
+    with pytest.raises(GraderError, match='reasoning-gym did not start: .*reasoning_gym.*-c "import reasoning_gym"'):
         scores.score(stand_in, question)
 
 
