@@ -210,7 +210,7 @@ class Mixture(GroupFeedback):
     def observe(self, group: list[Any]) -> None:
         """Note how many answers of a prompt were right."""
         samples = [sample for sample in leaf_samples(group) if not sample.remove_sample]
-        rewards = [s.reward.get(self._reward_key) if isinstance(s.reward, dict) else s.reward for s in samples]
+        rewards = [s.reward.get(self._reward_key or "") if isinstance(s.reward, dict) else s.reward for s in samples]
         numbers = [reward for reward in rewards if isinstance(reward, int | float)]
         source = self._by_name.get(samples[0].metadata.get("source_name", "")) if samples else None
         if source is None or not numbers:

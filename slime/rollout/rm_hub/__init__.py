@@ -25,7 +25,7 @@ from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
 from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_dapo
 from slime.rollout.rm_hub.math_utils import compute_math_verify_reward, grade_answer_verl
 from slime.rollout.rm_hub.math_utils import extract_answer as extract_boxed_answer
-from slime.rollout.rm_hub.policy import GRADER_THREADS, grade_by_policy, timeout_s_of, within
+from slime.rollout.rm_hub.policy import GRADER_THREADS, grade_by_policy, within
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, await_plugin
@@ -93,7 +93,7 @@ def _rm_type(args: Namespace, sample: Sample) -> str:
 
 
 async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
-    timeout_s = timeout_s_of(args)
+    timeout_s = reward_config(args).rm_timeout_s
     path = _custom_path(args, sample)
     if path:
         call = PluginCall("--custom-rm-path", path, sample)
@@ -118,13 +118,14 @@ async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:
     """Return the rewards of several samples, in order: by ``--custom-rm-path`` in one call, else one by one."""
-    path = reward_config(args).custom_rm_path
+    config = reward_config(args)
+    path = config.custom_rm_path
     if not path:
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
     async def grade() -> Any:
         call = PluginCall("--custom-rm-path", path, samples)
-        return await within(timeout_s_of(args), await_plugin(call, load_function(path), args, samples, **kwargs))
+        return await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, samples, **kwargs))
 
     return await grade_by_policy(args, samples, grade)  # type: ignore[return-value]
 

@@ -58,11 +58,6 @@ FAILURES = FailureCount()
 """Of this process."""
 
 
-def timeout_s_of(args: Namespace) -> float:
-    """Return the deadline of one grading in seconds."""
-    return reward_config(args).rm_timeout_s
-
-
 async def within(timeout_s: float, call: Awaitable[Any]) -> Any:
     """Await ``call`` for at most ``timeout_s``, even when it swallows its cancellation.
 
