@@ -17,7 +17,6 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
@@ -89,34 +88,27 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
         return sample
 
 
-@dataclass
-class _Stream:
-    """The part of one answer that has arrived."""
-
-    latest: bytes | None = None
-    """The last event, which repeats all earlier ones; decoded only when the stream is over."""
-
-    async def read(self, events: AsyncIterator[bytes]) -> None:
-        """Read to the end."""
-        async for event in events:
-            if event != b"[DONE]":
-                self.latest = event
-
-
 async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[str, Any], state: Any) -> dict[str, Any]:
     """Return the answer, as an aborted one if the rollout ended before it was complete.
 
     When the stream breaks, what had arrived is appended to the sample before the error is raised.
     """
-    stream = _Stream()
+    latest: bytes | None = None  # the last event repeats all earlier ones; it is decoded when the stream is over
+
+    async def read() -> None:
+        nonlocal latest
+        async for event in _events(context.config, sample, payload):
+            if event != b"[DONE]":
+                latest = event
+
     try:
-        await _until_over(asyncio.create_task(stream.read(_events(context.config, sample, payload))), state)
-        output = _decode(stream.latest)
+        await _until_over(asyncio.create_task(read()), state)
+        output = _decode(latest)
         if not state.aborted and not output["meta_info"].get("finish_reason"):
             raise EngineError(f"The stream of sample {sample.index} ended without a finish_reason.")
     except (ProcessError, asyncio.CancelledError):
-        if stream.latest is not None:
-            append_output(context.args, sample, _cut_off(_decode(stream.latest)))
+        if latest is not None:
+            append_output(context.args, sample, _cut_off(_decode(latest)))
         raise
     output = _cut_off(output)
     check_answer(context.config, sample, output, payload)
