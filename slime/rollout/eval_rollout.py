@@ -67,12 +67,19 @@ async def evaluate_dataset(
     await _wait_for_all(config, rollout_id, dataset_cfg.name, tasks)
     leaves = [leaf for task in tasks for leaf in leaf_samples(task.result())]
     key = config.eval_reward_key or config.reward_key
+    return {dataset_cfg.name: results_of(leaves, key, dataset_cfg.name)}
+
+
+def results_of(samples: list[Sample], key: str | None, name: str) -> dict[str, list[Any]]:
+    """Return the results of data set ``name``; of a reward that is a dict, the entry ``key`` counts.
+
+    Raises:
+        ConfigError: a reward has no such entry.
+    """
     return {
-        dataset_cfg.name: {
-            "rewards": [_reward_number(leaf, key, dataset_cfg.name) for leaf in leaves],
-            "truncated": [leaf.status == Sample.Status.TRUNCATED for leaf in leaves],
-            "samples": leaves,
-        }
+        "rewards": [_reward_number(sample, key, name) for sample in samples],
+        "truncated": [sample.status == Sample.Status.TRUNCATED for sample in samples],
+        "samples": samples,
     }
 
 

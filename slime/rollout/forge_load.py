@@ -18,6 +18,7 @@ from typing import Any
 from slime.flags.reward import reward_config
 from slime.observability.dumps import load_rollout_dump
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.eval_rollout import results_of
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 
@@ -35,7 +36,7 @@ def generate_rollout(
     """Return the recorded samples of a rollout, grouped by prompt; of an evaluation, under the name ``forge_eval``.
 
     Raises:
-        ConfigError: the flag is not given.
+        ConfigError: the flag is not given, or the reward of an evaluation has no entry ``--eval-reward-key``.
         DataError: neither this rollout's file nor that of rollout 0 is there.
     """
     template = args.load_forge_rollout_data
@@ -44,7 +45,7 @@ def generate_rollout(
     if evaluation:
         path = _first_that_exists(template, f"eval_{rollout_id}", "eval_0", rollout_id, 0)
         samples = load_rollout_dump(path, rollout_id, flag=FLAG, is_trusted=args.trust_debug_data)
-        return RolloutFnEvalOutput(data={EVAL_NAME: _results(args, samples)})
+        return RolloutFnEvalOutput(data={EVAL_NAME: results_of(samples, reward_config(args).eval_key, EVAL_NAME)})
     path = _first_that_exists(template, rollout_id, 0)
     samples = load_rollout_dump(path, rollout_id, flag=FLAG, is_trusted=args.trust_debug_data)
     logger.info("Rollout %d: %d samples from %s", rollout_id, len(samples), path)
@@ -65,10 +66,3 @@ def in_groups(samples: list[Sample]) -> list[list[Sample]]:
 def _first_that_exists(template: str, *names: int | str) -> str:
     paths = [template.format(rollout_id=name) for name in names]
     return next((path for path in paths if Path(path).exists()), paths[0])
-
-
-def _results(args: Namespace, samples: list[Sample]) -> dict[str, Any]:
-    key = reward_config(args).eval_key
-    rewards = [sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward for sample in samples]
-    truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
-    return {"rewards": rewards, "truncated": truncated, "samples": samples}

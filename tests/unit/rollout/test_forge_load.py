@@ -58,6 +58,15 @@ def test_an_evaluation_is_reported_under_one_name(tmp_path):
     assert generate_rollout(args, 8, None, evaluation=True).data["forge_eval"]["rewards"] == [1.0, 1.0]
 
 
+def test_a_reward_without_the_entry_of_the_flag_is_named(tmp_path):
+    path = str(tmp_path / "data.pt")
+    save_rollout_dump(path, 0, samples(0, reward={"acc": 1.0}))
+    args = arguments(path)
+    args.reward_key = "score"
+    with pytest.raises(ConfigError, match="forge_eval has no entry 'score'; it has acc.*--eval-reward-key"):
+        generate_rollout(args, 0, None, evaluation=True)
+
+
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match="--load-forge-rollout-data is not given"):
         generate_rollout(arguments(None), 0, None)
