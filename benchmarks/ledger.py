@@ -85,9 +85,8 @@ class IdleJournal(Journal):
     def record_start(self, start_rollout_id: int, *, first_segment: int) -> None:
         """Nothing."""
 
-    def record_begin(self, rollout_id: int) -> int:
+    def record_begin(self, rollout_id: int) -> None:
         """Nothing."""
-        return 0
 
 
 def run_ledger(

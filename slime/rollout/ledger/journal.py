@@ -18,7 +18,7 @@ from slime.rollout.context import GroupJournal
 from slime.rollout.ledger.frames import Kind, pack_frame
 from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS
 from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot
-from slime.rollout.ledger.segments import SEGMENT_BYTES, JournalWriter
+from slime.rollout.ledger.segments import JournalWriter
 from slime.utils.types import Sample
 
 PROMPT_CHARS = 160
@@ -128,7 +128,6 @@ class Journal(GroupJournal):
         user_code: UserCode = UserCode(),  # noqa: B008  immutable
         flush_s: float = 0.02,
         timeout_s: float = 60.0,
-        segment_bytes: int = SEGMENT_BYTES,
         is_threaded: bool = True,
     ) -> None:
         """Open ``folder`` for a new process.
@@ -136,21 +135,14 @@ class Journal(GroupJournal):
         Args:
             fingerprint: see ``config_fingerprint``; recovery compares it.
             user_code: by default, user code may edit samples at any time.
-            flush_s, timeout_s, segment_bytes, is_threaded: see ``JournalWriter``.
+            flush_s, timeout_s, is_threaded: see ``JournalWriter``.
         """
         self.rollout_id = -1
         self.open: dict[int, Issued] = {}
         self._fingerprint = dict(fingerprint)
         self._user_code = user_code
         self._encoder = EntryEncoder(trust_identity=not user_code.before_record)
-        self.writer = JournalWriter(
-            folder,
-            self._frame,
-            flush_s=flush_s,
-            timeout_s=timeout_s,
-            segment_bytes=segment_bytes,
-            is_threaded=is_threaded,
-        )
+        self.writer = JournalWriter(folder, self._frame, flush_s=flush_s, timeout_s=timeout_s, is_threaded=is_threaded)
 
     def close(self) -> None:
         """Write what is still in memory."""
@@ -215,12 +207,11 @@ class Journal(GroupJournal):
         self._record(Kind.LIFE, start=start_rollout_id, first=first_segment, run=run, facts=self._fingerprint)
         self.writer.flush()
 
-    def record_begin(self, rollout_id: int) -> int:
-        """Record that a rollout is about to be generated; return the segment that its records begin in."""
-        number = self.writer.rotate()
+    def record_begin(self, rollout_id: int) -> None:
+        """Record that a rollout is about to be generated; its records begin in a new segment."""
+        self.writer.rotate()
         self.rollout_id = rollout_id
         self._record(Kind.BEGIN, forget=None)  # A recovery that begins here must not need earlier records.
-        return number
 
     def record_batch(
         self, rollout_id: int, groups: list[Any], metrics: Mapping[str, Any] | None, *, keeps_open: bool
@@ -302,8 +293,7 @@ class Journal(GroupJournal):
                 described.append(description)
                 chunks += data
             head["entries"] = described
-        if event.forget is None or event.forget:
-            self._encoder.forget(event.forget)
+        self._encoder.forget(event.forget)
         return pack_frame(event.kind, head, b"".join(chunks))
 
 

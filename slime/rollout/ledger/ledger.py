@@ -189,7 +189,8 @@ class Ledger(NoLedger):
                 return output
         self.journal.record_begin(rollout_id)
         output = generate()
-        keeps_open = _keeps_open(self._args.rollout_function_path)
+        # Whether groups of this rollout function stay in flight from one rollout to the next.
+        keeps_open = bool(getattr(load_function(self._args.rollout_function_path), "keeps_groups_in_flight", False))
         self.journal.record_batch(rollout_id, output.samples, output.metrics, keeps_open=keeps_open)
         return output
 
@@ -336,8 +337,3 @@ def _tracked_rollout(folder: str) -> int:
     tracker = Path(folder) / TRACKER
     text = tracker.read_text().strip() if tracker.is_file() else ""
     return int(text) if text.isdigit() else -1
-
-
-def _keeps_open(path: str) -> bool:
-    """Return whether groups of this rollout function stay in flight from one rollout to the next."""
-    return bool(path) and bool(getattr(load_function(path), "keeps_groups_in_flight", False))

@@ -163,12 +163,11 @@ class EntryEncoder:
         self._comparable = _COPIED | _CONTAINERS if trust_identity else _COPIED
         self._known: dict[Any, dict[str, Any]] = {}
 
-    def forget(self, keys: Iterable[Any] | None = None) -> None:
-        """Forget these executions; all of them without ``keys``."""
+    def forget(self, keys: Iterable[Any] | None) -> None:
+        """Forget these executions; None: all of them."""
         if keys is None:
             self._known.clear()
-            return
-        for key in keys:
+        for key in keys or ():
             self._known.pop(key, None)
 
     def encode(
@@ -184,19 +183,16 @@ class EntryEncoder:
                 has the same items.
         """
         self._is_final = is_final or self._trust_identity
-        is_single = leaves.shape == 0
         chunks: list[bytes] = []
         described = []
-        for position, leaf in enumerate(leaves.samples):
-            if is_single and key is not None:
-                if key not in self._known:
-                    self._known[key] = dict(issued or DEFAULTS)
-                known = self._known[key]
-            else:
-                known = dict(DEFAULTS)
-            described.append(self._encode_leaf(leaf, known, issued if is_single else None, chunks))
-            if position == 0 and not is_single:
-                self.forget([key])
+        if leaves.shape != 0:  # a fan-out is written whole
+            self.forget([key])
+            key = issued = None
+        for leaf in leaves.samples:
+            known = self._known.get(key) or dict(issued or DEFAULTS)
+            if key is not None:
+                self._known[key] = known
+            described.append(self._encode_leaf(leaf, known, issued, chunks))
         return {"shape": leaves.shape, "leaves": described}, chunks
 
     def _encode_leaf(
