@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +89,7 @@ def run_app_in_thread(
         DeadlineError: it does not listen within ``start_timeout_sec``.
         ProcessError: it cannot listen; the cause is what the server raised.
     """
-    ready = threading.Event()
-    made: list[AppHandle] = []
-    failures: list[BaseException] = []
+    started: Future[AppHandle] = Future()
 
     async def serve() -> None:
         options = {"access_log_class": FilteredAccessLogger, "shutdown_timeout": 1.0, **(runner_kwargs or {})}
@@ -99,18 +98,16 @@ def run_app_in_thread(
         await runner.setup()
         try:
             await web.TCPSite(runner, host, port, backlog=1024).start()
-            listens_at = runner.addresses[0][1]
-            made.append(
+            started.set_result(
                 AppHandle(
                     host=host,
-                    port=listens_at,
+                    port=runner.addresses[0][1],
                     thread=threading.current_thread(),
                     loop=asyncio.get_running_loop(),
                     runner=runner,
                     _finished=finished,
                 )
             )
-            ready.set()
             await finished.wait()
         finally:
             await runner.cleanup()
@@ -120,18 +117,19 @@ def run_app_in_thread(
         try:
             asyncio.run(serve())
         except BaseException as error:  # handed to the thread that waits, or to the log
-            failures.append(error)
-            if ready.is_set():
+            if started.done():
                 logger.exception("The server of thread %s ended.", thread_name)
-        finally:
-            ready.set()
+            else:
+                started.set_exception(error)
 
-    thread = threading.Thread(target=main, name=thread_name, daemon=True)
-    thread.start()
-    if not ready.wait(start_timeout_sec):
-        raise DeadlineError(f"The server at {host}:{port} did not listen within {start_timeout_sec:.0f} s.")
-    if not made:
-        cause = failures[0] if failures else None
-        raise ProcessError(f"The server cannot listen at {host}:{port}: {cause!r}. Is the port taken?") from cause
-    logger.info("%s listens at %s", thread_name, format_host_port(host, made[0].port))
-    return made[0]
+    threading.Thread(target=main, name=thread_name, daemon=True).start()
+    try:
+        handle = started.result(start_timeout_sec)
+    except (Exception, SystemExit) as error:
+        if not started.done():
+            raise DeadlineError(
+                f"The server at {host}:{port} did not listen within {start_timeout_sec:.0f} s."
+            ) from None
+        raise ProcessError(f"The server cannot listen at {host}:{port}: {error!r}. Is the port taken?") from error
+    logger.info("%s listens at %s", thread_name, format_host_port(host, handle.port))
+    return handle
