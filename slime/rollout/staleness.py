@@ -58,7 +58,7 @@ def back_to_prompt(entry: Entry) -> Sample:
         "response": fresh.response,
         "response_length": 0,
         "status": fresh.status,
-        "metadata": {key: value for key, value in sample.metadata.items() if key != "start_rollout_id"},
+        "metadata": {key: value for key, value in sample.metadata.items() if key not in _OF_THE_RESPONSE},
         "non_generation_time": 0.0,
         "spec_info": fresh.spec_info,
         "prefix_cache_info": fresh.prefix_cache_info,
@@ -72,6 +72,7 @@ def back_to_prompt(entry: Entry) -> Sample:
     return sample
 
 
+_OF_THE_RESPONSE = ("start_rollout_id", "reward_error")
 _REPLAY = ("rollout_log_probs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts")
 
 
