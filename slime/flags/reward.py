@@ -33,6 +33,7 @@ class RewardConfig:
     rm_failure_policy: str
     rm_max_failures: int
     custom_rm_path: str | None = None
+    custom_reward_post_process_path: str | None = None
 
     @property
     def eval_key(self) -> str | None:

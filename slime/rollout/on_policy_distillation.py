@@ -125,7 +125,7 @@ def post_process_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[li
     """
     top_k = teacher_config(args).opd_top_k
     for sample in samples:
-        if isinstance(sample.reward, dict):
+        if isinstance(sample.reward, dict) and "reward_error" not in sample.metadata:
             sample.teacher_log_probs = teacher_log_probs(sample, sample.reward)
             if top_k is not None:
                 sample.metadata["teacher_top"] = teacher_top(sample, sample.reward, top_k)

@@ -128,6 +128,9 @@ def problem_with_reward(args: Namespace, reward: Any) -> str | None:
         return None
     if isinstance(reward, int | float):
         return None  # of a grader without entries, as an evaluation set may have
+    config = reward_config(args)
+    if config.reward_key is None and config.custom_reward_post_process_path:
+        return None  # training reads no entry
     if not isinstance(reward, Mapping):
         return f"the reward is {str(reward)[:200]!r}; with --reward-key {keys[0]} it must be an object with that key"
     values = [reward[key] for key in keys if key in reward]

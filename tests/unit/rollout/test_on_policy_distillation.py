@@ -10,6 +10,7 @@ import pytest
 
 from slime.rollout import control_client
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
+from slime.rollout.rm_hub import async_rm
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.http_utils import close_http_client
@@ -61,6 +62,19 @@ def test_the_log_probs_of_the_response_become_the_teachers(teacher, response_len
 def test_a_list_of_samples_gives_a_list_of_answers(teacher):
     answers = run(reward_func(arguments(teacher), [sample(), sample(1)]))
     assert len(answers) == 2 and len(teacher.payloads) == 2
+
+
+def test_the_key_of_evaluations_is_not_looked_for_in_the_teachers_answer(teacher):
+    module = reward_func.__module__
+    hooks = {"custom_rm_path": f"{module}.reward_func", "custom_reward_post_process_path": f"{module}.post_process"}
+    args = arguments(teacher, eval_reward_key="score", **hooks)
+    answered, failed = sample(), sample()
+    answered.reward = run(async_rm(args, answered))
+    args.rm_url = "http://127.0.0.1:9/generate"
+    failed.reward = run(async_rm(args, failed))
+    post_process_rewards(args, [answered, failed])
+    assert len(answered.teacher_log_probs) == 3 and not answered.remove_sample
+    assert failed.remove_sample and "reward_error" in failed.metadata
 
 
 def test_a_teacher_with_other_tokens_is_noticed():
