@@ -99,7 +99,7 @@ class GroupPolicy:
                 f"{self.config.n_samples_per_prompt}. Check --data-source-path and the groups in its buffer."
             )
         check_samples(group, "The data source (--data-source-path) gave", error=DataError)
-        self.bound.screen([group], rollout_id)
+        self.bound.screen(group, rollout_id)
         self.counts["issued"] += 1
         if is_finished(group):
             self.counts["reused"] += 1

@@ -188,14 +188,13 @@ class StalenessBound:
         group[:] = [back_to_prompt(entry) for entry in group]
         return False
 
-    def screen(self, groups: Iterable[Group], rollout_id: int) -> None:
-        """Apply the policy to those of ``groups``, fresh from the data source, that are too old already.
+    def screen(self, group: Group, rollout_id: int) -> None:
+        """Apply the policy to a group, fresh from the data source, that is too old already.
 
-        Unfinished ones are left alone by the policy ``mask``: more of them is still to be drawn.
+        An unfinished one is left alone by the policy ``mask``: more of it is still to be drawn.
         """
-        for group in groups:
-            if (self.policy != "mask" or is_finished(group)) and self.is_too_old(group, rollout_id):
-                self.apply_policy(group, rollout_id)
+        if (self.policy != "mask" or is_finished(group)) and self.is_too_old(group, rollout_id):
+            self.apply_policy(group, rollout_id)
 
     def metrics(self, groups: Iterable[Any], rollout_id: int) -> dict[str, float]:
         """Return ``rollout/staleness/*`` of groups that are handed to training, and the counts since the last call."""
