@@ -115,13 +115,13 @@ class WorkerPicker(metaclass=SingletonMeta):
             self._listed_at = time.monotonic()
         return self._urls
 
-    def choose(self, urls: list[str], routing_key: str | None, prefix: Sequence[int] | str = ()) -> str:
+    def choose(self, urls: list[str], routing_key: str | None, payload: dict[str, Any]) -> str:
         """Choose one of ``urls`` by the policy.
 
         Args:
             urls: the workers that may be asked.
             routing_key: with consistent_hashing and manual, requests of one key go to one worker.
-            prefix: the beginning of the prompt; with cache_aware, equal ones go to one worker while the load allows.
+            payload: with cache_aware, equal beginnings of prompts go to one worker while the load allows.
         """
         if self._policy in ("consistent_hashing", "manual") and routing_key:
             return _hashed(urls, routing_key)
@@ -132,7 +132,7 @@ class WorkerPicker(metaclass=SingletonMeta):
             return self._random.choice(urls)
         if self._policy == "power_of_two" and len(urls) > 1:
             return self._least_loaded(self._random.sample(urls, 2))
-        if self._policy == "cache_aware" and prefix:
+        if self._policy == "cache_aware" and (prefix := _prefix(payload)):
             home = _hashed(urls, str(prefix))
             return self._least_loaded(urls) if self._is_overloaded(home, urls) else home
         return self._least_loaded(urls)
@@ -179,7 +179,6 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, rout
     """
     _announce(tuple(lost_fields(payload)))
     picker = WorkerPicker(config)
-    prefix = _prefix(payload)
     attempts = max(_ATTEMPTS, config.request_retries) if config.use_fault_tolerance else _ATTEMPTS
     failed: list[str] = []
     last_error: ProcessError | None = None
@@ -202,7 +201,7 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, rout
             # With fault tolerance one will come, or the run ends.
             num_failed += not config.use_fault_tolerance or time.monotonic() >= deadline_s
             continue
-        url = picker.choose(fresh, routing_key, prefix)
+        url = picker.choose(fresh, routing_key, payload)
         try:
             with picker.counted(url):
                 return await post(

@@ -212,5 +212,5 @@ def test_counts_are_those_of_requests_in_flight():
     WorkerPicker.clear_instances()
     picker = WorkerPicker(rollout_config(Namespace(sglang_router_ip="h", sglang_router_port=1)))
     picker.in_flight = Counter({"a": 2, "b": 1, "c": 5})
-    assert picker.choose(["a", "b", "c"], None) == "b"
+    assert picker.choose(["a", "b", "c"], None, {}) == "b"
     WorkerPicker.clear_instances()
