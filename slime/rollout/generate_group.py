@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import random
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -151,14 +150,6 @@ async def run_group(
     return group
 
 
-_session_bits = random.Random(uuid.uuid4().int)
-"""Of our own, so that a seed that plug-ins set does not repeat; ``uuid4`` asks the system every time."""
-
-
-def _new_session_id() -> str:
-    return str(uuid.UUID(int=_session_bits.getrandbits(128), version=4))
-
-
 async def _run_entries(
     context: RolloutContext, group: Group, sampling_params: dict[str, Any], evaluation: bool
 ) -> Group:
@@ -168,7 +159,7 @@ async def _run_entries(
     tasks = []
     for position, entry in enumerate(group):
         for sample in leaf_samples(entry):
-            sample.session_id = sample.session_id or _new_session_id()
+            sample.session_id = sample.session_id or str(uuid.uuid4())
         before.append(restart_point(config, entry))
         params = copy_plain(sampling_params)
         if config.sglang_enable_deterministic_inference:

@@ -85,8 +85,8 @@ def view_for_programs(folder: str, *, disk_mib: int) -> View:
                 f"Python is installed into {prefix}, which programs in isolation must not read; use another Python."
             )
     wanted = [path for path in (*SYSTEM, *sorted(prefixes), str(PROGRAM.parent)) if os.path.exists(path)]
-    readable = [path for path in sorted({os.path.realpath(path) for path in wanted})]
-    readable = [path for path in readable if not any(_is_below(path, other) for other in readable)]
+    present = sorted({os.path.realpath(path) for path in wanted})
+    readable = [path for path in present if not any(_is_below(path, other) for other in present)]
     links: list[tuple[str, str]] = []
     for path in [*wanted, *_hops(sys.executable)]:
         real = os.path.realpath(path)
