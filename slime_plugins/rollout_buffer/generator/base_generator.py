@@ -72,10 +72,14 @@ class Worker:
         return {"messages": messages, "reward": float(reward), "extra_info": extra_info}
 
     async def answer(self, messages: list[Message]) -> tuple[str, str]:
-        """Return the engine's answer and its finish reason; an aborted one continues from its text."""
-        text, reason = "", "abort"
+        """Return the engine's answer and its finish reason; an aborted one continues from its text.
+
+        ``max_tokens`` bounds the answer as a whole.
+        """
+        text, reason, left = "", "abort", int(self.sampling["max_tokens"])
         for attempt in range(MAX_ATTEMPTS):
             body: dict[str, Any] = {"model": MODEL, "messages": messages, "stream": False, **self.sampling}
+            body["max_tokens"] = left
             if text:
                 partial = {"role": "assistant", "content": text}
                 body |= {"messages": [*messages, partial], "continue_final_message": True}
@@ -83,8 +87,11 @@ class Worker:
             answer = await post(self.engine_url, body)
             piece, reason = _read_choice(answer)
             text += piece
+            left -= int((answer.get("usage") or {}).get("completion_tokens") or 0)
             if reason != "abort":
                 break
+            if left <= 0:
+                return text, "length"
             if attempt + 1 < MAX_ATTEMPTS:
                 await asyncio.sleep(ABORT_WAIT_S)
         return text, reason

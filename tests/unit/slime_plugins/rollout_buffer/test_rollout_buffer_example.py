@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from argparse import Namespace
@@ -17,7 +18,7 @@ from slime.utils.net import get_free_port
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
 from slime_plugins.rollout_buffer.buffer import create_app
-from slime_plugins.rollout_buffer.generator.base_generator import read_instances
+from slime_plugins.rollout_buffer.generator.base_generator import Worker, read_instances
 from tests.unit.agent.talking_engine import make_tokenizer
 
 
@@ -26,6 +27,7 @@ class ChatEngine:
 
     def __init__(self):
         self.bodies = []
+        self.num_drawn = 24
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.answer)
         self.server = run_app_in_thread(app, host="127.0.0.1")
@@ -37,7 +39,7 @@ class ChatEngine:
         a, b = body["messages"][0]["content"].split("+")
         text = f"\\boxed{{{int(a) + int(b)}}}" if goes_on else "<think>hm</think> It is "
         choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop" if goes_on else "abort"}
-        return web.json_response({"choices": [choice]})
+        return web.json_response({"choices": [choice], "usage": {"completion_tokens": self.num_drawn}})
 
 
 @pytest.fixture
@@ -106,6 +108,15 @@ def test_three_prompts_are_played_graded_grouped_and_trained(args, engine, servi
     assert output.metrics["rollout_buffer/avg_group_size"] > 0
     resumed = [body for body in engine.bodies if body.get("continue_final_message")]
     assert resumed and resumed[0]["messages"][-1] == {"role": "assistant", "content": "<think>hm</think> It is "}
+    assert {body["max_tokens"] for body in resumed} == {40}
+
+
+def test_an_answer_that_was_aborted_at_its_last_token_is_not_continued(engine):
+    engine.num_drawn = 64
+    data = {"remote_engine_url": f"http://127.0.0.1:{engine.server.port}", "remote_buffer_url": "", "max_tokens": "64"}
+    player = Worker(data, concurrency=1)
+    assert asyncio.run(player.answer([{"role": "user", "content": "1+1"}])) == ("<think>hm</think> It is ", "length")
+    assert [body["max_tokens"] for body in engine.bodies] == [64]
 
 
 def test_a_service_without_data_ends_the_rollout_after_the_retries(args, engine, service):
