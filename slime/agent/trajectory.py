@@ -12,6 +12,7 @@ history), the chain is cut back to what both share and goes on from there, when 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -173,7 +174,7 @@ class _Chain:
 
     def waiting_s(self) -> float:
         """Return the seconds between the turns: what tools and environments took."""
-        gaps = (b.began_s - a.ended_s for a, b in zip(self.turns, self.turns[1:], strict=False) if a.ended_s)
+        gaps = (b.began_s - a.ended_s for a, b in itertools.pairwise(self.turns) if a.ended_s)
         return sum(gap for gap in gaps if gap > 0)
 
 

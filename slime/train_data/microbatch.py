@@ -5,6 +5,7 @@ Shapes: T = tokens of the micro-batch on this rank, padding included; S = sequen
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,9 +125,7 @@ def _pad_to(stream: Tensor, multiple: int, pad_id: int) -> Tensor:
 
 
 def _offsets(lengths: Sequence[int], padded_length: int, scale: int, device: torch.device) -> Tensor:
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
+    offsets = [0, *itertools.accumulate(lengths)]
     if offsets[-1] < padded_length:
         offsets.append(padded_length)
     return torch.tensor([offset * scale for offset in offsets], dtype=torch.int32, device=device)

@@ -11,6 +11,7 @@ Shapes: t = rows of this rank, h = indexer heads, d = width of a head, s = keys 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -124,8 +125,8 @@ class PackedStream:
     def from_offsets(cls, cu_seqlens: Tensor) -> PackedStream:
         """Make the stream of cumulative lengths [S + 1] over all context-parallel ranks; waits for the device once."""
         offsets = cu_seqlens.tolist()
-        lengths = torch.tensor([end - start for start, end in zip(offsets, offsets[1:], strict=False)])
-        start_T = torch.tensor(offsets[:-1]).repeat_interleave(lengths)
+        begins = torch.tensor(offsets)
+        start_T = begins[:-1].repeat_interleave(begins.diff())
         return cls(tuple(offsets), start_T.to(cu_seqlens.device))
 
     @classmethod
@@ -146,7 +147,7 @@ class PackedStream:
 
     def sequences(self) -> list[tuple[int, int]]:
         """Return (start, end) of every sequence."""
-        return list(zip(self.offsets, self.offsets[1:], strict=False))
+        return list(itertools.pairwise(self.offsets))
 
     def positions(self, first: int, count: int) -> Tensor:
         """Return [count]: the position in its own sequence of each token from ``first`` on."""

@@ -9,6 +9,7 @@ Shapes: T tokens, S sequences, N chunks of C tokens, K = width of the convolutio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ class PackedRows:
         device: of the tensors.
         chunk: C.
         """
-        sequences = [(begin, end) for begin, end in zip(offsets, offsets[1:], strict=False) if end > begin]
+        sequences = [(begin, end) for begin, end in itertools.pairwise(offsets) if end > begin]
         num_tokens = offsets[-1]
         longest_first = sorted(sequences, key=lambda sequence: sequence[0] - sequence[1])
         rows, chunks_of_step, step = [], [], 0
