@@ -253,24 +253,22 @@ class GraderThreads:
             done, _ = await asyncio.wait({result}, timeout=timeout_s)
         finally:
             if not grading.started.cancel() and not grading.result.done():
-                self._replace(grading.started.result())
+                self._fill(without=grading.started.result())
             result.cancel()
         if not done:
             raise TimeoutError(f"no result within {timeout_s:g} s")
         return result.result()
 
-    def _fill(self) -> None:
+    def _fill(self, without: _Worker | None = None) -> None:
+        """Start the threads that are missing, one in the place of ``without`` among them."""
         with self._lock:
+            if without is not None:
+                without.is_replaced = True
+                self._workers = [worker for worker in self._workers if worker is not without]
             while len(self._workers) < self._num_threads:
                 worker = _Worker(self._waiting)
                 self._workers.append(worker)
                 worker.start()
-
-    def _replace(self, worker: _Worker) -> None:
-        with self._lock:
-            worker.is_replaced = True
-            if worker in self._workers:
-                self._workers.remove(worker)
 
 
 GRADER_THREADS = GraderThreads()

@@ -130,6 +130,22 @@ def test_an_overdue_thread_is_replaced_and_others_are_graded_meanwhile():
     release.set()
 
 
+def test_gradings_that_wait_behind_one_that_hangs_are_begun_by_the_thread_in_its_place():
+    threads = GraderThreads(num_threads=1)
+    release = threading.Event()
+
+    async def main() -> list[Any]:
+        hangs = asyncio.create_task(threads.run(release.wait, 30.0, timeout_s=0.1))
+        async with asyncio.timeout(10):
+            graded = await asyncio.gather(*(threads.run(lambda k=k: k, timeout_s=5.0) for k in range(3)))
+        with pytest.raises(TimeoutError):
+            await hangs
+        return graded
+
+    assert asyncio.run(main()) == [0, 1, 2]
+    release.set()
+
+
 def test_a_cancelled_grading_takes_no_thread_from_those_that_follow():
     threads = GraderThreads(num_threads=1)
     release = threading.Event()
