@@ -76,14 +76,16 @@ async def _fill(args: Namespace, data_buffer: Any, timeout_s: float) -> dict[str
     await _start_once(args, url, data_buffer)
     missing = args.rollout_batch_size - data_buffer.get_buffer_length()
     items: list[dict[str, Any]] = []
+    groups: dict[str, list[dict[str, Any]]] = {}
     meta_info: dict[str, Any] = {}
     deadline = time.monotonic() + timeout_s
     empty = 0
-    while missing > 0 and len(items) < missing * args.n_samples_per_prompt:
+    while len(groups) < missing:
         answer = await post(f"{url}/get_rollout_data", {}, timeout_s=REQUEST_TIMEOUT_S)
         if answer.get("success"):
             empty = 0
             items += answer["data"]["data"]
+            groups = _whole_groups(items, args.n_samples_per_prompt)
             meta_info = answer["data"].get("meta_info") or {}
             continue
         empty += 1
@@ -97,8 +99,8 @@ async def _fill(args: Namespace, data_buffer: Any, timeout_s: float) -> dict[str
         if time.monotonic() > deadline:
             raise DeadlineError(f"The rollout buffer at {url} did not fill within {timeout_s:.0f} s; {wanted}.")
         await asyncio.sleep(POLL_S)
-    if items:
-        _hand_over(args, data_buffer, items)
+    if groups:
+        _hand_over(args, data_buffer, groups)
     return {f"rollout_buffer/{name}": value for name, value in meta_info.items() if isinstance(value, int | float)}
 
 
@@ -128,20 +130,24 @@ async def _start_once(args: Namespace, url: str, data_buffer: Any) -> None:
     _STARTED.add(url)
 
 
-def _hand_over(args: Namespace, data_buffer: Any, items: list[dict[str, Any]]) -> None:
-    """Give groups of samples, the newest first, and their instances to the data source."""
+def _whole_groups(items: list[dict[str, Any]], size: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the items of each instance that has ``size`` of them or more."""
     by_instance: dict[str, list[dict[str, Any]]] = {}
     for item in items:
         by_instance.setdefault(str(item["instance_id"]), []).append(item)
-    size = args.n_samples_per_prompt
     whole = {name: group for name, group in by_instance.items() if len(group) >= size}
     if len(whole) < len(by_instance):
         short = {name: len(group) for name, group in by_instance.items() if name not in whole}
-        logger.warning("Groups with fewer than %d items were left out: %s", size, short)
-    newest_first = sorted(whole.values(), key=lambda group: max(i.get("timestamp", 0.0) for i in group), reverse=True)
-    generator = mask_generator(args)
+        logger.warning("Groups with fewer than %d items are left out: %s", size, short)
+    return whole
+
+
+def _hand_over(args: Namespace, data_buffer: Any, groups: dict[str, list[dict[str, Any]]]) -> None:
+    """Give groups of samples, the newest first, and their instances to the data source."""
+    size, generator = args.n_samples_per_prompt, mask_generator(args)
+    newest_first = sorted(groups.values(), key=lambda group: max(i.get("timestamp", 0.0) for i in group), reverse=True)
     data_buffer.add_samples([_group(data_buffer, group[:size], generator) for group in newest_first])
-    seen = [*data_buffer.get_metadata().get(SEEN_KEY, []), *whole]
+    seen = [*data_buffer.get_metadata().get(SEEN_KEY, []), *groups]
     data_buffer.update_metadata({SEEN_KEY: seen})
 
 

@@ -119,6 +119,25 @@ def test_an_answer_that_was_aborted_at_its_last_token_is_not_continued(engine):
     assert [body["max_tokens"] for body in engine.bodies] == [64]
 
 
+def test_groups_are_counted_and_not_their_items(args, monkeypatch):
+    """A generator may post more items of an instance than are trained, or too few."""
+    reads = [["a"] * 5 + ["short"], ["b", "b"]]
+
+    async def post(url, payload, **options):
+        if url.endswith("/start_rollout"):
+            return {}
+        messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+        items = [{"instance_id": name, "messages": messages, "reward": 1.0} for name in reads.pop(0)]
+        return {"success": True, "data": {"data": items, "meta_info": {}}}
+
+    monkeypatch.setattr(rollout_buffer_example, "post", post)
+    args.rollout_buffer_url = "http://127.0.0.1:9"
+    args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", 9
+    groups = rollout_buffer_example.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
+    assert sorted(group[0].metadata.get("instance_id") for group in groups) == ["a", "b"]
+    assert [len(group) for group in groups] == [2, 2]
+
+
 def test_a_service_without_data_ends_the_rollout_after_the_retries(args, engine, service):
     args.rollout_buffer_url, args.fetch_trajectory_retry_times = service, 2
     args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", engine.server.port
