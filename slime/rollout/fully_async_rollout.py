@@ -170,8 +170,8 @@ class AsyncRolloutWorker:
         """Start groups whenever there is room, until the worker is stopped or something fails."""
         try:
             while True:
+                self.pool.room.clear()  # first: a group that comes back meanwhile leaves room for another
                 await self._fill()
-                self.pool.room.clear()
                 began = time.monotonic()
                 is_held_back = self.bound.limit is not None and self._is_held_back()
                 with contextlib.suppress(TimeoutError):

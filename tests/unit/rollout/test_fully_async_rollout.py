@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 from collections import Counter
@@ -13,12 +14,12 @@ import aiohttp
 import pytest
 
 from slime.rollout import data_source as data_source_module
-from slime.rollout import fully_async_rollout, pool, state
+from slime.rollout import fully_async_rollout, pool, sglang_rollout, state
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.context import RunState, use_run
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
-from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
@@ -479,3 +480,25 @@ def test_after_a_crash_no_group_is_lost_and_none_trained_twice(start_job, tmp_pa
     names = Counter(group[0].group_index for _, _, group in lineage)
     assert len(lineage) == 8 * 4 and set(names.values()) == {1}
     assert set(names) <= set(range(9 * 4)), "nothing was skipped: nine rollouts take the first 36 groups"
+
+
+def test_a_place_that_becomes_free_while_groups_are_started_is_taken_at_once(start_job, monkeypatch):
+    job = start_job(rollout_batch_size=2, n_samples_per_prompt=1)
+    monkeypatch.setattr(pool, "STARTED_AT_ONCE", 1)
+
+    async def answer(args: Any, group: list[Sample], **options: Any) -> list[Sample]:
+        if group[0].group_index == 1:
+            await asyncio.sleep(TEST_TIMEOUT_S)
+        group[0].status = Sample.Status.COMPLETED
+        return group
+
+    monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", answer)
+
+    async def main() -> list[int | None]:
+        worker = AsyncRolloutWorker(job.args, job.source, concurrency=2)
+        async with asyncio.timeout(TEST_TIMEOUT_S / 4):
+            output = await worker.collect(0)
+        await worker.stop()
+        return [group[0].group_index for group in output.samples]
+
+    assert run(main()) == [0, 2]
