@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import re
 import subprocess
@@ -22,6 +23,8 @@ from slime.rollout.rm_hub.symbolic import SymbolicWorker, WorkerPool
 from slime.utils import env
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 10.0
 """For one answer, the making of its question included."""
@@ -93,4 +96,9 @@ def score(args: Namespace, sample: Sample) -> float:
         raise DataError(f"Sample {sample.index} is no question of a --prompt-data gym:TASK, which rm_type gym scores.")
     asked = {**question, "answer": answer_of(sample.response)}
     answered = _pool(args.unsafe_local_sandbox).ask(asked)
-    return float(answered.get("score", 0.0)) if isinstance(answered, dict) else 0.0
+    if not isinstance(answered, dict):
+        return 0.0  # too late
+    if "error" in answered:
+        why = answered["error"]
+        logger.info("The scorer of %s refused the answer of sample %s: %s", asked["task"], sample.index, why)
+    return float(answered.get("score", 0.0))

@@ -154,10 +154,12 @@ def graded(args, answer, **metadata):
     return asyncio.run(async_rm(args, sample))
 
 
-def test_the_tasks_scorer_is_the_reward(stand_in):
+def test_the_tasks_scorer_is_the_reward(stand_in, caplog):
+    caplog.set_level("INFO")
     assert graded(stand_in, "<answer>1 + 1</answer>") == 1.0
     assert graded(stand_in, "3") == 0.01
-    assert graded(stand_in, "not a number") == 0.0  # the scorer raised
+    assert graded(stand_in, "not a number") == 0.0
+    assert "The scorer of sums refused the answer of sample None: SyntaxError" in caplog.text
 
 
 def test_what_the_policy_wrote_is_evaluated_where_it_can_do_nothing(stand_in, tmp_path):
