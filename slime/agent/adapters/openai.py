@@ -86,7 +86,8 @@ class OpenAIAdapter(BaseAdapter):
         usage = {"prompt_tokens": in_tok, "completion_tokens": out_tok, "total_tokens": in_tok + out_tok}
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.get("model", "slime")}
         if stream:
-            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            options = body.get("stream_options")
+            with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
             chunks = _chunks(head, reply, usage if with_usage else None)
             return await self._event_stream().send(request, chunks, end=b"data: [DONE]\n\n")
         choice = {"index": 0, "message": reply.wire, "finish_reason": reply.finish_reason, "logprobs": None}

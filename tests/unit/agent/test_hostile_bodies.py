@@ -26,6 +26,11 @@ OPENAI = {
     "tools": [{"type": "function", "function": {"name": "add", "description": "d", "parameters": SCHEMA}}],
     "max_tokens": 5, "stop": ["x"], "stream": False, "n": 1, "tool_choice": "auto",
 }  # fmt: skip
+STREAM = {
+    "messages": [{"role": "user", "content": "q"}], "model": "m", "max_tokens": 5, "stream": True,
+    "stream_options": {"include_usage": True}, "response_format": {"type": "text"}, "metadata": {"session_id": "s"},
+    "user": "u",
+}  # fmt: skip
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "3"}]}
 ANTHROPIC = {
     "system": [{"type": "text", "text": "s"}],
@@ -63,7 +68,11 @@ def put(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "path", "body"),
-    [(OpenAIAdapter, "/v1/chat/completions", OPENAI), (AnthropicAdapter, "/v1/messages", ANTHROPIC)],
+    [
+        (OpenAIAdapter, "/v1/chat/completions", OPENAI),
+        (OpenAIAdapter, "/v1/chat/completions", STREAM),
+        (AnthropicAdapter, "/v1/messages", ANTHROPIC),
+    ],
 )
 def test_no_body_is_a_failure_of_the_adapter(kind, path, body, tokenizer):
     engine = TalkingEngine(tokenizer, lambda prompt: "hi")
