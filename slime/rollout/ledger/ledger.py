@@ -237,7 +237,11 @@ class Ledger(NoLedger):
         for done in [k for k in self._saved if k <= latest]:
             del self._saved[done]
         self.journal.record_published(latest, first)
-        freed = compact(self._folder, first_needed=first)
+        try:
+            freed = compact(self._folder, first_needed=first)
+        except OSError as error:  # a full disk: all of it is still there, and the next checkpoint tries again
+            logger.warning("The ledger %s keeps what is not needed any more: %s", self._folder, error)
+            return
         logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, latest)
 
     def close(self) -> None:

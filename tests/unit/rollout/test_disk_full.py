@@ -18,7 +18,7 @@ from slime.observability import logging_utils
 from slime.observability.dumps import dump_rollout, load_rollout_dump, load_train_dump, save_train_dump
 from slime.rollout.data_source import state_path
 from slime.rollout.ledger import segments as segments_module
-from slime.rollout.ledger.ledger import Position, position_path
+from slime.rollout.ledger.ledger import TRACKER, Position, position_path
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -53,6 +53,22 @@ def test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole(tm
     again = Process(tmp_path, start=1)
     assert again.rollout(1) == [2, 3]
     assert again.generated == []  # all of it was in the ledger
+
+
+def test_a_ledger_that_cannot_be_compacted_stays_whole_until_the_next_checkpoint(tmp_path, caplog):
+    process = Process(tmp_path)
+    process.rollout(0)
+    process.ledger.save(0)
+    (tmp_path / TRACKER).write_text("0")
+    with full_disk(10):
+        process.ledger.record_published(0)
+    assert "keeps what is not needed any more: [Errno 27]" in caplog.text
+    assert not list((tmp_path / "ledger").glob("index-*"))
+    process.rollout(1)
+    process.save(1)
+    assert list((tmp_path / "ledger").glob("index-*"))
+    process.die()
+    assert Process(tmp_path, start=2).rollout(2) == [4, 5]
 
 
 def write_position_only(process: Process, position: Position) -> None:
