@@ -54,9 +54,8 @@ def check_spec_source(spec: list[str] | None) -> None:
         return
     if len(spec) != 2:
         raise HookError(f"--spec is {' '.join(spec)!r}; give two words, a module and a function in it.")
-    source = _source_of(spec[0], " ".join(spec), "--spec")
-    names = {name for name, _ in _top_level(ast.parse(source).body)} if source is not None else {"*"}
-    if not names & {spec[1], "*", "__getattr__"}:
+    body = _source_of(spec[0], " ".join(spec), "--spec")
+    if body is not None and not {name for name, _ in _top_level(body)} & {spec[1], "*", "__getattr__"}:
         raise HookError(f"--spec: {spec[0]} has no {spec[1]}. Correct the second word.")
 
 
@@ -118,11 +117,10 @@ def check_source(hook: Hook, path: str, where: str) -> None:
         HookError: see ``check_hooks_on_driver``.
     """
     module_name, attribute = split_path(path, where)
-    source = _source_of(module_name, path, where)
-    if source is None:
+    body = _source_of(module_name, path, where)
+    if body is None:
         return
-    tree = ast.parse(source)
-    bindings = list(_top_level(tree.body))
+    bindings = list(_top_level(body))
     found = [node for name, node in bindings if name == attribute]
     if not found:
         if any(name in ("*", "__getattr__") for name, _ in bindings):
@@ -232,8 +230,12 @@ def _must_not_be_async(hook: Hook, path: str, where: str) -> str:
     )
 
 
-def _source_of(module_name: str, path: str, where: str) -> str | None:
-    """Return the module's source; None when it has none to read (a compiled module)."""
+def _source_of(module_name: str, path: str, where: str) -> list[ast.stmt] | None:
+    """Return the statements of a module; None when it has no source to read (a compiled module).
+
+    Raises:
+        HookError: there is no such module, or its source is no Python.
+    """
     if package := module_name.rpartition(".")[0]:
         import_plugin(package, f"{where}: {path}")  # find_spec would import it without a deadline
     try:
@@ -247,7 +249,10 @@ def _source_of(module_name: str, path: str, where: str) -> str | None:
         )
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
-    return Path(spec.origin).read_text(encoding="utf-8")
+    try:
+        return ast.parse(Path(spec.origin).read_bytes(), spec.origin).body
+    except (SyntaxError, ValueError) as error:
+        raise HookError(f"{where}: {module_name} of {path} is no Python: {said_by(error)}. Correct it.") from error
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:

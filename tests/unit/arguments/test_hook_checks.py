@@ -85,6 +85,7 @@ def test_what_fits_is_accepted(plug_in, flag, source):
         ("--dynamic-sampling-filter-path", "async def hook(args, samples): ...", "nobody awaits it"),
         ("--data-source-path", "class hook:\n    def __init__(self, args): ...", "lacks get_samples, add_samples"),
         ("--custom-megatron-init-path", "def other(args): ...", "has no hook"),
+        ("--custom-megatron-init-path", "def hook(args:", "is no Python: SyntaxError: '(' was never closed"),
         ("--custom-megatron-init-path", "async def hook(args): ...", "nobody awaits it"),
         ("--custom-advantage-function-path", "if True:\n    def hook(args): ...", "too many positional arguments"),
     ],
@@ -156,12 +157,14 @@ def test_every_contract_has_a_description_and_a_call(hook: Hook):
 def test_the_model_spec_is_looked_for_without_importing_it(plug_in):
     path = plug_in("1 / 0\ndef get_spec(args, config, vp_stage): ...", "get_spec")
     module, name = path.rsplit(".", 1)
+    broken = plug_in("def get_spec(:", "get_spec").split(".")
     check_hooks_on_driver(no_hooks(spec=[module, name]))
     check_spec_source(None)
     for spec, says in (
         ([module, "other"], "has no other"),
         (["nowhere.at_all", "f"], "nowhere"),
         ([module], "two words"),
+        (broken, "--spec: .* is no Python: SyntaxError"),
     ):
         with pytest.raises(HookError, match=says):
             check_hooks_on_driver(no_hooks(spec=list(spec)))
