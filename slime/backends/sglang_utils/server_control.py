@@ -94,13 +94,13 @@ def flush_cache(server: ServerControl, *, tries: int = 60, wait_s: float = 1.0) 
     """Empty the prefix cache; a server with requests in flight refuses, so ask again.
 
     Raises:
-        EngineError: it still refused after ``tries`` tries ``wait_s`` seconds apart.
+        EngineError: it does not answer, or still refused after ``tries`` tries ``wait_s`` seconds apart.
     """
     for remaining in reversed(range(tries)):
         try:
             server.get("/flush_cache")
             return
-        except ProcessError:
+        except Refused:
             if not remaining:
                 raise
         time.sleep(wait_s)

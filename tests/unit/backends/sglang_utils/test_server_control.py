@@ -100,6 +100,19 @@ def test_flushing_gives_up_with_the_servers_reason(scripted):
         flush_cache(ServerControl(url), tries=2, wait_s=0)
 
 
+def test_flushing_is_not_tried_again_on_a_server_that_does_not_answer():
+    asked = []
+
+    class Hung(ServerControl):
+        def get(self, path, **options):
+            asked.append(path)
+            raise NoAnswer("did not answer")
+
+    with pytest.raises(NoAnswer):
+        flush_cache(Hung("http://127.0.0.1:1"), wait_s=0)
+    assert asked == ["/flush_cache"]
+
+
 def one_token(log_prob: str = "-0.5", finish: str = '{"type": "length"}', items: str | None = None) -> str:
     items = f"[[{log_prob}, 7, null]]" if items is None else items
     return f'{{"text": "x", "meta_info": {{"finish_reason": {finish}, "output_token_logprobs": {items}}}}}'
