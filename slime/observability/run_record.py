@@ -79,14 +79,17 @@ class _RecordWriter:
             self._spans.append(identity | times | {"args": plain(dict(attrs))})
 
     def flush(self) -> None:
-        """Wait until what was submitted is written, ``FLUSH_TIMEOUT_S`` at most."""
+        """Wait until what was submitted is written, twice ``FLUSH_TIMEOUT_S`` at most."""
         done = threading.Event()
 
         def write() -> None:
             self._write_spans()
             done.set()
 
-        self.submit(write)
+        try:
+            self._queue.put(write, timeout=FLUSH_TIMEOUT_S)
+        except queue.Full:
+            return
         done.wait(FLUSH_TIMEOUT_S)
 
     def close(self) -> None:

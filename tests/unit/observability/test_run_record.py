@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from argparse import Namespace
 
 import pyarrow.parquet as pq
@@ -77,6 +78,23 @@ def test_spans_of_timers_are_an_array_that_perfetto_reads_and_warnings_are_event
     assert (span["name"], span["ph"], span["pid"]) == ("train", "X", "actor 0") and span["dur"] >= 0
     texts = [one["text"] for one in events(tmp_path)]
     assert texts == ["disk of https://(secret)@b/c", "key (secret)"] + ["again"] * run_record.SAME_WARNINGS
+
+
+def test_a_flush_waits_where_the_queue_is_full_and_is_not_left_out_itself(args, tmp_path, caplog):
+    run_record.start_recording(args, "actor 0", primary=True)
+    has_begun, goes_on = threading.Event(), threading.Event()
+
+    def busy(folder):
+        has_begun.set()
+        goes_on.wait(20)
+
+    run_record.submit(busy)
+    assert has_begun.wait(20)
+    for _ in range(run_record.QUEUE_LENGTH):
+        run_record.submit(lambda folder: None)
+    threading.Timer(0.2, goes_on.set).start()
+    run_record.flush_recording()
+    assert "leaves out data" not in caplog.text
 
 
 def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(args, tmp_path):
