@@ -18,10 +18,11 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.arguments.critic import check_critic_layout, critic_flags, finish_critic, resolve_critic
+from slime.arguments.cross_group import check_engines_of_family
 from slime.arguments.overlay import apply_overlay, apply_role_overrides, overlaid_names
 from slime.arguments.parser import (
     AddArguments,
@@ -37,6 +38,7 @@ from slime.arguments.parser import (
 from slime.arguments.resolve import RUNTIME_FACTS, resolve
 from slime.arguments.unsupported import note_historical, refuse_missing_features
 from slime.arguments.validate import validate
+from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 
@@ -66,7 +68,8 @@ def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[
     args, parser = _parse(words, add_custom_arguments)
     parsed = dict(vars(args))
     slime_validate_args(args, parser)
-    _validate_backends(args)
+    for check in backend_checks(args):
+        check(args)
     args.value_origins = _value_origins(args, parsed, parser, words)
     return args
 
@@ -118,9 +121,10 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
     note_historical(args)
     refuse_missing_features(args)
     resolve(args)
-    args.critic_args = critic if args.use_critic and not args.debug_rollout_only else None
-    if args.critic_args is not None:
+    args.critic_args = None
+    if args.use_critic and not args.debug_rollout_only:
         resolve_critic(critic, args)
+        args.critic_args = critic
     validate(args)
 
 
@@ -136,21 +140,22 @@ def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = No
     return provider
 
 
-def _validate_backends(args: Namespace) -> None:
+def backend_checks(args: Namespace) -> Iterator[Callable[[Namespace], None]]:
+    """Yield the checks of the backends that a run has; they also fill in what follows from the backends' flags."""
     if not args.debug_rollout_only:
-        from slime.backends.megatron_utils.arguments import validate_megatron_arguments
-
-        validate_megatron_arguments(args)
-        if args.critic_args is not None:
-            validate_megatron_arguments(args.critic_args)
-            finish_critic(args.critic_args)
-            check_critic_layout(args)
+        yield _check_trainer
     if not args.debug_train_only:
-        from slime.arguments.cross_group import check_engines_of_family
-        from slime.backends.sglang_utils.arguments import validate_sglang_arguments
+        yield from (validate_sglang_arguments, check_engines_of_family)
 
-        validate_sglang_arguments(args)
-        check_engines_of_family(args)
+
+def _check_trainer(args: Namespace) -> None:
+    from slime.backends.megatron_utils.arguments import validate_megatron_arguments
+
+    validate_megatron_arguments(args)
+    if args.critic_args is not None:
+        validate_megatron_arguments(args.critic_args)
+        finish_critic(args.critic_args)
+        check_critic_layout(args)
 
 
 def record_runtime(args: Namespace, **facts: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.arguments import parse_flags, slime_validate_args
+from slime.arguments import backend_checks, parse_flags, slime_validate_args
 from slime.arguments.parser import flags_with_values
 from slime.backends.megatron_utils.models import published_config
 from slime.planning.make_plan import make_plan
@@ -78,24 +78,18 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
 
 def _check(args: Namespace) -> list[str]:
     """Run every stage of checks that can still run; each reports what it finds."""
-    from slime.arguments.cross_group import check_engines_of_family
-    from slime.backends.megatron_utils.arguments import validate_megatron_arguments
-    from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 
-    stages: list[Callable[[Namespace], None]] = [slime_validate_args]
-    if not args.debug_rollout_only:
-        stages.append(validate_megatron_arguments)
-    if not (args.debug_train_only or args.load_debug_rollout_data):
-        stages += [validate_sglang_arguments, check_engines_of_family]
-    problems = []
-    for stage in stages:
+    def problems_of(check: Callable[[Namespace], None]) -> list[str]:
         try:
-            stage(args)
+            check(args)
         except SlimeError as error:
-            problems += str(error).splitlines()
-        if "critic_args" not in vars(args):
-            break  # a flag was refused before anything could be derived, which the other stages need
-    return problems
+            return str(error).splitlines()
+        return []
+
+    problems = problems_of(slime_validate_args)
+    if "critic_args" not in vars(args):
+        return problems  # a flag was refused before anything could be derived, which the other checks need
+    return problems + [problem for check in backend_checks(args) for problem in problems_of(check)]
 
 
 def _read_config(checkpoint: str) -> dict[str, Any] | None:

@@ -132,6 +132,19 @@ def test_what_sleeps_is_the_optimizer_and_the_weights_of_a_critic(capsys):
     assert apart["host"]["asleep"] == 0
 
 
+def test_a_critic_is_checked_as_a_run_would_check_it(tmp_path):
+    roles = tmp_path / "roles.yaml"
+    flags = f"{COLOCATED} --advantage-estimator ppo --megatron-config-path {roles}"
+    for override, told in (
+        ("lr: 1e-5", []),
+        ("tensor_model_parallel_size: 4", ["data_parallel_size of the critic is 2 and of the actor 4"]),
+    ):
+        roles.write_text(f"megatron: [{{name: value, role: critic, overrides: {{{override}}}}}]")
+        run = complete_run(words(flags), tmp_path)
+        assert len(run.problems) == len(told) and all(text in run.problems[0] for text in told)
+        assert run.args is not None and run.args.critic_args.critic_args is None
+
+
 def test_copies_of_the_state_in_memory_are_counted_on_each_node(capsys):
     """Three of 12 bytes for each parameter that a rank owns; with a second node, two more of another node's rank."""
     saves = "--trainer-recovery memory --save /c --save-interval 9"
