@@ -184,8 +184,10 @@ def _submitted(words: list[str], calls: list[str], script: str) -> Recipe:
         if name == "--runtime-env-json":
             text = value if equals else words[position + 1]
             try:
-                environment = json.loads(text).get("env_vars", {})
-            except ValueError as error:
-                raise ConfigError(f"{script}: --runtime-env-json is not JSON ({error}): {text[:200]}") from error
+                environment = dict(json.loads(text).get("env_vars") or {})
+            except (ValueError, AttributeError, TypeError) as error:
+                raise ConfigError(
+                    f"{script}: --runtime-env-json must be a JSON object, env_vars in it one too ({error}): {text[:200]}"
+                ) from error
     start = next(index for index, word in enumerate(job) if word.endswith(".py")) + 1
     return Recipe(job[start:], environment, calls)

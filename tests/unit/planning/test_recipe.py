@@ -84,6 +84,12 @@ def test_a_job_that_is_no_training_is_an_error(tmp_path):
         read(tmp_path, "ray job submit -- bash -c 'x'", is_trusted=True)
 
 
+@pytest.mark.parametrize("text", ["{", '["A=1"]', '{"env_vars": [1]}'])
+def test_an_environment_that_is_no_object_is_an_error(text, tmp_path):
+    with pytest.raises(ConfigError, match="--runtime-env-json must be a JSON object"):
+        read(tmp_path, f"ray job submit --runtime-env-json='{text}' -- python3 train.py", is_trusted=True)
+
+
 def refuse(keeps_user: bool) -> None:
     raise IsolationError(["unshare: not permitted"])
 
