@@ -24,7 +24,7 @@ from slime.arguments.overlay import ROLES, ROLES_FLAG, load_role_overrides, set_
 from slime.arguments.parser import parser_of
 from slime.arguments.resolve import resolve
 from slime.arguments.unsupported import refuse_missing_features
-from slime.flags.checkpoint import TRACKER, has_finished_save, inspect_checkpoint, is_iteration_folder
+from slime.flags.checkpoint import TRACKER, has_finished_save, inspect_checkpoint, is_iteration_folder, read_tracker
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 
@@ -173,15 +173,18 @@ def _start_from_weights(critic: Namespace, folder: str, step: int | None) -> Non
 
 
 def iteration_of(args: Namespace) -> int | None:
-    """Return the iteration that an actor with these args resumes from; None where the folder does not say."""
+    """Return the iteration that an actor with these args resumes from; None where the folder does not say.
+
+    Raises:
+        ConfigError: it says something that is no iteration.
+    """
     if args.ckpt_step is not None:
         return args.ckpt_step
     path = Path(args.load)
     if is_iteration_folder(args.load):
         return int(path.name.removeprefix("iter_"))
-    tracker = path / TRACKER
-    text = tracker.read_text().strip() if tracker.is_file() else ""
-    return int(text) if text.isdigit() else None
+    found = read_tracker(path / TRACKER, "--load") if (path / TRACKER).is_file() else None
+    return None if found == "release" else found
 
 
 def check_critic_flags(args: Namespace) -> Iterator[str]:

@@ -8,6 +8,7 @@ import pytest
 
 from slime.arguments import record_runtime, slime_validate_args
 from slime.arguments.critic import check_critic_layout
+from slime.flags.checkpoint import TRACKER
 from slime.utils.arguments import parse_megatron_role_args
 from slime.utils.errors import ConfigError
 
@@ -104,6 +105,14 @@ def test_a_critic_resumes_from_the_iteration_of_the_actors_checkpoint(ppo, tmp_p
     critic = ppo("--load", run).critic_args
     assert (critic.load, critic.ckpt_step, critic.finetune) == (str(tmp_path / "run/critic"), 4, False)
     assert critic.start_rollout_id is None
+
+
+def test_a_tracker_that_is_no_number_is_named(ppo, tmp_path):
+    run = save(tmp_path / "run", 4)
+    for text in (b"\xff", "\u00b2".encode()):  # no UTF-8; a digit that int() does not take
+        (tmp_path / "run" / TRACKER).write_bytes(text)
+        with pytest.raises(ConfigError, match="--load: .* an iteration or the word release is needed"):
+            ppo("--load", run)
 
 
 def test_a_resumed_run_without_a_checkpoint_of_the_critic_is_refused(ppo, tmp_path, model_folder):
