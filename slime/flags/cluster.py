@@ -128,55 +128,30 @@ def derive_distributed_backend(args: Namespace) -> None:
 
 
 def derive_cluster(args: Namespace) -> None:
-    """Fill in who owns which GPUs, and which side offloads while the other works."""
-    _offload_shorthand(args)
-    _rollout_only_cluster(args)
-    _train_only_cluster(args)
-    _colocation(args)
-
-
-def _offload_shorthand(args: Namespace) -> None:
-    """Set both sides for --offload, and remove it."""
+    """Fill in who owns which GPUs, and which side offloads while the other works; ``offload`` itself goes."""
     if args.offload:
-        args.offload_train = True
-        args.offload_rollout = True
+        args.offload_train = args.offload_rollout = True
     del args.offload
-
-
-def _rollout_only_cluster(args: Namespace) -> None:
-    """Give the trainer's GPUs to the engines where nothing trains; nothing is shared or offloaded."""
-    if not args.debug_rollout_only:
-        return
-    if args.colocate and args.rollout_num_gpus is None and not args.rollout_external:
-        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if args.rollout_num_gpus is not None:
-        args.actor_num_gpus_per_node = min(NODE_GPUS, args.rollout_num_gpus)
-        args.actor_num_nodes = (
-            args.rollout_num_gpus // args.actor_num_gpus_per_node if args.actor_num_gpus_per_node else 0
-        )
-    args.colocate = False
-    args.offload_train = False
-    args.offload_rollout = False
-
-
-def _train_only_cluster(args: Namespace) -> None:
-    """Offload nothing to make room for engines where there are none."""
-    if args.debug_train_only:
-        args.rollout_num_gpus = 0 if args.rollout_num_gpus is None else args.rollout_num_gpus
+    trainer_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.debug_rollout_only:  # the engines get the trainer's GPUs; nothing is shared or offloaded
+        if args.colocate and args.rollout_num_gpus is None and not args.rollout_external:
+            args.rollout_num_gpus = trainer_gpus
+        if args.rollout_num_gpus is not None:
+            args.actor_num_gpus_per_node = min(NODE_GPUS, args.rollout_num_gpus)
+            args.actor_num_nodes = args.rollout_num_gpus // max(args.actor_num_gpus_per_node, 1)
+        args.colocate = args.offload_train = args.offload_rollout = False
+    if args.debug_train_only:  # there are no engines to make room for
+        args.rollout_num_gpus = args.rollout_num_gpus or 0
         args.offload_train = bool(args.offload_train)
         args.offload_rollout = False
-
-
-def _colocation(args: Namespace) -> None:
-    """Offload where GPUs are shared; separate GPUs need none of it."""
-    if args.colocate:
-        if args.release_train:
-            args.offload_train = False
-            args.offload_rollout = True
-        if args.rollout_num_gpus is None:
-            args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
-    args.offload_train = args.colocate if args.offload_train is None else args.offload_train
-    args.offload_rollout = args.colocate if args.offload_rollout is None else args.offload_rollout
+    if args.colocate and args.release_train:
+        args.offload_train, args.offload_rollout = False, True
+    if args.colocate and args.rollout_num_gpus is None:
+        args.rollout_num_gpus = trainer_gpus
+    if args.offload_train is None:
+        args.offload_train = args.colocate
+    if args.offload_rollout is None:
+        args.offload_rollout = args.colocate
     if args.use_critic:
         args.offload_train = True
     if args.offload_train:
