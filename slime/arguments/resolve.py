@@ -13,13 +13,13 @@ from slime.flags.checkpoint import derive_starting_point
 from slime.flags.cluster import derive_cluster, derive_distributed_backend
 from slime.flags.data import derive_batch_sizes
 from slime.flags.debug import derive_debug_modes
-from slime.flags.fault_tolerance import derive_on_nan, derive_trainer_recovery
+from slime.flags.fault_tolerance import derive_fault_tolerance
 from slime.flags.observability import derive_observability
 from slime.flags.reward import derive_reward
 from slime.flags.rollout import derive_lengths, derive_turns
 from slime.flags.security import derive_job_secret
 from slime.flags.train import derive_precision
-from slime.flags.weight_sync import derive_released_trainer, derive_weight_push_failure
+from slime.flags.weight_sync import derive_weight_sync
 
 RUNTIME_FACTS = frozenset(
     {
@@ -91,13 +91,11 @@ STEPS = (
     derive_critic,
     derive_job_secret,
     _external_engines,
-    derive_weight_push_failure,
-    derive_released_trainer,
+    derive_weight_sync,
     derive_cluster,
     derive_batch_sizes,
     derive_algorithm,
-    derive_trainer_recovery,
-    derive_on_nan,
+    derive_fault_tolerance,
     derive_lengths,
     derive_turns,
     _hook_lists,

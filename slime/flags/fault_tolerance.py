@@ -105,14 +105,18 @@ def _add_engine_checks(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def derive_trainer_recovery(args: Namespace) -> None:
-    """Restart a trainer that dies where it leaves checkpoints to go on from."""
+def derive_fault_tolerance(args: Namespace) -> None:
+    """Restart a trainer that dies where it leaves checkpoints to go on from; stop at a number that is not finite."""
     if args.trainer_recovery is None:
         has_state = not args.no_save_optim or args.use_stateless_adam
         goes_on = args.save is not None and args.save_interval is not None and has_state
         args.trainer_recovery = "checkpoint" if goes_on else "off"
     if args.trainer_recovery == "memory" and args.memory_checkpoint_interval is None:
         args.memory_checkpoint_interval = 1
+    if args.on_nan is None:
+        args.on_nan = ["stop" if backend_flags(args).check_for_nan_in_loss_and_grad else "skip"]
+    if args.on_nan[0] == "skip":
+        args.check_for_nan_in_loss_and_grad = False  # megatron-core must not stop where the step is to be skipped
 
 
 def is_copy_due(args: Namespace, rollout_id: int) -> bool:
@@ -123,14 +127,6 @@ def is_copy_due(args: Namespace, rollout_id: int) -> bool:
     if args.trainer_recovery != "memory" or rollout_id < args.num_critic_only_steps:
         return False
     return (rollout_id + 1) % args.memory_checkpoint_interval == 0
-
-
-def derive_on_nan(args: Namespace) -> None:
-    """Stop at a number that is not finite; megatron-core must not stop where the step is to be skipped."""
-    if args.on_nan is None:
-        args.on_nan = ["stop" if backend_flags(args).check_for_nan_in_loss_and_grad else "skip"]
-    if args.on_nan[0] == "skip":
-        args.check_for_nan_in_loss_and_grad = False
 
 
 def checkpoints_to_go_back(args: Namespace) -> int:

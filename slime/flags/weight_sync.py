@@ -68,15 +68,11 @@ def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def derive_weight_push_failure(args: Namespace) -> None:
-    """Restart an engine that does not take a push, where engines are restarted at all."""
+def derive_weight_sync(args: Namespace) -> None:
+    """Restart an engine that fails a push, where engines are restarted; push each rollout that ends the trainer."""
     if args.weight_push_failure is None:
         refills = args.use_fault_tolerance and not args.rollout_external
         args.weight_push_failure = "refill" if refills else "stop"
-
-
-def derive_released_trainer(args: Namespace) -> None:
-    """Save and push in every rollout where the trainer ends after each."""
     args.update_weight_start_version = 0
     if args.release_train:
         args.update_weights_interval = 1
