@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from slime.algorithms.advantages import get_estimator
@@ -146,32 +144,16 @@ def note_historical(args: argparse.Namespace) -> None:
         logger.info("Flags without effect: %s", reasons)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Missing:
-    """A feature that a flag asks for in vain."""
-
-    reason: str
-    """Reason, as the end of "..., because"."""
-    used: Callable[[Any], bool] = bool
-    """True for the values that ask for it."""
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None
-
-
-NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
-
-
-NOT_YET: dict[str, Missing] = {
-    "qwen_gdn_backend": Missing(reason="delta nets run by fla or plain torch", used=lambda value: value != "fla"),
-    "memory_recorder": Missing(reason="memory is recorded by torch only, so far", used=lambda value: value != "torch"),
-    "megatron_deepgemm_forward_layers": Missing(reason=NO_ALIGNMENT, used=_is_given),
-    "megatron_deepgemm_forward_modules": Missing(reason=NO_ALIGNMENT, used=_is_given),
-    "megatron_deepgemm_moe_forward_layers": Missing(reason=NO_ALIGNMENT, used=_is_given),
-    "megatron_deepgemm_moe_forward_modules": Missing(reason=NO_ALIGNMENT, used=_is_given),
+_NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
+NOT_YET: dict[str, tuple[Any, str]] = {
+    "qwen_gdn_backend": ("fla", "delta nets run by fla or plain torch"),
+    "memory_recorder": ("torch", "memory is recorded by torch only, so far"),
+    "megatron_deepgemm_forward_layers": (None, _NO_ALIGNMENT),
+    "megatron_deepgemm_forward_modules": (None, _NO_ALIGNMENT),
+    "megatron_deepgemm_moe_forward_layers": (None, _NO_ALIGNMENT),
+    "megatron_deepgemm_moe_forward_modules": (None, _NO_ALIGNMENT),
 }
-"""Attribute of args -> what is missing."""
+"""Attribute of args -> the value that asks for nothing, and why another is refused."""
 
 
 def refuse_missing_features(args: Namespace) -> None:
@@ -181,9 +163,9 @@ def refuse_missing_features(args: Namespace) -> None:
         ConfigError: names every such flag with its value.
     """
     lines = [
-        f"--{name.replace('_', '-')} is {getattr(args, name)!r}: {missing.reason}. Leave the flag out."
-        for name, missing in NOT_YET.items()
-        if missing.used(getattr(args, name))
+        f"--{name.replace('_', '-')} is {getattr(args, name)!r}: {reason}. Leave the flag out."
+        for name, (nothing, reason) in NOT_YET.items()
+        if getattr(args, name) != nothing
     ]
     if lines:
         raise ConfigError("\n".join(lines))
