@@ -203,20 +203,17 @@ def _check_teacher(args: Namespace) -> None:
 
 
 def _check_replay(args: Namespace) -> None:
-    for flag in ("load_debug_rollout_data", "load_forge_rollout_data"):
-        if (template := getattr(args, flag)) is not None:
-            _check_dumps(template, f"--{flag.replace('_', '-')}")
-
-
-def _check_dumps(template: str, flag: str) -> None:
-    pattern = "".join(
-        glob.escape(text) + ("" if field is None else "*") for text, field, _, _ in string.Formatter().parse(template)
-    )
-    if not glob.glob(pattern):
-        raise ConfigError(
-            f"{flag}: no file fits {template}. Record some with --save-debug-rollout-data, and "
-            "write {rollout_id} where the number stands."
-        )
+    for flag, template in (
+        ("--load-debug-rollout-data", args.load_debug_rollout_data),
+        ("--load-forge-rollout-data", args.load_forge_rollout_data),
+    ):
+        parts = string.Formatter().parse(template or "")
+        pattern = "".join(glob.escape(text) + ("" if field is None else "*") for text, field, _, _ in parts)
+        if template is not None and not glob.glob(pattern):
+            raise ConfigError(
+                f"{flag}: no file fits {template}. Record some with --save-debug-rollout-data, and "
+                "write {rollout_id} where the number stands."
+            )
 
 
 def _check_prompts(args: Namespace) -> None:

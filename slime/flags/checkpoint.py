@@ -165,8 +165,6 @@ def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> Check
         ConfigError: the folder is missing, holds no checkpoint, or its tracker names a save that is not there.
     """
     path = Path(folder)
-    if not folder:
-        raise ConfigError(f"{flag} is empty; is a shell variable unset?")
     if path.is_file():
         raise ConfigError(f"{flag}: {folder} is a file; give the folder of a Megatron or a Hugging Face checkpoint.")
     if not path.is_dir():
@@ -226,8 +224,6 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
         ConfigError: a file is missing or malformed.
     """
     path = Path(folder)
-    if not folder:
-        raise ConfigError(f"{flag} is empty; is a shell variable unset?")
     if not path.is_dir():
         raise ConfigError(
             f"{flag}: {folder} is not a folder. Download the model first: hf download NAME --local-dir DIR."
