@@ -84,10 +84,10 @@ def all_zero_rewards(steps: Steps) -> list[Alarm]:
     """
     untaught = {n: one for n, one in steps.items() if "train/loss" not in one or one.get("train/pg_loss") == 0}
     values = _series(untaught, "rollout/raw_reward")
-    for (first, _), *rest in (values[i : i + 3] for i in range(len(values) - 2)):
-        if all(value == 0 for _, value in rest) and dict(values)[first] == 0:
+    for rows in (values[i : i + 3] for i in range(len(values) - 2)):
+        if all(value == 0 for _, value in rows):
             text = "no response got a reward: look at the grader, the chat template and the label"
-            return [Alarm("all-zero rewards", first, text)]
+            return [Alarm("all-zero rewards", rows[0][0], text)]
     return []
 
 

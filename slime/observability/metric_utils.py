@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from math import comb
 from statistics import fmean, median
 from typing import Any
 
@@ -39,12 +40,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     Source: Chen et al., arXiv:2107.03374, section 2.1.
     """
-    if num_samples - num_correct < k:
-        return 1.0
-    missed = 1.0
-    for i in range(num_samples - num_correct + 1, num_samples + 1):
-        missed *= 1.0 - k / i
-    return 1.0 - missed
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def pass_rates(groups: Sequence[tuple[int, int]], most: int) -> dict[str, float]:

@@ -27,13 +27,10 @@ from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
 
-def _reward(config: MetricsConfig, sample: Sample) -> Any:
-    key = config.reward_key
-    return sample.reward[key] if key and isinstance(sample.reward, Mapping) else sample.reward
-
-
-def _number(reward: Any) -> float | None:
+def _reward(config: MetricsConfig, sample: Sample) -> float | None:
     """Return a reward as a number; None when it is none (a dict without ``--reward-key``)."""
+    key = config.reward_key
+    reward = sample.reward[key] if key and isinstance(sample.reward, Mapping) else sample.reward
     return float(reward) if isinstance(reward, int | float) else None
 
 
@@ -41,7 +38,7 @@ def _zero_std_counts(config: MetricsConfig, samples: Sequence[Sample]) -> dict[s
     """Return count_{reward}: groups all of whose samples have this same reward, so that they teach nothing."""
     groups: dict[Any, list[float]] = {}
     for sample in samples:
-        value = _number(_reward(config, sample))
+        value = _reward(config, sample)
         if value is not None:
             groups.setdefault(sample.group_index, []).append(value)
     counts = Counter(f"zero_std/count_{round(v[0], 1)}" for v in groups.values() if len(v) > 1 and len(set(v)) == 1)
@@ -158,7 +155,7 @@ def compute_rollout_record(
 ) -> dict[str, Any]:
     """Return the record of one rollout, prefixes and ``rollout/step`` included."""
     config = metrics_config(args)
-    numbers = [_number(_reward(config, sample)) for sample in samples]
+    numbers = [_reward(config, sample) for sample in samples]
     rewards = [number for number in numbers if number is not None]
     record: dict[str, Any] = dict(extra_metrics or {})
     record |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
@@ -299,9 +296,6 @@ def _metric_of(fact: str) -> str | None:
     return _NAMES.get(fact)
 
 
-CORRECT_REWARD = 1
-
-
 def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return turns, and tokens of responses with and without the text of tools and environments.
 
@@ -329,9 +323,7 @@ def correct_sample_metrics(samples: Sequence[Sample], rewards: Sequence[float]) 
         ``rollout/correct_samples/{ratio,response_length/{mean,p25,p50,p75}}``; the ratio alone when none is correct.
     """
     lengths = [
-        sample.effective_response_length
-        for sample, reward in zip(samples, rewards, strict=True)
-        if reward == CORRECT_REWARD
+        sample.effective_response_length for sample, reward in zip(samples, rewards, strict=True) if reward == 1
     ]
     metrics = {"ratio": len(lengths) / max(len(samples), 1)}
     if lengths:

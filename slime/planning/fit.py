@@ -95,7 +95,8 @@ def fitted(words: Sequence[str], options: PlanOptions, num_gpus: int) -> tuple[l
             raise ConfigError("\n".join(run.problems))
         options = replace(options, prompts=prompt_lengths(run.args, run.checkpoint))
         ranked = choices(run.args, run.hf_config, options, given)
-        best = list(islice(_legal(ranked, [*words, *fixed], Path(folder)), 3))
+        legal = (one for one in ranked if not complete_run([*words, *fixed, *one.words], Path(folder)).problems)
+        best = list(islice(legal, 3))
     if not best:
         why = run.problems or [f"no layout of {run.args.world_size} x {options.card.name} fits; use more GPUs."]
         raise ConfigError("--fit: " + "\n".join(why))
@@ -138,11 +139,6 @@ def _on_this_machine(given: set[str], num_gpus: int) -> list[str]:
     if not given & {"--use-dynamic-batch-size", "--micro-batch-size"}:
         words += ["--use-dynamic-batch-size"]
     return words
-
-
-def _legal(ranked: Sequence[Choice], words: Sequence[str], folder: Path) -> Iterator[Choice]:
-    """Yield the choices whose whole command passes every check."""
-    return (choice for choice in ranked if not complete_run([*words, *choice.words], folder).problems)
 
 
 def choices(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions, given: set[str]) -> list[Choice]:

@@ -94,9 +94,8 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         patches=patches_of_rank(tokens, sum(images), sizes, work),
     )
     stages = [plan_stage(args, number, chunks, dims, sizes, settings) for number, chunks in enumerate(split)]
-    trains = not args.debug_rollout_only
     places, groups = plan_engines(args, dims, sizes, hf_config, options, problems)
-    phases = plan_phases(args, sizes, stages, groups, trains=trains)
+    phases = plan_phases(args, sizes, stages, groups)
     host = plan_host(args, sizes, stages, places)
     num_gpus = plan_gpus(args).num_gpus
     return Plan(
@@ -109,7 +108,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         num_gpus=num_gpus,
         num_nodes=-(-num_gpus // args.num_gpus_per_node),
         sizes=sizes,
-        ranks=rank_places(sizes, args.num_gpus_per_node) if trains else [],
+        ranks=rank_places(sizes, args.num_gpus_per_node) if not args.debug_rollout_only else [],
         stages=stages,
         engines=places,
         engine_groups=groups,
@@ -286,9 +285,10 @@ def plan_engines(
 
 
 def plan_phases(
-    args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], groups: list[EngineGroupPlan], *, trains: bool
+    args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], groups: list[EngineGroupPlan]
 ) -> GpuPhases:
     """Return the fullest card of each phase."""
+    trains = not args.debug_rollout_only
     shares = args.colocate and bool(groups)
     is_wide = any(group.num_gpus_per_engine > 1 for group in groups)
     engine_asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUPS_BYTES * is_wide if shares and args.offload_rollout else 0
