@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -210,20 +210,20 @@ def pieces_of(path: Path, tensors: Mapping[str, Tensor]) -> list[Piece]:
         path: the file; its header is read.
         tensors: what was written, on the CPU and contiguous.
     """
-    header = _header(path)
-    pieces = [(0, len(header), digest_of(header))]
-    for name, stored in read_header(path)[0].items():
-        pieces += [(begin, part.nbytes, digest_of(part)) for begin, part in _parts(stored, tensors[name])]
-    return pieces
+    return _pieces(path, lambda stored: _bytes(tensors[stored.name]))
 
 
 def pieces_of_file(path: Path) -> list[Piece]:
     """Return the digests of a file that others wrote, from its bytes."""
+    with MappedFile(path) as mapped:
+        return _pieces(path, mapped.part)
+
+
+def _pieces(path: Path, bytes_of: Callable[[StoredTensor], Any]) -> list[Piece]:
     header = _header(path)
     pieces = [(0, len(header), digest_of(header))]
-    with MappedFile(path) as mapped:
-        for stored in read_header(path)[0].values():
-            pieces += [(begin, part.nbytes, digest_of(part)) for begin, part in _split(stored, mapped.part(stored))]
+    for stored in read_header(path)[0].values():
+        pieces += [(begin, part.nbytes, digest_of(part)) for begin, part in _split(stored, bytes_of(stored))]
     return pieces
 
 
@@ -277,15 +277,11 @@ def check_tensor(digests: FolderDigests, stored: StoredTensor, tensor: Tensor, *
     """
     name = stored.file.name
     if row is None:
-        for begin, part in _parts(stored, tensor):
+        for begin, part in _split(stored, _bytes(tensor)):
             digests.check(name, begin, part, what=stored.name)
     else:
         begin = stored.begin + row * stored.row_bytes
         digests.check(name, begin, _bytes(tensor), what=f"{stored.name}[{row}]")
-
-
-def _parts(stored: StoredTensor, tensor: Tensor) -> Iterator[tuple[int, Any]]:
-    yield from _split(stored, _bytes(tensor))
 
 
 def _split(stored: StoredTensor, data: Any) -> Iterator[tuple[int, Any]]:

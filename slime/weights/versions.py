@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
@@ -209,25 +210,16 @@ def remove_version(folder: Path) -> None:
 
 def remove_all(root: str | Path) -> None:
     """Take away every version and every unfinished one; other files of the folder stay."""
-    for folder in list_folders(root):
-        remove_version(folder)
-    for path in _entries(root):
-        if _PART.match(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    prune_before(root, math.inf)
 
 
-def prune_before(root: str | Path, number: int) -> list[int]:
-    """Remove every version older than ``number``, and what dead writers left of one; gives the versions' numbers."""
-    removed = []
+def prune_before(root: str | Path, number: float) -> None:
+    """Remove every version older than ``number``, and what dead writers left of one."""
     for path in _entries(root):
         if (match := _PART.match(path.name)) and int(match[1]) < number:
             shutil.rmtree(path, ignore_errors=True)
-    for folder in list_folders(root):
-        match = _NAME.match(folder.name)
-        if match is not None and int(match[1]) < number:
-            remove_version(folder)
-            removed.append(int(match[1]))
-    return removed
+        elif (match := _NAME.match(path.name)) and int(match[1]) < number:
+            remove_version(path)
 
 
 # Writing

@@ -49,7 +49,6 @@ class Quantizer:
         quantized_names: ``X.weight`` of all quantized weights.
         known_names: ``X.weight`` of everything that the checkpoint has, quantized or not; a weight that is not among
             them is an error, because nobody can tell how engines hold it.  None trusts ``quantized_names`` alone.
-        check_finite: NaN and infinities are errors.  It costs a wait for the device per tensor.
     """
 
     def __init__(
@@ -58,12 +57,10 @@ class Quantizer:
         quantized_names: Collection[str],
         *,
         known_names: Collection[str] | None = None,
-        check_finite: bool = False,
     ) -> None:
         self.format = weight_format
         self.quantized_names = frozenset(quantized_names)
         self._known_names = None if known_names is None else frozenset(known_names)
-        self._check_finite = check_finite
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -100,11 +97,10 @@ class Quantizer:
 
         Raises:
             ConfigError: the format cannot hold the shape, or the checkpoint does not have the tensor.
-            DataError: ``check_finite`` is given and the tensor is not finite.
         """
         if not self.is_quantized(name):
             return [(name, tensor)]
-        parts = self.format.quantize(name, tensor, check_finite=self._check_finite)
+        parts = self.format.quantize(name, tensor, check_finite=False)
         return [(_part_name(name, part), value) for part, value in parts.items()]
 
 
@@ -115,7 +111,6 @@ def make_quantizer(
     known_names: Collection[str] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     ue8m0: bool = False,
-    check_finite: bool = False,
 ) -> Quantizer | None:
     """Return the quantizer for a checkpoint; None for an unquantized one.
 
@@ -125,7 +120,6 @@ def make_quantizer(
         known_names: as :class:`Quantizer` has it.
         dtype: in which engines hold unquantized weights.
         ue8m0: scales of fp8 blocks are powers of two, even where the config does not ask for them.
-        check_finite: NaN and infinities are errors.
 
     Raises:
         ConfigError: the format is not supported, or the config says that something is left alone that is quantized.
@@ -134,7 +128,7 @@ def make_quantizer(
     if weight_format is None or quantization_config is None:
         return None
     check_ignored_modules(quantization_config, quantized_names)
-    return Quantizer(weight_format, quantized_names, known_names=known_names, check_finite=check_finite)
+    return Quantizer(weight_format, quantized_names, known_names=known_names)
 
 
 def quantized_names(stored_names: Collection[str], weight_format: WeightFormat) -> frozenset[str]:
@@ -250,12 +244,6 @@ def _check_lists(quantization_config: Config) -> None:
             ) from error
 
 
-def ignored_modules(quantization_config: Config) -> list[str]:
-    """Return the entries that name modules which engines build unquantized."""
-    keys = FP8_LISTS if quantization_config.get("quant_method") == "fp8" else ("ignore",)
-    return [str(entry) for key in keys for entry in quantization_config.get(key) or ()]
-
-
 class IgnoredModules:
     """Tells which modules a config leaves unquantized, in the way engines read its list.
 
@@ -264,8 +252,9 @@ class IgnoredModules:
     """
 
     def __init__(self, quantization_config: Config) -> None:
-        entries = ignored_modules(quantization_config)
         self._are_paths = quantization_config.get("quant_method") == "fp8"
+        keys = FP8_LISTS if self._are_paths else ("ignore",)
+        entries = [str(entry) for key in keys for entry in quantization_config.get(key) or ()]
         self._patterns = [re.compile(entry.removeprefix("re:")) for entry in entries if entry.startswith("re:")]
         self._names = {entry.removeprefix("model.").strip(".") if self._are_paths else entry for entry in entries}
         self._lengths = sorted({name.count(".") + 1 for name in self._names})

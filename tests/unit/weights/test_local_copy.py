@@ -144,7 +144,8 @@ def test_a_host_that_missed_versions_starts_from_the_newest_whole_one(pusher):
         early.pull(number)
     pusher.push_whole(number=3)
     left, running = (begin_version(version_folder(pusher.root, number)) for number in (2, 3))
-    assert prune_before(pusher.root, 3) == [1, 2]
+    prune_before(pusher.root, 3)
+    assert [path.name for path in list_folders(pusher.root)] == ["weight_v000003", "weight_v000003-full"]
     assert running.is_dir() and not left.exists()
     running.rmdir()
     pusher.change()
