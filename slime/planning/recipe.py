@@ -187,7 +187,7 @@ def _submitted(words: list[str], calls: list[str], script: str) -> Recipe:
                 environment = dict(json.loads(text).get("env_vars") or {})
             except (ValueError, AttributeError, TypeError) as error:
                 raise ConfigError(
-                    f"{script}: --runtime-env-json must be a JSON object, and env_vars in it too ({error}): {text[:200]}"
+                    f"{script}: --runtime-env-json must be a JSON object, as its env_vars must ({error}): {text[:200]}"
                 ) from error
     start = next(index for index, word in enumerate(job) if word.endswith(".py")) + 1
     return Recipe(job[start:], environment, calls)
