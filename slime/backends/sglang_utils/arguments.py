@@ -271,7 +271,13 @@ def check_sglang_arguments(args: Namespace) -> None:
     given = [flag for flag, value in layouts.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are given; each lays out the engines alone. Keep one.")
-    if problems := [*_memory(args), *_speculation(args)]:
+    fraction = args.sglang_mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError(
+            f"--sglang-mem-fraction-static is {fraction}; it is the fraction of a GPU's memory for weights and cache, "
+            "between 0 and 1, such as 0.7."
+        )
+    if problems := list(_speculation(args)):
         raise ConfigError("\n".join(problems))
 
 
@@ -299,15 +305,6 @@ def size_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
 def nearest_divisor(number: int, wanted: int) -> int:
     """Return the divisor of ``number`` that is nearest to ``wanted``."""
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
-
-
-def _memory(args: Namespace) -> Iterator[str]:
-    fraction = args.sglang_mem_fraction_static
-    if fraction is not None and not 0 < fraction < 1:
-        yield (
-            f"--sglang-mem-fraction-static is {fraction}; it is the fraction of a GPU's memory for weights and cache, "
-            "between 0 and 1, such as 0.7."
-        )
 
 
 def _speculation(args: Namespace) -> Iterator[str]:

@@ -169,15 +169,13 @@ class LoadPlan:
             if names is not None and part.name not in names:
                 continue
             for write in self.writes.get(part.name, ()):
-                found += [PlannedItem(part.name, position, item) for item in self._items_of(part, write)]
+                copies = map(_merged, self._copies_of(part, write))
+                found += [PlannedItem(part.name, position, _item(copy, write, part.offset)) for copy in copies]
         return found
 
     def reads(self, part: BucketSlice) -> bool:
         """Tell if a copy reads something of a slice."""
         return any(self._copies_of(part, write) for write in self.writes.get(part.name, ()))
-
-    def _items_of(self, part: BucketSlice, write: Write) -> list[CopyItem]:
-        return [_item(copy, write, part.offset) for copy in map(_merged, self._copies_of(part, write))]
 
     def _copies_of(self, part: BucketSlice, write: Write) -> list[StridedCopy]:
         shape = self.manifest.by_name[part.name].shape

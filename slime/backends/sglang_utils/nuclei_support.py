@@ -36,28 +36,23 @@ def layout_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
             f"{wanted}, and prefill engines do not hand that of the first token on; use engines that do both "
             "(no --prefill-num-servers, no prefill and decode groups), or --rollout-top-p 1."
         )
-    flags = {name: getattr(args, f"sglang_{name}") for name in _REASONS}
+    flags = {name: getattr(args, f"sglang_{name}") for name in _FITTING}
     for settings in (flags, *({**flags, **group.overrides} for group in model.server_groups)):
-        problem = next((p for name, reason in _REASONS.items() if (p := _problem(name, settings[name], reason))), None)
-        if problem:
-            yield f"{wanted}, and {problem}, or set --rollout-top-p 1."
-            return
+        for name, (fitting, reason) in _FITTING.items():
+            if settings[name] not in fitting:
+                flag = f"--sglang-{name.replace('_', '-')} is {settings[name]}"
+                yield f"{wanted}, and {flag}: {reason}, or set --rollout-top-p 1."
+                return
 
 
-_REASONS = {
-    "speculative_algorithm": "speculative decoding draws outside the sampler; drop it",
-    "pp_size": "pipeline stages do not hand them on; set 1",
-    "sampling_backend": "only the samplers flashinfer and pytorch can be followed; use one of them",
-}
-
-
-def _problem(name: str, value: Any, reason: str) -> str | None:
-    flag = f"--sglang-{name.replace('_', '-')} is {value}"
-    if name == "pp_size":
-        return f"{flag}: {reason}" if (value or 1) > 1 else None
-    if name == "sampling_backend":
-        return f"{flag}: {reason}" if value not in (None, "flashinfer", "pytorch") else None
-    return f"{flag}: {reason}" if value else None
+_FITTING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "speculative_algorithm": ((None, ""), "speculative decoding draws outside the sampler; drop it"),
+    "pp_size": ((None, 0, 1), "pipeline stages do not hand them on; set 1"),
+    "sampling_backend": (
+        (None, "flashinfer", "pytorch"), "only the samplers flashinfer and pytorch can be followed; use one of them"
+    ),
+}  # fmt: skip
+"""Setting of an engine -> the values under which it returns nuclei, and why it does not under another."""
 
 
 def check_returns_nuclei(server: ServerControl, *, top_p: float) -> None:

@@ -21,7 +21,7 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree, raise_if_ended
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
-from slime.backends.sglang_utils.server_control import ServerControl, flush_cache, probe_answer
+from slime.backends.sglang_utils.server_control import CONTROL_TIMEOUT_S, ServerControl, flush_cache, probe_answer
 from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.flags.security import job_secret
@@ -316,7 +316,7 @@ class SGLangEngine(WeightVerbs):
         if self.node_rank != 0:
             return None
         try:
-            return self._server().request(method, path, timeout_s=timeout_s or 120.0, json=payload)
+            return self._server().request(method, path, timeout_s=timeout_s or CONTROL_TIMEOUT_S, json=payload)
         except ProcessError as error:
             if end := self.describe_exit():
                 raise EngineDiedError(f"{error}\n{end}") from error

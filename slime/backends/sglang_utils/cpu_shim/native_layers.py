@@ -91,7 +91,8 @@ def add_to_queries(original: Callable[..., Any], attention: Any, queries: Tensor
     """
     absorbed = absorbed.clone()
     for rows, a, b, scale in _segments(attention):
-        absorbed[rows] += scale * torch.einsum("thq,hqr,rd->thd", queries[rows], _keys_part(attention, b), a)
+        part = b.view(attention.num_local_heads, -1, b.size(-1))[:, : attention.qk_nope_head_dim]
+        absorbed[rows] += scale * torch.einsum("thq,hqr,rd->thd", queries[rows], part, a)
     return absorbed
 
 
@@ -109,11 +110,6 @@ def add_to_values(original: Callable[..., Any], attention: Any, latents: Tensor,
         part = b.view(attention.num_local_heads, -1, b.size(-1))[:, attention.qk_nope_head_dim :]
         values[rows] += scale * torch.einsum("thd,rd,hvr->thv", latents[rows], a, part).flatten(1)
     return values
-
-
-def _keys_part(attention: Any, b: Tensor) -> Tensor:
-    """Return [H, q, r] of B [H (q + v), r]."""
-    return b.view(attention.num_local_heads, -1, b.size(-1))[:, : attention.qk_nope_head_dim]
 
 
 def _segments(attention: Any) -> Iterator[tuple[slice, Tensor, Tensor, float]]:
