@@ -261,7 +261,8 @@ def _write_config(args: Namespace, folder: Path) -> None:
         "git": _git(),
         "hardware": _hardware(),
     }
-    text = json.dumps(content, indent=1, ensure_ascii=False).encode()
+    # A path that is no UTF-8 has half surrogate pairs, of which this makes JSON's own escapes.
+    text = json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")
     replace_file(folder / CONFIG_FILE, lambda file: file.write(text), to_disk=False)
 
 
