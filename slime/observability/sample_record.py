@@ -96,7 +96,7 @@ def record_rollout(
     if not run_record.is_recording():
         return
     dropped = _dropped[:]
-    _dropped.clear()
+    del _dropped[: len(dropped)]  # the event loop may have added some meanwhile
     limit = config.record_samples
     trained = list(rewards) if rewards is not None else [None] * len(samples)
 

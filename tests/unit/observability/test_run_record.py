@@ -56,6 +56,12 @@ def test_config_says_where_values_come_from_and_holds_no_secret(args, tmp_path):
     assert "SLIME_PASSWORD" in config["environment"] and "hidden" not in text
 
 
+def test_words_and_variables_that_are_no_utf_8_do_not_end_the_run(args, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--save", "caf\udce9"])
+    assert run_record.start_recording(args, "driver", primary=True)
+    assert json.loads((tmp_path / "config.json").read_text())["command"][-1] == "caf\udce9"
+
+
 def test_a_process_joins_a_record_that_the_driver_began_and_no_other(args, tmp_path):
     assert not run_record.start_recording(args, "actor 0")
     run_record.event("unheard")
@@ -119,6 +125,21 @@ def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(ar
     assert [(row["position"], len(row["trainer_log_probs"])) for row in trained] == [(1, 2), (0, 4)]
     assert [row["clipped"] for row in trained] == [[False, True], [False, False, True, True]]
     assert [one["samples"] for one in events(tmp_path)] == [3, 2]
+
+
+def test_a_sample_that_is_dropped_while_a_rollout_is_recorded_is_in_the_next_record(args, tmp_path, monkeypatch):
+    late = (sample(1), "late")
+
+    class Growing(list):
+        def __getitem__(self, key):
+            found = super().__getitem__(key)
+            self.append(late)
+            return found
+
+    monkeypatch.setattr(sample_record, "_dropped", Growing([(sample(0), "early")]))
+    run_record.start_recording(args, "manager", primary=True)
+    sample_record.record_rollout(ALL, 0, [sample(2)], None)
+    assert list(sample_record._dropped) == [late]
 
 
 def test_a_recorded_sample_comes_back_as_training_reads_it(args, tmp_path):
