@@ -31,7 +31,7 @@ import torch
 
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
-from slime.utils.safe_pickle import read_torch_file
+from slime.utils.safe_pickle import DAMAGE, read_torch_file
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,10 @@ def read_dump(path: Path, *, is_trusted: bool = False) -> list[dict[str, Any]]:
         DataError: the file is damaged, is no dump, or holds objects that are no plain data.
     """
     if is_trusted:
-        content = torch.load(path, map_location="cpu", weights_only=False)
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=False)
+        except DAMAGE as error:
+            raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}); copy it again.") from error
     else:
         content = read_torch_file(
             path,

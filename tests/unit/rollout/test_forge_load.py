@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.observability.dumps import save_rollout_dump
+from slime.observability.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.forge_load import generate_rollout
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
@@ -22,6 +22,14 @@ def samples(*group_indices: int | None, reward: float = 1.0) -> list[Sample]:
 
 def arguments(template: str | None) -> Namespace:
     return Namespace(load_forge_rollout_data=template, reward_key=None, eval_reward_key=None, trust_debug_data=False)
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_dump_that_was_cut_is_named(is_trusted, tmp_path):
+    path = save_rollout_dump(str(tmp_path / "0.pt"), 0, samples(0, 0))
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError, match="0.pt .*copy it again"):
+        load_rollout_dump(str(path), 0, is_trusted=is_trusted)
 
 
 def test_each_rollout_gets_its_file_and_later_ones_the_first(tmp_path):
