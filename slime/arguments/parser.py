@@ -187,23 +187,18 @@ def refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str], leftove
 
 def note_repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     """Log one line for each flag that is given several times with different values; argparse takes the last."""
-    for names, values in _values_by_flag(parser, argv).items():
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for flag, words in flags_with_values(argv):
+        action = parser._option_string_actions.get(flag)
+        if action is not None and not isinstance(action, argparse._AppendAction):  # whose values add up
+            # --x and --no-x are two values of one flag.
+            said = (flag,) if isinstance(action, argparse.BooleanOptionalAction) else tuple(words)
+            found.setdefault(action.option_strings[0], []).append(said)
+    for name, values in found.items():
         if len(set(values)) > 1:
             shown = ", then ".join(" ".join(value) or "nothing" for value in values)
-            shown = REDACTED if is_secret(names) else shown
-            logger.info("%s is given %d times (%s); the last one counts.", names, len(values), shown)
-
-
-def _values_by_flag(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Return flag -> the values of each time that it is given; without flags whose values add up."""
-    found: dict[str, list[tuple[str, ...]]] = {}
-    for flag, values in flags_with_values(argv):
-        action = parser._option_string_actions.get(flag)
-        if action is not None and not isinstance(action, argparse._AppendAction):
-            # --x and --no-x are two values of one flag.
-            said = (flag,) if isinstance(action, argparse.BooleanOptionalAction) else tuple(values)
-            found.setdefault(action.option_strings[0], []).append(said)
-    return found
+            shown = REDACTED if is_secret(name) else shown
+            logger.info("%s is given %d times (%s); the last one counts.", name, len(values), shown)
 
 
 def flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

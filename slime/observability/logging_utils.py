@@ -80,20 +80,16 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
     logging.getLogger("megatron.core.distributed.fsdp").setLevel(logging.WARNING)
 
 
-def _new_run_values(args: Namespace) -> dict[str, Any]:
-    """Return the run's id, which every process must share: a run without ``--save`` names its folder after it."""
-    if tracking_config(args).wandb_run_id is not None:
-        return {}
-    return {"wandb_run_id": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"}
-
-
 def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
     """Open the sinks of this process.
 
     Returns:
         :func:`values_of_the_run`.
     """
-    shared_values = _new_run_values(args) if primary else {}
+    shared_values: dict[str, Any] = {}
+    if primary and tracking_config(args).wandb_run_id is None:
+        # For every process: a run without --save names its folder after it.
+        shared_values["wandb_run_id"] = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     _Process.values_of_the_run = shared_values
     finish_tracking()
     shared = Namespace(**{**vars(args), **shared_values})

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from slime.utils.errors import ConfigError
 from slime.weights.file_digests import FolderDigests, check_file
 from slime.weights.hf_rewrite.plan import FilePlan, HfSource, Rewrite, TensorPlan, make_plan, open_source, shown
-from slime.weights.hf_rewrite.target import Target
+from slime.weights.hf_rewrite.target import Target, partial_path
 from slime.weights.hf_rewrite.tensor_file import CHUNK_BYTES, RowReader, copy_bytes, write_at
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class _OpenShard:
     def __init__(self, plan: FilePlan, target: Target) -> None:
         self.plan = plan
         self._target = target
-        self._partial = target.partial_path(plan.name)
+        self._partial = partial_path(target.folder / plan.name)
         self._left = len(plan.tensors)
         self._lock = threading.Lock()
         self.descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)

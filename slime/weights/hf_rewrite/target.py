@@ -87,10 +87,6 @@ class Target:
         with open(path, "rb") as file:
             return file.read(len(plan.header)) == plan.header
 
-    def partial_path(self, name: str) -> Path:
-        """Return the path at which this process writes a file until it is complete."""
-        return partial_path(self.folder / name)
-
     def add_digests(self, name: str, written: Path) -> None:
         """Note the digests of a shard that is about to get its name."""
         write_json(self._digests_path(name), pieces_of_file(written))
@@ -105,7 +101,7 @@ class Target:
     def close(self, config: dict[str, Any]) -> None:
         """Make the folder a model: assets, config, digests and, last of all, the index."""
         for path in self._assets():
-            temporary = self.partial_path(path.name)
+            temporary = partial_path(self.folder / path.name)
             shutil.copyfile(path, temporary)
             sync_to_disk(temporary)
             os.replace(temporary, self.folder / path.name)
