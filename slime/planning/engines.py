@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from slime.backends.sglang_utils.arguments import nearest_divisor
@@ -99,7 +99,6 @@ class EngineShape:
     pp_size: int = 1
     enable_dp_attention: bool = False
     moe_dense_tp_size: int | None = None
-    enable_dp_lm_head: bool = False
     mem_fraction_static: float = DEFAULT_MEM_FRACTION
     weight_bytes: float = 2.0
     """Of a quantized matrix's element, scales included; 2 for bf16."""
@@ -122,28 +121,17 @@ class EngineShape:
         mtp_layers: int, adapter_slots: AdapterSlots | None = None,
     ) -> EngineShape:  # fmt: skip
         """Make the shape from ``--sglang-*`` values (without the prefix) and a group's overrides, which win."""
-
-        def value(name: str, default: Any) -> Any:
-            found = overrides.get(name, flags.get(name))
-            return default if found is None else found
-
-        pp_size = value("pp_size", 1)
-        return cls(
-            tp_size=overrides.get("tp_size", num_gpus // pp_size),
-            dp_size=value("dp_size", 1),
-            ep_size=value("ep_size", 1),
-            pp_size=pp_size,
-            enable_dp_attention=bool(value("enable_dp_attention", False)),
-            moe_dense_tp_size=value("moe_dense_tp_size", None),
-            enable_dp_lm_head=bool(value("enable_dp_lm_head", False)),
-            mem_fraction_static=value("mem_fraction_static", DEFAULT_MEM_FRACTION),
-            weight_bytes=weight_bytes,
-            kv_element_bytes=1 if "fp8" in str(value("kv_cache_dtype", "auto")) else 2,
-            max_total_tokens=value("max_total_tokens", None),
-            redundant_experts=value("ep_num_redundant_experts", 0),
-            draft_layers=mtp_layers if value("speculative_algorithm", None) in ("EAGLE", "NEXTN") else 0,
-            adapter_slots=adapter_slots,
-        )
+        given = {name: value for name, value in {**flags, **overrides}.items() if value is not None}
+        same = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        own = {
+            "tp_size": overrides.get("tp_size", num_gpus // given.get("pp_size", 1)),
+            "weight_bytes": weight_bytes,
+            "kv_element_bytes": 1 if "fp8" in str(given.get("kv_cache_dtype")) else 2,
+            "redundant_experts": given.get("ep_num_redundant_experts", 0),
+            "draft_layers": mtp_layers if given.get("speculative_algorithm") in ("EAGLE", "NEXTN") else 0,
+            "adapter_slots": adapter_slots,
+        }
+        return cls(**same | own)
 
 
 @dataclass(frozen=True, slots=True)
