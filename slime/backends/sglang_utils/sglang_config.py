@@ -91,18 +91,19 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
     """
     per_engine = args.rollout_num_gpus_per_engine
     if args.sglang_config is not None:
+        where = f"--sglang-config {args.sglang_config}"
         config = load_sglang_config(
             args.sglang_config, hf_checkpoint=args.hf_checkpoint, rollout_num_gpus_per_engine=per_engine
         )
         if config.num_gpus != args.rollout_num_gpus:
             raise ConfigError(
-                f"the groups in {args.sglang_config} take {config.num_gpus} GPUs, --rollout-num-gpus is "
-                f"{args.rollout_num_gpus}; the two must be equal. Change one of them."
+                f"--sglang-config: the groups in {args.sglang_config} take {config.num_gpus} GPUs, --rollout-num-gpus "
+                f"is {args.rollout_num_gpus}; the two must be equal. Change one of them."
             )
         for model in config.models:
-            _check_encoders(f"{args.sglang_config}: model {model.name}", model, args)
+            _check_encoders(f"{where}: model {model.name}", model, args)
             for group in model.server_groups:
-                _check_nodes(f"{args.sglang_config}: model {model.name}", group, args.num_gpus_per_node)
+                _check_nodes(f"{where}: model {model.name}", group, args.num_gpus_per_node)
         return _for_evaluation(config, args) if args.eval_in_background else config
     if args.eval_in_background:
         raise ConfigError(
@@ -194,19 +195,19 @@ def load_sglang_config(path: str, *, hf_checkpoint: str, rollout_num_gpus_per_en
     Raises:
         ConfigError: the file is missing or malformed; the message names the key and what it may hold.
     """
-    document = read_yaml(path, "--sglang-config")
+    document, where = read_yaml(path, "--sglang-config"), f"--sglang-config {path}"
     models = document.get("sglang") if isinstance(document, dict) else None
     if not isinstance(models, list) or not models:
-        raise ConfigError(f"{path}: the top key must be `sglang`, with a list of models under it.")
+        raise ConfigError(f"{where}: the top key must be `sglang`, with a list of models under it.")
     parsed = tuple(
         _parse_model(
-            model, f"{path}: model {position}", hf_checkpoint=hf_checkpoint, per_engine=rollout_num_gpus_per_engine
+            model, f"{where}: model {position}", hf_checkpoint=hf_checkpoint, per_engine=rollout_num_gpus_per_engine
         )
         for position, model in enumerate(models)
     )
     names = [model.name for model in parsed]
     if len(set(names)) != len(names):
-        raise ConfigError(f"{path}: the model names are {', '.join(names)}; each must be different.")
+        raise ConfigError(f"{where}: the model names are {', '.join(names)}; each must be different.")
     return SGLangConfig(models=parsed)
 
 

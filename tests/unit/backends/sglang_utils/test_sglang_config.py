@@ -85,7 +85,7 @@ GROUP = "{worker_type: regular, num_gpus: 2}"
     ],
 )
 def test_a_malformed_file_is_refused_with_the_place(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"^--sglang-config:? .*{message}"):
         load(tmp_path, text)
 
 
@@ -161,7 +161,7 @@ def test_gpus_that_do_not_divide_into_engines_are_refused():
 def test_the_gpus_of_a_file_must_be_those_of_the_flag(tmp_path):
     path = tmp_path / "engines.yaml"
     path.write_text(f"sglang: [{{name: a, server_groups: [{GROUP}]}}]")
-    with pytest.raises(ConfigError, match="take 2 GPUs, --rollout-num-gpus is 8"):
+    with pytest.raises(ConfigError, match="^--sglang-config: the groups in .* take 2 GPUs, --rollout-num-gpus is 8"):
         resolve_sglang_config(flags(sglang_config=str(path)))
 
 
