@@ -21,7 +21,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slime.arguments.critic import check_critic_layout, critic_flags, finish_critic, resolve_critic
+from slime.arguments.critic import ALWAYS_OF_ITS_MODEL, check_critic_layout, critic_flags, resolve_critic, set_always
 from slime.arguments.cross_group import check_engines_of_family
 from slime.arguments.overlay import apply_overlay, apply_role_overrides, overlaid_names
 from slime.arguments.parser import (
@@ -154,7 +154,7 @@ def _check_trainer(args: Namespace) -> None:
     validate_megatron_arguments(args)
     if args.critic_args is not None:
         validate_megatron_arguments(args.critic_args)
-        finish_critic(args.critic_args)
+        set_always(args.critic_args, ALWAYS_OF_ITS_MODEL)
         check_critic_layout(args)
 
 

@@ -97,7 +97,7 @@ def resolve_critic(critic: Namespace, args: Namespace) -> None:
     resolve(critic, of_the_run=False)
     for name in vars(args).keys() - vars(critic).keys():
         setattr(critic, name, copy.deepcopy(getattr(args, name)))
-    _always(critic, ALWAYS)
+    set_always(critic, ALWAYS)
     for name, value in UNLESS_OVERRIDDEN.items():
         setattr(critic, name, given.get(name, value))
     critic.run_folder = args.save
@@ -126,16 +126,12 @@ def parse_megatron_role_args(args: Namespace, megatron_config_path: str | None, 
     if role == "critic":
         for name, value in UNLESS_OVERRIDDEN.items():
             setattr(mine, name, mine.role_overrides.get(name, value))
-        _always(mine, ALWAYS | ALWAYS_OF_ITS_MODEL)
+        set_always(mine, ALWAYS | ALWAYS_OF_ITS_MODEL)
     return mine
 
 
-def finish_critic(critic: Namespace) -> None:
-    """Set what a critic is after Megatron's own checks."""
-    _always(critic, ALWAYS_OF_ITS_MODEL)
-
-
-def _always(critic: Namespace, settings: Mapping[str, Any]) -> None:
+def set_always(critic: Namespace, settings: Mapping[str, Any]) -> None:
+    """Set what every critic is, and log overrides that say otherwise."""
     for name, value in settings.items():
         if critic.role_overrides.get(name, value) != value:
             logger.warning(

@@ -78,10 +78,8 @@ class ServerGuard:
 
 
 def _key_of(headers: list[tuple[bytes, bytes]]) -> bytes:
-    for name, value in headers:
-        if name == b"authorization":
-            return value[7:] if value[:7].lower() == b"bearer " else b""
-    return b""
+    value = next((value for name, value in headers if name == b"authorization"), b"")
+    return value[7:] if value[:7].lower() == b"bearer " else b""
 
 
 async def _refuse(send: Any) -> None:
