@@ -153,9 +153,10 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
         DataError: it cannot be written; a dump that was there before still is.
     """
     samples = [
-        _named(position, shard["dp_rank"]) | columns
+        {"position": place, "sample_index": place, "dp_rank": rank, "data_parallel_rank": rank, **columns}
         for shard in shards
-        for position, columns in zip(shard["partition"], shard["samples"], strict=True)
+        for rank in [shard["dp_rank"]]
+        for place, columns in zip(shard["partition"], shard["samples"], strict=True)
     ]
     content = {
         "format_version": FORMAT_VERSION,
@@ -177,10 +178,6 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
         to_disk=False,
     )
     return path
-
-
-def _named(position: int, dp_rank: int) -> dict[str, int]:
-    return {"position": position, "sample_index": position, "dp_rank": dp_rank, "data_parallel_rank": dp_rank}
 
 
 def load_train_dump(path: str | Path) -> dict[str, Any]:

@@ -233,10 +233,7 @@ class StubModule(ModuleType):
     __path__: list[str] = []
     __version__ = "0.0.0"
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return NameStub(f"{self.__name__}.{name}")
+    __getattr__ = NameStub.__getattr__
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
