@@ -11,8 +11,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import ray
@@ -297,23 +296,20 @@ class EngineFleet:
         future = executor.submit(work)
         deadline = time.monotonic() + self.args.rollout_timeout_s + DEADLINE_MARGIN_S
         try:
-            while True:
-                try:
-                    return future.result(timeout=ENGINE_CHECK_INTERVAL_S)
-                except FutureTimeout:
-                    if future.done():
-                        raise
-                except EngineError:
-                    if not self.args.use_fault_tolerance:
-                        time.sleep(ENGINE_CHECK_INTERVAL_S)  # sockets close before a killed server has ended
-                        self.check()  # its death says more than a refused request
-                    raise
+            while not wait([future], timeout=ENGINE_CHECK_INTERVAL_S).done:
                 self.check()
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"the rollout function has run for {self.args.rollout_timeout_s:.0f} s "
                         "(--rollout-timeout-s) and has not returned"
                     )
+            try:
+                return future.result(timeout=0)
+            except EngineError:
+                if not self.args.use_fault_tolerance:
+                    time.sleep(ENGINE_CHECK_INTERVAL_S)  # sockets close before a killed server has ended
+                    self.check()  # its death says more than a refused request
+                raise
         finally:
             executor.shutdown(wait=False)
             if not self.args.use_fault_tolerance:

@@ -6,6 +6,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -158,6 +159,25 @@ def test_a_rollout_function_that_does_not_return_ends_the_run_at_its_deadline(mo
     with pytest.raises(DeadlineError, match="--rollout-timeout-s.* has not returned"):
         quiet_fleet().run_watched(lambda: release.wait(60))
     release.set()
+
+
+def test_a_rollout_that_ends_in_the_moment_when_it_is_looked_for_counts(monkeypatch):
+    class EndsNow(Future):
+        def result(self, timeout: float | None = None) -> Any:
+            try:
+                return super().result(0 if timeout else None)
+            except TimeoutError:
+                super().result()
+                raise
+
+    def submit(work: Callable[[], Any]) -> Future:
+        future = EndsNow()
+        threading.Timer(0.05, lambda: future.set_result(work())).start()
+        return future
+
+    executor = Namespace(submit=submit, shutdown=lambda wait: None)
+    monkeypatch.setattr(fleet, "ThreadPoolExecutor", lambda *_, **__: executor)
+    assert quiet_fleet(rollout_timeout_s=60.0).run_watched(lambda: "samples") == "samples"
 
 
 @pytest.mark.parametrize("tolerant", [False, True])
