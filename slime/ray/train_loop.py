@@ -104,8 +104,9 @@ class TrainJob:
         )
 
     def _job_state(self) -> JobState:
-        # From a thread of the page: a trainer's death is the loop's to see.
-        return wait_for(self.manager.get_job_state.remote(), what="the engines' state", timeout_s=JOB_STATE_TIMEOUT_S)
+        # In a thread of the page, so not by wait_for: deaths, and SIGTERM to ranks, are the loop's to see.
+        state: JobState = ray.get(self.manager.get_job_state.remote(), timeout=JOB_STATE_TIMEOUT_S)
+        return state
 
     def offload_engines(self) -> None:
         """Have the engines release weights, cache and graphs, so that the trainer fits beside them."""
