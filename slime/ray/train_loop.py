@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -50,6 +51,15 @@ JOB_STATE_TIMEOUT_S = 5.0
 """For a scrape of the Prometheus page; what the manager does not say then is left out."""
 
 
+@dataclass
+class Generation:
+    """A rollout that was begun."""
+
+    rollout_id: int
+    ref: ray.ObjectRef
+    """Of its train data; another one where its manager died and was started again."""
+
+
 class TrainJob:
     """A running job: engines, trainers, and the steps that a loop takes with them."""
 
@@ -67,8 +77,6 @@ class TrainJob:
         rollout_gpus, actor_gpus = gpus["rollout"], gpus["actor"]
         assert rollout_gpus is not None and actor_gpus is not None
         self._rollout_gpus = rollout_gpus
-        self._generations: dict[ray.ObjectRef, tuple[int, ray.ObjectRef]] = {}
-        """Generation as the loop knows it -> its rollout, and the one that took its place."""
         actor = make_actor(args, actor_gpus)
         # Engines start for a minute; the trainer's processes import their libraries in that time.
         self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus, meanwhile=actor.begin)
@@ -124,22 +132,19 @@ class TrainJob:
 
     # Steps
 
-    def start_generate(self, rollout_id: int) -> ray.ObjectRef:
+    def start_generate(self, rollout_id: int) -> Generation:
         """Begin rollout ``rollout_id``; :meth:`finish_generate` waits for it."""
-        generation: ray.ObjectRef = self.manager.generate.remote(rollout_id)
-        self._generations = {generation: (rollout_id, generation)} | dict(list(self._generations.items())[-1:])
-        return generation
+        return Generation(rollout_id, self.manager.generate.remote(rollout_id))
 
-    def finish_generate(self, generation: ray.ObjectRef) -> list[Box] | None:
+    def finish_generate(self, generation: Generation) -> list[Box] | None:
         """Return the train data of a rollout that was begun; begin it again where its manager has died since."""
         with self._timed("wait_for_rollout"):
             while True:
-                rollout_id, latest = self._generations[generation]
                 try:
-                    return self._wait_for_engines(latest, what="the rollout", report_every_s=60)
+                    return self._wait_for_engines(generation.ref, what="the rollout", report_every_s=60)
                 except EngineDiedError as error:
-                    self._restart_manager(rollout_id, error)
-                    self._generations[generation] = rollout_id, self.manager.generate.remote(rollout_id)
+                    self._restart_manager(generation.rollout_id, error)
+                    generation.ref = self.manager.generate.remote(generation.rollout_id)
 
     def _restart_manager(self, rollout_id: int, error: EngineDiedError) -> None:
         """Start the manager and its engines again, up to where ``rollout_id`` can begin.

@@ -16,7 +16,7 @@ from slime.ray import connect, gpus, train_actor
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines import fleet, models
-from slime.ray.train_loop import TrainJob
+from slime.ray.train_loop import Generation, TrainJob
 from slime.ray.trainer_recovery import TrainerRecovery
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, EngineError
 
@@ -48,7 +48,6 @@ class Anything:
 def job() -> TrainJob:
     made = TrainJob.__new__(TrainJob)
     made.args, made.manager, made._seconds = FLAGS, Anything(), {}
-    made._generations = {"ref": (0, "ref")}  # type: ignore[dict-item]
     made.actor, made._background = Namespace(restarts_engines=False), None
     made._recovery = TrainerRecovery(FLAGS, made.actor, made._train)  # type: ignore[arg-type]
     return made
@@ -72,7 +71,7 @@ def trainer_with_box() -> None:
 
 
 CASES: list[tuple[str, Callable[[], Any], float]] = [
-    ("slime.ray.train_loop", lambda: job().finish_generate("ref"), 1000 + 2 * 180),
+    ("slime.ray.train_loop", lambda: job().finish_generate(Generation(0, "ref")), 1000 + 2 * 180),
     ("slime.ray.train_loop", lambda: job().evaluate(0), 1000 + 2 * 180),
     ("slime.ray.train_loop", lambda: job()._ask("record_trained", 0, what="the ledger"), 200),
     ("slime.ray.train_loop", lambda: job().offload_engines(), 3 * (50 + 120) + 30 + 180),

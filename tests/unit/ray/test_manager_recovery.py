@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from argparse import Namespace
 from contextlib import nullcontext
 from typing import Any
@@ -28,7 +29,6 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.asked = []
     made.args = Namespace(trainer_recovery="checkpoint", no_rollout_ledger=False)
     made.manager, made.actor, made._rollout_gpus, made._background = Manager("first"), None, None, None
-    made._generations = {}
     made._timed = lambda name: nullcontext()
     made._recovery = Namespace(
         count=lambda death, error: made.asked.append("counted"),
@@ -62,3 +62,8 @@ def test_without_recovery_or_a_ledger_the_run_ends(job, changed):
     with pytest.raises(EngineDiedError, match="the rollout manager died"):
         job.finish_generate(job.start_generate(4))
     assert job.asked == []
+
+
+def test_the_job_keeps_no_train_data_of_rollouts_that_the_loop_has_done_with(job):
+    refs = [weakref.ref(job.start_generate(rollout_id)) for rollout_id in range(3)]
+    assert [ref() for ref in refs] == [None] * 3
