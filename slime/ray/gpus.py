@@ -20,9 +20,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.planning.layout import GpuPlan, plan_gpus
 from slime.ray.connect import connect
+from slime.ray.preemption import NOTICE
 from slime.ray.utils import NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import wait_for
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DeadlineError
 
 __all__ = ["GpuPlan", "GpuSlice", "create_placement_groups", "plan_gpus", "strategy_for"]
 
@@ -75,15 +76,16 @@ def _reserve(num_gpus: int, timeout_s: float) -> tuple[GpuSlice, list[str]]:
         return GpuSlice(None, [], []), []
     _wait_for_resources(num_gpus, timeout_s)
     group = placement_group([{"GPU": 1, "CPU": 1}] * num_gpus, strategy="PACK")
-    ready, _ = ray.wait([group.ready()], timeout=timeout_s)
-    if not ready:
+    try:
+        wait_for(group.ready(), what="the GPUs of the job to be free", timeout_s=timeout_s)
+    except DeadlineError:
         free = ray.available_resources()
         ray.util.remove_placement_group(group)
         raise ConfigError(
             f"the cluster has {num_gpus} GPUs, but only {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs "
             f"are free after {timeout_s:.0f} s: another job holds the rest. Stop it (ray list jobs) or ask for fewer "
             "GPUs with --actor-num-gpus-per-node / --rollout-num-gpus."
-        )
+        ) from None
     identities = bundle_identities(group, range(num_gpus))
     order = sorted(range(num_gpus), key=lambda index: _sort_key(*identities[index]))
     for position, index in enumerate(order):
@@ -97,6 +99,7 @@ def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     next_report = time.monotonic()
     while True:
+        NOTICE.check()
         total = ray.cluster_resources()
         gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
         # The rollout manager takes one CPU beside those of the bundles.

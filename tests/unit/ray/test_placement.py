@@ -4,7 +4,10 @@ from argparse import Namespace
 
 import pytest
 
+from slime.ray import gpus, waiting
 from slime.ray.gpus import GpuSlice, _sort_key, plan_gpus
+from slime.ray.preemption import NOTICE, Interrupted
+from slime.utils.errors import ConfigError
 
 
 def arguments(**changes):
@@ -45,3 +48,27 @@ def test_gpus_are_ordered_by_the_numbers_of_the_address_not_by_its_letters():
 def test_a_slice_from_an_offset_keeps_bundle_and_gpu_together():
     everything = GpuSlice(None, [2, 0, 1], [7, 5, 6])
     assert everything.from_offset(1) == GpuSlice(None, [0, 1], [5, 6])
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Ray with one GPU, which another job has."""
+    group = Namespace(ready=lambda: "ref")
+    monkeypatch.setattr(gpus, "placement_group", lambda *_, **__: group)
+    monkeypatch.setattr(gpus.ray, "cluster_resources", lambda: {"GPU": 1.0, "CPU": 2.0})
+    monkeypatch.setattr(gpus.ray, "available_resources", lambda: {"CPU": 1.0})
+    monkeypatch.setattr(gpus.ray, "nodes", lambda: [])
+    monkeypatch.setattr(gpus.ray.util, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(waiting.ray, "wait", lambda refs, **_: ([], refs))
+
+
+def test_gpus_that_another_job_holds_are_an_error_with_what_is_free(cluster):
+    with pytest.raises(ConfigError, match="has 1 GPUs, but only 0 GPUs and 1 CPUs are free after 0 s: another job"):
+        gpus._reserve(1, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_sigterm_ends_the_wait_for_nodes_and_for_gpus_that_are_free(cluster, monkeypatch, num_gpus):
+    monkeypatch.setattr(NOTICE, "_came_at", 0.0)
+    with pytest.raises(Interrupted):
+        gpus._reserve(num_gpus, timeout_s=1.5)

@@ -10,6 +10,7 @@ import pytest
 
 from slime.ray import trainer_gpus
 from slime.ray.gpus import GpuSlice
+from slime.ray.preemption import NOTICE, Interrupted
 from slime.ray.trainer_gpus import TrainerGpus, answers, choose
 from slime.utils.errors import ProcessError
 
@@ -106,6 +107,14 @@ def test_without_a_node_the_run_ends_with_what_is_missing(cluster):
     found = gpus(0)
     cluster.table |= {0: "", 1: ""}
     with pytest.raises(ProcessError, match=r"2 of the trainer's 2 GPUs .* within 60 s .* of 0 GPUs in reserve 0 "):
+        found.find_again()
+
+
+def test_sigterm_ends_the_wait_for_a_node(cluster, monkeypatch):
+    found = gpus(0)
+    cluster.table |= {0: "", 1: ""}
+    monkeypatch.setattr(NOTICE, "_came_at", 0.0)
+    with pytest.raises(Interrupted):
         found.find_again()
 
 
