@@ -142,8 +142,9 @@ class EngineFleet:
         engines: list[RayEngine] = []
         for group in self._updatable_groups if groups is None else groups:
             for index in group.indices(*states):
-                if group.engines[index] is not None:
-                    first_gpu = offset + group.engine_gpu_offsets[index]
+                actors = group.actors_of(index)  # read once: an engine may be killed meanwhile
+                if actors[0] is not None:
+                    first_gpu = offset + group.gpu_offset + index * group.num_gpus_per_engine
                     engine = RayEngine(
                         index=len(engines),
                         num_gpus=group.num_gpus_per_engine,
@@ -151,7 +152,7 @@ class EngineFleet:
                         is_colocated=first_gpu + group.num_gpus_per_engine <= num_trainer_gpus,
                         acknowledges=group.acknowledges_pushes,
                         dtype=group.dtype,
-                        node_handles=group.actors_of(index),
+                        node_handles=actors,
                     )
                     engines.append(engine)
         self._described = [engine.handle for engine in engines]

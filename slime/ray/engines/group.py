@@ -35,7 +35,7 @@ from slime.ray.engines.actor import (
     start_engine_actor,
     start_timeout_s,
 )
-from slime.ray.engines.lifecycle import LIVE, UNSETTLED, Action, EngineEvent, EngineState, next_step
+from slime.ray.engines.lifecycle import LIVE, SERVES, UNSETTLED, Action, EngineEvent, EngineState, next_step
 from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, ProcessError
@@ -122,11 +122,6 @@ class EngineGroup:
     def engines(self) -> list[Any]:
         """The actors that serve HTTP, None for an engine that is not there."""
         return self.all_engines[:: self.nodes_per_engine]
-
-    @property
-    def engine_gpu_offsets(self) -> list[int]:
-        """First GPU of each engine within the engines' slice."""
-        return [self.gpu_offset + index * self.num_gpus_per_engine for index in range(len(self.engines))]
 
     @property
     def takes_updates(self) -> bool:
@@ -271,15 +266,17 @@ class EngineGroup:
                 self._shut_down(index)
 
     def _register(self, index: int) -> None:
-        if self.is_listed[index]:
+        engine = self.engines[index]
+        if self.is_listed[index] or engine is None:
             return
         try:
             what = f"{self.name_of(index)} to be registered"
-            wait_for(self.engines[index].register.remote(), what=what, timeout_s=90)
+            wait_for(engine.register.remote(), what=what, timeout_s=90)
         except ProcessError:
             self.report(index, EngineEvent.PUSH_STARTED, "the router did not take it in")
             raise
-        self.is_listed[index] = True
+        with self._changed:
+            self.is_listed[index] = self.states[index] in SERVES  # it may have been evicted meanwhile
         logger.info("%s is back at %s", self.name_of(index), self.urls[index])
 
     def _evict(self, index: int, event: EngineEvent, reason: str) -> None:
@@ -303,10 +300,7 @@ class EngineGroup:
         return f"{self.name_of(index)}: {reason}"
 
     def _free_slot(self, index: int, reason: str) -> None:
-        try:
-            self._kill(index)
-        except Exception:  # the edge of this thread: the start of the new engine tells if the GPUs are free
-            logger.exception("%s could not be killed", self.name_of(index))
+        self._kill(index)
         self.report(index, EngineEvent.SLOT_FREE, reason)
 
     def _restart(self, index: int, reason: str) -> None:
@@ -336,8 +330,11 @@ class EngineGroup:
 
     def _kill(self, index: int) -> None:
         """Take the engine from the router's list and kill what is left of it."""
-        self._delist(index)
-        kill_actors([actor for actor in self.actors_of(index) if actor is not None])
+        try:
+            self._delist(index)
+            kill_actors([actor for actor in self.actors_of(index) if actor is not None])
+        except Exception:  # the edge of a thread of restarts: the start of a new engine tells if the GPUs are free
+            logger.exception("%s could not be killed", self.name_of(index))
         first = index * self.nodes_per_engine
         self.all_engines[first : first + self.nodes_per_engine] = [None] * self.nodes_per_engine
         self.urls[index] = None

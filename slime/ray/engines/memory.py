@@ -131,9 +131,13 @@ class SharedMemory:
 
     def _ask(self, method: str, places: Sequence[Place], **keywords: Any) -> list[Place]:
         """Call a method of engines at once, and return those that did it; with fault tolerance report the others."""
-        refs = [getattr(group.engines[index], method).remote(**keywords) for group, index in places]
+        asked = [
+            (group, index, getattr(engine, method).remote(**keywords))
+            for group, index in places
+            if (engine := group.engines[index]) is not None  # else it was evicted meanwhile, and killed
+        ]
         deadline_s, done = time.monotonic() + self._args.weight_update_timeout_s, []
-        for (group, index), ref in zip(places, refs, strict=True):
+        for group, index, ref in asked:
             # The answers of the others still count when one took all the time.
             timeout_s = max(deadline_s - time.monotonic(), MIN_WAIT_S)
             try:

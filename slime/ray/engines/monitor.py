@@ -101,9 +101,11 @@ class HealthMonitor:
         """
         with self._sending:
             asked = {
-                index: self._probe(self._group.engines[index])
+                index: self._probe(engine)
                 for index in self._group.indices(*SERVES)
-                if self._group.engines[index] is not None and self._group.is_listed[index] and self._is_valid(pauses)
+                if (engine := self._group.engines[index]) is not None
+                and self._group.is_listed[index]
+                and self._is_valid(pauses)
             }
         deadline_s = time.monotonic() + self._timeout_s + ACTOR_MARGIN_S
         for index, ref in asked.items():

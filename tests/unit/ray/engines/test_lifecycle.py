@@ -206,6 +206,18 @@ def test_no_push_begins_beside_an_engine_that_was_given_up_and_may_serve_on():
         fleet.push_started()
 
 
+def test_an_engine_that_is_killed_while_it_is_described_is_left_out(monkeypatch):
+    fleet, group = make_fleet(2, "refill")
+
+    def actors_of(index: int) -> list[Any]:
+        actors = [None if index else "engine"]
+        group.all_engines[index] = None
+        return actors
+
+    monkeypatch.setattr(group, "actors_of", actors_of)
+    assert fleet.updatable().handles == ["engine"]
+
+
 def test_refill_restarts_the_engine_that_refused_a_push():
     fleet, group = make_fleet(2, "refill")
     push(fleet, REFUSAL)

@@ -170,6 +170,13 @@ def test_one_that_cannot_abort_or_that_its_router_does_not_take_in_again_is_repl
     assert judge.states == [EngineState.RESTARTING]
 
 
+def test_an_engine_that_is_killed_as_it_is_to_release_is_not_asked(calls):
+    group = Group(calls, "a", "b")
+    group.engines[0] = None
+    shared(group).release()
+    assert calls == [("b", RELEASE)]
+
+
 def test_without_fault_tolerance_the_first_failure_is_raised(calls):
     FAILS.add(("a", RELEASE))
     with pytest.raises(EngineError, match="flush_cache"):

@@ -111,6 +111,32 @@ def test_an_engine_that_cannot_be_killed_is_started_again_all_the_same(monkeypat
     assert group.states == [EngineState.UPDATING] and starts == [[0]]
 
 
+def test_new_engines_that_neither_start_nor_can_be_killed_end_the_run(monkeypatch, fake):
+    group = make_group()
+    monkeypatch.setattr(fake, "kill", lambda actor: {}[actor.name])
+    monkeypatch.setattr(group, "_launch", lambda indices, register: put_engine(group, "new") or ["ref"])
+    monkeypatch.setattr(group_module, "wait_for", lambda refs, what, timeout_s: {}[what])
+    group.report(0, EngineEvent.DIED, "it was killed by signal 9")
+    with pytest.raises(EngineDiedError, match="3 new ones did not start: KeyError"):
+        group.wait_settled(10)
+
+
+def test_an_engine_that_dies_while_it_is_registered_is_not_taken_for_listed(monkeypatch, fake):
+    group = make_group()
+    group.all_engines = [Namespace(register=Namespace(remote=lambda: "registered"), kill_server=None)]
+    group.states = [EngineState.UPDATING]
+
+    def wait_for(ref: Any, *, what: str, timeout_s: float) -> None:
+        if ref == "registered":
+            group.report(0, EngineEvent.DIED, "it was killed by signal 9")
+            group.wait_settled(10)
+
+    monkeypatch.setattr(group_module, "wait_for", wait_for)
+    monkeypatch.setattr(group, "_launch", lambda indices, register: ["ref"])
+    group.report(0, EngineEvent.PUSH_DONE)
+    assert group.states == [EngineState.UPDATING] and group.is_listed == [False]
+
+
 def test_ports_that_an_actor_does_not_name_cost_the_attempt_no_more_than_a_start_may_take(monkeypatch):
     given: list[float] = []
     answers: list[Any] = [("10.0.0.1", 21000)]
