@@ -320,19 +320,16 @@ class RayTrainGroup:
         """Push the present weights once; :attr:`excluded` has the engines that did not take them."""
         self.excluded = []
         engines = self._ask_manager("push_started")
-        if not engines.engines:
-            return {}
-        if engines.num_new or not self._is_connected:
-            self._connect(engines)
-        results = self._push("update_weights", "the weight update")
-        self._report_taken()
-        return next((result for result in results if result), {})
+        return self._give_weights("update_weights", engines) if engines.engines else {}
 
     def resend_weights(self, engines: UpdatableEngines) -> None:
         """Give engines that started late what the others got with the last push, under the same version."""
-        self._connect(engines)
-        self._push("resend_weights", "the weights of new engines")
+        self._give_weights("resend_weights", engines)
+
+    def _give_weights(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
+        metrics = self._push(verb, engines)
         self._report_taken()
+        return metrics
 
     def _connect(self, engines: UpdatableEngines) -> None:
         # Ranks that were started again know none of them, whatever the manager told those before.
@@ -341,19 +338,22 @@ class RayTrainGroup:
         self._is_connected = True
         self._ask_manager("clear_updatable_num_new_engines")
 
-    def _push(self, verb: str, what: str) -> list[Any]:
-        """Push once; :attr:`excluded` has the engines that did not take the weights.
+    def _push(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
+        """Push once, by a verb of the trainer's; :attr:`excluded` has the engines that did not take the weights.
 
         The trainers keep the deadline of the push themselves, and know who was late.
         """
+        if verb == "resend_weights" or engines.num_new or not self._is_connected:
+            self._connect(engines)
         self._version.count(self.args.save)
+        timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
         try:
-            results = self._on_all(verb, what=what, timeout_s=self.args.weight_update_timeout_s + PUSH_MARGIN_S)
+            results = self._on_all(verb, what=f"the push ({verb})", timeout_s=timeout_s)
         except WeightSyncError:
             self.excluded = self._ask_excluded()
             raise
         self.excluded = self._ask_excluded()
-        return results
+        return next((result for result in results if result), {})
 
     def _report_taken(self) -> None:
         """Report the engines that took a push; a new one that a router does not take in waits for the next rollout."""

@@ -69,21 +69,8 @@ class ReleasedTrainGroup(RayTrainGroup):
         if cluster_has_accelerators():
             time.sleep(RELEASE_GRACE_S)
 
-    def push_once(self) -> dict[str, float]:
-        """Have every engine that takes updates read what the trainer left; return the metrics of the push."""
-        engines = self._ask_manager("push_started")
-        if not engines.engines:
-            return {}
-        metrics = self._deliver(engines)
-        self._report_taken()
-        return metrics
-
-    def resend_weights(self, engines: UpdatableEngines) -> None:
-        """Have engines that started late read what the others have read."""
-        self._deliver(engines)
-        self._ask_manager("push_done", self.excluded)
-
-    def _deliver(self, engines: UpdatableEngines) -> dict[str, float]:
+    def _push(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
+        """Have engines read what the trainer left, those that started late as the others before; return the metrics."""
         args = self.args
         if self._written is None:
             raise WeightSyncError("the trainer has written no weights to disk; call update_weights first")

@@ -39,7 +39,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         'self._recovery.run(lambda: wait_for(position, what="", timeout_s=args.train_timeout_s), needs_trainer=False)',
     ),
     "a trainer that was started again is not connected to the engines": _bug(
-        "slime.ray.actor_group:RayTrainGroup.push_once", "engines.num_new or not self._is_connected", "engines.num_new"
+        "slime.ray.actor_group:RayTrainGroup._push", "engines.num_new or not self._is_connected", "engines.num_new"
     ),
     "a trainer that was started again does not repeat the steps since its checkpoint": _bug(
         "slime.ray.trainer_recovery:TrainerRecovery.restart", "self._train(rollout_id, rollout_data)", "pass"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime.ray.actor_group import MAX_PUSHES, RayTrainGroup
+from slime.ray.actor_group import MAX_FAILED_RESENDS, MAX_PUSHES, RayTrainGroup
+from slime.ray.released_trainer import ReleasedTrainGroup
 from slime.utils.errors import EngineError, HangError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 
@@ -179,3 +180,21 @@ def test_values_of_a_critic_reach_the_ranks_that_train_on_the_same_samples() -> 
     group.async_train(0, [], external_data=["a", "b"])
     group.async_train(0, [], external_data={"for": "all"})
     assert dealt == ["a", "b", "b", "a", {"for": "all"}, {"for": "all"}]
+
+
+@pytest.mark.parametrize("kind", [RayTrainGroup, ReleasedTrainGroup])
+def test_new_engines_that_a_router_does_not_take_in_have_the_weights_all_the_same(monkeypatch, kind) -> None:
+    group = kind(Group().args, 1, 1, pg=None)
+    asked: list[str] = []
+
+    def ask(method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        asked.append(method)
+        if method == "push_done":
+            raise EngineError("the router does not list it")
+        return Namespace(engines=["new"])
+
+    monkeypatch.setattr(group, "_push", lambda verb, engines: {})
+    monkeypatch.setattr(group, "_ask_manager", ask)
+    for _ in range(MAX_FAILED_RESENDS):
+        group.serve_new_engines()
+    assert asked == ["get_engines_without_weights", "push_done"] * MAX_FAILED_RESENDS
