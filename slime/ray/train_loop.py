@@ -39,7 +39,7 @@ from slime.ray.trainer_gpus import TrainerGpus
 from slime.ray.trainer_recovery import NOTICE_S, TrainerRecovery
 from slime.ray.utils import cluster_has_accelerators, listen_address
 from slime.ray.waiting import find_death, forget, forget_all, wait_for
-from slime.utils.errors import EngineDiedError
+from slime.utils.errors import EngineDiedError, ProcessError
 from slime.utils.misc import Box, should_run_periodic_action
 
 if TYPE_CHECKING:
@@ -223,34 +223,46 @@ class TrainJob:
 
     def _save_and_leave(self) -> None:
         """Save what was trained since the last checkpoint; nothing else is done with these processes."""
-        if self._unsaved is None or self.args.save is None:
+        rollout_id = self._unsaved
+        if rollout_id is None or self.args.save is None:
             return
+        if self._recovery.is_down:
+            raise ProcessError("the trainer had died and was not yet back where it was")
         if self.args.offload_rollout and cluster_has_accelerators():
             # The engines have the GPUs, and are in the middle of a rollout: they go before the trainer wakes up.
-            position = self.manager.save.remote(self._unsaved)
-            wait_for(position, what="the position in the data to be saved", timeout_s=self.args.preemption_grace_s)
+            self._save_position(rollout_id)
             forget(MANAGER)
             ray.kill(self.manager)
             time.sleep(RELEASE_GRACE_S)
-            self.actor.write_checkpoint(self._unsaved, force_sync=True)
-            self.actor.publish_checkpoint(self._unsaved)
+            self._write_models(rollout_id, force_sync=True)
+            self._publish_models(rollout_id)
         else:
-            self._save(self._unsaved, is_last=True)
-        event("save", rollout=self._unsaved)
+            self._save(rollout_id, is_last=True)
+        event("save", rollout=rollout_id)
 
     def _save(self, rollout_id: int, *, is_last: bool = False) -> None:
         args = self.args
         if self.actor.last_checkpoint == rollout_id:
             return  # a rank died after it counted: writing it again would take it away meanwhile
         is_last = is_last or args.release_train or rollout_id == args.num_rollout - 1  # of these processes
+        self._write_models(rollout_id, force_sync=is_last)
+        self._save_position(rollout_id)
+        self._publish_models(rollout_id)
+
+    def _write_models(self, rollout_id: int, *, force_sync: bool) -> None:
         if self.critic is not None:
             # Not in the background (--async-save): the actor's might be on disk, and count, before it.
             self.critic.write_checkpoint(rollout_id, force_sync=True)
-        self.actor.write_checkpoint(rollout_id, force_sync=is_last)
+        self.actor.write_checkpoint(rollout_id, force_sync=force_sync)
+
+    def _save_position(self, rollout_id: int) -> None:
+        args = self.args
         if args.rollout_global_dataset:
             # Not by _ask: a trainer that dies meanwhile must write again before anything is published.
             position = self.manager.save.remote(rollout_id)
             wait_for(position, what="the position in the data to be saved", timeout_s=args.train_timeout_s)
+
+    def _publish_models(self, rollout_id: int) -> None:
         if self.critic is not None:
             self.critic.publish_checkpoint(rollout_id)
         self.actor.publish_checkpoint(rollout_id)

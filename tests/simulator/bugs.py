@@ -34,7 +34,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "(None, None)",
     ),
     "a trainer that dies while the position is saved does not write again": _bug(
-        "slime.ray.train_loop:TrainJob._save",
+        "slime.ray.train_loop:TrainJob._save_position",
         'wait_for(position, what="the position in the data to be saved", timeout_s=args.train_timeout_s)',
         'self._recovery.run(lambda: wait_for(position, what="", timeout_s=args.train_timeout_s), needs_trainer=False)',
     ),

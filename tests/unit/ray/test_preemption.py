@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from argparse import Namespace
 
 import pytest
 
+from slime.ray import train_loop
 from slime.ray.preemption import Interrupted, Notice
+from slime.ray.train_loop import TrainJob
 from slime.utils.errors import CheckpointError
 
 
@@ -75,3 +78,55 @@ def test_a_save_that_fails_is_an_error_in_the_log(notice, caplog, error):
         notice.check()
     notice.leave()
     assert f"The save after SIGTERM failed, and the one before it counts: {error}" in caplog.text
+
+
+class Trainer:
+    """Notes its calls."""
+
+    last_checkpoint = None
+
+    def __init__(self, role: str, done: list[str]) -> None:
+        self._role, self._done = role, done
+
+    def write_checkpoint(self, rollout_id: int, force_sync: bool) -> None:
+        assert force_sync, "the processes are to end"
+        self._done.append(f"write {self._role} {rollout_id}")
+
+    def publish_checkpoint(self, rollout_id: int) -> None:
+        self._done.append(f"publish {self._role} {rollout_id}")
+
+
+def leaving_job(monkeypatch, done: list[str], *, shares_gpus: bool, is_down: bool = False) -> TrainJob:
+    made = TrainJob.__new__(TrainJob)
+    made.args = Namespace(  # type: ignore[assignment]
+        save="/save", offload_rollout=shares_gpus, rollout_global_dataset=True, train_timeout_s=1.0,
+        release_train=False, num_rollout=9, preemption_grace_s=1.0,
+    )  # fmt: skip
+    made.actor, made.critic = Trainer("actor", done), Trainer("critic", done)  # type: ignore[assignment]
+    made.manager = Namespace(save=Namespace(remote=lambda rollout_id: done.append(f"position {rollout_id}")))
+    made._recovery, made._unsaved = Namespace(is_down=is_down), 3  # type: ignore[assignment]
+    monkeypatch.setattr(train_loop, "wait_for", lambda ref, **_: None)
+    monkeypatch.setattr(train_loop, "cluster_has_accelerators", lambda: True)
+    monkeypatch.setattr(train_loop, "RELEASE_GRACE_S", 0.0)
+    monkeypatch.setattr(train_loop.ray, "kill", lambda actor: done.append("kill the manager"))
+    return made
+
+
+def test_a_job_that_leaves_saves_actor_and_critic_whoever_has_the_gpus(monkeypatch):
+    models, done = ["write critic 3", "write actor 3"], []
+    leaving_job(monkeypatch, done, shares_gpus=False)._save_and_leave()
+    assert done == [*models, "position 3", "publish critic 3", "publish actor 3"]
+    done.clear()
+    leaving_job(monkeypatch, done, shares_gpus=True)._save_and_leave()
+    assert done == ["position 3", "kill the manager", *models, "publish critic 3", "publish actor 3"]
+
+
+def test_a_job_that_leaves_saves_nothing_of_a_trainer_that_is_not_back_at_its_last_step(monkeypatch, notice, caplog):
+    done: list[str] = []
+    notice.grace_s = 1000.0
+    notice.save = leaving_job(monkeypatch, done, shares_gpus=False, is_down=True)._save_and_leave
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        notice.check()
+    notice.leave()
+    assert done == [] and "the one before it counts: the trainer had died" in caplog.text
