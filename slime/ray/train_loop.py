@@ -139,24 +139,31 @@ class TrainJob:
     def finish_generate(self, generation: Generation) -> list[Box] | None:
         """Return the train data of a rollout that was begun; begin it again where its manager has died since."""
         with self._timed("wait_for_rollout"):
+            death: EngineDiedError | None = None
             while True:
                 try:
+                    if death is not None:
+                        self._restart_manager(generation.rollout_id, death)
+                        generation.ref = self.manager.generate.remote(generation.rollout_id)
                     return self._wait_for_engines(generation.ref, what="the rollout", report_every_s=60)
                 except EngineDiedError as error:
-                    self._restart_manager(generation.rollout_id, error)
-                    generation.ref = self.manager.generate.remote(generation.rollout_id)
+                    death = self._manager_death(error)
 
-    def _restart_manager(self, rollout_id: int, error: EngineDiedError) -> None:
-        """Start the manager and its engines again, up to where ``rollout_id`` can begin.
-
-        What its engines had answered comes back from the ledger, and nothing is drawn again; the trainer keeps its
-        weights and pushes them.
-        """
+    def _manager_death(self, error: EngineDiedError) -> EngineDiedError:
+        """Return the death behind an error, of a manager that can be started again; raise the error of any other."""
         is_on = self.args.trainer_recovery != "off" and not self.args.no_rollout_ledger
         death = find_death([MANAGER], timeout_s=NOTICE_S) if is_on and self._background is None else None
         if death is None:
             raise error
         self._recovery.count(death, error)
+        return death
+
+    def _restart_manager(self, rollout_id: int, death: EngineDiedError) -> None:
+        """Start the manager and its engines again, up to where ``rollout_id`` can begin.
+
+        What its engines had answered comes back from the ledger, and nothing is drawn again; the trainer keeps its
+        weights and pushes them.
+        """
         logger.error("%s. It is started again with its engines (--trainer-recovery).", death)
         began, since = time.monotonic(), time.time()
         self.manager, start = create_manager_again(self.args, self._rollout_gpus, self.actor)

@@ -56,6 +56,18 @@ def test_the_rollout_is_begun_again_behind_those_that_the_ledger_gives_back(job)
     assert len(job.asked) == 3
 
 
+def test_one_in_its_place_that_dies_before_the_rollout_begins_is_replaced_too(job, monkeypatch):
+    deaths = [DIED]
+    monkeypatch.setattr(job, "push_weights", lambda: _die(deaths))
+    assert job.finish_generate(job.start_generate(2)) == "second generates 2"
+    assert job.asked == ["counted", [], "counted", []] and not deaths
+
+
+def _die(deaths: list[EngineDiedError]) -> None:
+    if deaths:
+        raise deaths.pop()
+
+
 @pytest.mark.parametrize("changed", [{"trainer_recovery": "off"}, {"no_rollout_ledger": True}])
 def test_without_recovery_or_a_ledger_the_run_ends(job, changed):
     vars(job.args).update(changed)
