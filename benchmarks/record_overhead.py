@@ -106,7 +106,7 @@ def take_step(worker: Any, samples: list[Any], number: int, *, is_recorded: bool
     start, cpu = time.perf_counter(), time.process_time()
     data = train_data_from_samples(args, samples)
     record_rollout(record_config(args), number, samples, data.rewards)
-    (batch,), _ = split_for_ranks(args, data, worker.get_parallel_config())
+    (batch,) = split_for_ranks(args, data, worker.get_parallel_config())
     worker.train(number, batch)
     synchronize()
     wall_s = time.perf_counter() - start

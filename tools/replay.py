@@ -235,7 +235,7 @@ def _take_steps_here(replay: Replay, options: Namespace) -> None:
         data = train_data_from_samples(args, samples)
         rewards = data.rewards if len(data.rewards) == len(samples) else None
         record_rollout(record_config(args), rollout_id, samples, rewards)
-        (batch,), _ = split_for_ranks(args, data, worker.get_parallel_config())
+        (batch,) = split_for_ranks(args, data, worker.get_parallel_config())
         if options.pdb and rollout_id == replay.rollout_id:
             pdb.runcall(worker.train, rollout_id, batch)
         else:

@@ -18,14 +18,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.planning.layout import GpuPlan, plan_gpus
+from slime.planning.layout import plan_gpus
 from slime.ray.connect import connect
 from slime.ray.preemption import NOTICE
 from slime.ray.utils import NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, DeadlineError
-
-__all__ = ["GpuPlan", "GpuSlice", "create_placement_groups", "plan_gpus", "strategy_for"]
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import logging
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,20 +148,15 @@ class CopyingRank:
         self.state_copy = None
 
 
-def _chunks(copy: StateCopy) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield where each chunk begins, and a view of it."""
-    whole = copy.data.numpy()
-    for begin in range(0, whole.size, CHUNK_BYTES):
-        yield begin, whole[begin : begin + CHUNK_BYTES]
-
-
 def _send(copy: StateCopy, rank: int, keeper: Any, counting: int | None, timeout_s: float) -> bool:
     try:
         begun = keeper.begin.remote(rank, copy.rollout_id, copy.header, copy.data.numel(), counting)
         wait_for(begun, what="room in a keeper", timeout_s=timeout_s)
         digests = [digest_of(copy.header)]
         under_way: deque[ray.ObjectRef] = deque()
-        for begin, chunk in _chunks(copy):
+        whole = copy.data.numpy()
+        for begin in range(0, whole.size, CHUNK_BYTES):
+            chunk = whole[begin : begin + CHUNK_BYTES]
             under_way.append(keeper.write.remote(rank, begin, chunk))
             digests.append(digest_of(chunk))
             if len(under_way) == CHUNKS_UNDER_WAY:

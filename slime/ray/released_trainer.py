@@ -70,7 +70,7 @@ class ReleasedTrainGroup(RayTrainGroup):
             time.sleep(RELEASE_GRACE_S)
 
     def _push(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
-        """Have engines read what the trainer left, those that started late as the others before; return the metrics."""
+        """Have engines read what the trainer left, also those that started late; return the metrics."""
         args = self.args
         if self._written is None:
             raise WeightSyncError("the trainer has written no weights to disk; call update_weights first")

@@ -21,7 +21,7 @@ from slime.observability.run_record import recorded_span, start_recording, stop_
 from slime.observability.sample_record import BEFORE_ALL, record_evaluation, record_rollout
 from slime.ray.background_eval import evaluation_args
 from slime.ray.distributed_post import start_distributed_post
-from slime.ray.engines.fleet import DEADLINE_MARGIN_S, EngineFleet, start_fleet
+from slime.ray.engines.fleet import EngineFleet, start_fleet
 from slime.ray.gpus import GpuSlice
 from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for_ranks, train_data_from_samples
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
@@ -36,8 +36,6 @@ from slime.utils.misc import Box, load_function
 from slime.utils.plugins import PluginCall, call_plugin
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["DEADLINE_MARGIN_S", "RemoteRolloutManager", "RolloutManager", "start_rollout_manager"]
 
 CONTROL_GROUP = "control"
 """Concurrency group of the short calls that must not queue behind a running ``generate``."""
@@ -61,7 +59,7 @@ class RolloutManager(Watched):
         if not args.debug_train_only:
             init_http_client(args)
             if args.use_distributed_post:
-                self._posters = start_distributed_post(args)  # the actors live as long as their handles
+                start_distributed_post(args)
         # Everything below happens while the engines boot.
         self.ledger = open_ledger(args, load_function(args.data_source_path)(args))
         self.data_source = self.ledger.data_source
@@ -117,7 +115,7 @@ class RolloutManager(Watched):
         record_rollout(
             record_config(self.args), rollout_id, samples, rewards, is_loaded=bool(self.args.load_debug_rollout_data)
         )
-        per_rank, schedule = split_for_ranks(self.args, train_data, self._parallel)
+        per_rank = split_for_ranks(self.args, train_data, self._parallel)
         log_rollout(self.args, rollout_id, samples, metrics, seconds)
         transport = ray_transport(self.args)
         return [Box(ray.put(data, _tensor_transport=transport)) for data in per_rank]

@@ -16,7 +16,7 @@ from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
-from slime.train_data.schedule import DPSchedule, ScheduleConfig, build_dp_schedule
+from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import check_columns, is_finite, split_by_rank
 from slime.utils.errors import DataError, HookError
 from slime.utils.misc import call_hook
@@ -140,19 +140,16 @@ def schedule_config_of(args: Namespace, parallel: Mapping[str, int]) -> Schedule
     return schedule_config(args, **{name: parallel[name] for name in sizes})
 
 
-def split_for_ranks(
-    args: Namespace, batch: TrainBatch, parallel: dict[str, int]
-) -> tuple[list[RankBatch], DPSchedule]:
-    """Return the share of each data-parallel rank, and the schedule that assigned the samples."""
-    lengths = [len(tokens) for tokens in batch.tokens]
+def split_for_ranks(args: Namespace, batch: TrainBatch, parallel: Mapping[str, int]) -> list[RankBatch]:
+    """Return the share of each data-parallel rank of the rollout."""
     schedule = build_dp_schedule(
         schedule_config_of(args, parallel),
-        lengths,
+        [len(tokens) for tokens in batch.tokens],
         global_batch_size=args.global_batch_size,
         rollout_indices=batch.rollout_ids,
     )
     try:
-        return split_by_rank(batch, schedule), schedule
+        return split_by_rank(batch, schedule)
     except DataError as error:
         if plug_ins := plug_ins_of_samples(args):
             raise DataError(f"{error}. A plug-in may have set it: {plug_ins}") from error

@@ -50,8 +50,7 @@ class TrainerGpus:
         self._num_spare_nodes, self._wait_s = args.spare_nodes, args.cluster_wait_timeout_s
         self._mine = actor.bundle_indices[:num_ranks]
         self._reserve = spare.bundle_indices if spare is not None else []
-        known = [(actor, range(num_ranks)), *([(spare, range(len(self._reserve)))] if spare is not None else [])]
-        self._gpu_ids = {part.bundle_indices[i]: part.gpu_ids[i] for part, positions in known for i in positions}
+        self._gpu_ids = dict(zip(actor.bundle_indices, actor.gpu_ids, strict=True))
         self._nodes = self._table()
         """Where each bundle is, or was last."""
         self._leaving: dict[str | None, float] = {}

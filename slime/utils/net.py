@@ -46,11 +46,8 @@ def get_host_info() -> tuple[str, str]:
     families = [socket.AF_INET, socket.AF_INET6]
     if env.prefer_ipv6():
         families.reverse()
-    candidates = [env.host_ip_override, *(lambda f=family: _probed_ip(f) for family in families)]
-    for candidate in candidates:
-        if ip := candidate():
-            return hostname, ip
-    return hostname, _resolved_ip(hostname) or loopback_address()
+    probed = (ip for family in families if (ip := _probed_ip(family)))
+    return hostname, env.host_ip_override() or next(probed, None) or _resolved_ip(hostname) or loopback_address()
 
 
 def loopback_address() -> str:

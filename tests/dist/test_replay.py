@@ -151,7 +151,7 @@ def record_a_run(run: Path, model_flags: list[str], rank: int = 0, world_size: i
         data = train_data_from_samples(args, samples)
         if rank == 0:
             record_rollout(record_config(args), rollout_id, samples, data.rewards)
-        worker.train(rollout_id, split_for_ranks(args, data, worker.get_parallel_config())[0][0])
+        worker.train(rollout_id, split_for_ranks(args, data, worker.get_parallel_config())[0])
         worker.save_model(rollout_id, force_sync=True)
         worker.publish_checkpoint(rollout_id)
     stop_recording()

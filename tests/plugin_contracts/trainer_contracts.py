@@ -17,7 +17,7 @@ from tests.plugin_contracts.rollout_contracts import ONE_RANK
 
 def rank_data(args: Namespace, bench: Bench) -> dict[str, Any]:
     """One rank's rollout data as the hooks after the advantages see it."""
-    per_rank, _ = split_for_ranks(
+    per_rank = split_for_ranks(
         args, train_data_from_samples(args, list(leaf_samples(bench.groups(args, 2)))), ONE_RANK
     )
     data = per_rank[0].to_dict()

@@ -73,7 +73,7 @@ class Product:
         """What the one rank of a trainer gets."""
         data = train_data_from_samples(self.args, samples)
         layout = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-        per_rank, _ = split_for_ranks(self.args, data, layout)
+        per_rank = split_for_ranks(self.args, data, layout)
         return per_rank[0].to_dict()
 
     def close(self) -> None:

@@ -19,13 +19,14 @@ import ray
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
 from slime.flags.security import job_secret
 from slime.observability.job_state import JobState
+from slime.planning.layout import plan_gpus
 from slime.ray.engine_handles import RayEngine, UpdatableEngines
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.engines.memory import SharedMemory
-from slime.ray.engines.models import RolloutServer, first_dead_engine, start_rollout_servers, wait_until_serving
+from slime.ray.engines.models import RolloutServer, start_rollout_servers, wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
-from slime.ray.gpus import GpuSlice, plan_gpus
+from slime.ray.gpus import GpuSlice
 from slime.ray.utils import Lock
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, ProcessError, WeightSyncError
@@ -335,8 +336,10 @@ class EngineFleet:
         self._raise_if_given_up()
         if tolerant:
             return
-        if dead_engine := first_dead_engine(self.groups, timeout_s=ENGINE_CHECK_INTERVAL_S):
-            raise EngineDiedError(f"{dead_engine}. The rollout cannot go on; {END_ADVICE[False]}.")
+        for group in self.groups:
+            for index, sentence in group.find_exited(ENGINE_CHECK_INTERVAL_S).items():
+                dead = f"{group.name_of(index)}: {sentence}"
+                raise EngineDiedError(f"{dead}. The rollout cannot go on; {END_ADVICE[False]}.")
 
     def pause_monitors(self) -> None:
         """Stop probing: engines are about to be busy with something else than requests."""

@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,10 +30,11 @@ from slime.backends.sglang_utils.server_args import served_dtype
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
 from slime.flags.security import job_secret
 from slime.observability.job_state import PageSource, read_page
+from slime.planning.layout import plan_gpus
 from slime.ray.engines.actor import MAX_START_ATTEMPTS, PortCursors, start_engine_actor, start_timeout_s
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, SERVES
-from slime.ray.gpus import GpuSlice, plan_gpus
+from slime.ray.gpus import GpuSlice
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, PortTakenError, ProcessError
@@ -270,14 +271,6 @@ def wait_until_serving(args: Namespace, groups: Sequence[EngineGroup]) -> None:
                 group.start()
     for group in groups:
         group.started()
-
-
-def first_dead_engine(groups: Iterable[EngineGroup], timeout_s: float) -> str | None:
-    """Return a sentence about the first engine whose server has ended; None while all of them run."""
-    for group in groups:
-        for index, sentence in group.find_exited(timeout_s).items():
-            return f"{group.name_of(index)}: {sentence}"
-    return None
 
 
 class ExternalGroup(EngineGroup):

@@ -4,8 +4,9 @@ from argparse import Namespace
 
 import pytest
 
+from slime.planning.layout import plan_gpus
 from slime.ray import gpus, waiting
-from slime.ray.gpus import GpuSlice, _sort_key, plan_gpus
+from slime.ray.gpus import GpuSlice, _sort_key
 from slime.ray.preemption import NOTICE, Interrupted
 from slime.utils.errors import ConfigError
 

@@ -156,7 +156,7 @@ def test_values_that_cannot_be_trained_on_name_the_sample_and_the_plug_in(fields
 
 
 def test_what_is_not_trained_may_be_anything():
-    (data,), _ = split([sample(tokens=[1, 2, 3], loss_mask=[0], rollout_log_probs=[float("nan")])])
+    (data,) = split([sample(tokens=[1, 2, 3], loss_mask=[0], rollout_log_probs=[float("nan")])])
     assert data.loss_masks[0].tolist() == [0]
 
 
