@@ -249,6 +249,10 @@ async def post(
             return await asyncio.wait_for(_CLIENT.transport(url, payload, max_retries, headers), timeout_s)
         except PostTransportUnavailable as error:
             logger.warning("Posting from this process: %s", error)
+        except TimeoutError as error:
+            raise EngineError(
+                f"POST {url} through another process (--use-distributed-post) did not end within {timeout_s:.0f} s."
+            ) from error
     headers["Content-Type"] = "application/json"
     body = encode_json(payload)
     return await _request("POST", url, body, headers, max_retries, timeout_s, decode or decode_json)

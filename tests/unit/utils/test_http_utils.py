@@ -151,6 +151,12 @@ def test_an_installed_transport_is_used_and_replaced_when_it_cannot_serve():
     assert len(server.seen) == 1
 
 
+def test_a_transport_that_never_answers_is_the_error_of_a_server_that_does_not():
+    http_utils.set_post_transport(lambda *_: asyncio.sleep(60))
+    with pytest.raises(EngineError, match="POST http://engine/generate through another process .* within 0 s"):
+        asyncio.run(http_utils.post("http://engine/generate", {}, timeout_s=0.05))
+
+
 def test_the_client_may_be_used_from_one_loop_after_another():
     for _ in range(2):
         assert talk([(200, {"ok": 1})], lambda url: http_utils.get(url))[0] == {"ok": 1}
