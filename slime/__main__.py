@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import shutil
@@ -99,12 +100,12 @@ def _num_gpus(words: Sequence[str]) -> int:
         if count := listed.count("\nGPU ") + listed.startswith("GPU "):
             return count
 
-    def number(flag: str) -> int:
-        value = next((after for word, after in zip(words, words[1:], strict=False) if word == flag), "")
-        return int(value) if value.isdigit() else 0
-
-    trainers = max(1, number("--actor-num-nodes")) * max(1, number("--actor-num-gpus-per-node"))
-    return trainers + (0 if "--colocate" in words else number("--rollout-num-gpus"))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--actor-num-nodes", "--actor-num-gpus-per-node", "--rollout-num-gpus"):
+        parser.add_argument(flag, type=int, default=0)
+    asked = parser.parse_known_args(words)[0]
+    trainers = max(1, asked.actor_num_nodes) * max(1, asked.actor_num_gpus_per_node)
+    return trainers + (0 if "--colocate" in words else asked.rollout_num_gpus)
 
 
 if __name__ == "__main__":

@@ -50,3 +50,4 @@ def test_without_gpus_a_job_gets_as_many_logical_ones_as_it_asks_for(monkeypatch
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert _num_gpus(["--colocate", "--rollout-num-gpus", "4"]) == 1
     assert _num_gpus(["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1"]) == 3
+    assert _num_gpus(["--actor-num-gpus-per-node=2", "--actor-num-nodes=2", "--rollout-num-gpus=1"]) == 5
