@@ -320,20 +320,21 @@ class RayTrainGroup:
         """Push the present weights once; :attr:`excluded` has the engines that did not take them."""
         self.excluded = []
         engines = self._ask_manager("push_started")
-        return self._give_weights("update_weights", engines) if engines.engines else {}
+        if not engines.engines:
+            return {}
+        metrics = self._push("update_weights", engines)
+        self._report_taken()
+        return metrics
 
     def resend_weights(self, engines: UpdatableEngines) -> None:
         """Give engines that started late what the others got with the last push, under the same version."""
-        self._give_weights("resend_weights", engines)
-
-    def _give_weights(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
-        metrics = self._push(verb, engines)
+        self._push("resend_weights", engines)
         self._report_taken()
-        return metrics
 
     def _connect(self, engines: UpdatableEngines) -> None:
         # Ranks that were started again know none of them, whatever the manager told those before.
         all_new = replace(engines, num_new=len(engines.engines))
+        self._is_connected = False  # where it fails some ranks know these engines, and others those before
         self._on_all("connect_engines", all_new, what="the trainers' connection to the engines")
         self._is_connected = True
         self._ask_manager("clear_updatable_num_new_engines")
@@ -346,9 +347,8 @@ class RayTrainGroup:
         if verb == "resend_weights" or engines.num_new or not self._is_connected:
             self._connect(engines)
         self._version.count(self.args.save)
-        timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
         try:
-            results = self._on_all(verb, what=f"the push ({verb})", timeout_s=timeout_s)
+            results = self._on_all(verb, what="the push", timeout_s=self.args.weight_update_timeout_s + PUSH_MARGIN_S)
         except WeightSyncError:
             self.excluded = self._ask_excluded()
             raise

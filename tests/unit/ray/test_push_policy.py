@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray.actor_group import MAX_FAILED_RESENDS, MAX_PUSHES, RayTrainGroup
+from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.released_trainer import ReleasedTrainGroup
 from slime.utils.errors import EngineError, HangError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
@@ -180,6 +181,26 @@ def test_values_of_a_critic_reach_the_ranks_that_train_on_the_same_samples() -> 
     group.async_train(0, [], external_data=["a", "b"])
     group.async_train(0, [], external_data={"for": "all"})
     assert dealt == ["a", "b", "b", "a", {"for": "all"}, {"for": "all"}]
+
+
+def test_ranks_whose_connection_to_other_engines_failed_are_connected_again_before_a_push(monkeypatch) -> None:
+    group, verbs = RayTrainGroup(Group().args, 1, 1, pg=None), []  # type: ignore[arg-type]
+    group.args.save, group._is_connected = None, True
+    generating, evaluating = (UpdatableEngines([name], num_new) for name, num_new in (("g", 0), ("e", 1)))
+
+    def on_all(verb: str, *_: Any, **__: Any) -> list[Any]:
+        verbs.append(verb)
+        if len(verbs) == 1:
+            raise EngineError("an engine that evaluates does not answer")
+        return [{}]
+
+    monkeypatch.setattr(group, "_on_all", on_all)
+    monkeypatch.setattr(group, "_ask_manager", lambda method, *_, **__: generating)
+    monkeypatch.setattr(group, "_ask_excluded", lambda: [])
+    with pytest.raises(EngineError):
+        group.resend_weights(evaluating)
+    group.push_once()
+    assert verbs == ["connect_engines", "connect_engines", "update_weights"]
 
 
 @pytest.mark.parametrize("kind", [RayTrainGroup, ReleasedTrainGroup])
