@@ -17,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from slime.ray.gpus import GpuSlice, bundle_identities
 from slime.ray.preemption import NOTICE
-from slime.utils.errors import ProcessError
+from slime.utils.errors import DeadlineError, HangError, ProcessError
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class TrainerGpus:
 
         Raises:
             ProcessError: neither is there after ``--cluster-wait-timeout-s``.
+            HangError: the node of the GPUs that were found dies or hangs too; others may be found.
         """
         if self._group is None:
             return GpuSlice(None, self._mine, [self._gpu_ids[bundle] for bundle in self._mine])
@@ -120,7 +122,10 @@ class TrainerGpus:
     def _identify(self, moved: Sequence[int]) -> None:
         """Note which GPUs these bundles have on their new node."""
         if moved:
-            found = bundle_identities(self._group, moved, share=SHARE)
+            try:
+                found = bundle_identities(self._group, moved, share=SHARE)
+            except (RayError, DeadlineError) as error:
+                raise HangError(f"the new node of {len(moved)} GPUs does not say which these are: {error}") from error
             self._gpu_ids |= {bundle: gpu_id for bundle, (_, gpu_id) in zip(moved, found, strict=True)}
 
 

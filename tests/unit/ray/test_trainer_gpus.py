@@ -7,12 +7,13 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+from ray.exceptions import WorkerCrashedError
 
 from slime.ray import trainer_gpus
 from slime.ray.gpus import GpuSlice
 from slime.ray.preemption import NOTICE, Interrupted
 from slime.ray.trainer_gpus import TrainerGpus, answers, choose
-from slime.utils.errors import ProcessError
+from slime.utils.errors import HangError, ProcessError
 
 GROUP: Any = "the placement group"
 
@@ -83,6 +84,21 @@ def test_a_node_that_comes_back_in_time_is_taken_in(cluster):
     cluster.events = {3.0: {0: "d", 1: "d"}}
     assert found.find_again() == GpuSlice(GROUP, [0, 1], [7, 6])
     assert cluster.now_s == 3.0
+
+
+def test_a_new_node_that_dies_before_it_has_told_its_gpus_is_one_more_failure_and_not_the_end(cluster, monkeypatch):
+    found = gpus(1)
+    cluster.table |= {0: "", 1: ""}
+
+    def die(group: Any, bundles: Any, share: float) -> Any:
+        cluster.table |= {0: "d", 1: "d", 4: "", 5: ""}
+        raise WorkerCrashedError
+
+    with monkeypatch.context() as patch, pytest.raises(HangError, match="new node of 2 GPUs"):
+        patch.setattr(trainer_gpus, "bundle_identities", die)
+        found._nodes |= {4: "x", 5: "x"}  # where the reserve was before
+        found.find_again()
+    assert found.find_again() == GpuSlice(GROUP, [0, 1], [7, 6])
 
 
 @pytest.mark.parametrize("spare_nodes", [0, 1])
