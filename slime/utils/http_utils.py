@@ -78,14 +78,13 @@ class HttpStatusError(EngineError):
     """The server answered with a status that is not a success."""
 
     def __init__(self, method: str, url: str, status: int, body: str) -> None:
-        super().__init__(f"{method} {url} was answered with status {status}: {body[:1000] or '(empty body)'}")
+        super().__init__(method, url, status, body)  # kept as args, by which it is pickled
         self.status = status
         self.body = body
-        self._parts = (method, url, status, body)
 
-    def __reduce__(self) -> tuple[type[HttpStatusError], tuple[str, str, int, str]]:
-        """Pickle by the constructor's arguments."""
-        return HttpStatusError, self._parts
+    def __str__(self) -> str:
+        method, url, status, body = self.args
+        return f"{method} {url} was answered with status {status}: {body[:1000] or '(empty body)'}"
 
 
 def waits_for_engines(error: Exception) -> bool:
@@ -340,8 +339,14 @@ async def _request(
         attempt += 1
         remaining_s = timeout_s - (time.monotonic() - began)
         try:
-            async with asyncio.timeout(max(remaining_s, 0.001)):
-                return await _attempt(method, url, body, headers, decode)
+            async with (
+                asyncio.timeout(max(remaining_s, 0.001)),
+                _SESSIONS.current().request(method, url, data=body, headers=headers) as response,
+            ):
+                answer = await response.read()
+                if response.status >= 400:
+                    raise HttpStatusError(method, url, response.status, answer.decode(errors="replace"))
+            return decode(answer)
         except HttpStatusError as error:
             if error.status not in RETRIED_STATUSES:
                 raise
@@ -358,13 +363,3 @@ async def _request(
         if attempt in (1, 10) or attempt % 60 == 0:
             logger.warning("%s %s failed (attempt %d), trying again: %s", method, url, attempt, said_by(cause))
         await asyncio.sleep(RETRY_WAIT_S)
-
-
-async def _attempt(
-    method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None, decode: Decoder
-) -> Any:
-    async with _SESSIONS.current().request(method, url, data=body, headers=headers) as response:
-        answer = await response.read()
-        if response.status >= 400:
-            raise HttpStatusError(method, url, response.status, answer.decode(errors="replace"))
-    return decode(answer)

@@ -95,13 +95,10 @@ class SharedMemory:
         if tags is None or "kv_cache" in tags:
             for group, index in done:
                 if not group.takes_updates and group.states[index] is EngineState.UPDATING:
-                    self._serve_again(group, index)
-
-    def _serve_again(self, group: EngineGroup, index: int) -> None:
-        try:
-            group.report(index, EngineEvent.PUSH_DONE)
-        except ProcessError as error:
-            group.report(index, EngineEvent.FAILED, f"its router did not take it in again: {error}")
+                    try:
+                        group.report(index, EngineEvent.PUSH_DONE)
+                    except ProcessError as error:
+                        group.report(index, EngineEvent.FAILED, f"its router did not take it in again: {error}")
 
     def _release(self, *states: EngineState, but: Sequence[str] = (), withdraws: bool = False) -> None:
         deadline_s = time.monotonic() + restart_timeout_s(self._args)
