@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import IO
 
-FINAL_CODES = (0, 2, 130)
+EXIT_INTERRUPTED = 130
+FINAL_CODES = (0, 2, EXIT_INTERRUPTED)
 """Exit codes of a driver that ended well, got bad input or was told to leave: it is not started again."""
 FLAG = "--supervise"
 WINDOW_S = 3600.0
@@ -40,9 +41,11 @@ def supervise(program: str, words: Sequence[str], *, clock: Callable[[], float] 
     command = [sys.executable, program, *(word for word in words if word != FLAG)]
     failures: list[tuple[float, str]] = []
     while True:
-        code, cause = _run(command)
+        code, cause, was_told = _run(command)
         if code in FINAL_CODES:
             return code
+        if was_told:  # a terminal's Ctrl-C reaches the driver twice, which may not end in an orderly way
+            return EXIT_INTERRUPTED
         now = clock()
         failures = [failure for failure in failures if now - failure[0] < WINDOW_S] + [(now, cause)]
         if len(failures) > allowed:
@@ -54,13 +57,15 @@ def supervise(program: str, words: Sequence[str], *, clock: Callable[[], float] 
         time.sleep(PAUSE_S)
 
 
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Run one driver; return its exit code and, as it said itself, why it failed."""
+def _run(command: Sequence[str]) -> tuple[int, str, bool]:
+    """Run one driver; return its exit code, why it failed as it said itself, and whether a signal told it to leave."""
     causes: list[str] = []
+    told: list[int] = []
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
     assert child.stderr is not None
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
+        told.append(signum)
         child.send_signal(signum)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -73,7 +78,7 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
         for number, handler in before.items():
             signal.signal(number, handler)
     died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return code, causes[0] if causes else died
+    return code, causes[0] if causes else died, bool(told)
 
 
 def _copy(lines: IO[str], causes: list[str]) -> None:
