@@ -189,21 +189,30 @@ def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOU
         ) from error
 
 
+_EXITS: list[Any] = [os._exit]
+"""The own one of Python, and one for each import under way: they may end in another order than they began."""
+_EXITS_LOCK = threading.Lock()
+
+
 @contextmanager
 def _exits_raise() -> Iterator[None]:
     """Let ``os._exit`` of this process raise, since an exit without a word would look like the end of the job."""
-    end, own = os._exit, os.getpid()
+    own = os.getpid()
 
     def raise_exit(status: int) -> NoReturn:
         if os.getpid() != own:
-            end(status)  # a child that the module forked
+            _EXITS[0](status)  # a child that the module forked
         raise SystemExit(f"os._exit({status})")
 
-    os._exit = raise_exit
+    with _EXITS_LOCK:
+        _EXITS.append(raise_exit)
+        os._exit = raise_exit
     try:
         yield
     finally:
-        os._exit = end
+        with _EXITS_LOCK:
+            _EXITS.remove(raise_exit)
+            os._exit = _EXITS[-1]
 
 
 @contextmanager

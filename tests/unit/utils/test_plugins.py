@@ -238,3 +238,14 @@ def test_an_engines_error_keeps_its_class_on_the_way_through_a_plug_in():
     with pytest.raises(EngineError, match="refused") as caught:
         asyncio.run(await_plugin(CALL, asks_engine))
     assert "--custom-rm-path mine.grade" in caught.value.__notes__[0]
+
+
+def test_imports_in_two_threads_leave_the_exit_of_the_process_as_it_was():
+    first, second = plugins._exits_raise(), plugins._exits_raise()
+    before = os._exit
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert os._exit is not before, "the second import goes on"
+    second.__exit__(None, None, None)
+    assert os._exit is before
