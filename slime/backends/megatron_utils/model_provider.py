@@ -192,6 +192,11 @@ def load_spec(path: list[str]) -> Any:
     try:
         module = importlib.import_module(path[0])
     except ImportError as error:
+        if getattr(error, "name", None) == path[0] and path[0].startswith("slime_plugins."):
+            raise ConfigError(
+                f"--spec {path[0]} {path[1]}: the layers of this model are not built; docs/models.md lists the models "
+                "that are."
+            ) from error
         raise ConfigError(
             f"--spec {path[0]} {path[1]} cannot be imported: {error}; the module must be on PYTHONPATH of every node."
         ) from error
