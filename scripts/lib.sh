@@ -102,7 +102,7 @@ _show_cause() {
     local file lines found="" logs="${_RAY_DIR}/session_latest/logs"
     local error='^[EF][0-9]{4} |^.{0,40} [EFC] |\b(ERROR|CRITICAL|FATAL)\b|^ *[A-Za-z_.]*(Error|Exception)\b|Check failed|exited unexpectedly'
     local cause='[Nn]o space left|[Aa]ddress already in use|[Pp]ermission denied|[Tt]oo many open files|exit code'
-    for file in "${_RAY_DIR}/ray-start.log" "${logs}"/{gcs_server,raylet,dashboard}.{err,out,log}; do
+    for file in "${_RAY_DIR}/ray-start.log" "${logs}"/{gcs_server,raylet,dashboard,dashboard_agent}.{err,out,log}; do
         [[ -s "${file}" ]] || continue
         lines="$(grep -aE "${error}|${cause}" "${file}" | awk '!seen[$0]++' | cut -c 1-600 | tail -n 5 || true)"
         [[ -n "${lines}" ]] || continue

@@ -153,8 +153,8 @@ TRAINER_BUGS = (
     Mutation(
         bug="packed samples see each other: one offset for the whole stream",
         target="slime.train_data.microbatch:_offsets",
-        old="offsets.append(offsets[-1] + length)",
-        new="offsets[1:] = [offsets[-1] + length]",
+        old="itertools.accumulate(lengths)",
+        new="[sum(lengths)]",
         tests=(
             "tests/unit/train_data/test_context_parallel.py::test_packed_stream_by_hand_without_context_parallelism",
         ),

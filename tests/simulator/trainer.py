@@ -350,6 +350,7 @@ def patch_trainer(patches: Any) -> None:
     from slime.backends.megatron_utils import memory
     from slime.backends.megatron_utils.checkpoints import checkpoint_writer
     from slime.backends.megatron_utils.update_weight import updater
+    from slime.utils import distributed_utils
     from slime.weights import versions
     from slime.weights.push import state
     from slime.weights.push.state import TrainerRanks
@@ -357,9 +358,9 @@ def patch_trainer(patches: Any) -> None:
 
     dist = Dist()
     actor = __import__("slime.backends.megatron_utils.actor", fromlist=["actor"])
-    for module in (checkpoint, checkpoint_writer, state, actor, updater):
+    for module in (checkpoint, checkpoint_writer, state, actor, updater, distributed_utils):
         patches.set(module, "dist", dist)
-    for module in (checkpoint, checkpoint_writer):
+    for module in (checkpoint_writer, distributed_utils):
         patches.set(module, "init_gloo_group", lambda: "gloo")
     patches.set(state, "get_gloo_group", lambda: "gloo")
     patches.set(actor, "get_gloo_group", lambda: "gloo")

@@ -108,8 +108,10 @@ def test_the_cause_of_a_failed_start_is_shown_wherever_ray_wrote_it(tmp_path: Pa
     (tmp_path / "ray-start.log").write_text(START_LOG)
     (logs / "gcs_server.err").write_text(GCS_LOG * 3)
     (logs / "gcs_server.out").write_text("I am well\nRAY_ERROR_INFO_CHANNEL\n")
+    (logs / "dashboard_agent.log").write_text("ModuleNotFoundError: No module named 'aiohttp_cors'\n")
     shown = lib(f'_RAY_DIR="{tmp_path}"; _show_cause').stdout
     assert "RuntimeError: Failed to start GCS" in shown
+    assert "No module named 'aiohttp_cors'" in shown
     assert shown.count("No address added for '0.0.0.0:57797'") == 1
     assert f"{logs}/gcs_server.err:" in shown and "RAY_ERROR_INFO_CHANNEL" not in shown
 
