@@ -97,15 +97,22 @@ def _print(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 
 def setting_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield name and both values of settings, versions and commit that differ."""
+    """Yield name and both values of settings, versions and commit that differ; ``critic_args.lr`` of the critic's."""
     for part in ("values", "versions", "git"):
         ours, theirs = first.config.get(part, {}), second.config.get(part, {})
         for name in sorted(ours.keys() | theirs.keys()):
             a, b = (one.get(name) for one in (ours, theirs))
             if part == "values":
                 a, b = (one and one["value"] for one in (a, b))
-            if a != b and name not in OWN:
-                yield name, str(a), str(b)
+            yield from _value_differences(name, a, b)
+
+
+def _value_differences(name: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys()):
+            yield from _value_differences(f"{name}.{key}", a.get(key), b.get(key))
+    elif a != b and name.rpartition(".")[2] not in OWN:
+        yield name, str(a), str(b)
 
 
 def first_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]:

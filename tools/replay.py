@@ -277,7 +277,7 @@ def _compare(replay: Replay, *, is_whole: bool) -> int:
         print(f"Step {replay.rollout_id + 1} is the same to the bit: samples, packing, log-probs, gradient, weights.")
         return 0
     for name, a, b in setting_differences(first, second):
-        if name not in own and b != "None":
+        if name.rpartition(".")[2] not in own and b != "None":
             print(f"setting: {name} was {a}, is {b}")
     is_within = replay.on_another_layout and _is_within_bounds(replay, first, second)
     return 0 if is_within or not all(map(replay.is_of_layout, replay.changes)) else 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from slime.flags.security import job_secret
 from slime.observability.job_state import JobState
@@ -38,7 +39,7 @@ from slime.ray.startup import (
 from slime.ray.trainer_gpus import TrainerGpus
 from slime.ray.trainer_recovery import NOTICE_S, TrainerRecovery
 from slime.ray.utils import cluster_has_accelerators, listen_address
-from slime.ray.waiting import find_death, forget, forget_all, wait_for
+from slime.ray.waiting import find_death, forget, forget_all, unwatched, wait_for
 from slime.utils.errors import EngineDiedError, ProcessError
 from slime.utils.misc import Box, should_run_periodic_action
 
@@ -146,10 +147,10 @@ class TrainJob:
                         self._restart_manager(generation.rollout_id, death)
                         generation.ref = self.manager.generate.remote(generation.rollout_id)
                     return self._wait_for_engines(generation.ref, what="the rollout", report_every_s=60)
-                except EngineDiedError as error:
+                except (EngineDiedError, RayError) as error:  # train data that the manager owned is lost with it
                     death = self._manager_death(error)
 
-    def _manager_death(self, error: EngineDiedError) -> EngineDiedError:
+    def _manager_death(self, error: Exception) -> EngineDiedError:
         """Return the death behind an error, of a manager that can be started again; raise the error of any other."""
         is_on = self.args.trainer_recovery != "off" and not self.args.no_rollout_ledger
         death = find_death([MANAGER], timeout_s=NOTICE_S) if is_on and self._background is None else None
@@ -162,14 +163,18 @@ class TrainJob:
         """Start the manager and its engines again, up to where ``rollout_id`` can begin.
 
         What its engines had answered comes back from the ledger, and nothing is drawn again; the trainer keeps its
-        weights and pushes them.
+        weights and pushes them.  A rank that dies meanwhile is started again after it, from the new train data.
         """
         logger.error("%s. It is started again with its engines (--trainer-recovery).", death)
         began, since = time.monotonic(), time.time()
-        self.manager, start = create_manager_again(self.args, self._rollout_gpus, self.actor)
-        self._recovery.keep_instead(
-            [(earlier, self._ask("generate", earlier, what="the ledger")) for earlier in range(start, rollout_id)]
-        )
+        with unwatched(self._recovery.names):
+            self.manager, start = create_manager_again(self.args, self._rollout_gpus, self.actor)
+            trained = []
+            for earlier in range(start, rollout_id):
+                ref = self.manager.generate.remote(earlier)
+                trained.append((earlier, wait_for(ref, what="the ledger", timeout_s=self.args.train_timeout_s)))
+        self._recovery.keep_instead(trained)
+        self._recovery.restart_if_down()
         self.push_weights()
         span("manager_recovery", since, time.time(), rollout=rollout_id)
         logger.warning("The manager is back after %.1f s, at rollout %d.", time.monotonic() - began, rollout_id)

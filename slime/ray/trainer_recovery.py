@@ -120,7 +120,7 @@ class TrainerRecovery:
 
     def _cause_of(self, error: Exception) -> SlimeError | None:
         """Return the death, departure or hang of a rank behind an error of another; None for an error of its own."""
-        if found := find_death(self._names, timeout_s=NOTICE_S) or NOTICE.departure():
+        if found := find_death(self.names, timeout_s=NOTICE_S) or NOTICE.departure():
             return found
         is_late = isinstance(error, RuntimeError) and all(words in str(error) for words in GLOO_TIMEOUT)
         return HangError(f"a rank did not take part in a collective: {error}") if is_late else None
@@ -151,7 +151,7 @@ class TrainerRecovery:
 
         Not where engines share the GPUs, which would have to make room for the save, nor without the driver's node.
         """
-        if not (self._is_on and self.args.preemption_grace_s and rank in self._names) or self.args.offload_rollout:
+        if not (self._is_on and self.args.preemption_grace_s and rank in self.names) or self.args.offload_rollout:
             return False
         return self._gpus is None or self._gpus.is_elsewhere(self._number_of(rank))
 
@@ -167,7 +167,8 @@ class TrainerRecovery:
         return next(t.names.index(name) for t in self._trainers if name in t.names)
 
     @property
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """The names of all ranks, as they are watched."""
         return [name for trainer in self._trainers for name in trainer.names]
 
     def _release(self) -> None:
@@ -212,6 +213,15 @@ class TrainerRecovery:
             "The trainer is back after %.1f s: it went on from rollout %d and trained again on %d rollouts.",
             time.monotonic() - begin, start, len(again),
         )  # fmt: skip
+
+    def restart_if_down(self) -> None:
+        """Start the trainer again where it is down, or where a rank has died that no wait has noticed."""
+
+        def notice() -> None:
+            if death := find_death(self.names, timeout_s=0):
+                raise death
+
+        self.run(notice)
 
     def _start(self) -> int:
         """Start every trainer, and return the rollout that all go on with."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -74,6 +75,18 @@ def forget(name: str) -> None:
         del _sentinels[ref]
     for actor_id in [actor_id for actor_id, watched in _names.items() if watched == name]:
         del _names[actor_id]
+
+
+@contextmanager
+def unwatched(names: Collection[str]) -> Iterator[None]:
+    """Watch the actors under ``names`` only after the block: a death within it ends the next wait behind it."""
+    kept = {ref: name for ref, name in _sentinels.items() if name in names}
+    for ref in kept:
+        del _sentinels[ref]
+    try:
+        yield
+    finally:
+        _sentinels.update(kept)
 
 
 def find_death(names: Collection[str], *, timeout_s: float) -> EngineDiedError | None:

@@ -148,5 +148,13 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
             Fault("cut", at_s=40.929, target="server1", amount=90.0),
         ],
     ),
+    "a rank of the trainer dies while a new manager starts on its GPUs": (
+        1,
+        Setup(trainer_ranks=2, save_interval=2, colocate=True),
+        [
+            Fault("kill", "http router POST /generate", 14, target="manager"),
+            Fault("kill", "call manager.wait_ready", 2, target="trainer1"),
+        ],
+    ),
 }
 """By what happens in it: the seed, the job, and the faults."""

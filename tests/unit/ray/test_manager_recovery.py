@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from ray.exceptions import OwnerDiedError
 
-from slime.ray import train_loop
+from slime.ray import train_loop, waiting
 from slime.ray.train_loop import TrainJob
 from slime.utils.errors import EngineDiedError
 
@@ -27,14 +28,15 @@ class Manager:
 def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = TrainJob.__new__(TrainJob)
     made.asked = []
-    made.args = Namespace(trainer_recovery="checkpoint", no_rollout_ledger=False)
+    made.args = Namespace(trainer_recovery="checkpoint", no_rollout_ledger=False, train_timeout_s=60)
     made.manager, made.actor, made._rollout_gpus, made._background = Manager("first"), None, None, None
     made._timed = lambda name: nullcontext()
     made._recovery = Namespace(
+        names=["actor rank 0"],
         count=lambda death, error: made.asked.append("counted"),
         keep_instead=lambda trained: made.asked.append(trained),
+        restart_if_down=lambda: made.asked.append("the trainer is up"),
     )
-    made._ask = lambda method, rollout_id, what: f"{rollout_id} of the ledger"
     made.push_weights = lambda: made.asked.append("pushed")
 
     def wait(ref: str, **_: Any) -> str:
@@ -45,27 +47,52 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     made._wait_for_engines = wait
     monkeypatch.setattr(train_loop, "find_death", lambda names, timeout_s: DIED if made.manager else None)
     monkeypatch.setattr(train_loop, "create_manager_again", lambda args, gpus, actor: (Manager("second"), 2))
+    monkeypatch.setattr(train_loop, "wait_for", lambda ref, *, what, timeout_s: f"{ref} from {what}")
     return made
 
 
 def test_the_rollout_is_begun_again_behind_those_that_the_ledger_gives_back(job):
     generation = job.start_generate(4)
     assert job.finish_generate(generation) == "second generates 4"
-    assert job.asked == ["counted", [(2, "2 of the ledger"), (3, "3 of the ledger")], "pushed"]
+    trained = [(rollout_id, f"second generates {rollout_id} from the ledger") for rollout_id in (2, 3)]
+    assert job.asked == ["counted", trained, "the trainer is up", "pushed"]
     assert job.finish_generate(generation) == "second generates 4", "a loop may wait twice for what it began"
-    assert len(job.asked) == 3
+    assert len(job.asked) == 4
 
 
 def test_one_in_its_place_that_dies_before_the_rollout_begins_is_replaced_too(job, monkeypatch):
     deaths = [DIED]
     monkeypatch.setattr(job, "push_weights", lambda: _die(deaths))
     assert job.finish_generate(job.start_generate(2)) == "second generates 2"
-    assert job.asked == ["counted", [], "counted", []] and not deaths
+    assert job.asked == ["counted", [], "the trainer is up"] * 2 and not deaths
 
 
-def _die(deaths: list[EngineDiedError]) -> None:
+def _die(deaths: list[Any]) -> None:
     if deaths:
         raise deaths.pop()
+
+
+def test_a_rank_that_dies_meanwhile_is_noticed_when_its_train_data_is_there_again(job, monkeypatch):
+    monkeypatch.setattr(waiting, "_sentinels", {"of the rank": "actor rank 0", "of the manager": "rollout manager"})
+    watched = []
+
+    def create(args: Namespace, gpus: Any, actor: Any) -> tuple[Manager, int]:
+        watched.append(list(waiting._sentinels.values()))
+        return Manager("second"), 2
+
+    monkeypatch.setattr(train_loop, "create_manager_again", create)
+    job._recovery.restart_if_down = lambda: watched.append(sorted(waiting._sentinels.values()))
+    assert job.finish_generate(job.start_generate(2)) == "second generates 2"
+    assert watched == [["rollout manager"], ["actor rank 0", "rollout manager"]]
+
+
+def test_train_data_that_is_lost_with_the_manager_while_the_trainer_starts_again_ends_nothing(job, monkeypatch):
+    """The manager owned it: what a rank reports then is the lost object, and Ray knows of the death behind it."""
+    lost = [OwnerDiedError("object", "owner", "here")]
+    waits = job._wait_for_engines
+    monkeypatch.setattr(job, "_wait_for_engines", lambda ref, **kw: _die(lost) or waits(ref, **kw))
+    assert job.finish_generate(job.start_generate(2)) == "second generates 2"
+    assert job.asked[0] == "counted" and not lost
 
 
 @pytest.mark.parametrize("changed", [{"trainer_recovery": "off"}, {"no_rollout_ledger": True}])

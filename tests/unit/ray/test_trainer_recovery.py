@@ -125,6 +125,16 @@ def test_from_copies_in_memory_only_what_came_after_them_is_trained_again(traine
     assert len(job._trained) == 6  # until a checkpoint: the copies may be lost
 
 
+def test_a_death_that_no_wait_noticed_is_found_and_made_good(trainer):
+    job = recovery(trainer)
+    job.train(0, 10)  # type: ignore[arg-type]
+    job.restart_if_down()
+    assert trainer.num_starts == 1
+    trainer.is_dead = True
+    job.restart_if_down()
+    assert (trainer.num_starts, trainer.weights, job.is_down) == (2, [10], False)
+
+
 def test_a_critic_and_its_actor_go_back_together(trainer, monkeypatch):
     critic, taken = Trainer(), []
     critic.names = ["critic rank 0"]
