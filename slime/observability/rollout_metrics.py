@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from statistics import fmean, quantiles, stdev
 from typing import Any
 
@@ -31,7 +32,7 @@ def _reward(config: MetricsConfig, sample: Sample) -> float | None:
     """Return a reward as a number; None when it is none (a dict without ``--reward-key``)."""
     key = config.reward_key
     reward = sample.reward[key] if key and isinstance(sample.reward, Mapping) else sample.reward
-    return float(reward) if isinstance(reward, int | float) else None
+    return float(reward) if isinstance(reward, Real) else None
 
 
 def _zero_std_counts(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, int]:
@@ -219,7 +220,7 @@ def _eval_reward(reward: Any, name: str) -> float:
     Raises:
         DataError: it is none.
     """
-    if isinstance(reward, int | float):
+    if isinstance(reward, Real):
         return float(reward)
     raise DataError(
         f"A reward of evaluation set {name} is {str(reward)[:200]}; it must be a number. When the grader gives a "

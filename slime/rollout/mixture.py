@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 from slime.flags.yaml_file import read_yaml
@@ -211,7 +212,7 @@ class Mixture(GroupFeedback):
         """Note how many answers of a prompt were right."""
         samples = [sample for sample in leaf_samples(group) if not sample.remove_sample]
         rewards = [s.reward.get(self._reward_key or "") if isinstance(s.reward, dict) else s.reward for s in samples]
-        numbers = [reward for reward in rewards if isinstance(reward, int | float)]
+        numbers = [float(reward) for reward in rewards if isinstance(reward, Real)]
         source = self._by_name.get(samples[0].metadata.get("source_name", "")) if samples else None
         if source is None or not numbers:
             return

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import queue
 import threading
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from numbers import Real
 from typing import Any, NamedTuple
 
 from slime.flags.reward import reward_config
+from slime.train_data.split import is_finite
 from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.types import Sample
 
@@ -121,12 +122,12 @@ def problem_with_reward(args: Namespace, reward: Any) -> str | None:
 
     What is neither a number nor a dict is left to ``--custom-reward-post-process-path``, which may know it.
     """
-    if isinstance(reward, float) and not math.isfinite(reward):
+    if isinstance(reward, Real) and not is_finite(reward):
         return f"the reward is {reward}; it must be finite"
     keys = _reward_keys(args)
     if not keys or reward is None:
         return None
-    if isinstance(reward, int | float):
+    if isinstance(reward, Real):
         return None  # of a grader without entries, as an evaluation set may have
     config = reward_config(args)
     if config.reward_key is None and config.custom_reward_post_process_path:
@@ -137,7 +138,7 @@ def problem_with_reward(args: Namespace, reward: Any) -> str | None:
     if not values:
         return f"the reward has {', '.join(map(str, reward)) or 'no entries'}; --reward-key wants {' or '.join(keys)}"
     for value in values:
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, Real) and not is_finite(value):
             return f"the reward is {value}; it must be finite"
     return None
 

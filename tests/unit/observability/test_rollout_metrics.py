@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,6 +115,13 @@ def test_an_eval_record_has_one_mean_a_data_set() -> None:
     assert (record["eval/a"], record["eval/b"], record["eval/step"]) == (0.5, 1.0, 9)
     assert record["eval/a-truncated_ratio"] == pytest.approx(0.5)
     assert record["eval/a/response_len/mean"] == 15.0
+
+
+def test_rewards_may_be_numbers_of_numpy() -> None:
+    samples = [sample(0, np.float32(0.5), 10), sample(0, np.float32(1), 20)]
+    assert compute_rollout_record(ARGS, 3, samples, None, rollout_time=4.0)["rollout/raw_reward"] == 0.75
+    record = compute_eval_record(ARGS, 9, {"a": {"rewards": [one.reward for one in samples], "samples": samples}})
+    assert record["eval/a"] == 0.75
 
 
 def test_the_error_of_an_evaluation_is_over_its_prompts():

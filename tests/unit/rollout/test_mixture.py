@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from slime.rollout import data_source as data_source_module
@@ -108,6 +109,12 @@ def test_prompts_that_are_always_or_never_solved_are_left_out_for_some_epochs(op
     assert metrics["rollout/mixture/a/pass_rate"] == pytest.approx((2 * 1 + 6 * 0.5) / 10)
     assert "rollout/mixture/b/pass_rate" not in metrics
     assert source.dataset.take_metrics()["rollout/mixture/a/prompts"] == 0
+
+
+def test_rewards_may_be_numbers_of_numpy(open_source):
+    source = open_source(a=1, b=0, curriculum={"skip_epochs": 1})
+    rewards = {"a0": (1, 1), "a1": (0, 0), "a2": (0, 1), "a3": (1, 0)}
+    assert solve(source, lambda prompt: np.float32(rewards[prompt]), 6) == ["a0", "a1", "a2", "a3", "a2", "a3"]
 
 
 def test_of_rewards_that_are_dicts_the_entry_of_reward_key_counts(open_source):

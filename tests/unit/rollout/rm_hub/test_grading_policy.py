@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -47,7 +48,8 @@ async def moody(args: Namespace, sample: Any, **kwargs: Any) -> Any:
     errors = {"crash": KeyError("x"), "flag": ConfigError("--x"), "hook": HookError("y")}
     if sample.response in errors:
         raise errors[sample.response]
-    return {"nan": float("nan"), "text": "seven", "dict": {"score": 2.0}, "none": None}.get(sample.response, 1.0)
+    rewards = {"nan": float("nan"), "nan32": np.float32("nan"), "text": "seven", "dict": {"score": 2.0}, "none": None}
+    return rewards.get(sample.response, 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +64,7 @@ def grade(response: str, **flags: Any) -> tuple[Any, Sample]:
     return asyncio.run(async_rm(args(custom_rm_path="moody", **flags), sample)), sample
 
 
-@pytest.mark.parametrize("response", ["hang", "crash", "nan", "deaf"])
+@pytest.mark.parametrize("response", ["hang", "crash", "nan", "nan32", "deaf"])
 def test_a_failed_grading_is_a_logged_zero(response, caplog):
     with caplog.at_level(logging.WARNING):
         reward, sample = grade(response)
