@@ -169,12 +169,13 @@ class Follower(TorchDispatchMode):
                 return target
             if _storage(target) in self._owned:
                 self._fill(packet, target, args)
+                self._note_derived([tensor for tensor in tensors if tensor is not target])
                 return target
         result = func(*args, **kwargs)
         fresh = _fresh(result, tensors)
         if names:
             self._mark_opaque(fresh, tensors)
-        if fresh and packet not in _SHAPES:
+        if (fresh and packet not in _SHAPES) or func._schema.is_mutable:
             self._note_derived(tensors)
         return result
 

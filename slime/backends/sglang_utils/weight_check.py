@@ -6,7 +6,7 @@ through from_tensor, also for engines that get their weights over a process grou
 ``(name, tensor)`` pairs, by value (``pickle``, base64) when the engine is on another host.  A flattened bucket is not
 unpacked for custom loaders.
 
-A loader must not raise, because an exception there ends SGLang's scheduler.  Problems are kept on the model and read
+A loader must not raise, because an exception there ends SGLang's scheduler.  Problems are kept in the process and read
 back through ``/get_weights_by_name`` under the name ``CHECK_REPORT``; ``SGLangEngine`` does that after each check and
 raises WeightSyncError.
 
@@ -18,7 +18,6 @@ difference.  Fused qkv and gate/up, tensor-parallel slices and casts are those o
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -137,6 +136,9 @@ def differing_names(
         model: has a ``load_weights``; holds the same afterwards.
         named_tensors: HF names and whole tensors.
         only: parameters that they go to, when that is known; it bounds the memory taken.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for the copies, or for the load into them.
     """
     parameters = {name: p for name, p in model.named_parameters() if only is None or name in only}
     held = {name: parameter.data for name, parameter in parameters.items()}
@@ -146,6 +148,8 @@ def differing_names(
                 parameter.data = _complement(held[name])
             try:
                 model.load_weights(named_tensors)  # type: ignore[operator]
+            except torch.OutOfMemoryError:
+                raise  # says nothing of what was sent
             except Exception as error:  # whatever the model's own loader raises; a report, not the scheduler's end
                 return [_unloadable(named_tensors, error)]
             wrong = {name for name in parameters if _num_different(parameters[name].data, held[name])}
@@ -197,21 +201,22 @@ def _num_different(scratch: Tensor, held: Tensor) -> int:
 @contextmanager
 def _reporting(model: nn.Module) -> Iterator[list[str]]:
     """Yield a list whose content reaches the caller of ``/get_weights_by_name``; an exception becomes an entry."""
-    state = vars(model)
-    if "_slime_weight_problems" not in state:
-        state["_slime_weight_problems"] = []
-        answer_by_name(model, CHECK_REPORT, functools.partial(_take_problems, model))
+    answer_by_name(model, CHECK_REPORT, _take_problems)
     problems: list[str] = []
     try:
         yield problems
     except Exception as error:  # the edge of our code inside the scheduler, which an exception would end
         logger.exception("weight check failed")
         problems.append(f"the check itself failed: {type(error).__name__}: {error}")
-    state["_slime_weight_problems"] += problems
+    _PROBLEMS.extend(problems)
 
 
-def _take_problems(model: nn.Module) -> list[str]:
+def _take_problems() -> list[str]:
     """Return the problems of all ranks, and forget them."""
-    problems = vars(model)["_slime_weight_problems"]
-    vars(model)["_slime_weight_problems"] = []
-    return with_ranks(gather_over_ranks(problems))
+    problems = gather_over_ranks([*_PROBLEMS])
+    _PROBLEMS.clear()
+    return with_ranks(problems)
+
+
+_PROBLEMS: list[str] = []
+"""Of all models of this process: SGLang checks a draft model too, and asks the target alone for the report."""

@@ -130,6 +130,31 @@ def test_what_only_the_loader_derives_follows_every_push():
     assert load.plan is not None and load.plan.stock.keys() == {"a"}
 
 
+class Repeating(torch.nn.Module):
+    """Copies a weight to a second place at the end of every load: to a parameter, or to memory beside them."""
+
+    def __init__(self, *, is_parameter):
+        super().__init__()
+        self.a, self.b = parameter(3, 4), parameter(4)
+        self.again = parameter(3, 4) if is_parameter else torch.zeros(3, 4)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+        self.again.data.copy_(self.a.data)
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_weight_that_the_loader_copies_to_a_second_place_follows_every_push_there(is_parameter):
+    model = Repeating(is_parameter=is_parameter)
+    load = ModelLoad(model)
+    for factor in (1, 2, 3):
+        tensors = {"a": torch.rand(3, 4) * factor, "b": torch.rand(4)}
+        assert push(load, whole_buckets(tensors, 2), tensors) == []
+        assert torch.equal(model.again.data, tensors["a"])
+    assert load.plan is not None and load.plan.stock.keys() == {"a"}
+
+
 class KeepsOnePlus(torch.nn.Module):
     """A norm's loader writes 1 + weight into a buffer beside it, as SGLang's GemmaRMSNorm does."""
 
@@ -186,6 +211,26 @@ def test_a_tensor_that_cannot_be_traced_must_fill_its_parameter():
     tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
     problems = push(load, whole_buckets(tensors), tensors)
     assert problems == ["a: 4 of 8 elements were never pushed", "b: 2 of 4 elements were never pushed"]
+
+
+class Crowded(Computing):
+    """Has memory for the load itself, and none for a second one into copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.home = self.decay.data_ptr()
+
+    def load_weights(self, weights):
+        if self.decay.data_ptr() != self.home:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        super().load_weights(weights)
+
+
+def test_a_comparison_that_takes_too_much_memory_is_left_out(caplog):
+    model = Crowded()
+    assert push(ModelLoad(model), whole_buckets(COMPUTED), COMPUTED) == []
+    assert "tensors are served unverified" in caplog.text
+    assert_holds(model, Computing, COMPUTED)
 
 
 def test_padding_is_filled_again():

@@ -166,3 +166,15 @@ def test_scales_that_no_checkpoint_has_are_neither_poisoned_nor_missed() -> None
     weight_check.fill_parameters_with_nan(model)
     assert model.k_scale.item() == 0.5
     assert weight_check.find_nan_in(model) == ["weight: 2 of 2 elements were never pushed"]
+
+
+def test_problems_of_a_draft_model_are_told_by_the_target_which_alone_is_asked():
+    draft, target = Fused(torch.float32), Fused(torch.float32)
+    sent = held(target)
+    for model in (draft, target):
+        compare_weights(model, sent)
+    found = report(target)
+    assert len(found) == 3 and found[0].startswith("gate (shape [3, 4])")
+    for model in (draft, target):
+        compare_weights(model, held(model))
+    assert report(target) == []
