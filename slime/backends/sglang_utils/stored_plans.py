@@ -54,7 +54,7 @@ class StoredPlans:
         """Return the trace of the model's loader on the tensors of ``manifest``; None when none is kept."""
         path = self._path(model, manifest)
         try:
-            digest, _, text = path.read_text().partition("\n")
+            digest, _, text = path.read_text(errors="replace").partition("\n")
         except OSError:
             return None
         if digest != _digest(text):

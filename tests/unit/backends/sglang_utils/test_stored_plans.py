@@ -85,10 +85,11 @@ def test_a_wrong_plan_is_refused_by_the_push_and_not_found_again(plans):
     assert_holds(model, ROWS)
 
 
-def test_a_damaged_file_is_as_none(plans, tmp_path):
+@pytest.mark.parametrize("damaged", [b"sows", b"\xff\xfe"])
+def test_a_damaged_file_is_as_none(plans, tmp_path, damaged):
     push(Rows(), ROWS, plans)
     (path,) = (tmp_path / "plans").iterdir()
-    path.write_text(path.read_text().replace("rows", "sows", 1))
+    path.write_bytes(path.read_bytes().replace(b"rows", damaged, 1))
     model = Rows()
     assert push(model, ROWS, plans) == []
     assert len(model.seen) == 2 * NUM_ROWS, "traced, and loaded"
