@@ -339,7 +339,7 @@ def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]
     if not block:
         return
     tp_size = args.rollout_num_gpus_per_engine // args.sglang_pp_size
-    of_experts = (tp_size // (args.sglang_ep_size or 1), " or a larger --sglang-ep-size")
+    of_experts = (max(1, tp_size // (args.sglang_ep_size or 1)), " or a larger --sglang-ep-size")
     matrices = {"moe_intermediate_size": of_experts}
     if config.get("first_k_dense_replace") or not config.get("moe_intermediate_size"):
         # Mixtral and what is named after it (MiniMax-M2) have only experts, and one size.

@@ -56,6 +56,10 @@ def test_dense_layers_of_an_expert_model_are_looked_at_too():
     assert "intermediate_size 18432" in found and "288" in found
 
 
+def test_more_groups_of_experts_than_ranks_are_left_to_the_rule_about_sizes():
+    assert problems(QWEN3_30B, 4, ep=8) == []
+
+
 def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
     groups = tuple(
         ServerGroupConfig(worker_type=kind, num_gpus=8, num_gpus_per_engine=num_gpus, overrides=overrides)
