@@ -60,12 +60,15 @@ class ServerControl:
 
     def request(self, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
         """Send one request, once: a repeated update or release would not have the same effect."""
+        connect_s = min(PROBE_TIMEOUT_S, timeout_s)
         with requests.Session() as session:
             session.trust_env = False  # engines are reached directly, whatever proxy the environment names
             try:
                 response = session.request(
-                    method, self.url + path, json=json, headers=self._headers, timeout=(PROBE_TIMEOUT_S, timeout_s)
+                    method, self.url + path, json=json, headers=self._headers, timeout=(connect_s, timeout_s)
                 )
+            except requests.ConnectTimeout as error:
+                raise NoAnswer(f"{self.name} took no connection for {method} {path} within {connect_s:g} s") from error
             except requests.Timeout as error:
                 raise NoAnswer(f"{self.name} did not answer {method} {path} within {timeout_s:g} s") from error
             except requests.RequestException as error:

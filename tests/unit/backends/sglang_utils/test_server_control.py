@@ -6,9 +6,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import requests
 
 from slime.backends.sglang_utils.server_control import (
     CONTROL_TIMEOUT_S,
+    PROBE_TIMEOUT_S,
     NoAnswer,
     ServerControl,
     flush_cache,
@@ -84,6 +86,17 @@ def test_a_request_is_sent_once_whatever_comes_of_it_and_left_at_its_deadline(sc
         assert len(engine.payloads) == 1
     for method in ("get", "post", "delete"):
         assert inspect.signature(getattr(ServerControl, method)).parameters["timeout_s"].default == CONTROL_TIMEOUT_S
+
+
+@pytest.mark.parametrize(("timeout_s", "connect_s"), [(5.0, 5.0), (600.0, PROBE_TIMEOUT_S)])
+def test_a_host_that_is_silent_is_left_at_the_deadline_too(monkeypatch, timeout_s, connect_s):
+    def silent(session, method, url, *, timeout, **options):
+        assert timeout == (connect_s, timeout_s)
+        raise requests.ConnectTimeout
+
+    monkeypatch.setattr(requests.Session, "request", silent)
+    with pytest.raises(NoAnswer, match=rf"took no connection for GET /health within {connect_s:g} s"):
+        ServerControl("http://127.0.0.1:1").get("/health", timeout_s=timeout_s)
 
 
 def test_flushing_is_tried_again_while_the_server_is_busy(scripted):
