@@ -83,7 +83,7 @@ def build_server_args(
         args: the run's arguments.
         place: the engine's rank, ports and GPUs.
         model_path: HF checkpoint to serve.
-        overrides: ServerArgs fields of the engine's group; they win over everything.
+        overrides: ServerArgs fields of the engine's group; they win over everything.  Weight loaders join our own.
         on_cpu: whether the engine runs without CUDA.
     """
     decided = _decided(args, place, model_path, overrides)
@@ -96,10 +96,10 @@ def build_server_args(
     dtype = own_dtype(args, decided.get("dtype")) or ("float32" if on_cpu else None)
     if dtype is not None:
         decided["dtype"] = dtype
-    decided["custom_weight_loader"] = [*(decided.get("custom_weight_loader") or ()), *WEIGHT_LOADERS]
     if on_cpu:
         decided |= _cpu_defaults(decided)
     decided |= overrides
+    decided["custom_weight_loader"] = [*(decided.get("custom_weight_loader") or ()), *WEIGHT_LOADERS]
     if decided.get("speculative_algorithm") in OWN_DRAFTS and not decided.get("speculative_draft_model_path"):
         # SGLang does this itself for most families with MTP layers, not for MiMo.
         decided["speculative_draft_model_path"] = model_path

@@ -95,6 +95,11 @@ def test_overrides_win_over_everything():
     assert (built["context_length"], built["enable_memory_saver"], built["tp_size"]) == (1, False, 1)
 
 
+def test_weight_loaders_of_the_user_stand_beside_those_of_a_push():
+    for built in (build(flags(sglang_custom_weight_loader=["mine.load"])), build(custom_weight_loader=["mine.load"])):
+        assert built["custom_weight_loader"] == ["mine.load", *WEIGHT_LOADERS]
+
+
 def test_prefill_and_decode_engines_get_their_roles():
     prefill = build(place=replace(PLACE, worker_type="prefill", disaggregation_bootstrap_port=9))
     assert prefill["disaggregation_mode"] == "prefill"
