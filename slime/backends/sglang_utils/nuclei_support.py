@@ -37,7 +37,7 @@ def layout_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
             "(no --prefill-num-servers, no prefill and decode groups), or --rollout-top-p 1."
         )
     flags = {name: getattr(args, f"sglang_{name}") for name in _FITTING}
-    for settings in (flags, *({**flags, **group.overrides} for group in model.server_groups)):
+    for settings in ({**flags, **group.overrides} for group in model.server_groups):
         for name, (fitting, reason) in _FITTING.items():
             if settings[name] not in fitting:
                 flag = f"--sglang-{name.replace('_', '-')} is {settings[name]}"

@@ -145,6 +145,7 @@ def layout(worker_type: str = "regular", **overrides: object) -> SGLangConfig:
         ({}, layout(speculative_algorithm="NGRAM"), "--sglang-speculative-algorithm is NGRAM"),
         ({}, layout("prefill"), "--prefill-num-servers"),
         ({"sglang_sampling_backend": "flashinfer", "sglang_pp_size": 1}, layout(), None),
+        ({"sglang_speculative_algorithm": "EAGLE"}, layout(speculative_algorithm=None), None),
     ],
 )
 def test_engines_that_cannot_return_nuclei_are_refused_at_the_start(flags, config, says) -> None:
