@@ -188,23 +188,20 @@ class Capture:
 
     def correction(self, log_probs_RV: Tensor, token_R: Tensor) -> Tensor:
         """Return [R]: what to subtract from the drawn tokens' log-probs, so that each nucleus sums to 1."""
-        log_mass_R = log_mass(log_probs_RV, self._kept(token_R, log_probs_RV.shape[-1]))
+        kept_RV, is_whole_R = self._found(token_R, log_probs_RV.shape[-1])
         asked_R = torch.tensor(self._asked, device=log_probs_RV.device)
-        if self._is_whole_R is not None:
-            asked_R &= ~self._is_whole_R
-        return torch.where(asked_R, log_mass_R, 0.0)
+        return torch.where(asked_R & ~is_whole_R, log_mass(log_probs_RV, kept_RV), 0.0)
 
     def pack(self, token_R: Tensor, vocab_size: int) -> PackedNuclei:
         """Return the nuclei, the drawn tokens included; of requests whose sampler kept everything, none."""
-        kept_RV = self._kept(token_R, vocab_size)
-        if self._is_whole_R is not None:
-            kept_RV = kept_RV & ~self._is_whole_R[:, None]
-        return PackedNuclei(kept_RV, self._asked)
+        kept_RV, is_whole_R = self._found(token_R, vocab_size)
+        return PackedNuclei(kept_RV & ~is_whole_R[:, None], self._asked)
 
-    def _kept(self, token_R: Tensor, vocab_size: int) -> Tensor:
-        if self._kept_RV is None:
+    def _found(self, token_R: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Return the mask of the nuclei, and which requests' sampler kept everything."""
+        if self._kept_RV is None or self._is_whole_R is None:
             # No probabilities were cut: greedily the drawn token alone could come, otherwise every token.
             shape = (len(token_R), vocab_size)
             self._kept_RV = torch.full(shape, not self._is_greedy, device=token_R.device)
             self._is_whole_R = torch.full(shape[:1], not self._is_greedy, device=token_R.device)
-        return self._kept_RV.scatter_(1, token_R.long()[:, None], True)
+        return self._kept_RV.scatter_(1, token_R.long()[:, None], True), self._is_whole_R

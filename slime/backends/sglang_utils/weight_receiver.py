@@ -145,7 +145,8 @@ class ReceivingRank:
 
     def record(self, message: dict[str, Any], error: Exception) -> None:
         """Keep an exception for the report."""
-        problem = f"{message['verb']}: {error}" if isinstance(error, WeightSyncError) else _unexpected(message, error)
+        what = "" if isinstance(error, WeightSyncError) else f" failed: {type(error).__name__}"
+        problem = f"{message['verb']}{what}: {error}"
         is_of_push = message["push_id"] is not None and message["push_id"] == self._push_id
         (self._problems if is_of_push else self._message_problems).append(problem)
 
@@ -389,10 +390,6 @@ def _wait_for_device() -> None:
     """Wait for the device: the trainer overwrites the buffer as soon as the request is answered."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
-
-
-def _unexpected(message: dict[str, Any], error: Exception) -> str:
-    return f"{message['verb']} failed: {type(error).__name__}: {error}"
 
 
 _RANK = ReceivingRank()

@@ -107,9 +107,8 @@ class WeightVerbs(EngineVerbs):
     def receive_weight_folder(self, push_id: str, folder: str) -> None:
         self._require_push(push_id)
         self._acknowledged = None
-        if self.node_rank == 0:
-            for index in range(self._num_buckets):
-                self._send_to_loader("receive_weight_folder", push_id, bucket_index=index, folder=folder)
+        for index in range(self._num_buckets):
+            self._send_to_loader("receive_weight_folder", push_id, bucket_index=index, folder=folder)
 
     def acknowledge_weight_update(self, push_id: str) -> dict[str, Any]:
         self._require_push(push_id)
