@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree, raise_if_ended
+from slime.backends.sglang_utils.child_process import ChildProcess, raise_if_ended
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
 from slime.backends.sglang_utils.server_control import CONTROL_TIMEOUT_S, ServerControl, flush_cache, probe_answer
@@ -137,7 +136,7 @@ class SGLangEngine(WeightVerbs):
         self._bootstrap_port = disaggregation_bootstrap_port
         self._released.clear()
         self._push_id = self._acknowledged = None
-        self._adapters, self._unloading = (), None
+        self._adapter = self._unloading = None
         name = f"engine {self.rank} {format_host_port(host, port)}"
         self.server = ServerControl(f"http://{format_host_port(host, port)}", api_key=self._secret, name=name)
         self._worker_key = None if self._secret is None else generation_key(self._secret)
@@ -243,12 +242,6 @@ class SGLangEngine(WeightVerbs):
         if self.process is not None:
             self.process.stop()
             self.process = None
-
-    def simulate_crash(self) -> None:
-        """Kill the server as an accident would: the router is not told."""
-        if self.process is not None:
-            os.kill(self.process.pid, signal.SIGKILL)
-            kill_tree(self.process.pid)
 
     # --- generation -----------------------------------------------------------------------------------------------
 

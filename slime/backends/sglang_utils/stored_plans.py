@@ -30,7 +30,7 @@ from slime.weights.tensor_slice import StridedCopy
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 EVERY = 64
 """One tensor in so many is in the sample, beside the first and the last of its kind."""
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")

@@ -311,7 +311,7 @@ class ReceivingRank:
 
     def _own_buffer(self, model: nn.Module, num_bytes: int) -> Tensor:
         """Return room for one bucket on this rank's device."""
-        largest = max(num_bytes, *(entry.num_bytes for entry in self._known_shares().manifest.buckets))
+        largest = max(entry.num_bytes for entry in self._known_shares().manifest.buckets)
         if self._buffer is None or self._buffer.numel() < largest:
             self._buffer = torch.empty(largest, dtype=torch.uint8, device=device_of(model))
         return self._buffer[:num_bytes]

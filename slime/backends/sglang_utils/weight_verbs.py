@@ -59,10 +59,10 @@ class WeightVerbs(EngineVerbs):
     """Of the push whose last acknowledgement was complete and named no problem."""
     _num_buckets: int = 0
     """Of the push begun last."""
-    _adapters: tuple[str, ...] = ()
-    """Names of the adapters that the server holds and that are not on their way out, the oldest first."""
+    _adapter: str | None = None
+    """Name of the adapter that the server runs requests with."""
     _unloading: Future[None] | None = None
-    """The end of those on their way out, which waits for their requests."""
+    """The end of the one before, which waits for its requests."""
 
     def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
         raise NotImplementedError
@@ -205,24 +205,21 @@ class WeightVerbs(EngineVerbs):
 
     def load_adapter(self, weight_version: str, config: dict[str, Any], tensors: str, is_handle: bool) -> None:
         name = f"{ADAPTER_PREFIX}{weight_version}"
-        if self._adapters[-1:] != (name,):  # a resend finds it where only another engine missed it
-            self._finish_unloading()
-            adapter = {"lora_name": name, "config_dict": config, "serialized_tensors": tensors}
-            load_format = {"load_format": IN_ONE_BUFFER} if is_handle else {}
-            self._update("/load_lora_adapter_from_tensors", adapter | load_format)
-            self._adapters += (name,)  # our plugin serves it from now on
-        if old := self._adapters[:-1]:
-            self._adapters = self._adapters[-1:]
+        if self._adapter == name:
+            return  # a resend, which only another engine missed
+        self._finish_unloading()
+        adapter = {"lora_name": name, "config_dict": config, "serialized_tensors": tensors}
+        load_format = {"load_format": IN_ONE_BUFFER} if is_handle else {}
+        self._update("/load_lora_adapter_from_tensors", adapter | load_format)
+        old, self._adapter = self._adapter, name  # our plugin serves it from now on
+        if old is not None:
             pool = ThreadPoolExecutor(1, thread_name_prefix="unload adapters")
-            self._unloading = pool.submit(self._unload, old)
+            # It waits for its requests.
+            self._unloading = pool.submit(self._update, "/unload_lora_adapter", {"lora_name": old})
             pool.shutdown(wait=False)
 
-    def _unload(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._update("/unload_lora_adapter", {"lora_name": name})  # waits for its requests
-
     def _finish_unloading(self) -> None:
-        """Wait for the requests of adapters that the last push took out of use."""
+        """Wait for the requests of the adapter that the last push took out of use."""
         unloading, self._unloading = self._unloading, None
         try:
             if unloading is not None:
