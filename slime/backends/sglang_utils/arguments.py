@@ -282,23 +282,24 @@ def check_sglang_arguments(args: Namespace) -> None:
 
 
 def size_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
-    """Yield one message for each size that does not divide the tensor-parallel ranks of a group's engines."""
+    """Yield one message for each size that does not divide the GPUs or tensor-parallel ranks of a group's engines."""
     groups = [(model.name, group) for model in layout.models for group in model.server_groups]
     for name_of_model, group in groups:
         own, num_gpus = group.overrides, group.num_gpus_per_engine
         sizes = {name: own.get(name, getattr(args, f"sglang_{name}")) for name in ("pp_size", "dp_size", "ep_size")}
         if group.worker_type == "placeholder" or not all(isinstance(one, int) and one > 0 for one in sizes.values()):
             continue  # an override that is no size is refused by itself
-        tp_size = num_gpus // sizes.pop("pp_size")
+        tp_size = num_gpus // sizes["pp_size"]
         engine = f"--rollout-num-gpus-per-engine is {num_gpus}"
         if args.sglang_config is not None:
             engine = f"the {group.worker_type} engines of {name_of_model} have {num_gpus} GPUs"
         for name, size in sizes.items():
-            if tp_size % size:
+            whole, parts = (num_gpus, "GPUs") if name == "pp_size" else (tp_size, "tensor-parallel ranks")
+            if whole % size:
                 flag = f"--sglang-config {args.sglang_config}: " if name in own else "--sglang-"
                 yield (
-                    f"{flag}{name.replace('_', '-')} is {size} and {engine}: the {tp_size} tensor-parallel ranks of "
-                    f"an engine must divide into {size} groups; use {nearest_divisor(tp_size, size)}."
+                    f"{flag}{name.replace('_', '-')} is {size} and {engine}: the {whole} {parts} of an engine must "
+                    f"divide into {size} groups; use {nearest_divisor(whole, size)}."
                 )
 
 

@@ -73,3 +73,14 @@ def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
         "--sglang-config e.yaml: dp-size is 3 and the prefill engines of default have 8 GPUs: the 8 tensor-parallel "
         "ranks of an engine must divide into 3 groups; use 2."
     ]
+
+
+@pytest.mark.parametrize(("overrides", "said"), [({}, "--sglang-pp-size is 2"), (
+    {"pp_size": 3}, "--sglang-config e.yaml: pp-size is 3"
+)])  # fmt: skip
+def test_pipeline_stages_must_divide_the_gpus_of_each_group(overrides, said):
+    group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+    model = ModelConfig(name="judge", model_path="m", update_weights=False, server_groups=(group,))
+    args = Namespace(sglang_config="e.yaml", sglang_pp_size=2, sglang_dp_size=1, sglang_ep_size=1)
+    (found,) = size_problems(args, SGLangConfig(models=(model,)))
+    assert found.startswith(f"{said} and the regular engines of judge have 1 GPUs") and found.endswith("use 1.")
