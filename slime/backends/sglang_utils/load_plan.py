@@ -84,6 +84,7 @@ class LoadPlan:
         """Tensor to all tensors, itself included, that the model loads together with it."""
         if not hasattr(model, "post_load_weights"):
             self._leave_sources_of_derived(trace)
+        self._leave_what_slices_do_not_make()
         taken = self.writes.keys() | self.stock.keys() | trace.failures.keys()
         self.unused = frozenset(manifest.by_name) - taken
         """Tensors that this model leaves out: experts and layers of other ranks, another model's part."""
@@ -116,13 +117,24 @@ class LoadPlan:
 
     def _leave_sources_of_derived(self, trace: LoadTrace) -> None:
         """Leave out tensors from which a loader derives other weights, of a model that has no way to do only that."""
-        reason = "the model's loader derives other weights from it"
         sources = [
             name
             for name, writes in self.writes.items()
             if any(write.target.untyped_storage().data_ptr() in trace.derived_from for write in writes)
         ]
-        for name in sources:
+        self._leave(sources, "the model's loader derives other weights from it")
+
+    def _leave_what_slices_do_not_make(self) -> None:
+        """Leave out tensors that come in slices, and of which the loader takes what is no slice."""
+        shapes = {name: entry.shape for name, entry in self.manifest.by_name.items()}
+        parts = [part for bucket in self.manifest.buckets for part in bucket.slices]
+        for name in {part.name for part in parts if part.slice.sizes != shapes[part.name]}:
+            if not all(_reads_slices(write.copy, shapes[name]) for write in self.writes.get(name, ())):
+                self._leave([name], "the model's loader takes what is no slice of it")
+
+    def _leave(self, names: Iterable[str], reason: str) -> None:
+        """Let the model load these tensors, and all that go with them, by itself."""
+        for name in names:
             for member in self.groups.get(name, {name}):
                 self.writes.pop(member, None)
                 self.stock.setdefault(member, reason)
@@ -156,10 +168,7 @@ class LoadPlan:
 
     def distrust(self, names: Iterable[str], reason: str) -> None:
         """Let the model load these tensors, and all that go with them, by itself from now on."""
-        for name in names:
-            for member in self.groups.get(name, {name}):
-                self.writes.pop(member, None)
-                self.stock.setdefault(member, reason)
+        self._leave(names, reason)
         self.untraced_parameters, self.is_distrusted = None, True
 
     def items(self, bucket: BucketEntry, names: Collection[str] | None = None) -> list[PlannedItem]:
@@ -191,6 +200,17 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 _merged = functools.lru_cache(1 << 14)(merged)
 """Experts and layers are alike: a few hundred copies load tens of thousands of tensors."""
+
+
+@functools.lru_cache(1 << 14)
+def _reads_slices(copy: StridedCopy, shape: tuple[int, ...]) -> bool:
+    """Return whether a copy from a whole tensor can be clipped to slices of it."""
+    whole = StridedSlice.whole(shape)
+    try:
+        clip(copy, whole, whole)
+    except NotRectangularError:
+        return False
+    return True
 
 
 def _item(copy: StridedCopy, write: Write, slice_offset: int) -> CopyItem:

@@ -213,6 +213,29 @@ def test_a_tensor_that_cannot_be_traced_must_fill_its_parameter():
     assert problems == ["a: 4 of 8 elements were never pushed", "b: 2 of 4 elements were never pushed"]
 
 
+class Flattening(torch.nn.Module):
+    """Takes a run of elements that begins and ends within rows of the tensor, as its rank's part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = parameter(5), parameter(4)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor.view(-1)[2:7] if name == "a" else tensor)
+
+
+@pytest.mark.parametrize(("layout", "by_model"), [(whole_buckets, set()), (cut_buckets, {"a"})])
+def test_what_is_no_rectangle_of_a_tensor_is_left_to_the_model_where_the_tensor_comes_in_slices(layout, by_model):
+    load = ModelLoad(Flattening())
+    for factor in (1, 2, 3):
+        tensors = {"a": torch.rand(3, 3) * factor, "b": torch.rand(4)}
+        assert push(load, layout(tensors, 2), tensors) == []
+        load.taken()
+        assert_holds(load.model, Flattening, tensors)
+    assert load.plan is not None and load.plan.stock.keys() == by_model
+
+
 class Crowded(Computing):
     """Has memory for the load itself, and none for a second one into copies."""
 
