@@ -101,12 +101,14 @@ class _Origin:
     parts: list[_Source] = field(default_factory=list)
     opaque: frozenset[str] = frozenset()
     """Names of the tensors that it was computed from in a way that is not followed."""
+    made_with: frozenset[str] = frozenset()
+    """Names of tensors that it was made with, of some of which no element is left."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of the HF tensors that the elements come from."""
+        """Return the names of the HF tensors that are needed for the elements."""
         own = {self.name} if self.name else set()
-        return self.opaque | own | {part.name for part in self.parts}
+        return self.opaque | own | {part.name for part in self.parts} | self.made_with
 
 
 class Follower(TorchDispatchMode):
@@ -275,7 +277,8 @@ class Follower(TorchDispatchMode):
         if parts is None or held.names or target.numel() * target.element_size() != target.untyped_storage().nbytes():
             self._remember(target, _Origin(opaque=held.names | origin.names))
         else:
-            self._remember(target, _Origin("", target.dtype, StridedSlice.whole(target.shape, target.stride()), parts))
+            whole = StridedSlice.whole(target.shape, target.stride())
+            self._remember(target, _Origin("", target.dtype, whole, parts, made_with=origin.names))
 
     def _follow_copy(self, result: Tensor, source: Tensor) -> None:
         if source.device != META:  # a copy of real numbers, for a device that is meta here
@@ -287,7 +290,8 @@ class Follower(TorchDispatchMode):
         if any(source.device != META for source in sources):
             self._mark_opaque([result], sources)
             return
-        origin, start = _Origin("", result.dtype, StridedSlice.whole(result.shape, result.stride())), 0
+        whole = StridedSlice.whole(result.shape, result.stride())
+        origin, start = _Origin("", result.dtype, whole, made_with=self._names(sources)), 0
         for index, source in enumerate(sources):
             if packet is aten.stack:
                 place = result.select(dim, index)

@@ -85,7 +85,7 @@ class LoadPlan:
         if not hasattr(model, "post_load_weights"):
             self._leave_sources_of_derived(trace)
         self._leave_what_slices_do_not_make()
-        taken = self.writes.keys() | self.stock.keys() | trace.failures.keys()
+        taken = self.writes.keys() | self.groups.keys() | self.stock.keys() | trace.failures.keys()
         self.unused = frozenset(manifest.by_name) - taken
         """Tensors that this model leaves out: experts and layers of other ranks, another model's part."""
         entries = manifest.by_name | {entry.name: entry for entry in manifest.kept}

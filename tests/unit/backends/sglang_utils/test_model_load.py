@@ -236,6 +236,32 @@ def test_what_is_no_rectangle_of_a_tensor_is_left_to_the_model_where_the_tensor_
     assert load.plan is not None and load.plan.stock.keys() == by_model
 
 
+class HalfOfPair(torch.nn.Module):
+    """Joins two tensors and takes this rank's half, in which there is nothing of the second."""
+
+    def __init__(self, *, is_copied):
+        super().__init__()
+        self.a, self.is_copied = parameter(2, 3), is_copied
+
+    def load_weights(self, weights):
+        held = {}
+        for name, tensor in weights:
+            held[name] = tensor
+            if len(held) == 2:
+                half = torch.cat([held["gate"], held["up"]]).narrow(0, 0, 2)
+                self.a.data.copy_(half.clone() if self.is_copied else half)
+
+
+@pytest.mark.parametrize("layout", [whole_buckets, cut_buckets])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_tensor_that_is_loaded_with_another_comes_though_nothing_of_it_is_kept(is_copied, layout):
+    load = ModelLoad(HalfOfPair(is_copied=is_copied))
+    for factor in (1, 2, 3):
+        tensors = {"gate": torch.rand(2, 3) * factor, "up": torch.rand(2, 3)}
+        assert push(load, layout(tensors, 2), tensors) == []
+        assert torch.equal(load.model.a, tensors["gate"])
+
+
 class Crowded(Computing):
     """Has memory for the load itself, and none for a second one into copies."""
 
