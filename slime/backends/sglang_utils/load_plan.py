@@ -70,18 +70,18 @@ class LoadPlan:
         self.writes: dict[str, list[Write]] = {}
         self.stock: dict[str, str] = {}
         """Tensors that the model must load by itself, with the reason."""
+        self.groups = _joined(trace.partners)
+        """Tensor to all tensors, itself included, that the model loads together with it."""
         self.is_traced = not trace.unknown
         if trace.unknown:
             logger.warning("every push to this engine goes through its model's own loader: %s", trace.unknown)
             self.stock = dict.fromkeys(manifest.by_name, trace.unknown)
             self.fills = []
         else:
-            self.stock = dict(trace.opaque)
             for write in trace.writes:
-                if write.name not in self.stock:
-                    self.writes.setdefault(write.name, []).append(write)
-        self.groups = _joined(trace.partners)
-        """Tensor to all tensors, itself included, that the model loads together with it."""
+                self.writes.setdefault(write.name, []).append(write)
+            for name, reason in trace.opaque.items():
+                self._leave([name], reason)
         if not hasattr(model, "post_load_weights"):
             self._leave_sources_of_derived(trace)
         self._leave_what_slices_do_not_make()

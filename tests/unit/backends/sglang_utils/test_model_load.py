@@ -262,6 +262,28 @@ def test_a_tensor_that_is_loaded_with_another_comes_though_nothing_of_it_is_kept
         assert torch.equal(load.model.a, tensors["gate"])
 
 
+class Doubling(Joined):
+    """Computes something of one of the two tensors that it joins, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice = parameter(2, 4)
+
+    def load_weights(self, weights):
+        weights = dict(weights)
+        super().load_weights(weights.items())
+        if "q_a" in weights:
+            self.twice.data.copy_(weights["q_a"] * 2)
+
+
+def test_what_is_joined_with_a_tensor_that_the_model_loads_goes_with_it():
+    load = ModelLoad(Doubling())
+    for factor in (1, 2, 3):
+        tensors = {name: tensor * factor for name, tensor in JOINED.items()}
+        assert push(load, whole_buckets(tensors, 2), tensors) == []
+        assert_holds(load.model, Doubling, tensors)
+
+
 class Crowded(Computing):
     """Has memory for the load itself, and none for a second one into copies."""
 
