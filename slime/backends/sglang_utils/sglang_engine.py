@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.child_process import ChildProcess, raise_if_ended
+from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree, raise_if_ended
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
 from slime.backends.sglang_utils.server_control import CONTROL_TIMEOUT_S, ServerControl, flush_cache, probe_answer
@@ -242,6 +243,12 @@ class SGLangEngine(WeightVerbs):
         if self.process is not None:
             self.process.stop()
             self.process = None
+
+    def simulate_crash(self) -> None:
+        """Kill the server as an accident would: the router is not told.  For plug-ins that inject faults."""
+        if self.process is not None:
+            os.kill(self.process.pid, signal.SIGKILL)
+            kill_tree(self.process.pid)
 
     # --- generation -----------------------------------------------------------------------------------------------
 
