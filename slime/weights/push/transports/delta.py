@@ -110,10 +110,11 @@ class DeltaTransport(DiskTransport):
         self._base_version, self._stored = number, None
         size = sum(tensor.num_bytes for tensor in written.manifest.tensors)
         self._chain_bytes += int(written.metrics["perf/update_weights_wire_bytes"])
+        was_whole, self._is_next_whole = self._is_next_whole, False
         if self.disk.keeps_files:
             return
-        if self._is_next_whole or (self._chain_bytes > size and self._write_whole_copy(push, written.manifest, size)):
-            self._is_next_whole, self._chain_bytes = False, 0
+        if was_whole or (self._chain_bytes > size and self._write_whole_copy(push, written.manifest, size)):
+            self._chain_bytes = 0
             if self.ranks.rank == 0:
                 prune_before(self.disk.root, number)
 

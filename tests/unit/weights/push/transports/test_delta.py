@@ -1,0 +1,43 @@
+"""Which versions a run of changes writes whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from slime.weights.hf_files import HfFolderWriter
+from slime.weights.push.acknowledgements import DigestedBuckets
+from slime.weights.push.participants import Participants, PushClock
+from slime.weights.push.push import push_weights
+from slime.weights.push.state import Push, TrainerRanks
+from slime.weights.push.transports.base import DiskOptions, TransportOptions
+from slime.weights.push.transports.delta import DeltaTransport
+from slime.weights.versions import read_version, version_folder
+from tests.unit.weights.push.transports.test_tcp import Buckets
+
+
+def push_versions(root: Path, *, keeps_files: bool) -> list[bool]:
+    """Push two versions of a tensor that the model has in another dtype; gives which of those in the folder are whole."""
+    with HfFolderWriter(root / "model", assets_from=None) as writer:
+        writer.add("weight", torch.zeros(6, 4))
+    options = DiskOptions(
+        root=root / "shared", model=root / "model", has_copies=False, keeps_files=keeps_files, goes_on=False,
+        encoding="xor", checksum="xxh3-128",
+    )  # fmt: skip
+    transport = DeltaTransport(TransportOptions(ranks=TrainerRanks(), wire=None, disk=options))
+    weight = torch.zeros(6, 4, dtype=torch.bfloat16)
+    source = DigestedBuckets(Buckets({"weight": weight}))
+    for number in (1, 2):
+        weight[number] += 1
+        push_weights(Push(str(number), Participants([], PushClock(30))), source, transport)
+    folders = [version_folder(root / "shared", number) for number in (1, 2)]
+    return [read_version(folder).is_whole for folder in folders]
+
+
+def test_only_the_first_version_is_whole_where_the_model_cannot_be_its_base(tmp_path) -> None:
+    assert push_versions(tmp_path, keeps_files=False) == [True, False]
+
+
+def test_the_same_holds_where_old_versions_are_kept(tmp_path) -> None:
+    assert push_versions(tmp_path, keeps_files=True) == [True, False]
