@@ -28,7 +28,14 @@ from torch import Tensor, uint8
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
 from slime.utils.json_file import parse_object
-from slime.weights.stored_tensors import LENGTH_BYTES, MappedFile, StoredTensor, read_header, weight_files
+from slime.weights.stored_tensors import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    MappedFile,
+    StoredTensor,
+    read_header,
+    weight_files,
+)
 
 DIGEST_FILE = "digests.json"
 ALGORITHM = "xxh3_64"
@@ -298,6 +305,6 @@ def _header(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             length = file.read(LENGTH_BYTES)
-            return length + file.read(int.from_bytes(length, "little"))
+            return length + file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
