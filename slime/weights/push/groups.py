@@ -226,7 +226,7 @@ class StockGroup:
         joined = joining.result(0 if failures else timeout_s)
         if failures or isinstance(joined, BaseException):
             joining.drop()
-            self._exclude_all(failures, participants, f"joining update group {self.name}")
+            self._exclude_all(failures, participants, f"joining update group {self.name}", trainers=joined)
             return
         self._group = joined
 
@@ -254,11 +254,15 @@ class StockGroup:
             return
         work.wait()
 
-    def _exclude_all(self, failures: dict[int, BaseException], participants: Participants, what: str) -> None:
-        first = next(iter(failures), None)
+    def _exclude_all(
+        self, failures: dict[int, BaseException], participants: Participants, what: str, *, trainers: Any = None
+    ) -> None:
+        """Exclude all members, for the first failure or, without one, for the trainer's."""
+        blamed = f"the trainer could not join: {reason_of(trainers)}"
+        if failures:
+            blamed = f"engine {next(iter(failures))} broke the update group"
         for engine in self.members:
             own = failures.get(engine.index)
-            blamed = "the trainer could not join" if first is None else f"engine {first} broke the update group"
             participants.exclude(engine.index, f"{reason_of(own) if own is not None else blamed} (while {what})")
         self.members, self._group = [], None
 
@@ -318,6 +322,8 @@ class _OnThread:
             if is_late:
                 self._leave(group)
         except PUSH_FAILURES as error:
+            # Said here, because engines that wait for this rank fail later, and are blamed.
+            logger.warning("the trainer did not join a weight group: %s", reason_of(error))
             self._error = error
 
     def drop(self) -> None:

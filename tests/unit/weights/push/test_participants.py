@@ -171,3 +171,27 @@ def test_the_trainer_leaves_sglangs_group_too_when_an_engine_did_not_join_it(mon
     }
     may_join.set()
     assert left.wait(10), "the group that came late is kept"
+
+
+class WireWithoutNetwork:
+    def prepare(self) -> None: ...
+
+    def join_update_group(self, **place: Any) -> str:
+        raise RuntimeError("no NIC is up")
+
+
+def test_what_kept_the_trainer_from_sglangs_group_is_told() -> None:
+    engines = [Engine(0)]
+    participants = Participants(engines, CLOCK)
+    StockGroup("slime", WireWithoutNetwork()).form(engines, participants)
+    assert participants.reasons == {
+        0: "the trainer could not join: RuntimeError: no NIC is up (while joining update group slime)"
+    }
+
+
+def test_it_is_told_too_where_an_engine_waited_for_the_trainer_in_vain(caplog) -> None:
+    engines = [Engine(0, joins=Answer(delay_s=60))]
+    participants = Participants(engines, PushClock(0.4))
+    StockGroup("slime", WireWithoutNetwork()).form(engines, participants)
+    assert participants.reasons[0].startswith("EngineError: no answer within")
+    assert "the trainer did not join a weight group: RuntimeError: no NIC is up" in caplog.text
