@@ -29,7 +29,7 @@ from slime.weights.quantize.formats import GroupInt
 from slime.weights.quantize.group_int import WORD_BITS, num_words
 from slime.weights.quantize.mxfp4 import BLOCKS, NUMBERS_PER_BYTE, SCALES, dequantize
 from slime.weights.quantize.quantizer import read_format
-from slime.weights.stored_tensors import StoredTensor, TensorInfo
+from slime.weights.stored_tensors import TORCH_DTYPES, StoredTensor, TensorInfo, read_bytes
 
 FP8_CODES = ("F8_E4M3", "F8_E5M2")
 SCALE_CODES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -211,8 +211,9 @@ class Int4ToBf16(_ToBf16):
         scale = source.tensors[prefix + SCALE]
         zeros = None if layout.is_symmetric else source.tensors[prefix + ZEROS]
         rows, words_per_row = stored.shape
-        columns = words_per_row * WORD_BITS // bits
-        if layout.group_size is not None:
+        if layout.group_size is None:  # the last word of a row may hold fewer numbers than there is room for
+            columns = _last_size(source.tensors[prefix + SHAPE])
+        else:
             columns = layout.group_size * scale.shape[1]
         if scale.shape[0] != rows or words_per_row != num_words(columns, bits):
             raise DataError(
@@ -249,6 +250,11 @@ class Int4ToBf16(_ToBf16):
         return layout
 
 
+def _last_size(shape: StoredTensor) -> int:
+    """Return the last number in a stored ``weight_shape``."""
+    return int(torch.from_numpy(read_bytes(shape)).view(TORCH_DTYPES[shape.dtype])[-1])
+
+
 class Mxfp4ToBf16(_ToBf16):
     """The conversion of gpt-oss; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
 
@@ -276,7 +282,7 @@ class Mxfp4ToBf16(_ToBf16):
             return copied(stored)
         name = stored.name.removesuffix(BLOCKS)
         scales = source.tensors[f"{name}{SCALES}"]
-        if len(stored.shape) != 4 or scales.shape != stored.shape[:-1] or scales.rows != stored.rows:
+        if len(stored.shape) != 4 or scales.shape != stored.shape[:-1]:
             raise DataError(
                 f"{stored.name} has shape {list(stored.shape)} and {scales.name} {list(scales.shape)}; they must be "
                 "[experts, rows, G, 16] and [experts, rows, G]"
