@@ -69,7 +69,7 @@ class WeightChannel:
         timeout_s: float,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.rank, self.timeout_s = rank, timeout_s
         self._backend = backend
         self._work: dist.Work | None = None
         question = timedelta(seconds=min(STORE_TIMEOUT_S, timeout_s))

@@ -34,14 +34,11 @@ def is_weight_file(name: str) -> bool:
     return name.endswith(WEIGHT_SUFFIXES) or name in WEIGHT_INDEX_FILES
 
 
-def copy_assets(source: str | Path, target: str | Path) -> list[str]:
-    """Copy config, tokenizer and every other regular file that holds no weights; gives their names."""
-    copied = []
-    for path in sorted(Path(source).iterdir()):
+def copy_assets(source: str | Path, target: str | Path) -> None:
+    """Copy config, tokenizer and every other regular file that holds no weights."""
+    for path in Path(source).iterdir():
         if path.is_file() and not is_weight_file(path.name):
             shutil.copy2(path, Path(target) / path.name)
-            copied.append(path.name)
-    return copied
 
 
 class HfFolderWriter:

@@ -165,8 +165,7 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
         delta = next((version for version in found if not version.is_whole), None)
         if delta is None:
             break
-        if not (delta.base is not None and 0 <= delta.base < number):
-            raise WeightSyncError(f"{delta.folder} says that it changes version {delta.base}; it must be an older one")
+        assert delta.base is not None, delta.folder
         deltas.append(delta)
         number = delta.base
     if held is not None and held[1] == chain and held[0] > target:

@@ -221,9 +221,10 @@ def transform_scale_ue8m0(scale: Tensor, *, mn: int) -> Tensor:
     block_rows = DEFAULT_BLOCK[0]
     if scale.dim() != 2 or scale.size(0) != -(-mn // block_rows):
         raise ValueError(f"{list(scale.shape)} scales for {mn} rows in blocks of {block_rows}")
-    if not bool(is_power_of_two(scale.float().contiguous()).all()):
+    scale = scale.float().contiguous()
+    if not bool(is_power_of_two(scale).all()):
         raise ValueError("only powers of two have an eight-bit exponent form; quantize with ue8m0=True")
-    exponents = (scale.float().contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
     words = -(-scale.size(1) // SCALES_PER_WORD)
     padded = torch.zeros(scale.size(0), words * SCALES_PER_WORD, dtype=torch.uint8, device=scale.device)
     padded[:, : scale.size(1)] = exponents

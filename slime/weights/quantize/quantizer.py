@@ -237,7 +237,8 @@ def _check_lists(quantization_config: Config) -> None:
             if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
                 raise ValueError("it must be a list of names")
             for entry in entries:
-                re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+                if entry.startswith("re:"):
+                    re.compile(entry.removeprefix("re:"))
         except (ValueError, re.error) as error:
             raise ConfigError(
                 f"{key} in quantization_config of config.json is {str(entries)[:80]!r}: {error}"

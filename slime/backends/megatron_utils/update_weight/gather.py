@@ -66,8 +66,9 @@ def is_gate_up(shard: Shard, *, is_gated: bool) -> bool:
 
 def sent_dtype(name: str, held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype a parameter is sent in: ``dtype``, if given, for floats; expert biases keep their own."""
-    is_cast = dtype is not None and held.is_floating_point and "expert_bias" not in name
-    return dtype if is_cast and dtype is not None else held
+    if dtype is None or not held.is_floating_point or "expert_bias" in name:
+        return held
+    return dtype
 
 
 def whole_shape(shard: Shard) -> torch.Size:

@@ -130,7 +130,9 @@ class ShardBuckets:
         """Yield index and bytes of this rank's own buckets, then of the gathered ones, which all ranks have."""
         for bucket, flat in self.iter_turns():
             yield (NO_BUCKET if bucket is None else bucket.index), flat
-        yield from self.iter_gathered(with_constants=with_constants)
+        num_own = len(self.plan.manifest.buckets)
+        for index, flat in self.iter_gathered(with_constants=with_constants):
+            yield num_own + index, flat
 
     @torch.no_grad()
     def iter_turns(self) -> Iterator[tuple[PlannedBucket | None, Tensor]]:
@@ -153,11 +155,9 @@ class ShardBuckets:
             yield bucket, flat
 
     def iter_gathered(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """Yield index and bytes of the gathered buckets, which are the same on all ranks of the group."""
+        """Yield bytes of the gathered buckets, which all ranks of the group have, and their numbers among these."""
         if self._gathered is not None:
-            num_own = len(self.plan.manifest.buckets)
-            buckets = self._gathered.iter_buckets(self.buffer(), with_constants=with_constants)
-            yield from ((num_own + index, flat) for index, flat in buckets)
+            yield from self._gathered.iter_buckets(self.buffer(), with_constants=with_constants)
 
     def buffer(self) -> Tensor:
         """Return the rank's one buffer; it stays at its address."""
@@ -257,10 +257,9 @@ class CollectedBuckets:
             joined = self._buffer()[: slot * len(self.shards.group_ranks)]
             dist.gather(part, list(joined.split(slot)), dst=self._source_rank, group=self._group)
             yield index, joined
-        num_own = len(self.shards.plan.manifest.buckets)
         for index, flat in self.shards.iter_gathered(with_constants=with_constants):
             if is_source:
-                yield index - num_own + self._num_joined, flat
+                yield self._num_joined + index, flat
             else:
                 yield NO_BUCKET, nothing
 

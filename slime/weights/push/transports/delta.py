@@ -47,7 +47,7 @@ class DeltaTransport(DiskTransport):
         """Of the changes on disk since the last whole version."""
         self._workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // max(self.ranks.ranks_per_host, 1)))
 
-    def _begin_write(self, push: Push, manifest: Manifest) -> None:
+    def _begin_write(self, manifest: Manifest) -> None:
         self._base.discard()
         if self._base_version == 0:
             self._read_version_0(manifest)

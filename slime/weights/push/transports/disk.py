@@ -168,7 +168,7 @@ class DiskTransport(FolderTransport):
         final = version_folder(self.disk.root, number)
         size = sum(tensor.num_bytes for tensor in manifest.tensors)
         self._num_changed = 0
-        self._begin_write(push, manifest)
+        self._begin_write(manifest)
         num_bytes = self.assemble(
             push, final, lambda writer: self._write_buckets(push, source, writer), self._index(number), size
         )
@@ -278,7 +278,7 @@ class DiskTransport(FolderTransport):
 
     # What differs between whole versions and changes
 
-    def _begin_write(self, push: Push, manifest: Manifest) -> None:
+    def _begin_write(self, manifest: Manifest) -> None:
         """Get ready, before the first byte of a version is written; collective."""
 
     def _index(self, number: int) -> dict[str, object]:

@@ -99,7 +99,8 @@ class SharedMemoryTransport(Transport):
 
     def finish(self, push: Push, *, is_served: bool) -> None:
         """Take back what engines have let go, which would stay taken until the trainer next asks for memory."""
-        collect_shared_memory()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Leave the group of the engines outside."""
@@ -120,10 +121,10 @@ class SharedMemoryTransport(Transport):
         told = [torch.empty(2, dtype=torch.int64) for _ in self._neighbour_ranks]
         dist.all_gather(told, torch.tensor([index, self._buffer_number]), group=self._neighbours)
         held = {rank: one.tolist() for rank, one in zip(self._neighbour_ranks, told, strict=True)}
+        readers = [gpu for gpu in self._mapping_gpus if gpu in held]
         wanted: list[tuple[int, int, int]] = []  # bucket, its holder, the GPU that reads it there
         for bucket in dict.fromkeys(bucket for bucket, _ in held.values() if bucket != NO_BUCKET):
             holders = [rank for rank, (other, _) in held.items() if other == bucket]
-            readers = [gpu for gpu in self._mapping_gpus if gpu in held]
             wanted += [(bucket, gpu if gpu in holders else holders[0], gpu) for gpu in readers]
         missing = [
             (holder, gpu)
@@ -194,9 +195,3 @@ def neighbourhoods(engines: Sequence[EngineProxy], world_size: int, ranks_per_ho
         hosts = [first if host in touched else host for host in hosts]
     used = {hosts[engine.gpu_offset // ranks_per_host] for engine in engines}
     return [[rank for rank in range(world_size) if hosts[rank // ranks_per_host] == host] for host in sorted(used)]
-
-
-def collect_shared_memory() -> None:
-    """Take back blocks that another process has mapped and dropped; the allocator uses them again."""
-    if torch.cuda.is_available():
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

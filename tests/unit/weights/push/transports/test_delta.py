@@ -18,7 +18,7 @@ from tests.unit.weights.push.transports.test_tcp import Buckets
 
 
 def push_versions(root: Path, *, keeps_files: bool) -> list[bool]:
-    """Push two versions of a tensor that the model has in another dtype; gives which of those in the folder are whole."""
+    """Push two versions of a tensor that the model has in another dtype; gives which of the two are whole."""
     with HfFolderWriter(root / "model", assets_from=None) as writer:
         writer.add("weight", torch.zeros(6, 4))
     options = DiskOptions(
