@@ -198,8 +198,8 @@ def _finalized(root: str | Path, number: int) -> list[Path]:
 
 def remove_version(folder: Path) -> None:
     """Take one version away; a reader sees it whole or not at all.  What is gone already is fine."""
-    trash = folder.with_name(f".{folder.name}.part-removed")
-    shutil.rmtree(trash, ignore_errors=True)
+    # A name of its own: of a namesake removed before, what a reader has open may still be there.
+    trash = folder.with_name(f".{folder.name}.part-{secrets.token_hex(4)}")
     try:
         folder.rename(trash)
     except FileNotFoundError:

@@ -342,3 +342,21 @@ def test_a_version_that_never_shows_up_is_an_error_that_says_what_is_there(pushe
         WeightSyncError, match="does not exist on this host.* shows no version.*--update-weight-disk-dir"
     ):
         copy_of(pusher).pull(3)
+
+
+def test_a_version_goes_though_a_reader_keeps_files_of_its_namesake_open(pusher, monkeypatch):
+    """A network file system keeps such a file under another name, so that its folder cannot be removed."""
+    remove = versions.shutil.rmtree
+
+    def rmtree(path, **options):
+        is_there = Path(path).exists()
+        remove(path, **options)
+        if is_there:
+            Path(path).mkdir()
+            (Path(path) / ".nfs0001").touch()
+
+    monkeypatch.setattr(versions.shutil, "rmtree", rmtree)
+    for _ in range(2):
+        pusher.number = 0
+        remove_version(pusher.push(commit=False))
+    assert versions.list_folders(pusher.root) == []
