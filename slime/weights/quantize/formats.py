@@ -119,7 +119,7 @@ class TensorFp8(WeightFormat):
     def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         scale = parts[self.marker]
         if scale.numel() != 1:
-            raise DataError(f"{scale.numel()} scales for a tensor that must have one")
+            raise DataError(f"{name} has {scale.numel()} scales and must have one: they are by tensor in config.json")
         return (parts["weight"].float() * scale.float().view(1, 1)).to(torch.bfloat16)
 
 

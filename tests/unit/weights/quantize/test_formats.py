@@ -1,8 +1,11 @@
 """What a converter quantizes, by name."""
 
 import pytest
+import torch
 
-from slime.weights.quantize.formats import is_quantized_offline, modules_to_not_convert
+from slime.utils.errors import DataError
+from slime.weights.quantize.block_fp8 import FP8
+from slime.weights.quantize.formats import TensorFp8, is_quantized_offline, modules_to_not_convert, read_weight
 
 QUANTIZED = (
     "model.layers.0.self_attn.q_proj.weight",
@@ -67,3 +70,9 @@ def test_the_config_names_the_matrices_that_are_kept():
         "model.layers.61.shared_head.head",
         "model.mtp_layers.0.input_proj",
     ]
+
+
+def test_a_weight_with_more_scales_than_the_config_says_is_named():
+    stored = {"up.weight": torch.ones(2, 4).to(FP8), "up.weight_scale": torch.ones(3)}
+    with pytest.raises(DataError, match=r"up\.weight has 3 scales and must have one"):
+        read_weight("up.weight", stored.__getitem__, stored, TensorFp8())
