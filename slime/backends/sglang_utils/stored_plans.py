@@ -49,10 +49,13 @@ class StoredPlans:
 
     def __init__(self, folder: Path, engine: Any) -> None:
         self._folder, self._engine = folder, engine
+        self._wrong: set[Path] = set()
 
     def find(self, model: nn.Module, manifest: Manifest) -> LoadTrace | None:
         """Return the trace of the model's loader on the tensors of ``manifest``; None when none is kept."""
         path = self._path(model, manifest)
+        if path in self._wrong:
+            return None
         try:
             digest, _, text = path.read_text(errors="replace").partition("\n")
         except OSError:
@@ -79,7 +82,12 @@ class StoredPlans:
 
     def forget(self, model: nn.Module, manifest: Manifest) -> None:
         """Remove a trace that is wrong."""
-        self._path(model, manifest).unlink(missing_ok=True)
+        path = self._path(model, manifest)
+        self._wrong.add(path)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # the cache folder cannot be written
+            logger.warning("a wrong load plan could not be removed; the next engine finds it out again: %s", error)
 
     def _path(self, model: nn.Module, manifest: Manifest) -> Path:
         _, memory = numbered(t.untyped_storage().data_ptr() for _, t in named_tensors(model))

@@ -26,7 +26,7 @@ from slime.weights.push.state import Push
 from slime.weights.push.transports.base import TransportOptions
 from slime.weights.push.transports.disk import DiskTransport, as_tensor
 from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_bytes, read_layout
-from slime.weights.versions import PartWriter, prune_before, version_folder, version_text
+from slime.weights.versions import PartWriter, version_folder, version_text
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +115,7 @@ class DeltaTransport(DiskTransport):
             return
         if was_whole or (self._chain_bytes > size and self._write_whole_copy(push, written.manifest, size)):
             self._chain_bytes = 0
-            if self.ranks.rank == 0:
-                prune_before(self.disk.root, number)
+            self._prune(number)
 
     def _write_whole_copy(self, push: Push, manifest: Manifest, size: int) -> bool:
         """Put the version committed last, whole, beside its changes; returns whether there was room for it."""

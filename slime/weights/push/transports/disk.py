@@ -11,6 +11,7 @@ engines.  With ``--release-train`` the trainer only writes (:meth:`DiskTransport
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ from slime.weights.versions import (
     version_folder,
     version_text,
 )
+
+logger = logging.getLogger(__name__)
 
 DISK_FLAG = "--update-weight-disk-dir"
 WHOLE_FOLDER = -2
@@ -300,10 +303,17 @@ class DiskTransport(FolderTransport):
         if self.disk.keeps_files:
             return
         is_read_again = bool(push.participants.reasons)
-        if self.ranks.rank == 0:
-            prune_before(self.disk.root, int(push.version) + (not is_read_again))
+        self._prune(int(push.version) + (not is_read_again))
         if not is_read_again:
             self.written = None
+
+    def _prune(self, number: int) -> None:
+        """Remove every version older than ``number``; what cannot be removed does not end a push that is served."""
+        if self.ranks.rank == 0:
+            try:
+                prune_before(self.disk.root, number)
+            except OSError as error:
+                logger.error("old weight versions in %s could not be removed: %s", self.disk.root, error)
 
     def _discard(self) -> None:
         """Remove a version that no engine serves: nobody shall find it."""

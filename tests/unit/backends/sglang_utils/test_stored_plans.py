@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -70,7 +72,11 @@ def test_paddings_partners_and_slices_come_back(plans, make, tensors, layout):
         assert_holds(model, tensors)
 
 
-def test_a_wrong_plan_is_refused_by_the_push_and_not_found_again(plans):
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_wrong_plan_is_refused_by_the_push_and_not_found_again(plans, monkeypatch, is_removed):
+    """By this engine; where the file cannot be removed, the next one finds out again."""
+    if not is_removed:
+        monkeypatch.setattr(Path, "unlink", lambda path, missing_ok: path.rmdir())  # "Not a directory"
     right = Rows()
     push(right, ROWS, plans)
     trace = right._load.plan.trace

@@ -11,6 +11,7 @@ from slime.weights.push.acknowledgements import DigestedBuckets
 from slime.weights.push.participants import Participants, PushClock
 from slime.weights.push.push import push_weights
 from slime.weights.push.state import Push, TrainerRanks
+from slime.weights.push.transports import disk
 from slime.weights.push.transports.base import DiskOptions, TransportOptions
 from slime.weights.push.transports.delta import DeltaTransport
 from slime.weights.versions import read_version, version_folder
@@ -37,6 +38,12 @@ def push_versions(root: Path, *, keeps_files: bool) -> list[bool]:
 
 def test_only_the_first_version_is_whole_where_the_model_cannot_be_its_base(tmp_path) -> None:
     assert push_versions(tmp_path, keeps_files=False) == [True, False]
+
+
+def test_old_versions_that_cannot_be_removed_do_not_end_a_push(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(disk, "prune_before", lambda root, number: (tmp_path / "model").rmdir())
+    assert push_versions(tmp_path, keeps_files=False) == [True, False]
+    assert "could not be removed: [Errno 39]" in caplog.text
 
 
 def test_the_same_holds_where_old_versions_are_kept(tmp_path) -> None:
