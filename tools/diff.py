@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -163,16 +162,24 @@ def _by_position(run: Run, rollout_id: int) -> list[dict[str, Any]]:
 
 def _difference(a: Any, b: Any) -> str | None:
     """Return in words how two values differ; None where they are equal."""
-    if a == b or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)):
+    if _is_same(a, b):
         return None
     flat_a, flat_b = list(_flat(a)), list(_flat(b))
     numbers = [(x, y) for x, y in zip(flat_a, flat_b) if isinstance(x, int | float) and isinstance(y, int | float)]
-    count = sum(x != y for x, y in zip(flat_a, flat_b))
+    count = sum(not _is_same(x, y) for x, y in zip(flat_a, flat_b))
     if len(flat_a) != len(flat_b):
         return f"{len(flat_a)} and {len(flat_b)} values"
     if numbers and len(numbers) == len(flat_a):
-        return f"{max(abs(x - y) for x, y in numbers):.3g} ({count} of {len(flat_a)} values)"
+        largest = max((abs(x - y) for x, y in numbers if not _is_same(x, y)), default=0.0)
+        return f"{largest:.3g} ({count} of {len(flat_a)} values)"
     return f"{count} of {len(flat_a)} values"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two values are equal; NaN is the same as NaN."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return a == b or (a != a and b != b)
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -23,9 +23,9 @@ CHANGES = ("data order", "sampled tokens", "reward", "packing", "engine's log-pr
 """What is changed in rollout 0, 1, 2, ..."""
 
 
-def write_run(folder, changed=()):
+def write_run(folder, changed=(), **settings):
     """Two optimizer steps a rollout; ``changed`` of :data:`CHANGES` is other from its rollout on."""
-    run_record.start_recording(Namespace(save=str(folder), lr=0.1), "driver", primary=True)
+    run_record.start_recording(Namespace(save=str(folder), lr=0.1, **settings), "driver", primary=True)
     for rollout_id in range(len(CHANGES)):
         other = {name for place, name in enumerate(CHANGES) if name in changed and place <= rollout_id}
         one = Sample(
@@ -67,6 +67,30 @@ def test_what_alone_differs_is_named_alone(tmp_path, changed):
     first, second = (read_run(write_run(tmp_path / name, c)) for name, c in (("a", ()), ("b", (changed,))))
     ((what, step, size),) = diff.first_differences(first, second)
     assert (what, step) == (changed, str(CHANGES.index(changed) + 1)) and size
+
+
+def test_what_differs_within_the_settings_of_a_critic_is_named_alone_without_the_runs_own_folders(tmp_path):
+    def of_critic(folder, lr):
+        own = {"save": str(folder / "critic"), "run_folder": str(folder), "role_overrides": {"save": str(folder)}}
+        return Namespace(lr=lr, eps_clip=0.2, **own)
+
+    runs = [write_run(tmp_path / name, critic_args=of_critic(tmp_path / name, lr)) for name, lr in (("a", 1), ("b", 2))]
+    first, second = map(read_run, runs)
+    assert list(diff.setting_differences(first, second)) == [("critic_args.lr", "1", "2")]
+    assert list(diff.setting_differences(first, first)) == []
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        ([[1.0, float("nan")], [2.0]], [[1.0, float("nan")], [2.0]], None),
+        ([[float("nan"), 2.0]], [[float("nan"), 2.5]], "0.5 (1 of 2 values)"),
+        ([[2.0, 3.0]], [[2.0, float("nan")]], "nan (1 of 2 values)"),
+        ([[1], [2, 3]], [[1, 2], [3]], "0 (0 of 3 values)"),
+    ],
+)
+def test_a_step_that_is_broken_in_the_same_way_is_the_same(a, b, said):
+    assert diff._difference(a, b) == said
 
 
 def test_the_page_has_tables_and_both_curves_and_no_script(tmp_path, capsys):
