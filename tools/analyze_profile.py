@@ -12,6 +12,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,14 +90,20 @@ def rank_of_name(path: Path) -> int:
 
 
 def summarise(path: Path) -> Summary:
-    """Add up the events of one trace."""
+    """Add up the events of one trace.
+
+    Raises:
+        DataError: the file is cut or damaged, or no trace.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         try:
             content = json.load(file)
-        except ValueError as error:
+        except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{path} is not JSON ({error}); the file may be incomplete.") from error
-    events = content["traceEvents"] if isinstance(content, dict) else content
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list):
+        raise DataError(f"{path} has no traceEvents; --profile-dir must be a folder of profiler traces alone.")
     info = content.get("distributedInfo") or {} if isinstance(content, dict) else {}
     summary = Summary(path, int(info.get("rank", rank_of_name(path))))
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]

@@ -104,7 +104,7 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
 
     if not gguf.is_file():
         raise ConfigError(f"--gguf {gguf} is no file")
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--output-dir {folder} is not empty; name a new folder")
     try:
         reader = GGUFReader(gguf)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import shutil
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import any_float, any_int
+from slime.rollout.prompt_files import SUFFIXES, read_rows
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import copy_assets
 from slime.weights.hf_rewrite.plan import HfSource, open_source
@@ -35,7 +35,6 @@ from tools.cli import logged_run
 PACKAGE = "llmcompressor"
 VERSION = "0.14.0.1"
 NUM_BITS = {"W4A16": 4, "W8A16": 8}
-DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,20 +94,14 @@ def calibration_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises:
         ConfigError: there is no data.
+        DataError: a row cannot be decoded.
     """
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    files = [file for file in files if file.is_file() and file.suffix in DATA_SUFFIXES]
+    files = [file for file in files if file.is_file() and file.suffix in SUFFIXES]
     if not files:
-        raise ConfigError(f"--data-dir {path} holds no file that ends in {' or '.join(DATA_SUFFIXES)}")
+        raise ConfigError(f"--data-dir {path} holds no file that ends in {' or '.join(SUFFIXES)}")
     for file in files:
-        if file.suffix == ".jsonl":
-            with open(file, encoding="utf-8") as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
-        else:
-            import pyarrow.parquet
-
-            for batch in pyarrow.parquet.ParquetFile(file, page_checksum_verification=True).iter_batches():
-                yield from batch.to_pylist()
+        yield from (row for _, row in read_rows(str(file), "--data-dir"))
 
 
 def token_ids(tokenizer: Any, row: dict[str, Any], max_tokens: int) -> list[int]:

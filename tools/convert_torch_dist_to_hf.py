@@ -130,6 +130,8 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     from slime.backends.megatron_utils.models import find_weight_map
 
     target = Path(options.output_dir)
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"--output-dir {target} is no folder; name another")
     if target.exists() and any(target.iterdir()) and not options.force:
         raise ConfigError(f"--output-dir {target} is not empty; pass -f to write over it")
     source = TorchDistFolder(options.input_dir, verify=options.verify_checkpoint)
@@ -172,7 +174,8 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
             yield from ((name, tensor) for name, tensor in missing if not weight_map.is_untrained(name))
         elif absent:
             logger.warning(
-                "%d tensors of %s are not in the checkpoint, such as %s; pass -a to copy them",
+                "%d tensors of %s are not in the checkpoint, such as %s; pass -a to copy them "
+                "(tools/convert_torch_dist_to_hf.py)",
                 len(absent), origin, min(absent),
             )  # fmt: skip
 

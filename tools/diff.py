@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.observability.run_reader import Run, read_run
 from slime.observability.sample_record import rollout_of
 from tools.cli import clean_exit
-from tools.report import source_hash, time_of
+from tools.report import source_hash, time_of, write_page
 
 OWN = {"save", "load", "save_hf", "run_folder", "wandb_run_id", "wandb_dir", "job_secret", "tensorboard_dir"}
 """Settings that every run has to itself."""
@@ -77,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for table in tables:
         _print(*table)
     if options.html is not None:
-        options.html.write_text(page_of([str(folder) for folder in options.runs], tables, curves), encoding="utf-8")
+        with clean_exit():
+            page = page_of([str(folder) for folder in options.runs], tables, curves)
+            write_page(options.html, page, flag="--html")
         print(f"page: {options.html}")
     if not settings and not steps:
         print("The runs differ in nothing that was recorded.")

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 
+from slime.flags.kinds import port_number
 from slime.observability.run_reader import Run, read_run
 from slime.utils import env
 from slime.utils.errors import DataError
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", type=Path, default=Path("."), help="The folder that checkpoints will go to.")
-    parser.add_argument("--port", type=int, default=8265, help="Of Ray's dashboard.")
+    parser.add_argument("--port", type=port_number, default=8265, help="Of Ray's dashboard.")
     parser.add_argument("--hf-checkpoint", type=Path, help="Start an engine of this model, and push to it once.")
     options = parser.parse_args(argv)
     verdicts = []
@@ -266,13 +267,16 @@ def job_without_steps(model: Path | None) -> dict[str, Verdict]:
     if model is None:
         return dict.fromkeys(("engine's start", "push"), (UNKNOWN, "not tried: give --hf-checkpoint DIR"))
     with tempfile.TemporaryDirectory(prefix="slime-doctor-") as folder:
-        words = f"""--hf-checkpoint {model} --ref-load {model} --save {folder} --num-rollout 0 --actor-num-nodes 1
-            --actor-num-gpus-per-node 1 --colocate --rollout-num-gpus-per-engine 1 --rollout-batch-size 1
-            --n-samples-per-prompt 2 --global-batch-size 2 --disable-rollout-global-dataset --rm-type random
-            --check-weight-update-equal"""
+        place = str(model.absolute())
+        words = """--num-rollout 0 --actor-num-nodes 1 --actor-num-gpus-per-node 1 --colocate
+            --rollout-num-gpus-per-engine 1 --rollout-batch-size 1 --n-samples-per-prompt 2 --global-batch-size 2
+            --disable-rollout-global-dataset --rm-type random --check-weight-update-equal"""
         with open(Path(folder, "log.txt"), "w+", encoding="utf-8") as log:
             job = subprocess.Popen(
-                [sys.executable, "train.py", *words.split()],
+                [
+                    *(sys.executable, "train.py", "--hf-checkpoint", place, "--ref-load", place, "--save", folder),
+                    *words.split(),
+                ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=REPO,

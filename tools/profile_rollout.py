@@ -80,7 +80,7 @@ async def tell_workers(
             async with session.get(f"{router_url}/workers") as response:
                 response.raise_for_status()
                 urls = [worker["url"] for worker in (await response.json())["workers"]]
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             raise EngineError(f"{router_url}/workers does not list workers: {error}. Check --router-url.") from error
         if not urls:
             raise EngineError(f"The router {router_url} has no workers.")

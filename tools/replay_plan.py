@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -117,8 +119,8 @@ def plan(run: Run, step: int, folder: Path | None = None, load: Path | None = No
             + ("Nothing of this run can." if nearest is None else f"The nearest step is {nearest + 1}.")
         )
     if folder is None:
-        count = len(list(run.folder.glob(f"replays/step_{step}*")))
-        folder = run.folder / "replays" / (f"step_{step}" if count == 0 else f"step_{step}_{count + 1}")
+        names = (f"step_{step}" + (f"_{count}" if count > 1 else "") for count in itertools.count(1))
+        folder = next(path for name in names if not (path := run.folder / "replays" / name).exists())
     return Replay(run, rollout_id, begin, folder.absolute(), load.absolute() if load is not None else None)
 
 
@@ -216,7 +218,11 @@ def without(words: Sequence[str], flags: frozenset[str]) -> list[str]:
 
 
 def _value_of(words: Sequence[str], flag: str) -> str | None:
-    return next((group[1] for group in reversed(list(_groups(words))) if group[0] == flag and len(group) > 1), None)
+    for name, *values in reversed(list(_groups(words))):
+        given, equals, value = name.partition("=")
+        if given == flag and (equals or values):
+            return value if equals else values[0]
+    return None
 
 
 def changed(words: Sequence[str], changes: Sequence[str], *, with_engine_flags: bool = False) -> list[str]:
@@ -238,8 +244,11 @@ def changed(words: Sequence[str], changes: Sequence[str], *, with_engine_flags: 
         names = {flag for one in parser._actions if one.dest == dest for flag in one.option_strings}
         words = without(words, frozenset(names))
         if action.nargs != 0:
-            words += [action.option_strings[0], *value.split()]
+            words += [action.option_strings[0], *([value] if action.nargs is None else value.split())]
             continue
-        for one in (one for one in parser._actions if one.dest == dest and one.const is parse_bool(value)):
-            words += [one.option_strings[0]]
+        try:
+            is_on = parse_bool(value)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"--set {change}: {error}.") from error
+        words += [one.option_strings[0] for one in parser._actions if one.dest == dest and one.const is is_on]
     return list(words)

@@ -24,10 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.flags.kinds import non_negative_float
 from slime.observability.accounting import CAUSES, ENGINE_SPANS, IDLE, TRAINER_SPANS, Span, gpu_seconds
 from slime.observability.alarms import find_alarms
 from slime.observability.metrics_file import evaluations
 from slime.observability.run_reader import Run, read_run
+from slime.utils.errors import ConfigError
 from tools.cli import clean_exit
 from tools.report_plots import (
     HEALTH_PLOTS,
@@ -56,13 +58,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="The folder of a run.")
     parser.add_argument("--output", type=Path, help="Default: report.html in that folder.")
-    parser.add_argument("--samples-mb", type=float, default=5.0, help="Room for samples.")
+    parser.add_argument("--samples-mb", type=non_negative_float, default=5.0, help="Room for samples.")
     options = parser.parse_args(argv)
     with clean_exit():
         page = page_of(read_run(options.run), samples_mb=options.samples_mb)
-    path = options.output or options.run / "report.html"
-    path.write_text(page, encoding="utf-8")
+        path = options.output or options.run / "report.html"
+        write_page(path, page, flag="--output")
     print(f"report:         {path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def write_page(path: Path, page: str, *, flag: str) -> None:
+    """Write a page.
+
+    Raises:
+        ConfigError: it cannot be written; the message names ``flag``.
+    """
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another file with {flag}.") from error
 
 
 def page_of(run: Run, *, samples_mb: float = 5.0, is_live: bool = False) -> str:

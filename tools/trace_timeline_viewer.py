@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import port_number
 from slime.observability.dumps import read_dump
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError, DataError
 from tools.cli import clean_exit
 
 TEMPLATE = Path(__file__).with_name("trace_timeline.html")
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         trace, page = build(args.pt_path, rebuild=args.rebuild)
     print(f"{trace}: open it at https://ui.perfetto.dev (Open trace file)\n{page}: open it in a browser")
     if args.serve:
-        serve(page, args.port)
+        with clean_exit():
+            serve(page, args.port)
 
 
 def build(dump: Path, *, rebuild: bool = False) -> tuple[Path, Path]:
@@ -208,9 +209,17 @@ def page_data(title: str, tracks: Sequence[Track]) -> dict[str, Any]:
 
 
 def serve(page: Path, port: int) -> None:
-    """Serve the page's folder on localhost until interrupted."""
+    """Serve the page's folder on localhost until interrupted.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(page.parent))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+    try:
+        listening = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+    except OSError as error:
+        raise ConfigError(f"--port {port} cannot be listened on: {error.strerror}.") from error
+    with listening as server:
         print(f"http://127.0.0.1:{server.server_port}/{page.name} (Ctrl-C ends it)")
         try:
             server.serve_forever()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import port_number
 from slime.observability.run_reader import read_run
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError, DataError
 from slime.utils.net import format_host_port, is_ipv6, is_loopback
 from tools.cli import clean_exit
 from tools.report import fill_page, page_of
@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with clean_exit():
         read_run(options.run)
     token = None if is_loopback(options.host) else secrets.token_urlsafe(24)
-    with server_of(options.run, options.port, options.host, token) as server:
+    with clean_exit():
+        server = server_of(options.run, options.port, options.host, token)
+    with server:
         name = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
         end = f"#token={token}" if token else ""
         print(f"http://{format_host_port(name, server.server_port)}/{end} (Ctrl-C ends it)", flush=True)
@@ -82,7 +84,11 @@ class _Page:
 
 
 def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None = None) -> http.server.HTTPServer:
-    """Return a server of the run's page; ``token`` is what a browser must know, None on the loopback address."""
+    """Return a server of the run's page; ``token`` is what a browser must know, None on the loopback address.
+
+    Raises:
+        ConfigError: the address is taken, or not one of this machine.
+    """
     page = _Page(run)
 
     class Answer(http.server.BaseHTTPRequestHandler):
@@ -140,7 +146,10 @@ def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None =
     class Server(http.server.ThreadingHTTPServer):
         address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
 
-    return Server((host, port), Answer)
+    try:
+        return Server((host, port), Answer)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port} cannot be listened on: {error.strerror}.") from error
 
 
 if __name__ == "__main__":

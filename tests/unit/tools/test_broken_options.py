@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from collections.abc import Callable
 
@@ -16,11 +17,15 @@ from tools import (
     convert_hf_to_int4_direct,
     convert_hf_to_torch_dist,
     convert_torch_dist_to_hf_parallel,
+    diff,
+    doctor,
     fp8_cast_bf16,
     ledger,
     plan,
     profile_rollout,
+    report,
     trace_timeline_viewer,
+    watch,
 )
 
 FOLDERS = ["--model-dir", "m", "--save-dir", "s"]
@@ -83,12 +88,49 @@ def test_a_number_that_means_nothing_is_refused(tool, option, value, capsys):
             "argument --router-url: 'a:1' is no address",
         ),
         (trace_timeline_viewer.main, ["x.pt", "--port", "70000"], "argument --port: 70000 is not a whole number"),
+        (doctor.main, ["--port", "70000"], "argument --port: 70000 is not a whole number"),
+        (report.main, ["x", "--samples-mb", "nan"], "argument --samples-mb: nan is not a finite number of 0 or more"),
     ],
 )
 def test_other_options_are_refused_too(main, words, says, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run without a step, and a dump with its pages."""
+    (tmp_path / "metrics.jsonl").touch()
+    for name in ("0.pt", "0.trace.json", "0.timeline.html"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "says"),
+    [
+        (diff.main, "RUN RUN --html RUN/no/page.html", "page.html cannot be written (No such file or directory)"),
+        (report.main, "RUN --output RUN/no/page.html", "name another file with --output"),
+        (
+            watch.main,
+            "RUN --port TAKEN",
+            "--host 127.0.0.1 --port TAKEN cannot be listened on: Address already in use",
+        ),
+        (watch.main, "RUN --host 192.0.2.1", "--host 192.0.2.1 --port 8123 cannot be listened on"),
+        (trace_timeline_viewer.main, "RUN/0.pt --port TAKEN", "--port TAKEN cannot be listened on: Address already"),
+    ],
+)
+def test_a_file_or_an_address_that_cannot_be_had_is_a_message(run, main, words, says, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        given = {"RUN": str(run), "TAKEN": str(other.getsockname()[1])}
+        for name, value in given.items():
+            words, says = words.replace(name, value), says.replace(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main(words.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and says in said
 
 
 def test_the_buffer_service_refuses_its_options(monkeypatch, capsys):

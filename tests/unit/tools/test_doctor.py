@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -79,6 +80,15 @@ def test_a_job_without_steps_is_judged_by_its_record(tmp_path):
     assert [verdict for verdict, _ in found.values()] == ["good", "bad"] and "no memory" in found["push"][1]
     found = doctor.judged_job(tmp_path / "nothing", None, "")
     assert {verdict for verdict, _ in found.values()} == {"bad"} and "no end within" in found["push"][1]
+
+
+def test_the_model_of_a_job_may_lie_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[2], sys.argv[4], sep='|')")
+    monkeypatch.setattr(doctor, "REPO", tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    place = tmp_path / "elsewhere" / "my model"
+    assert f"{place}|{place}" in doctor.job_without_steps(Path("my model"))["push"][1]
 
 
 def test_a_job_that_hangs_is_ended(tmp_path, monkeypatch):

@@ -150,6 +150,24 @@ def test_a_profile_is_summed_up_by_operation(tmp_path, capsys):
     assert "there are [1]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", b'{"traceEvents": [', "is not JSON"),
+        ("a.json.gz", gzip.compress(b'{"traceEvents": []}')[:-12], "is not JSON"),
+        ("a.json.gz", b"no gzip", "is not JSON"),
+        ("config.json", b'{"model_type": "llama"}', "has no traceEvents"),
+        ("list.json", b"7", "has no traceEvents"),
+    ],
+)
+def test_a_file_that_is_no_whole_profile_is_named(tmp_path, capsys, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        analyze_profile.main(["--profile-dir", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and name in said and says in said
+
+
 def test_a_real_profile_is_read(tmp_path):
     import torch
 

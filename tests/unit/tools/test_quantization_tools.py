@@ -169,6 +169,11 @@ def test_gptq_reads_texts_prompts_and_chats(tmp_path):
     assert [convert_hf_to_int4.token_ids(Tokenizer(), row, 2) for row in found] == [[3, 3], [5], [1, 2], [1]]
     with pytest.raises(DataError, match=r"has the columns \['question'\]"):
         convert_hf_to_int4.token_ids(Tokenizer(), {"question": "?"}, 2)
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "tw')
+    for file, says in (("a.jsonl", "a.jsonl line 2 is not JSON"), ("b.parquet", "b.parquet")):
+        with pytest.raises(DataError, match=says):
+            list(convert_hf_to_int4.calibration_rows(tmp_path / file))
 
 
 @pytest.mark.parametrize(

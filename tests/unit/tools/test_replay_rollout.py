@@ -11,10 +11,10 @@ from slime.observability import run_record, sample_record
 from slime.observability.dumps import save_rollout_dump
 from slime.observability.metrics_file import append_record
 from slime.observability.run_reader import Run, read_run
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 from tools import replay_rollout
-from tools.replay_plan import FROM_START, Replay, rollout_flags_of
+from tools.replay_plan import FROM_START, Replay, changed, flags_of, plan, rollout_flags_of
 
 ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
 
@@ -59,6 +59,31 @@ def test_the_flags_keep_the_engines_and_choose_among_no_groups(tmp_path):
         f"--load {tmp_path} --ckpt-step 2 --data-source-path tools.replay_rollout.RecordedGroups --seed 3 "
         "--sglang-log-level error"
     )
+
+
+def test_flags_that_have_their_value_after_an_equals_sign_are_read_too(tmp_path):
+    config = {"command": ["train.py", "--load=/first", "--save=/mine", "--on-nan=rollback", "--num-rollout=5"]}
+    replay = Replay(Run(tmp_path, config | {"values": {"num_rollout": {"value": 5}}}), 0, FROM_START, tmp_path / "out")
+    assert " ".join(flags_of(replay)).startswith(
+        f"--num-rollout 5 --save {tmp_path}/out --disable-rollout-global-dataset --load /first "
+    )
+
+
+def test_a_change_is_one_value_where_the_flag_takes_one():
+    words = changed(["--seed", "1"], ['train_env_vars={"A": "b c"}', "wandb_group=a b", "fp32=true"])
+    assert words == ["--seed", "1", "--train-env-vars", '{"A": "b c"}', "--wandb-group", "a b", "--fp32"]
+    with pytest.raises(ConfigError, match="--set fp32=maybe: 'maybe' is neither true nor false"):
+        changed([], ["fp32=maybe"])
+
+
+def test_a_replay_takes_a_folder_that_no_other_one_has(tmp_path):
+    run = record(tmp_path, [answered(0), answered(1)])
+    for name in ("step_1_2", "step_10"):
+        (tmp_path / "replays" / name).mkdir(parents=True)
+    run.events.append({"event": "start", "rollout": 0})
+    assert plan(run, 1).folder == tmp_path / "replays" / "step_1"
+    (tmp_path / "replays" / "step_1").mkdir()
+    assert plan(run, 1).folder == tmp_path / "replays" / "step_1_3"
 
 
 def test_without_the_checkpoint_just_before_it_the_rollout_is_refused(tmp_path):
