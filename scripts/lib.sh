@@ -120,7 +120,8 @@ _show_cause() {
 # by plug-ins and by what they start.  Ray's default one, in the home folder, is shared with other clusters.
 make_token() {
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="${_RAY_DIR}/token"
-    (umask 077; echo "${RAY_AUTH_TOKEN:-$(python3 -c 'import secrets; print(secrets.token_hex(32))')}" >"${_RAY_DIR}/token")
+    _RAY_TOKEN="${RAY_AUTH_TOKEN:-${_RAY_TOKEN:-$(python3 -c 'import secrets; print(secrets.token_hex(32))')}}"
+    (umask 077; echo "${_RAY_TOKEN}" >"${_RAY_DIR}/token")
     unset RAY_AUTH_TOKEN
 }
 

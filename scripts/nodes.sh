@@ -37,7 +37,7 @@ start_nodes() {
         export RAY_AUTH_MODE=disabled
     fi
     echo "ray: starting the head at ${MASTER_ADDR}:${RAY_PORT} (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
-    export _RAY_DIR
+    export _RAY_DIR REPO_DIR
     # One process group: the head, and an ssh to each other node; when the ssh ends, so does its node.
     setsid bash -c "$(declare -f _run_nodes _node_addresses _node_text join_command); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
     _RAY_PID=$!

@@ -115,13 +115,16 @@ elif [[ "${LOOP}" == ahead ]]; then
     SCRIPT=train_async.py
     LOOP_ARGS=(--rollout-num-gpus 1)
     start_ray 2
-else
+elif [[ "${LOOP}" == sync ]]; then
     SCRIPT=train.py
     LOOP_ARGS=(--colocate)
     start_ray 1
+else
+    echo "run-tiny-gpu.sh: LOOP is ${LOOP}; it must be sync, async or ahead" >&2
+    exit 2
 fi
 
-JOB_ENV="{\"TENSORBOARD_DIR\": \"${SAVE_DIR}/tensorboard\"}" submit_job "${SCRIPT}" \
+JOB_ENV="$(job_env "TENSORBOARD_DIR=${SAVE_DIR}/tensorboard")" submit_job "${SCRIPT}" \
     --actor-num-nodes 1 \
     --actor-num-gpus-per-node 1 \
     "${LOOP_ARGS[@]}" \

@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         read_run(options.run)
     token = None if is_loopback(options.host) else secrets.token_urlsafe(24)
     with clean_exit():
-        server = server_of(options.run, options.port, options.host, token)
+        try:
+            server = server_of(options.run, options.port, options.host, token)
+        except OSError as error:
+            where = f"--host {options.host} --port {options.port}"
+            raise ConfigError(f"{where} cannot be listened on: {error.strerror}.") from error
     with server:
         name = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
         end = f"#token={token}" if token else ""
@@ -84,11 +88,7 @@ class _Page:
 
 
 def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None = None) -> http.server.HTTPServer:
-    """Return a server of the run's page; ``token`` is what a browser must know, None on the loopback address.
-
-    Raises:
-        ConfigError: the address is taken, or not one of this machine.
-    """
+    """Return a server of the run's page; ``token`` is what a browser must know, None on the loopback address."""
     page = _Page(run)
 
     class Answer(http.server.BaseHTTPRequestHandler):
@@ -146,10 +146,7 @@ def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None =
     class Server(http.server.ThreadingHTTPServer):
         address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
 
-    try:
-        return Server((host, port), Answer)
-    except OSError as error:
-        raise ConfigError(f"--host {host} --port {port} cannot be listened on: {error.strerror}.") from error
+    return Server((host, port), Answer)
 
 
 if __name__ == "__main__":

@@ -120,3 +120,39 @@ def test_a_failed_start_without_an_error_shows_the_end_of_its_log(tmp_path: Path
     (tmp_path / "ray-start.log").write_text("".join(f"line {number}\n" for number in range(100)))
     shown = lib(f'_RAY_DIR="{tmp_path}"; _show_cause').stdout
     assert "line 99" in shown and "line 80" in shown and "line 10\n" not in shown
+
+
+@pytest.mark.parametrize("script", ["run-tiny-cpu.sh", "run-tiny-gpu.sh"])
+def test_a_loop_that_a_script_does_not_know_is_refused(script: str, tmp_path: Path) -> None:
+    config = tmp_path / "task/hf/config.json"
+    config.parent.mkdir(parents=True)
+    config.touch()
+    environment = dict(os.environ) | {"TINY_DIR": str(tmp_path), "LOOP": "asynchron", "SLIME_RAY_STARTED": "1"}
+    command = [str(REPO / "scripts" / script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"{script}: LOOP is asynchron; it must be sync, async" in done.stderr
+
+
+def test_a_token_of_the_user_s_is_that_of_every_attempt(tmp_path: Path) -> None:
+    command = f'export RAY_AUTH_TOKEN=mine _RAY_DIR="{tmp_path}"; make_token; make_token; cat "{tmp_path}/token"; env'
+    text = lib(command).stdout
+    assert text.startswith("mine\n") and text.count("mine") == 1
+
+
+def test_a_node_that_ssh_starts_looks_for_ray_in_the_folder_of_the_head(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    (tmp_path / "hosts").write_text("10.9.9.8 slots=8\n")
+    for name, text in (
+        ("ray", "sleep 60"),
+        ("ssh", f'echo "$@" >"{asked}.part"; mv "{asked}.part" "{asked}"; sleep 60'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = lib(
+        f'PATH="{tmp_path}:$PATH"; source "{REPO}/scripts/nodes.sh"; _joined() {{ [[ -e "{asked}" ]]; }}; '
+        f'_dashboard_answers() {{ true; }}; HOSTFILE="{tmp_path}/hosts" MASTER_ADDR=10.9.9.9 start_nodes 2 8'
+    )
+    assert done.returncode == 0, done.stderr
+    words = asked.read_text()
+    assert "root@10.9.9.8" in words and f"REPO_DIR='{REPO}'" in words and "--node-ip-address 10.9.9.8" in words
