@@ -10,7 +10,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"
 export SAVE_DIR="${SAVE_DIR:-${TINY_DIR}/opd-sglang}"
-TEACHER_HF="${TEACHER_HF:-$(ls -d "${TINY_DIR}"/grpo-seed1/hf/* | sort -V | tail -n 1)}"
 TEACHER_WAIT_S="${TEACHER_WAIT_S:-600}"
 mkdir -p "${SAVE_DIR}"
 
@@ -25,6 +24,8 @@ trap 'stop_teacher; _clean_up 143' TERM
 # start_teacher: a server of TEACHER_HF in a process group of its own; sets TEACHER_URL when it answers.
 start_teacher() {
     local port device=(--dtype bfloat16) start=${SECONDS}
+    TEACHER_HF="${TEACHER_HF:-$(ls -d "${TINY_DIR}"/grpo-seed1/hf/* 2>/dev/null | sort -V | tail -n 1 || true)}"
+    need_file "${TEACHER_HF:-${TINY_DIR}/grpo-seed1/hf}/config.json" "Run make demo first, or set TEACHER_HF or TEACHER_URL."
     port="$(free_ports 1)"
     if ! nvidia-smi >/dev/null 2>&1; then
         export SGLANG_USE_CPU_ENGINE=1

@@ -31,7 +31,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from slime.flags.kinds import port_number, positive_int
 from slime.flags.security import secret_of_file
 from slime.utils import env
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.http_utils import has_secret
 from slime.utils.json_file import parse_object
 from slime.utils.net import is_loopback
@@ -268,7 +268,10 @@ def main() -> None:
                 f"give {SECRET_FLAG}, with the file of the job's --job-secret-file, or --no-job-secret"
             )
         logger.warning("--no-job-secret: whoever reaches %s reads files of this host.", flags.host)
-    app = create_app(flags.generator_dir, flags.group_size, flags.secret_file)
+    try:
+        app = create_app(flags.generator_dir, flags.group_size, flags.secret_file)
+    except SlimeError as error:
+        parser.error(str(error))
     uvicorn.run(app, host=flags.host, port=flags.port)
 
 

@@ -75,10 +75,13 @@ def load_generators(folders: Iterable[Path] = ()) -> dict[str, Generator]:
     """Load the generators of the package and of ``folders``, by task type; later folders win.
 
     Raises:
-        ConfigError: a file lacks ``TASK_TYPE`` or ``run_rollout``, or two of one folder have the same task type.
+        ConfigError: a folder does not exist, a file lacks ``TASK_TYPE`` or ``run_rollout``, or two of one folder have
+            the same task type.
     """
     found: dict[str, Generator] = {}
     for folder in [BUILT_IN, *folders]:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder; it must hold *_generator.py files.")
         of_folder: dict[str, Generator] = {}
         for file in sorted(folder.glob("*_generator.py")):
             module = load_module(file)

@@ -134,6 +134,17 @@ def test_a_loop_that_a_script_does_not_know_is_refused(script: str, tmp_path: Pa
     assert f"{script}: LOOP is asynchron; it must be sync, async" in done.stderr
 
 
+def test_a_teacher_that_somebody_serves_needs_no_model_of_the_demo(tmp_path: Path) -> None:
+    command = ["bash", str(REPO / "examples/on_policy_distillation/run-tiny-sglang-teacher.sh")]
+    environment = dict(os.environ) | {"TINY_DIR": str(tmp_path)}
+    for more, says in (
+        ({}, "set TEACHER_HF or TEACHER_URL"),
+        ({"TEACHER_URL": "http://h:1/generate"}, "task/eval.yaml"),
+    ):
+        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode != 0 and says in done.stderr
+
+
 def test_a_token_of_the_user_s_is_that_of_every_attempt(tmp_path: Path) -> None:
     command = f'export RAY_AUTH_TOKEN=mine _RAY_DIR="{tmp_path}"; make_token; make_token; cat "{tmp_path}/token"; env'
     text = lib(command).stdout

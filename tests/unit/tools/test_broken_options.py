@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import uvicorn
 
 from slime.utils.errors import ConfigError
 from slime_plugins.rollout_buffer import buffer
@@ -139,6 +140,18 @@ def test_the_buffer_service_refuses_its_options(monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             buffer.main()
         assert ended.value.code == 2 and f"argument {option}: {value} is not" in capsys.readouterr().err
+
+
+def test_the_buffer_service_names_a_folder_that_is_not_there_and_a_generator_that_is_none(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(uvicorn, "run", lambda *given, **options: pytest.fail("it listens"))
+    (tmp_path / "half_generator.py").write_text("TASK_TYPE = 'half'")
+    for folder, says in ((tmp_path / "none", "none is no folder"), (tmp_path, "half_generator.py has no run_rollout")):
+        monkeypatch.setattr(sys, "argv", ["buffer.py", "--generator-dir", str(folder)])
+        with pytest.raises(SystemExit) as ended:
+            buffer.main()
+        assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
