@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from slime.flags.kinds import positive_int
 
 WARM_UP, TIMES, RANKS_ON_CPU = 3, 10, 2
 TIMEOUT_S = 60
@@ -23,7 +29,7 @@ TIMEOUT_S = 60
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, help="Of the buffer. Default: 1024 on GPUs, 16 without.")
+    parser.add_argument("--mib", type=positive_int, help="Of the buffer. Default: 1024 on GPUs, 16 without.")
     options = parser.parse_args()
     has_gpus = torch.cuda.device_count() >= 2
     ranks = torch.cuda.device_count() if has_gpus else RANKS_ON_CPU

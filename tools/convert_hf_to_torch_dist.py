@@ -60,7 +60,7 @@ def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], descript
     for name in needed:
         if not getattr(args, name):
             flags = " and ".join(f"--{other.replace('_', '-')}" for other in needed)
-            raise ConfigError(f"--{name.replace('_', '-')} is missing; the conversion needs {flags}")
+            raise ConfigError(f"--{name.replace('_', '-')} is missing; this tool needs {flags}")
     if not (Path(args.hf_checkpoint) / "config.json").exists():
         raise ConfigError(f"--hf-checkpoint {args.hf_checkpoint}: no config.json in it; name a Hugging Face folder")
     vars(args).update(fill_model_flags(args))

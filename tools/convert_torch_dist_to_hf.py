@@ -141,8 +141,8 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
         args.vocab_size = options.vocab_size
     model_name = model_name_of(options)
     origin = Path(options.origin_hf_dir) if options.origin_hf_dir else None
-    dtypes = origin_dtypes(origin) if origin else {}
     default_dtype = config_dtype(read_model_config(options.origin_hf_dir, flag="--origin-hf-dir")) if origin else None
+    dtypes = origin_dtypes(origin) if origin else {}
     start = time.monotonic()
     names: set[str] = set()
 

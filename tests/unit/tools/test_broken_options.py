@@ -13,6 +13,7 @@ import uvicorn
 from slime.utils.errors import ConfigError
 from slime_plugins.rollout_buffer import buffer
 from tools import (
+    all_reduce,
     analyze_profile,
     convert_hf_to_fp8,
     convert_hf_to_int4_direct,
@@ -140,6 +141,13 @@ def test_the_buffer_service_refuses_its_options(monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             buffer.main()
         assert ended.value.code == 2 and f"argument {option}: {value} is not" in capsys.readouterr().err
+
+
+def test_a_buffer_of_no_size_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["all_reduce.py", "--mib", "-1"])
+    with pytest.raises(SystemExit) as ended:
+        all_reduce.main()
+    assert ended.value.code == 2 and "argument --mib: -1 is not a whole number of 1" in capsys.readouterr().err
 
 
 def test_the_buffer_service_names_a_folder_that_is_not_there_and_a_generator_that_is_none(

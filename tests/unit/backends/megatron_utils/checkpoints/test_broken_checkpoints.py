@@ -365,6 +365,15 @@ def test_a_vocabulary_that_the_copied_config_does_not_have_is_refused(rows, good
     assert convert(good, folder, tmp_path / "back", "--vocab-size", "131").is_dir()
 
 
+def test_folders_that_are_none_are_named_by_their_flag(good, folder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--output-dir .*/file is no folder"):
+        convert(good, folder, tmp_path / "file", "--force")
+    with pytest.raises(ConfigError, match="--origin-hf-dir"):
+        convert(good, folder, tmp_path / "back", "--origin-hf-dir", str(tmp_path / "none"), "--model-name", "qwen3")
+    assert not (tmp_path / "back").exists()
+
+
 def test_a_weight_that_is_not_finite_is_not_converted(good, tmp_path):
     args, model = good
     weight = next(p for n, p in unwrap_model(model)[0].named_parameters() if n.endswith("linear_proj.weight"))
