@@ -46,7 +46,7 @@ NVLINK_GBS = {"A100": 300, "A800": 200, "H100": 450, "H800": 200, "H200": 450, "
 """GB/s of a card in one direction: what an all-reduce can come near to."""
 GOOD_SHARE = 0.4
 """Of that; below it something is not as it should be."""
-ALL_REDUCE_TIMEOUT_S, JOB_TIMEOUT_S = 120, 420
+ALL_REDUCE_TIMEOUT_S, JOB_TIMEOUT_S, END_TIMEOUT_S = 120, 420, 60
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -290,7 +290,11 @@ def job_without_steps(model: Path | None) -> dict[str, Verdict]:
             finally:
                 if job.poll() is None:
                     os.killpg(job.pid, signal.SIGTERM)
-                    job.wait(timeout=60)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        job.wait(timeout=END_TIMEOUT_S)
+                    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+                        os.killpg(job.pid, signal.SIGKILL)
+                    job.wait(timeout=END_TIMEOUT_S)
             log.seek(0)
             return judged_job(Path(folder), code, log.read())
 

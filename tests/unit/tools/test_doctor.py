@@ -91,10 +91,13 @@ def test_the_model_of_a_job_may_lie_anywhere(tmp_path, monkeypatch):
     assert f"{place}|{place}" in doctor.job_without_steps(Path("my model"))["push"][1]
 
 
-def test_a_job_that_hangs_is_ended(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text("import time; print('waiting', flush=True); time.sleep(600)")
+@pytest.mark.parametrize("stubborn", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN); "])
+def test_a_job_that_hangs_is_ended(tmp_path, monkeypatch, stubborn):
+    text = f"import signal, time; {stubborn}print('waiting', flush=True); time.sleep(600)"
+    (tmp_path / "train.py").write_text(text)
     monkeypatch.setattr(doctor, "REPO", tmp_path)
     monkeypatch.setattr(doctor, "JOB_TIMEOUT_S", 2)
+    monkeypatch.setattr(doctor, "END_TIMEOUT_S", 2)
     start = time.monotonic()
     found = doctor.job_without_steps(tmp_path)
     assert time.monotonic() - start < 60 and found["push"][0] == "bad" and "waiting" in found["push"][1]
