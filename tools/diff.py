@@ -112,8 +112,14 @@ def _value_differences(name: str, a: Any, b: Any) -> Iterator[tuple[str, str, st
     if isinstance(a, dict) and isinstance(b, dict):
         for key in sorted(a.keys() | b.keys()):
             yield from _value_differences(f"{name}.{key}", a.get(key), b.get(key))
-    elif a != b and name.rpartition(".")[2] not in OWN:
+    elif a != b and not _is_own(name):
         yield name, str(a), str(b)
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a setting, of the run or of its critic, is one that every run has to itself."""
+    table, _, last = name.rpartition(".")
+    return last in OWN and table in ("", "critic_args", "critic_args.role_overrides")
 
 
 def first_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]:

@@ -77,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--load", type=Path, help="Folder of the checkpoint before the step, if it is not in RUN.")
     parser.add_argument("--save-checkpoint", action="store_true", help="Keep the checkpoint after the step in --out.")
     options = parser.parse_args(argv)
+    names = ("rollout", "sample", "pdb", "micro_batch", "save_checkpoint")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != parser.get_default(name)]
+    if len(given) > 1 and given[0] in ("--rollout", "--sample"):
+        parser.error(f"{' and '.join(given)} cannot be given together: {given[0]} takes no optimizer step")
     with clean_exit():
         run = read_run(options.run.absolute())
         replay = plan(run, options.step, options.out, options.load)

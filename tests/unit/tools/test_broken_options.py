@@ -25,6 +25,7 @@ from tools import (
     ledger,
     plan,
     profile_rollout,
+    replay,
     report,
     trace_timeline_viewer,
     watch,
@@ -91,6 +92,16 @@ def test_a_number_that_means_nothing_is_refused(tool, option, value, capsys):
         ),
         (trace_timeline_viewer.main, ["x.pt", "--port", "70000"], "argument --port: 70000 is not a whole number"),
         (doctor.main, ["--port", "70000"], "argument --port: 70000 is not a whole number"),
+        (
+            replay.main,
+            "x --step 1 --sample 0 --micro-batch 0 --pdb".split(),
+            "--sample and --pdb and --micro-batch cannot be given together: --sample takes no optimizer step",
+        ),
+        (
+            replay.main,
+            "x --step 1 --rollout --save-checkpoint".split(),
+            "--rollout and --save-checkpoint cannot be given together",
+        ),
         (report.main, ["x", "--samples-mb", "nan"], "argument --samples-mb: nan is not a finite number of 0 or more"),
     ],
 )
