@@ -154,7 +154,7 @@ def test_a_profile_is_summed_up_by_operation(tmp_path, capsys):
     ("name", "content", "says"),
     [
         ("a.json", b'{"traceEvents": [', "is not JSON"),
-        ("a.json.gz", gzip.compress(b'{"traceEvents": []}')[:-12], "is not JSON"),
+        ("a.json.gz", gzip.compress(b'{"traceEvents": []}', mtime=0)[:-12], "is not JSON"),
         ("a.json.gz", b"no gzip", "is not JSON"),
         ("config.json", b'{"model_type": "llama"}', "has no traceEvents"),
         ("list.json", b"7", "has no traceEvents"),
