@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).parents[3]
 LOG_TAIL_LINES = 60
+LOG_TAIL_BYTES = 2**18
+"""Read of a log, which a long run makes gigabytes long."""
 OWNER_POLL_S = 1.0
 KEEP_RUNS = 20
 PORT_TAKEN = re.compile(r"(address|port) (is )?already in use|is not available in \d+ seconds", re.IGNORECASE)
@@ -116,14 +118,16 @@ class ChildProcess:
         return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
 
     def lost_port(self) -> bool:
-        """Return True when the log says that another process has a port of the child's."""
+        """Return True when the end of the log says that another process has a port of the child's."""
         try:
             return PORT_TAKEN.search(self._read_log()) is not None
         except OSError:  # ``log_tail`` says so
             return False
 
     def _read_log(self) -> str:
-        return self.log_path.read_text(encoding="utf-8", errors="replace")
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - LOG_TAIL_BYTES))
+            return log.read(LOG_TAIL_BYTES).decode(errors="replace")
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Kill the child and everything it started.

@@ -58,6 +58,16 @@ def test_the_end_of_a_child_is_told_with_its_log(tmp_path):
     assert not child.is_alive()
 
 
+def test_of_a_long_log_the_end_alone_is_read():
+    child = ChildProcess("json.tool", {"a": 1}, name="engine", extra_environment={})
+    wait_for_end(child)
+    with child.log_path.open("r+b") as log:
+        log.truncate(2**42)  # a hole of 4 TiB, which nothing could read
+        log.seek(0, os.SEEK_END)
+        log.write("\nüaddress already in use\n".encode())
+    assert child.log_tail().endswith("\nüaddress already in use") and child.lost_port()
+
+
 def test_settings_arrive_and_variables_can_be_taken_away(monkeypatch, tmp_path):
     module = tmp_path / "show_settings.py"
     module.write_text(
