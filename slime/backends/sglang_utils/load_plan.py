@@ -32,8 +32,8 @@ from slime.weights.tensor_slice import (
 
 logger = logging.getLogger(__name__)
 
-NOT_IN_CHECKPOINTS = ("k_scale", "v_scale", "input_scale", "input_scale_inv")
-"""Endings of parameters that an engine makes for itself; no push brings them."""
+OWN_SCALES = ("k_scale", "v_scale", "input_scale", "input_scale_inv")
+"""Endings of scales, of the KV cache and of activations, that an engine makes for itself; no push brings them."""
 Fingerprint = tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
@@ -255,7 +255,7 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
                 f"{name}: {num_twice} of {parameter.numel()} elements are written more than once, by "
                 f"{', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}"
             )
-        is_own = num_missing == parameter.numel() and name.endswith(NOT_IN_CHECKPOINTS)
+        is_own = num_missing == parameter.numel() and name.endswith(OWN_SCALES)
         if num_missing and not is_own:
             unwritten[name] = f"{name}: no tensor of the push fills {num_missing} of {parameter.numel()} elements"
     return doubled, unwritten

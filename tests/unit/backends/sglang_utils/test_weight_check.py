@@ -163,8 +163,9 @@ def test_scales_that_no_checkpoint_has_are_neither_poisoned_nor_missed() -> None
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.ones(2))
     model.k_scale = torch.nn.Parameter(torch.tensor([0.5]))
+    model.w13_input_scale = torch.nn.Parameter(torch.tensor([0.25]))  # of experts
     weight_check.fill_parameters_with_nan(model)
-    assert model.k_scale.item() == 0.5
+    assert (model.k_scale.item(), model.w13_input_scale.item()) == (0.5, 0.25)
     assert weight_check.find_nan_in(model) == ["weight: 2 of 2 elements were never pushed"]
 
 
