@@ -276,11 +276,10 @@ def _check_version() -> None:
 
 
 def _initialize_vector_math() -> None:
-    """Let one thread make this process's first call of MKL's vector functions (sqrt, exp, log, cos, ...).
+    """Make this process's first call of MKL's vector functions (sqrt, exp, log, cos, ...) in one thread.
 
-    That call detects the processor.  Of two threads that make it at once, one may compute its part with the least
-    accurate code, errors up to 2e-4: in one process of 30 to 250 with torch 2.13 and MKL 2024.2, of which torch calls
-    them from all its threads from 2,048 elements on.
+    MKL detects the processor in that call.  When two threads make it at once, one may compute its part with the least
+    accurate code: errors up to 2e-4, in one process of 30 to 250 with torch 2.13 and MKL 2024.2.
     """
     torch.ones(1).sqrt()
 
