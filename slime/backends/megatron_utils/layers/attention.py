@@ -39,6 +39,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 from slime.backends.megatron_utils.layers.attention_kernels import per_sequence_attention, varlen_attention
 from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, rotary_tables
+from slime.backends.megatron_utils.layers.row_copies import RowCopies, copy_rows
 from slime.backends.megatron_utils.layers.sink_attention import make_sinks, varlen_sink_attention
 from slime.train_data.context_parallel import CPRank
 from slime.utils.errors import ConfigError
@@ -187,8 +188,8 @@ class ZigzagPlan:
     """int32 [2 S + 1], cumulative lengths of the chunks in the order in which they lie."""
     cu_k: Tensor
     """int32 [2 S + 1], cumulative numbers of the keys that they see."""
-    rows_K: Tensor
-    """int64 [K], those keys as rows of what all ranks gathered."""
+    keys_K: RowCopies
+    """Those keys, copied from the rows that all ranks gathered."""
 
     @classmethod
     def build(cls, cu: Tensor, num_local: int, cp: CPRank) -> ZigzagPlan:
@@ -209,7 +210,7 @@ class ZigzagPlan:
         owner_K = torch.where(is_second_K, 2 * cp.size - 1 - number_K, number_K)
         first_K = cu[:-1].long()[sequence_K] // cp.size + is_second_K * length_K
         rows_K = owner_K * num_local + first_K + position_K % length_K
-        return cls(cu_q.int(), cu_k.int(), rows_K)
+        return cls(cu_q.int(), cu_k.int(), RowCopies.of(rows_K, cp.size * num_local))
 
 
 _PLANS = WeakTensorKeyDictionary()
@@ -248,7 +249,7 @@ def zigzag_attention(
     """
     plan = _plan_of(cu, query.size(0), cp)
     keys, values = (
-        gather_from_sequence_parallel_region(x.contiguous(), group=cp_group).index_select(0, plan.rows_K)
+        copy_rows(gather_from_sequence_parallel_region(x.contiguous(), group=cp_group), plan.keys_K)
         for x in (key, value)
     )
     longest = max_length // (2 * cp.size)

@@ -1,10 +1,11 @@
 """Tokens to the ranks and the order of their experts, and back: megatron-core's all-to-all dispatch by plain gathers.
 
-megatron-core's own reads the number of each expert's tokens on the host even where nothing is sent, moves tokens by
-cutting them into one piece per expert, and adds the outputs of a token's experts up in bf16, in any order.  Here rows
-move by one gather in each direction, whose gradients are gathers again, sums over experts are taken in fp32 in a fixed
-order, and the host waits for the device once per layer, only if experts are spread over ranks: it needs the sizes of
-the transfers.
+megatron-core's own sends a token once for each of its experts, reads the number of each expert's tokens on the host
+even where nothing is sent, moves tokens by cutting them into one piece per expert, and adds the outputs of a token's
+experts up in bf16, in any order.  Here a token travels once to each rank that has experts of it (as in DeepEP,
+DeepSeek-V3, arXiv 2412.19437, 3.2.2), and is copied for them there; what comes back is the sum of a rank's experts.
+Sums are taken in fp32 in a fixed order, and the host waits for the device once per layer, only if experts are spread
+over ranks: it needs the sizes of the transfers.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.layers.row_copies import RowCopies, copy_rows, sum_copies
+
 
 class GatherDispatcher(MoETokenDispatcher):
     """All-to-all dispatcher for routing in which every token has exactly k experts.
 
     Used for one pass through a layer at a time: dispatch, experts, combine.  Shapes: T = tokens of this rank, k =
-    experts of a token, H = hidden size, E = experts, e = experts of this rank, R = rows that this rank's experts see.
+    experts of a token, H = hidden size, E = experts, e = experts of this rank, M = tokens that have some of these,
+    R = rows that they see: one for each token and expert.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class GatherDispatcher(MoETokenDispatcher):
         )
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy each token once for each of its experts, sorted by expert.
+        """Copy each token once for each rank that has experts of it, sorted by rank.
 
         Args:
             tokens: [.., H].
@@ -63,75 +67,72 @@ class GatherDispatcher(MoETokenDispatcher):
             probs: [T, E].
 
         Returns:
-            [T * k, H] rows and their [T * k] probabilities.
+            [rows, H] and their probabilities, [rows, e].
         """
         self.shape = tokens.shape
         self.probs_dtype = probs.dtype
         tokens = tokens.view(-1, tokens.size(-1))
-        chosen = routing_map.byte().topk(self.topk, dim=1).indices
-        order = chosen.flatten().argsort(stable=True)
-        self.token_of_row = order // self.topk
-        self.row_of_copy = _inverse(order).view(chosen.shape)
-        counts = routing_map.sum(0)
-        if self.is_spread:
-            self._plan(counts)
-        else:
-            self.tokens_per_expert = counts
-        rows = _CopyToRows.apply(tokens, self.token_of_row, self.row_of_copy)
-        return rows, probs.gather(1, chosen).flatten()[order]
+        self.is_chosen = routing_map
+        """[rows, e] bool: the experts of each row, which go the way of the rows."""
+        if not self.is_spread:
+            self.num_rows = len(tokens) * self.topk
+            return tokens, probs
+        is_on_rank = routing_map.view(-1, self.ep_size, self.num_local_experts).any(2)
+        self._plan(is_on_rank.sum(0), routing_map.sum(0))
+        rank, token = torch.nonzero_static(is_on_rank.t(), size=sum(self.input_splits)).unbind(1)
+        self.to_ranks = RowCopies.of(token, len(tokens))
+        piece = token * self.ep_size + rank
+        self.is_chosen = routing_map.view(-1, self.num_local_experts)[piece]
+        return copy_rows(tokens, self.to_ranks), probs.view(-1, self.num_local_experts).index_select(0, piece)
 
-    def _plan(self, counts: Tensor) -> None:
-        """Plan, from the [E] rows that every rank has for every expert, who sends how many and where each row goes."""
-        everyone = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
-        everyone = everyone.view(self.ep_size, self.tp_size, self.ep_size, self.num_local_experts).transpose(0, 1)
-        mine = everyone[:, :, self.ep_group.rank()]  # [tensor, expert rank, e]
-        self.tokens_per_expert = mine.sum((0, 1))
-        sent = counts.view(self.ep_size, -1).sum(1)
+    def _plan(self, num_sent: Tensor, num_chosen: Tensor) -> None:
+        """Plan the sizes of the transfers from what every rank tells.
+
+        Args:
+            num_sent: [expert ranks] tokens that this rank sends to each.
+            num_chosen: [E] tokens of this rank for each expert.
+        """
+        told = gather_from_sequence_parallel_region(torch.cat([num_sent, num_chosen]), group=self.tp_ep_group)
+        told = told.view(self.ep_size, self.tp_size, -1).transpose(0, 1)  # [tensor, expert rank, ..]
+        mine = self.ep_group.rank()
+        received, chosen = told[..., mine], told[..., self.ep_size :].unflatten(2, (self.ep_size, -1))[:, :, mine]
         # The one wait of the host: all_to_all and the sizes of its buffers need plain numbers.
-        numbers = torch.cat([sent[None], mine.sum(2)]).tolist()
+        *numbers, (self.num_rows, *_) = torch.cat(
+            [num_sent[None], received, chosen.sum().expand(1, self.ep_size)]
+        ).tolist()
         self.input_splits, per_tensor_rank = numbers[0], numbers[1:]
         self.output_splits = per_tensor_rank[self.tp_rank]
         totals = [sum(splits) for splits in per_tensor_rank]
         # Tensor-parallel ranks hold unlike numbers of rows: padded to the largest, so that collectives are even.
         self.padding = max(totals) - totals[self.tp_rank]
-        self.num_received = max(totals) * self.tp_size
-        # Rows arrive by tensor rank, sender, expert; they are wanted by expert first.
-        within = mine.flatten(1).cumsum(1) - mine.flatten(1)
-        starts = within + torch.arange(self.tp_size, device=counts.device)[:, None] * max(totals)
-        block_start, block_size = (x.reshape(mine.shape).permute(2, 0, 1).flatten() for x in (starts, mine))
-        num_rows = sum(totals)
-        block_of = torch.repeat_interleave(block_size, output_size=num_rows)
-        offset = block_start - (block_size.cumsum(0) - block_size)
-        self.source = offset[block_of] + torch.arange(num_rows, device=counts.device)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send every row to the expert-parallel rank of its expert."""
+        """Send every row to its expert-parallel rank."""
         if self.ep_size == 1:
             return hidden_states, probs
-        return (
-            all_to_all(self.ep_group, hidden_states, self.output_splits, self.input_splits),
-            all_to_all(self.ep_group, probs, self.output_splits, self.input_splits),
-        )
+        splits = self.output_splits, self.input_splits
+        self.is_chosen = all_to_all(self.ep_group, self.is_chosen.byte(), *splits).bool()
+        return all_to_all(self.ep_group, hidden_states, *splits), all_to_all(self.ep_group, probs, *splits)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows [R, H] sorted by local expert, [e] rows of each, [R] probabilities."""
-        if not self.is_spread:
-            return hidden_states, self.tokens_per_expert, probs
+        """Copy each row once for each of its experts here: [R, H] sorted by expert, [e] rows of each, [R]
+        probabilities.
+        """
         if self.tp_size > 1:
-            hidden_states = gather_from_sequence_parallel_region(
-                F.pad(hidden_states, (0, 0, 0, self.padding)), group=self.tp_group
+            hidden_states, probs, is_chosen = (
+                gather_from_sequence_parallel_region(F.pad(x, (0, 0, 0, self.padding)), group=self.tp_group)
+                for x in (hidden_states, probs, self.is_chosen.byte())
             )
-            probs = gather_from_sequence_parallel_region(F.pad(probs, (0, self.padding)), group=self.tp_group)
-        return _TakeRows.apply(hidden_states, self.source), self.tokens_per_expert, _TakeRows.apply(probs, self.source)
+            self.is_chosen = is_chosen.bool()
+        expert, row = torch.nonzero_static(self.is_chosen.t(), size=self.num_rows).unbind(1)
+        self.to_experts = RowCopies.of(row, len(hidden_states))
+        probs_R = probs.flatten().gather(0, row * self.num_local_experts + expert)
+        return copy_rows(hidden_states, self.to_experts), self.is_chosen.sum(0), probs_R
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the experts' outputs [R, H] in the order in which the rows arrived, summed over tensor-parallel
-        ranks.
-        """
-        if not self.is_spread:
-            return hidden_states
+        """Sum the experts' outputs [R, H] over the experts of each row, and over tensor-parallel ranks."""
         dtype = hidden_states.dtype
-        hidden_states = _PutRows.apply(hidden_states, self.source, self.num_received)
+        hidden_states = sum_copies(hidden_states, self.to_experts)
         if self.tp_size > 1:
             hidden_states = reduce_scatter_to_sequence_parallel_region(
                 hidden_states.to(self.probs_dtype), group=self.tp_group
@@ -146,69 +147,7 @@ class GatherDispatcher(MoETokenDispatcher):
         return all_to_all(self.ep_group, hidden_states, self.input_splits, self.output_splits)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum [T * k, H] over each token's experts, in the tokens' shape."""
-        return _SumCopies.apply(hidden_states, self.token_of_row, self.row_of_copy).view(self.shape)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Return the permutation that undoes ``order``."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def _sum_copies(rows: Tensor, row_of_copy: Tensor) -> Tensor:
-    """Sum the weighted copies, [T * k, H] and [T, k] to [T, H]; torch adds bf16 up in fp32."""
-    return rows.index_select(0, row_of_copy.flatten()).view(*row_of_copy.shape, -1).sum(1)
-
-
-class _CopyToRows(torch.autograd.Function):
-    """Token t to its k rows; the gradient of a token is the sum over its rows."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, token_of_row: Tensor, row_of_copy: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of_copy)
-        return tokens.index_select(0, token_of_row)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_copies(grad, *ctx.saved_tensors), None, None
-
-
-class _SumCopies(torch.autograd.Function):
-    """k rows to their token, summed; every row gets the token's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, row_of_copy: Tensor) -> Tensor:
-        ctx.save_for_backward(token_of_row)
-        return _sum_copies(rows, row_of_copy)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
-
-
-class _TakeRows(torch.autograd.Function):
-    """``x[source]``, no row taken twice; the gradient goes back to the rows that were taken, zeros to the others."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor) -> Tensor:
-        ctx.save_for_backward(source)
-        ctx.num_rows = len(x)
-        return x.index_select(0, source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (source,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, source, grad), None
-
-
-class _PutRows(torch.autograd.Function):
-    """The inverse of taking rows: row i of ``x`` to row ``source[i]`` of ``num_rows``, zeros elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(source)
-        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, source, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
+        """Sum what the ranks sent back for each token, in the tokens' shape."""
+        if self.is_spread:
+            hidden_states = sum_copies(hidden_states, self.to_ranks)
+        return hidden_states.view(self.shape)

@@ -175,8 +175,8 @@ def test_a_chunk_sees_the_gathered_rows_of_the_chunks_up_to_itself() -> None:
     first, second = (ZigzagPlan.build(cumulative([8]), 4, CPRank(rank, 2)) for rank in (0, 1))
     assert first.cu_q.tolist() == second.cu_q.tolist() == [0, 2, 4]
     assert (first.cu_k.tolist(), second.cu_k.tolist()) == ([0, 2, 10], [0, 4, 10])
-    assert first.rows_K.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
-    assert second.rows_K.tolist() == [0, 1, 4, 5, 0, 1, 4, 5, 6, 7]
+    assert first.keys_K.row_of_copy.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
+    assert second.keys_K.row_of_copy.tolist() == [0, 1, 4, 5, 0, 1, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("knows_gqa", [True, False], ids=["torch-2.13", "torch-2.11"])

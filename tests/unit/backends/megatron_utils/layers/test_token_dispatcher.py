@@ -72,11 +72,11 @@ def test_outputs_of_a_tokens_experts_are_added_up_in_fp32() -> None:
     dispatcher = GatherDispatcher(NUM_EXPERTS, config(), get_default_pg_collection())
     probs, routing_map = routing()
     tokens = torch.ones(NUM_TOKENS, 1, HIDDEN, dtype=torch.bfloat16)
-    dispatcher.dispatch_preprocess(tokens, routing_map, probs)
+    rows, *_ = dispatcher.dispatch_postprocess(*dispatcher.dispatch_preprocess(tokens, routing_map, probs))
     # 256 + 1 + 1: in bf16 each step rounds back to 256, in fp32 the sum is 258.
-    rows = torch.ones(NUM_TOKENS * TOPK, HIDDEN, dtype=torch.bfloat16)
-    rows[dispatcher.row_of_copy[:, 0]] = 256.0
-    assert (dispatcher.combine_postprocess(rows) == 258.0).all()
+    rows = torch.ones_like(rows)
+    rows[dispatcher.to_experts.copies_by_row[::TOPK]] = 256.0
+    assert (dispatcher.combine_postprocess(dispatcher.combine_preprocess(rows)) == 258.0).all()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Copies of a tensor's rows, some rows more often than others, and the sum of the copies of each row.
+
+Each is the gradient of the other.  Sums are taken in fp32 (of fp64 in fp64), in the order of the copies, so that they
+do not change from run to run; torch sums the gradients of an ``index_select`` in the dtype of the rows, in any order.
+
+Shapes: N = rows, C = copies of all rows together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopies:
+    """The copies of N rows; made on the device without a wait of the host."""
+
+    row_of_copy: Tensor
+    """int64 [C], in [0, N)."""
+    copies_by_row: Tensor
+    """int64 [C], the copies of the first row, then those of the second, ..."""
+    ends: Tensor
+    """int64 [N + 1]: the copies of row i are those from ``ends[i]`` to ``ends[i + 1]`` of ``copies_by_row``."""
+
+    @classmethod
+    def of(cls, row_of_copy: Tensor, num_rows: int) -> RowCopies:
+        """Build from the row of each copy, int64 [C]."""
+        rows, copies_by_row = row_of_copy.sort(stable=True)
+        ends = torch.searchsorted(rows, torch.arange(num_rows + 1, device=rows.device))
+        return cls(row_of_copy, copies_by_row, ends)
+
+
+def copy_rows(x: Tensor, copies: RowCopies) -> Tensor:
+    """Map x [N, ...] to the copies of its rows, [C, ...]."""
+    copied: Tensor = _CopyRows.apply(x, copies)
+    return copied
+
+
+def sum_copies(x: Tensor, copies: RowCopies) -> Tensor:
+    """Map x [C, ...] to the sum of each row's copies, [N, ...] in the dtype of ``x``; rows without copies are zero."""
+    summed: Tensor = _SumCopies.apply(x, copies)
+    return summed
+
+
+class _CopyRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: RowCopies) -> Tensor:
+        ctx.copies = copies
+        return x.index_select(0, copies.row_of_copy)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.copies), None
+
+
+class _SumCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: RowCopies) -> Tensor:
+        ctx.copies = copies
+        return _sum(x, copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.copies.row_of_copy), None
+
+
+def _sum(x: Tensor, copies: RowCopies) -> Tensor:
+    num_rows = len(copies.ends) - 1
+    if x.is_cuda:
+        from slime.backends.megatron_utils.layers.row_copies_kernel import launch_sum
+
+        return launch_sum(x, copies.copies_by_row, copies.ends)
+    sums = torch.promote_types(x.dtype, torch.float32)
+    return x.new_zeros(num_rows, *x.shape[1:], dtype=sums).index_add_(0, copies.row_of_copy, x.to(sums)).to(x.dtype)
