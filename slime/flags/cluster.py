@@ -49,6 +49,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="Offload the trainer's GPU memory while engines generate. Default: on with --colocate, else off.",
     )
     group.add_argument(
+        "--offload-train-if-needed",
+        action="store_true",
+        help="With --offload-train: the trainer stays on the GPU where the engines have room beside it, which is "
+        "measured after each rollout. Needs --sglang-mem-fraction-static.",
+    )
+    group.add_argument(
         "--offload-rollout",
         action=argparse.BooleanOptionalAction,
         help="Release the engines' GPU memory while the trainer works. Default: on with --colocate, else off.",
@@ -172,6 +178,11 @@ def check_gpus(args: Namespace) -> Iterator[str]:
     if args.rollout_num_gpus is None:
         yield "--rollout-num-gpus is not given: say how many GPUs the engines get, or share them with --colocate."
         return
+    if args.offload_train_if_needed and (args.use_critic or not args.offload_train):
+        yield (
+            "--offload-train-if-needed is for a trainer without a critic that sleeps while engines generate "
+            "(--offload-train; the default with --colocate); drop it."
+        )
     if args.rollout_external:
         if args.colocate:
             yield (

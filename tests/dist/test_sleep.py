@@ -25,7 +25,13 @@ RUNS: dict[str, tuple[str, tuple[object, ...]]] = {
 }
 
 
-def train(rank: int, world_size: int, port: int, model: str, flags: tuple[object, ...], sleeps: bool) -> list[Any]:
+ROOM = {0: (True, True, True, True), 1: (True, False, True, False)}
+"""Room for the engines on each rank's card, as it begins and after each rollout."""
+
+
+def train(
+    rank: int, world_size: int, port: int, model: str, flags: tuple[object, ...], sleeps: bool, if_needed: bool = False
+) -> list[Any]:
     """What three rollouts report, the tensors that a push would send after each, and the digest of the weights."""
     import torch
 
@@ -35,6 +41,11 @@ def train(rank: int, world_size: int, port: int, model: str, flags: tuple[object
 
     memory.sleeps = lambda args: sleeps  # on a CPU no trainer does
     args = make_args(Path(model), "--actor-num-gpus-per-node", world_size, "--offload-train", *flags)
+    args.offload_train_if_needed, args.sglang_mem_fraction_static = if_needed, 0.5
+    total = 100 * 2**30
+    need = total // 2 + memory.ENGINE_WORK_BYTES
+    free = iter([need if has_room else need - 2**20 for has_room in ROOM[rank]])
+    torch.cuda.mem_get_info = lambda *_: (next(free), total)
     is_critic = args.use_critic
     role, own = ("critic", args.critic_args) if is_critic else ("actor", args)
     worker = start_worker(own, rank, world_size, port, role=role, with_ref="--use-kl-loss" in flags)
@@ -46,8 +57,9 @@ def train(rank: int, world_size: int, port: int, model: str, flags: tuple[object
         if is_critic:
             metrics = [value.tolist() for value in metrics["values"]]
         weights = [*worker.model[0].parameters()]
-        assert worker._is_asleep
-        assert all((tensor.untyped_storage().nbytes() == 0) == sleeps for tensor in weights)
+        stays = if_needed and all(room[1 + rollout_id] for room in ROOM.values())
+        assert worker._is_asleep != stays
+        assert all((tensor.untyped_storage().nbytes() == 0) == (sleeps and not stays) for tensor in weights)
         sent = {}
         if not is_critic:
             name = worker._hf_config["model_type"]
@@ -57,7 +69,8 @@ def train(rank: int, world_size: int, port: int, model: str, flags: tuple[object
             worker._policies.record_pushed()
         worker.wake_up()
         found.append((metrics, sent, weights_digest(worker.model)))
-        worker.sleep()
+        if not if_needed:
+            worker.sleep()
     return found
 
 
@@ -75,3 +88,12 @@ def test_a_trainer_that_sleeps_does_what_one_does_that_never_sleeps(tmp_path: Pa
         for one, other in zip(plain, slept, strict=True):
             assert without_times(one[0]) == without_times(other[0])
             assert one[1:] == other[1:]
+
+
+def test_a_trainer_sleeps_only_where_the_engines_have_no_room_beside_it_on_one_card(tmp_path: Path) -> None:
+    family, flags = RUNS["experts over two ranks"]
+    write_model(tmp_path, family)
+    awake = run_workers(train, 2, str(tmp_path), flags, False)
+    for plain, slept in zip(awake, run_workers(train, 2, str(tmp_path), flags, True, True), strict=True):
+        assert [without_times(one[0]) for one in plain] == [without_times(one[0]) for one in slept]
+        assert [one[1:] for one in plain] == [one[1:] for one in slept]

@@ -121,8 +121,8 @@ class MegatronTrainRayActor(TrainWorker):
     # Memory
 
     def sleep(self) -> None:
-        """Free the memory, unless that is done already; on a CPU nothing happens."""
-        if self._is_asleep:
+        """Free the memory, unless that is done already or need not be; on a CPU nothing happens."""
+        if self._is_asleep or memory.may_stay_awake(self.args):
             return
         with timer("sleep"):
             memory.report("awake")
@@ -394,7 +394,7 @@ class MegatronTrainRayActor(TrainWorker):
         return self.weights.get("actor") if self._is_asleep and self._offloaded is not None else None
 
     def _release_push_memory(self) -> None:
-        """Free what a push took beside its buffers while the trainer sleeps."""
+        """Free what a push took beside its buffers."""
         if self._is_asleep:
             reloadable_groups.release_communicators()
-            memory.empty_cache()
+        memory.empty_cache()

@@ -11,13 +11,35 @@ import resource
 from argparse import Namespace
 
 import torch
+import torch.distributed as dist
+
+from slime.utils.distributed_utils import get_gloo_group
 
 logger = logging.getLogger(__name__)
+
+ENGINE_WORK_BYTES = 6 * 2**30
+"""Of an engine beside ``--sglang-mem-fraction-static``: CUDA graphs, and the activations of a prefill."""
 
 
 def sleeps(args: Namespace) -> bool:
     """Return True when a trainer of these flags gives its memory back while it sleeps: on a CPU there is none to."""
     return bool(args.offload_train) and torch.cuda.is_available()
+
+
+def may_stay_awake(args: Namespace) -> bool:
+    """Return True on all ranks when ``--offload-train-if-needed`` is given and each of their cards has room for the
+    engines beside what is on it now.
+
+    Collective with that flag.  The engines are asleep.
+    """
+    if not (args.offload_train_if_needed and sleeps(args)):
+        return False
+    clear_memory()
+    free, total = torch.cuda.mem_get_info()
+    room = torch.tensor(free - ENGINE_WORK_BYTES - int(args.sglang_mem_fraction_static * total))
+    dist.all_reduce(room, op=dist.ReduceOp.MIN, group=get_gloo_group())
+    logger.info("Beside awake engines and this trainer, awake, %.2f GiB are left.", room.item() / 2**30)
+    return room.item() >= 0
 
 
 def clear_memory() -> None:

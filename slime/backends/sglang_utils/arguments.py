@@ -205,6 +205,7 @@ def _check_layout(args: Namespace) -> None:
         return
     layout = resolve_sglang_config(args)
     problems = list(dict.fromkeys(size_problems(args, layout)))  # groups may break a rule alike
+    problems += share_problems(args, layout)
     problems += quantized_problems(args, read_config(args.hf_checkpoint))
     problems += layout_problems(args, layout)
     if args.sglang_config is not None:
@@ -301,6 +302,22 @@ def size_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
                     f"{flag}{name.replace('_', '-')} is {size} and {engine}: the {whole} {parts} of an engine must "
                     f"divide into {size} groups; use {nearest_divisor(whole, size)}."
                 )
+
+
+def share_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+    """Yield a message where ``--offload-train-if-needed`` cannot know how much memory the engines take."""
+    if not args.offload_train_if_needed:
+        return
+    if args.sglang_mem_fraction_static is None:
+        yield (
+            "--offload-train-if-needed is given without --sglang-mem-fraction-static, the engines' share of the "
+            "memory; give it, such as 0.5."
+        )
+    if any("mem_fraction_static" in group.overrides for model in layout.models for group in model.server_groups):
+        yield (
+            f"--sglang-config {args.sglang_config} sets mem_fraction_static and --offload-train-if-needed is given; "
+            "set --sglang-mem-fraction-static for all engines instead."
+        )
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

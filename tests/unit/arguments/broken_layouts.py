@@ -47,6 +47,11 @@ GPUS = (
         error=None,
     ),
     Broken(
+        mistake="a trainer with GPUs of its own that may stay awake",
+        flags="--offload-train-if-needed --sglang-mem-fraction-static 0.5",
+        says=("--offload-train-if-needed", "--offload-train;", "drop it"),
+    ),
+    Broken(
         mistake="colocated engines in train_async",
         flags="--colocate",
         program="train_async.py",

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.backends.sglang_utils.arguments import quantized_problems, size_problems
+from slime.backends.sglang_utils.arguments import quantized_problems, share_problems, size_problems
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, SGLangConfig
 
 GLM4_9B = {"intermediate_size": 13696}
@@ -84,3 +84,18 @@ def test_pipeline_stages_must_divide_the_gpus_of_each_group(overrides, said):
     args = Namespace(sglang_config="e.yaml", sglang_pp_size=2, sglang_dp_size=1, sglang_ep_size=1)
     (found,) = size_problems(args, SGLangConfig(models=(model,)))
     assert found.startswith(f"{said} and the regular engines of judge have 1 GPUs") and found.endswith("use 1.")
+
+
+@pytest.mark.parametrize(("share", "overrides", "said"), [
+    (0.5, {}, []),
+    (None, {}, ["--sglang-mem-fraction-static"]),
+    (0.5, {"mem_fraction_static": 0.6}, ["--sglang-config e.yaml sets mem_fraction_static"]),
+])  # fmt: skip
+def test_a_trainer_that_may_stay_awake_knows_what_the_engines_take(share, overrides, said):
+    group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+    model = ModelConfig(name="default", model_path="m", update_weights=True, server_groups=(group,))
+    args = Namespace(sglang_config="e.yaml", sglang_mem_fraction_static=share, offload_train_if_needed=True)
+    found = list(share_problems(args, SGLangConfig(models=(model,))))
+    assert len(found) == len(said) and all(text in problem for text, problem in zip(said, found, strict=True))
+    args.offload_train_if_needed = False
+    assert list(share_problems(args, SGLangConfig(models=(model,)))) == []
