@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,7 @@ from slime.weights.tensor_slice import (
 
 logger = logging.getLogger(__name__)
 
-OWN_SCALES = ("k_scale", "v_scale", "input_scale", "input_scale_inv")
-"""Endings of scales, of the KV cache and of activations, that an engine makes for itself; no push brings them."""
+_OWN_SCALE = re.compile(r"(^|[._])(k_scale|v_scale|input_scale|input_scale_inv)$")
 Fingerprint = tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
@@ -231,6 +231,14 @@ def _joined(partners: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
 # --- what a push leaves unwritten, or writes twice ----------------------------------------------------------------
 
 
+def is_own_scale(name: str) -> bool:
+    """Return True for a scale, of the KV cache or of activations, that an engine makes for itself.
+
+    No push brings it.
+    """
+    return _OWN_SCALE.search(name) is not None
+
+
 def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, str]]:
     """Return elements written more than once, a sentence a parameter, and parameters with unwritten elements."""
     by_memory: dict[int, list[Write]] = {}
@@ -255,7 +263,7 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
                 f"{name}: {num_twice} of {parameter.numel()} elements are written more than once, by "
                 f"{', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}"
             )
-        is_own = num_missing == parameter.numel() and name.endswith(OWN_SCALES)
+        is_own = num_missing == parameter.numel() and is_own_scale(name)
         if num_missing and not is_own:
             unwritten[name] = f"{name}: no tensor of the push fills {num_missing} of {parameter.numel()} elements"
     return doubled, unwritten

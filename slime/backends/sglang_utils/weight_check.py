@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_plan import OWN_SCALES
+from slime.backends.sglang_utils.load_plan import is_own_scale
 from slime.backends.sglang_utils.load_trace import trace_load
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
 from slime.weights.manifest import Manifest
@@ -101,7 +101,7 @@ def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[s
 
 def _is_pushed(name: str, parameter: Tensor, only: Collection[str] | None) -> bool:
     """Return True for floating-point parameters except the engine's own scales."""
-    return parameter.is_floating_point() and not name.endswith(OWN_SCALES) and (only is None or name in only)
+    return parameter.is_floating_point() and not is_own_scale(name) and (only is None or name in only)
 
 
 def _nan_of(parameter: Tensor) -> int:

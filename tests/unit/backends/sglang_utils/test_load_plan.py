@@ -274,3 +274,11 @@ def test_engine_made_scales_need_no_tensor():
     model.attn = nn.Module()
     model.attn.k_scale = parameter(1)
     assert LoadPlan(model, whole_buckets(Fused.tensors())).unwritten == {}
+
+
+def test_a_scale_whose_name_only_ends_like_an_engines_own_is_missed():
+    model = Fused()
+    model.attn = nn.Module()
+    model.attn.block_scale = parameter(1)  # not a "k_scale"
+    model.attn.w13_input_scale = parameter(1)
+    assert list(LoadPlan(model, whole_buckets(Fused.tensors())).unwritten) == ["attn.block_scale"]

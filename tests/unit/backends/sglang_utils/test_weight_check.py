@@ -164,9 +164,13 @@ def test_scales_that_no_checkpoint_has_are_neither_poisoned_nor_missed() -> None
     model.weight = torch.nn.Parameter(torch.ones(2))
     model.k_scale = torch.nn.Parameter(torch.tensor([0.5]))
     model.w13_input_scale = torch.nn.Parameter(torch.tensor([0.25]))  # of experts
+    model.block_scale = torch.nn.Parameter(torch.ones(1))  # a checkpoint's
     weight_check.fill_parameters_with_nan(model)
     assert (model.k_scale.item(), model.w13_input_scale.item()) == (0.5, 0.25)
-    assert weight_check.find_nan_in(model) == ["weight: 2 of 2 elements were never pushed"]
+    assert weight_check.find_nan_in(model) == [
+        "weight: 2 of 2 elements were never pushed",
+        "block_scale: 1 of 1 elements were never pushed",
+    ]
 
 
 def test_problems_of_a_draft_model_are_told_by_the_target_which_alone_is_asked():
