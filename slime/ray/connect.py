@@ -28,13 +28,13 @@ CONNECT_TIMEOUT_S = 120.0
 
 
 def connect(args: Namespace) -> None:
-    """Join the Ray cluster of ``RAY_ADDRESS`` or of this machine; without one, start a private one.
+    """Join the Ray cluster of ``RAY_ADDRESS``, else that of this machine; without one, start a private one.
 
     ``RAY_ADDRESS=local`` asks for a private one outright.  The private cluster of a machine without GPUs has as many
     logical GPUs as the run needs.
 
     Raises:
-        ConfigError: a cluster is there but does not let this process in.
+        ConfigError: a cluster is there but does not let this process in, or none is where ``RAY_ADDRESS`` says.
     """
     if ray.is_initialized():
         return
@@ -47,6 +47,11 @@ def connect(args: Namespace) -> None:
             return
         if not isinstance(outcome, ConnectionError):
             raise outcome
+        if address != "auto":
+            raise ConfigError(
+                f"RAY_ADDRESS is {address}, where no Ray cluster answers ({outcome}). Start it, or correct the "
+                "variable; RAY_ADDRESS=local starts a private one."
+            ) from outcome
     num_gpus = None if torch.cuda.is_available() else plan_gpus(args).num_gpus
     num_cpus = None if num_gpus is None else 2 * num_gpus + 4
     logger.info("no Ray cluster is named or running here: starting a private one (%s logical GPUs)", num_gpus or "no")

@@ -10,6 +10,7 @@ import pytest
 
 from slime.ray import connect, utils
 from slime.utils import env, net
+from slime.utils.errors import ConfigError
 
 
 @pytest.mark.parametrize("given", ["", "a token"])
@@ -24,6 +25,26 @@ def test_the_token_of_a_private_cluster_is_in_a_file_of_this_user_and_in_no_envi
     assert path.read_text() not in env.copy().values()
     connect._make_token()
     assert env.get_str("RAY_AUTH_TOKEN_PATH") == str(path)
+
+
+def test_a_cluster_that_is_named_and_does_not_answer_is_not_replaced_by_a_private_one(monkeypatch):
+    def refuse(**options: object) -> None:
+        raise ConnectionError("nobody listens")
+
+    started: list[object] = []
+    monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connect.ray, "init", refuse)
+    monkeypatch.setattr(connect, "_start", lambda *resources: started.append(resources))
+    args = Namespace(wandb_key=None)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS is ray://10.0.0.1:10001.*nobody listens"):
+        connect.connect(args)
+    assert started == []
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(connect, "plan_gpus", lambda args: Namespace(num_gpus=2))
+    monkeypatch.setattr(connect.torch.cuda, "is_available", lambda: False)
+    connect.connect(args)
+    assert started == [(2, 8)]
 
 
 def test_without_ray_s_authentication_there_is_no_token(monkeypatch):
