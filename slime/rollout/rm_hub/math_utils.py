@@ -241,8 +241,6 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     """Grade as ``--rm-type math``: 1 when the last box of the solution holds the ground truth.  An empty ground truth
     is never met.
     """
-    if not ground_truth:
-        return False
     truth = truth_of_label(ground_truth)
     given = extract_answer(solution_str)
     return truth is not None and given is not None and is_same_answer(given, truth)
