@@ -94,7 +94,9 @@ def _correct_texts(
     metadata: Mapping[str, Any], label: Any, correct: str | None, choices: Mapping[str, str]
 ) -> list[str]:
     """Return the texts that the right answer may have in words."""
-    texts = [choices.get(correct or ""), metadata.get("correct_answer"), metadata.get("answer_text"), label]
+    texts = [choices.get(correct or ""), metadata.get("correct_answer"), metadata.get("answer_text")]
+    if not isinstance(label, int) or correct is None:  # else it is the index of a choice, and no text
+        texts.append(label)
     return [str(text) for text in texts if text is not None and str(text).strip()]
 
 
