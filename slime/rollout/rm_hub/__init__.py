@@ -117,10 +117,13 @@ async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:
-    """Return the rewards of several samples, in order: by ``--custom-rm-path`` in one call, else one by one."""
+    """Return the rewards of several samples, in order: by ``--custom-rm-path`` in one call, else one by one.
+
+    Samples of an evaluation set may have a function of their own, which comes first.
+    """
     config = reward_config(args)
     path = config.custom_rm_path
-    if not path:
+    if not path or any(_custom_path(args, sample) != path for sample in samples):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
     async def grade() -> Any:

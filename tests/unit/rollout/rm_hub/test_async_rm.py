@@ -77,6 +77,11 @@ def test_a_batch_is_one_call_of_a_custom_function_and_else_one_each():
     assert asyncio.run(batched_async_rm(args(rm_type="math"), samples)) == [1, 0]
 
 
+def test_a_batch_with_a_function_of_its_own_is_graded_by_it():
+    parts = [Sample(custom_rm_path=CUSTOM), Sample(custom_rm_path=CUSTOM)]
+    assert asyncio.run(batched_async_rm(args(custom_rm_path="training.only"), parts)) == [-1, -1]
+
+
 def serve(
     answers: list[web.Response], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[Any]]:
