@@ -94,9 +94,7 @@ async def call_in_time(function: Callable[..., Any], timeout_s: float, *values: 
     """
     inspect.signature(function).bind(*values, **named)  # a call that does not fit costs no thread
     call = functools.partial(function, *values, **named)
-    try:
-        if inspect.iscoroutinefunction(function):
-            return await within(timeout_s, call())
-        return await _THREADS.run(call, timeout_s=timeout_s)
-    except TimeoutError as error:
-        raise TimeoutError(f"no answer within {timeout_s:g} s (--turn-timeout-s)") from error
+    late = "no answer within {:g} s (--turn-timeout-s)"
+    if inspect.iscoroutinefunction(function):
+        return await within(timeout_s, call(), late)
+    return await _THREADS.run(call, timeout_s=timeout_s, late=late)

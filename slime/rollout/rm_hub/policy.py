@@ -59,11 +59,13 @@ FAILURES = FailureCount()
 """Of this process."""
 
 
-async def within(timeout_s: float, call: Awaitable[Any]) -> Any:
+async def within(
+    timeout_s: float, call: Awaitable[Any], late: str = "no reward within {:g} s (--rm-timeout-s)"
+) -> Any:
     """Await ``call`` for at most ``timeout_s``, even when it swallows its cancellation.
 
     Raises:
-        TimeoutError: it did not come.
+        TimeoutError: it did not come; its text is ``late``.
     """
     task = asyncio.ensure_future(call)
     try:
@@ -72,7 +74,7 @@ async def within(timeout_s: float, call: Awaitable[Any]) -> Any:
         if not task.done():
             task.cancel()
     if not done:
-        raise TimeoutError(f"no reward within {timeout_s:g} s (--rm-timeout-s)")
+        raise TimeoutError(late.format(timeout_s))
     return task.result()
 
 
@@ -238,12 +240,18 @@ class GraderThreads:
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
 
-    async def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+    async def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float,
+        late: str = "no result within {:g} s (--rm-timeout-s)",
+    ) -> Any:
         """Run ``function(*args)`` in a thread; returns or raises what it does.  Cancelled, it is not begun any more.
 
         Raises:
-            TimeoutError: it did not return within ``timeout_s`` of its start.  The time before is not counted: it is
-                bounded by the deadlines of those that came first.
+            TimeoutError: it did not return within ``timeout_s`` of its start; its text is ``late``.  The time before
+                is not counted: it is bounded by the deadlines of those that came first.
         """
         self._fill()
         grading = _Grading(function, args, Future(), Future())
@@ -257,7 +265,7 @@ class GraderThreads:
                 self._fill(without=grading.started.result())
             result.cancel()
         if not done:
-            raise TimeoutError(f"no result within {timeout_s:g} s")
+            raise TimeoutError(late.format(timeout_s))
         return result.result()
 
     def _fill(self, without: _Worker | None = None) -> None:

@@ -179,6 +179,24 @@ async def slow(number: int) -> str:
     return f"slow {number}"
 
 
+def search(number: int) -> str:
+    """Ask a server that does not answer it.
+
+    Args:
+        number: any.
+    """
+    raise TimeoutError("the server is busy")
+
+
+async def search_slowly(number: int) -> str:
+    """Ask a server that does not answer it.
+
+    Args:
+        number: any.
+    """
+    return search(number)
+
+
 BARRIER = []
 HERE = __name__
 
@@ -232,6 +250,12 @@ def test_a_tool_that_takes_too_long_is_answered_with_that(talk, ask):
     BARRIER.clear()
     args = talk(turns(call_text("slow", number=1), "done"), rollout_tools=[f"{HERE}.slow"], turn_timeout_s=0.05)[0]
     assert "Error: TimeoutError: no answer within 0.05 s (--turn-timeout-s)" in generated(args, ask("?")).response
+
+
+@pytest.mark.parametrize("tool", ["search", "search_slowly"])
+def test_a_timeout_of_the_tool_s_own_is_not_taken_for_the_flag_s(talk, ask, tool):
+    args = talk(turns(call_text(tool, number=1), "done"), rollout_tools=[f"{HERE}.{tool}"])[0]
+    assert "Error: TimeoutError: the server is busy" in generated(args, ask("?")).response
 
 
 def test_what_is_offered_comes_from_signature_and_docstring():
