@@ -23,7 +23,7 @@ from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace
 from slime.rollout import sglang_rollout
 from slime.rollout.config import RolloutConfig
 from slime.rollout.context import RolloutContext, context_of
-from slime.rollout.direct_workers import WorkerPicker, router_would_drop
+from slime.rollout.direct_workers import NotForWorkers, WorkerPicker, router_would_drop
 from slime.rollout.generate import append_checked, append_output, check_answer, request_payload
 from slime.rollout.waiting import cancel_all
 from slime.utils import http_utils
@@ -67,6 +67,8 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             with trace_span(sample, "sglang_generate_stream") as span:
                 output = await _read_stream(context, sample, payload | {"stream": True}, state)
                 span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
+        except NotForWorkers:
+            raise
         except ProcessError as error:
             if isinstance(error, HttpStatusError) and error.status not in RETRIED_STATUSES:
                 raise  # the request is at fault

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_streaming_rollout, state
+from slime.rollout import direct_workers, sglang_streaming_rollout, state
 from slime.rollout.config import rollout_config
 from slime.rollout.control_client import abort_engines
 from slime.rollout.direct_workers import WorkerPicker
@@ -167,6 +167,20 @@ def test_a_request_that_is_at_fault_is_not_repeated(serve):
     with pytest.raises(EngineError, match="longer than the model's context"):
         run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
     assert len(engine.payloads) == 1
+
+
+def test_workers_that_only_a_router_can_ask_are_an_error_at_once(serve, monkeypatch):
+    _, args = serve(Script(length=5))
+    listed: list[str] = []
+
+    async def list_workers(url: str) -> list[dict[str, Any]]:
+        listed.append(url)
+        return [{"url": "http://a", "worker_type": "prefill"}]
+
+    monkeypatch.setattr(direct_workers, "list_workers", list_workers)
+    with pytest.raises(EngineError, match="prefill or decode"):
+        run(generate_streaming(args, Sample(index=0, prompt="abc"), PARAMS | {"logit_bias": {"5": 1.0}}))
+    assert len(listed) == 1
 
 
 def test_a_cancelled_request_keeps_what_had_arrived(serve):
