@@ -1,9 +1,9 @@
 """An SGLang engine as a Ray actor: its environment, its GPUs, the ports on which it listens, and its end.
 
 Ray's workers listen on 10002-19999 and the kernel hands out ephemeral ports from 32768 on, so engines live between.
-The search starts at a random place there and moves upward: a port is only taken some time after it was found free, and
-two jobs that start together on one node must not find the same one.  Ports are probed on the engine's own node, by its
-own actor.
+The search starts at a random place there and moves upward, at the end to the beginning: a port is only taken some time
+after it was found free, and two jobs that start together on one node must not find the same one.  Ports are probed on
+the engine's own node, by its own actor.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from slime.utils.errors import ProcessError
 from slime.utils.net import format_host_port, loopback_address
 
 FIRST_PORTS = range(21000, 31000)
+EPHEMERAL_PORTS_BEGIN = 32768
 START_MARGIN_S = 120.0
 """Of a start beyond ``--engine-start-timeout-s``, which the engine's actor keeps itself once it runs."""
 PORTS_TIMEOUT_S = 600.0
@@ -164,7 +165,10 @@ def allocate_addresses(
         host, _ = _probe(engine, cursors.first_port, 1, deadline_s)
 
         def take(count: int, engine: Any = engine, host: str = host) -> int:
-            _, port = _probe(engine, cursors.next_port.get(host, cursors.first_port), count, deadline_s)
+            start = cursors.next_port.get(host, cursors.first_port)
+            if start + count > EPHEMERAL_PORTS_BEGIN:  # those of engines that have ended are free again
+                start = FIRST_PORTS.start
+            _, port = _probe(engine, start, count, deadline_s)
             cursors.next_port[host] = port + count
             return port
 
