@@ -25,13 +25,17 @@ PROMPT_CHARS = 160
 """Characters of a prompt that the head of ISSUED shows."""
 
 _FINGERPRINT_FLAGS = {
-    # With another value here, a recorded sample is not what this run would make.
+    # With another value here, a recorded sample is not what this run would make.  Addresses of servers may change.
     SAMPLE_FLAGS: (
         "hf_checkpoint",
         "prompt_data",
         "input_key",
         "label_key",
+        "tool_key",
+        "metadata_key",
+        "multimodal_keys",
         "apply_chat_template",
+        "apply_chat_template_kwargs",
         "data_source_path",
         "rollout_seed",
         "rollout_shuffle",
@@ -43,7 +47,14 @@ _FINGERPRINT_FLAGS = {
         "rollout_max_response_len",
         "rollout_stop",
         "rollout_stop_token_ids",
+        "rollout_skip_special_tokens",
+        "rollout_max_context_len",
+        "rollout_max_turns",
+        "rollout_tools",
+        "rollout_environment",
+        "use_rollout_routing_replay",
         "custom_generate_function_path",
+        "rollout_sample_hook_path",
         "rm_type",
         "custom_rm_path",
         "group_rm",

@@ -145,10 +145,10 @@ class ReplayState:
         if self._fingerprint is None:
             return
         theirs = record.head["facts"]
-        self._counts = theirs[SAMPLE_FLAGS] == self._fingerprint[SAMPLE_FLAGS]
+        self._counts = _are_alike(theirs[SAMPLE_FLAGS], self._fingerprint[SAMPLE_FLAGS])
         if not self._counts:
             self.other_flags = theirs[SAMPLE_FLAGS]
-        self._is_replayable = theirs[BATCH_FLAGS] == self._fingerprint[BATCH_FLAGS]
+        self._is_replayable = _are_alike(theirs[BATCH_FLAGS], self._fingerprint[BATCH_FLAGS])
 
     def _begin(self, record: Record) -> None:
         rollout_id = record.head["r"]
@@ -238,6 +238,11 @@ class ReplayState:
         """Drop the groups that ended in a rollout."""
         for name in rollout.ended:
             self.groups.pop(name, None)
+
+
+def _are_alike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> bool:
+    """Return True when the flags that both processes know are the same: one of an earlier version knew fewer."""
+    return all(theirs[name] == ours[name] for name in theirs.keys() & ours.keys())
 
 
 _HANDLERS = {

@@ -167,7 +167,7 @@ class Recovery:
             )
         if state.other_flags:
             own = fingerprint[SAMPLE_FLAGS]
-            changed = [name for name in own if own[name] != state.other_flags.get(name)]
+            changed = [name for name in own if own[name] != state.other_flags.get(name, own[name])]
             logger.warning(
                 "Samples that an earlier process left in the ledger %s are not used: it ran with another %s.",
                 folder,

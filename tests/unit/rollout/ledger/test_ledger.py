@@ -12,8 +12,10 @@ import pytest
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.ledger import journal
 from slime.rollout.ledger.frames import segment_files
 from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger, NoLedger, open_ledger, position_path
+from slime.rollout.ledger.records import SAMPLE_FLAGS
 from slime.rollout.state_file import read_state
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import make_args
@@ -133,13 +135,33 @@ def test_a_crash_after_a_crash_loses_nothing_either(tmp_path):
     assert fourth.rollout(2) == [4, 5] and set(fourth.generated) == {4, 5, 6}
 
 
-@pytest.mark.parametrize("changed", [{"rollout_temperature": 0.7}, {"custom_rm_path": "x.y"}, {"rollout_seed": 1}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rollout_temperature": 0.7},
+        {"custom_rm_path": "x.y"},
+        {"rollout_seed": 1},
+        {"rollout_max_context_len": 9},
+        {"apply_chat_template_kwargs": {"enable_thinking": False}},
+        {"rollout_environment": "x.y"},
+        {"rollout_sample_hook_path": ["x.y"]},
+        {"use_rollout_routing_replay": True},
+    ],
+)
 def test_samples_of_other_flags_are_not_used_and_the_log_says_which(tmp_path, caplog, changed):
     died_in_rollout_1(tmp_path)
     process = Process(tmp_path, **changed)
     assert process.rollout(0) == [0, 1]
     assert set(process.generated) == {0, 1, 2}
     assert next(iter(changed)) in caplog.text
+
+
+def test_samples_of_an_earlier_version_that_knew_fewer_flags_are_used(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(journal._FINGERPRINT_FLAGS, SAMPLE_FLAGS, ("rollout_temperature", "one_that_is_gone"))
+        died_in_rollout_1(tmp_path, one_that_is_gone=1)
+    process = Process(tmp_path)
+    assert process.rollout(0) == [0, 1] and process.generated == []
 
 
 def test_with_other_batch_flags_groups_are_used_and_rollouts_are_not(tmp_path):
