@@ -23,8 +23,6 @@ from slime.utils.misc import copy_plain, parameters_of
 from slime.utils.plugins import PluginCall, await_plugin
 from slime.utils.types import Sample
 
-_ANSWERED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-
 
 def mask_earlier_tokens(context: RolloutContext, entry: Entry) -> None:
     """Zero the loss mask of tokens that older weights drew, with ``--mask-offpolicy-in-partial-rollout``."""
@@ -46,9 +44,9 @@ def mask_earlier_tokens(context: RolloutContext, entry: Entry) -> None:
 async def run_execution(
     context: RolloutContext, entry: Entry, sampling_params: dict[str, Any], *, evaluation: bool
 ) -> Entry:
-    """Generate and reward one execution, unless it is answered already."""
+    """Generate and reward one execution, unless it is answered already or has failed for good."""
     mask_earlier_tokens(context, entry)
-    if isinstance(entry, list) or entry.status in _ANSWERED:
+    if isinstance(entry, list) or is_finished(entry):
         return await _reward(context, entry)
     if entry.status is Sample.Status.ABORTED:
         trace_next_attempt(entry)

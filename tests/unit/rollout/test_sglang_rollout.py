@@ -184,6 +184,19 @@ def test_the_next_rollout_continues_a_partial_response_where_it_stopped(start_jo
     assert job.count("continued") == 2 and job.source.get_buffer_length() == 0
 
 
+def test_a_sample_that_failed_for_good_is_not_asked_for_when_its_group_goes_on(start_job):
+    job = start_job(["a"], partial_rollout=True, rollout_batch_size=1, over_sampling_batch_size=1)
+    [[failed, cut]] = job.source.get_samples(1)
+    for sample in (failed, cut):
+        sample.tokens, sample.response, sample.response_length = [97, 1], "b", 1
+        sample.rollout_log_probs, sample.status = [-0.5], Sample.Status.ABORTED
+    failed.status, failed.remove_sample, failed.reward = Sample.Status.FAILED, True, 0.0
+    job.source.add_samples([[failed, cut]])
+    assert job.rollout(1).samples == [[failed, cut]]
+    assert failed.status is Sample.Status.FAILED and failed.response == "b" and failed.reward == 0.0
+    assert cut.status is Sample.Status.COMPLETED and len(job.cluster.requests) == 1
+
+
 def test_finished_surplus_is_handed_back_and_taken_later_without_a_request(start_job):
     job = start_job(
         list("abcd"), over_sampling_batch_size=4, partial_rollout=True, mask_offpolicy_in_partial_rollout=True
