@@ -79,7 +79,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         return [await _grade(args, sample, **kwargs)]
 
     # A built-in grader whose reward lacks the entry wanted does so every time: a mistake of the flags.
-    may_vary = _custom_path(args, sample) is not None or _rm_type(args, sample) == "remote_rm"
+    is_remote = _rm_type(args, sample).removeprefix(BOXED_PREFIX) == "remote_rm"
+    may_vary = is_remote or _custom_path(args, sample) is not None
     return (await grade_by_policy(args, [sample], grade, may_vary=may_vary))[0]
 
 

@@ -98,6 +98,17 @@ def test_a_reward_key_wants_an_object_that_has_it(response, reward):
     assert grade("dict", reward_key="acc")[0] == {"acc": 0.0}
 
 
+@pytest.mark.parametrize("rm_type", ["remote_rm", "boxed_remote_rm"])
+def test_a_reward_server_may_answer_once_what_is_no_reward(monkeypatch, rm_type):
+    async def not_a_number(args: Namespace, sample: Sample) -> float:
+        return float("nan")
+
+    monkeypatch.setattr(rm_hub, "remote_rm", not_a_number)
+    sample = Sample(index=3, response=RIGHT)
+    assert asyncio.run(async_rm(args(rm_type=rm_type), sample)) == 0.0
+    assert sample.metadata["reward_error"] == "ValueError: the reward is nan; it must be finite"
+
+
 def test_a_batch_that_fails_gives_every_sample_the_policys_reward():
     samples = [Sample(index=i, response="crash" if i else "ok") for i in range(3)]
     assert asyncio.run(batched_async_rm(args(custom_rm_path="moody"), samples)) == [0.0] * 3
