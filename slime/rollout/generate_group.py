@@ -16,6 +16,7 @@ from slime.observability.trace_utils import trace_next_attempt, trace_span
 from slime.rollout.base_types import Entry, Group, check_samples, is_finished, leaf_samples
 from slime.rollout.config import RolloutConfig
 from slime.rollout.context import RolloutContext
+from slime.rollout.rm_hub.policy import is_one_each
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.waiting import cancel_all
 from slime.utils.errors import HookError
@@ -117,10 +118,10 @@ async def assign_rewards(context: RolloutContext, samples: list[Sample]) -> None
     """Reward samples in one call of ``batched_async_rm``."""
     with trace_span(samples, "group_reward_model" if context.config.group_rm else "reward_model"):
         rewards = await context.entry_points.batched_async_rm(context.args, samples)
-    if rewards is None or len(rewards) != len(samples):
-        count = "nothing" if rewards is None else f"{len(rewards)} rewards"
+    if not is_one_each(rewards, samples):
+        given = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else str(rewards)[:80]
         raise HookError(
-            f"The reward function gave {count} for {len(samples)} samples; called with a list, it must return a list "
+            f"The reward function gave {given} for {len(samples)} samples; called with a list, it must return a list "
             "with one reward each. Change the function that --custom-rm-path names."
         )
     for sample, reward in zip(samples, rewards, strict=True):

@@ -104,7 +104,7 @@ async def grade_by_policy(
     except Exception as error:
         _record_failure(args, samples, error)
         return [_failed_reward(args, sample, error) for sample in samples]
-    if rewards is None or len(rewards) != len(samples):
+    if not is_one_each(rewards, samples):
         return rewards  # the caller checks the shape, and names the function
     graded = []
     for sample, reward in zip(samples, rewards, strict=True):
@@ -117,6 +117,12 @@ async def grade_by_policy(
             _record_failure(args, [sample], failure)
             graded.append(_failed_reward(args, sample, failure))
     return graded
+
+
+def is_one_each(rewards: Any, samples: Sequence[Sample]) -> bool:
+    """Return True for a list, or what is like one, with a reward for each sample."""
+    is_list = hasattr(rewards, "__len__") and not isinstance(rewards, str | bytes | Mapping | set)
+    return is_list and len(rewards) == len(samples)
 
 
 def problem_with_reward(args: Namespace, reward: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -479,15 +480,18 @@ def test_a_group_of_the_wrong_size_is_refused(start_job):
         job.rollout()
 
 
-def test_a_reward_function_that_forgets_samples_is_refused(start_job, monkeypatch):
+@pytest.mark.parametrize(
+    ("given", "says"), [([1.0], "1 rewards"), (1.0, "1.0"), (None, "None"), ({"a": 1.0, "b": 2.0}, "{'a': 1.0, ")]
+)
+def test_a_reward_function_that_forgets_samples_is_refused(start_job, monkeypatch, given, says):
     async def one_reward(args, samples):
-        return [1.0]
+        return given
 
     monkeypatch.setattr(fake_cluster, "position_reward", one_reward)
     sglang_rollout.load_function.cache_clear()
     job = start_job(["a", "b"], group_rm=True)
     try:
-        with pytest.raises(HookError, match="1 rewards for 2 samples"):
+        with pytest.raises(HookError, match=f"gave {re.escape(says)}.* ?for 2 samples"):
             job.rollout()
     finally:
         sglang_rollout.load_function.cache_clear()
