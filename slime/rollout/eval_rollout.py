@@ -22,6 +22,7 @@ from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.tools import toolbox
 from slime.rollout.waiting import LongWait, cancel_all, deadline_error
 from slime.utils.errors import ConfigError, EngineError
+from slime.utils.processing_utils import media_of
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def _samples_of(context: RolloutContext, dataset_cfg: EvalDatasetConfig) -> list
     samples: list[Sample] = []
     for number, prompt in enumerate(dataset.samples):
         for _ in range(dataset_cfg.n_samples_per_eval_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = copy.deepcopy(prompt, {id(item): item for item in media_of(prompt)})  # pictures are shared
             sample.index = len(samples)
             sample.group_index = number
             sample.session_id = str(uuid.uuid4())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DeadlineError, EngineError
 from slime.utils.http_utils import close_http_client
+from slime.utils.types import Sample
 from tests.unit.rollout import fake_cluster
 from tests.unit.rollout.fake_cluster import FakeCluster, FakeTokenizer, Plan, make_args, prompt_of, write_prompts
 
@@ -161,6 +163,15 @@ def test_answers_to_one_prompt_are_one_group_in_every_data_set(cluster, tmp_path
     assert [sample.group_index for sample in data["first"]["samples"]] == [0, 0, 1, 1]
     assert [sample.group_index for sample in data["second"]["samples"]] == [0, 1, 2]
     assert [sample.index for sample in data["first"]["samples"]] == [0, 1, 2, 3]
+
+
+def test_answers_to_one_prompt_share_its_pictures_so_that_these_are_processed_once(monkeypatch):
+    picture, config = object(), EvalDatasetConfig(name="d", path="p", n_samples_per_eval_prompt=2)
+    prompt = Sample(prompt="a", multimodal_inputs={"images": [picture]})
+    monkeypatch.setattr(eval_rollout, "_load_dataset", lambda *_: Namespace(samples=[prompt]))
+    first, second = eval_rollout._samples_of(None, config)  # type: ignore[arg-type]
+    assert first.multimodal_inputs["images"][0] is second.multimodal_inputs["images"][0] is picture
+    assert first.multimodal_inputs is not second.multimodal_inputs and first.metadata is not second.metadata
 
 
 def test_a_grader_that_fails_costs_an_evaluation_one_answer(cluster, tmp_path):
