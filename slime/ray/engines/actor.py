@@ -21,7 +21,7 @@ from slime.backends.sglang_utils.child_process import run_name
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor, one_node_environment
-from slime.ray.waiting import WATCH_GROUP, Watched, wait_for
+from slime.ray.waiting import WATCH_GROUP, wait_for
 from slime.utils import env
 from slime.utils.errors import ProcessError
 from slime.utils.net import format_host_port, loopback_address
@@ -54,7 +54,7 @@ ENGINE_ENV_DEFAULTS = {
 """A value that the driver's environment already has wins over these."""
 
 
-class EngineActor(Watched, RayActor, SGLangEngine):
+class EngineActor(RayActor, SGLangEngine):
     """``SGLangEngine`` with what a Ray actor adds: a port probe, and answers while another call is under way."""
 
     @ray.method(concurrency_group=WATCH_GROUP)

@@ -273,7 +273,7 @@ class EngineFleet:
             for group in server.groups:
                 if not server.has_live_engine:
                     group.wait_settled()
-        self._memory.release_started(but=["weights"])
+        self._memory.release_started()
 
     def _raise_if_given_up(self) -> None:
         for group in self.groups:

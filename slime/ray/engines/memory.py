@@ -53,13 +53,13 @@ class SharedMemory:
         self._released = []
         self._release(*LIVE)
 
-    def release_started(self, *, but: Sequence[str]) -> None:
-        """Have the engines that started after :meth:`release` release their memory too, except that of some tags.
+    def release_started(self) -> None:
+        """Have the engines that started after :meth:`release` release theirs too, except that of the weights to come.
 
         Raises:
             ProcessError: as :meth:`release`.
         """
-        self._release(EngineState.UPDATING, but=but)
+        self._release(EngineState.UPDATING, but=["weights"])
 
     def may_lend(self, *, is_stuck: bool) -> bool:
         """Return whether a trainer that died may start on these GPUs during a rollout.

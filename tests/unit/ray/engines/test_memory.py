@@ -94,8 +94,8 @@ def test_an_engine_that_started_after_the_release_releases_too_but_for_what_a_pu
     lent = shared(group)
     lent.release()
     group.replace(1)
-    lent.release_started(but=["weights"])
-    lent.release_started(but=["weights"])
+    lent.release_started()
+    lent.release_started()
     assert calls == [("a", RELEASE), ("b", RELEASE), ("b+", RELEASE), ("b+", RESUME, ["weights"])]
 
 
@@ -106,7 +106,7 @@ def test_a_new_engine_that_fails_over_its_memory_is_replaced_and_does_not_end_th
     lent.release()
     group.replace(0)
     FAILS.add(("a+", verb))
-    lent.release_started(but=["weights"])
+    lent.release_started()
     assert calls[-2:] == [("a++", RELEASE), ("a++", RESUME, ["weights"])]
     assert group.indices(*LIVE) == [0]
 
