@@ -54,7 +54,7 @@ class SharedMemory:
         self._release(*LIVE)
 
     def release_started(self) -> None:
-        """Have the engines that started after :meth:`release` release theirs too, except that of the weights to come.
+        """Have the engines that started after :meth:`release` release their memory too, but for that of the weights.
 
         Raises:
             ProcessError: as :meth:`release`.
