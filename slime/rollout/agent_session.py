@@ -39,6 +39,9 @@ async def play(
 ) -> Sample | list[Sample]:
     """Run ``agent`` and return the samples of its session; an ABORTED sample when it made no request.
 
+    So it is where the rollout was over first: turns are refused then, whatever the agent makes of that, and it begins
+    again in another rollout.
+
     A turn has ``max_new_tokens``, and a session ``--rollout-max-turns`` and ``--rollout-max-context-len``.
 
     Args:
@@ -54,14 +57,18 @@ async def play(
         sampling_overrides=sampling_params,  # what is drawn must be what is trained, whatever the agent asks for
         max_context_tokens=max_context_tokens or 0,
     )
+    state = GenerateState(args)
     try:
         reward = await agent(url, sid)
-    except BaseException:
+    except BaseException as error:
         await adapter.drop_session(sid)
-        raise
-    samples = await adapter.finish_session(sid, base_sample=sample, reward=reward, extra_metadata=sample.metadata)
-    if samples:
-        return samples
+        if not (isinstance(error, Exception) and state.aborted):
+            raise
+    else:
+        is_over = state.aborted
+        samples = await adapter.finish_session(sid, base_sample=sample, reward=reward, extra_metadata=sample.metadata)
+        if samples and not is_over:
+            return samples
     sample.status = Sample.Status.ABORTED
     return sample
 

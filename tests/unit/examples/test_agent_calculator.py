@@ -6,6 +6,7 @@ import asyncio
 import re
 from argparse import Namespace
 
+import openai
 import pytest
 
 from examples.agent_calculator import generate as example
@@ -66,6 +67,23 @@ def test_the_rollout_gets_one_trained_sample_of_two_turns_with_its_reward(args):
     assert played.metadata["num_turns"] == 2 and played.metadata["use_tool"]
     assert 0 in played.loss_mask and played.loss_mask[0] == played.loss_mask[-1] == 1
     assert played.response.endswith("It is 156.<|im_end|>")
+
+
+@pytest.mark.parametrize("is_caught", [True, False])
+def test_an_agent_whose_turns_end_with_the_rollout_begins_again_in_another(args, is_caught):
+    async def agent(url: str, sid: str) -> float:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=sid) as client:
+            said = [{"role": "user", "content": "What is 12 times 13?"}]
+            await client.chat.completions.create(model="policy", messages=said)
+        GenerateState(args).aborted = True
+        if is_caught:
+            return 0.0
+        raise RuntimeError("the next turn was refused")
+
+    sample = Sample(index=5, prompt="What is 12 times 13?", label="156")
+    played = asyncio.run(agent_session.play(args, sample, {"max_new_tokens": 200}, agent))
+    assert played is sample and sample.status is Sample.Status.ABORTED
+    assert (sample.reward, sample.response_length, sample.tokens) == (None, 0, [])
 
 
 def test_wrong_arguments_are_an_answer_of_the_tool():
