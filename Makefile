@@ -17,7 +17,9 @@ demo-real: install
 # Two files of tests run at the same time: a real job starts on one core.  Files keep their order, the long ones first:
 # the few tests of a real job, several processes each (layouts, resumes, pushes), then the others.
 WORKERS ?= 2
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not gpu and not faults and not real" --durations=10
+MARKS = not gpu and not faults and not real
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "$(MARKS)" --durations=10
+test: MARKS += and not whole
 test: install
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SUITE)
 

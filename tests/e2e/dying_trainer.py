@@ -19,19 +19,13 @@ def _is_due(args: Namespace, rollout_id: int, step_id: int, rollouts: tuple[int,
     return True
 
 
-def the_critic_dies_in_rollout_1_and_the_actor_in_2(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
-    """End this process, once each."""
-    if _is_due(args, rollout_id, step_id, (1,) if Path(args.save).name == "critic" else (2,)):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_rollouts_1_2_and_3_with_the_copies_but_in_2(
+def the_critic_dies_in_rollout_1_and_the_actor_in_2_and_with_the_copies_in_3(
     args: Namespace, rollout_id: int, step_id: int, *_: Any
 ) -> None:
-    """End this process, and before it those that keep copies of its state (--trainer-recovery memory)."""
-    if not _is_due(args, rollout_id, step_id, (1, 2, 3)):
+    """End this process, once each; the last time after those that keep copies of the state of both."""
+    if not _is_due(args, rollout_id, step_id, (1,) if Path(args.save).name == "critic" else (2, 3)):
         return
-    for folder in Path("/proc").glob("[0-9]*") if rollout_id != 2 else ():
+    for folder in Path("/proc").glob("[0-9]*") if rollout_id == 3 else ():
         try:
             is_keeper = (folder / "cmdline").read_bytes().startswith(b"ray::_Keeper")
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])

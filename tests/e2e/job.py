@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 REPO = Path(__file__).resolve().parents[2]
 PYTHONPATH = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Of what the tests start: this repository before what the environment names."""
@@ -64,6 +66,19 @@ class Job:
                 continue
             if is_ours and pattern in command:
                 found.append(int(folder.name))
+        return found
+
+    def listening(self) -> set[tuple[str, int, str]]:
+        """Every TCP socket of the job that listens: address, port, name of its process."""
+        found = set()
+        for pid in self.pids():
+            try:
+                process = psutil.Process(pid)
+                name = " ".join(process.cmdline())
+                sockets = process.net_connections("tcp")
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            found |= {(each.laddr.ip, each.laddr.port, name) for each in sockets if each.status == psutil.CONN_LISTEN}
         return found
 
     def text(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -22,8 +21,6 @@ cpu_shim.install()
 from slime.backends.megatron_utils import cpu_platform  # noqa: E402, F401
 
 # isort: split
-from safetensors.torch import load_file  # noqa: E402
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
 from slime.backends.megatron_utils import initialize  # noqa: E402
 from slime.backends.megatron_utils.adapters import peft_tensors, save_peft  # noqa: E402
@@ -37,8 +34,6 @@ from slime.utils.types import Sample  # noqa: E402
 from slime.weights.peft_folder import peft_config  # noqa: E402
 from slime.weights.push.adapter import as_engines_call  # noqa: E402
 from slime.weights.push.wire import as_text  # noqa: E402
-from tests.e2e.job import GONE_S, JOB_S, Job, grpo_flags, records  # noqa: E402
-from tests.e2e.routed_experts import CONFIG  # noqa: E402
 from tests.loaded_model.rank import UNWRITTEN  # noqa: E402
 from tests.matrix import trainer  # noqa: E402
 from tests.matrix.case import load_cases  # noqa: E402
@@ -155,37 +150,3 @@ def test_the_engine_answers_with_a_folders_adapter_a_pushed_one_and_none_as_the_
     print(f"\n{errors}, under the other adapter {others:.2g}", file=sys.stderr)
     assert max(errors.values()) < BOUND
     assert others > 0.1
-
-
-def write_small_experts(folder: Path, task: Path) -> None:
-    """Write a Qwen3 MoE of random weights with the tokenizer of the tiny task."""
-    shutil.copytree(task / "task/hf", folder)
-    (folder / "model.safetensors").unlink()
-    torch.manual_seed(3)
-    config = Qwen3MoeConfig(**CONFIG | {"vocab_size": 128, "eos_token_id": 2}, initializer_range=0.2)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-
-
-def test_a_job_trains_adapters_that_experts_share_over_two_ranks_and_pushes_them_alone(
-    task: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "hf"
-    write_small_experts(model, task)
-    flags = grpo_flags(
-        task, tmp_path / "run", *f"--hf-checkpoint {model} --ref-load {model} --over-sampling-batch-size 4".split(),
-        *"--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --expert-model-parallel-size 2 --num-rollout 3".split(),
-        *"--expert-tensor-parallel-size 1 --global-batch-size 16 --lr 1e-2 --lora-rank 4".split(),
-        *f"--lora-experts shared --lora-push adapter --lora-save {tmp_path}/peft/{{rollout_id}}".split(),
-    )  # fmt: skip
-    # Every answer is of one version: the comparison below is of one adapter with itself.
-    job = Job("train.py", [flag for flag in flags if flag != "--partial-rollout"], tmp_path / "log.txt")
-    assert job.finish(JOB_S) == 0, job.text()[-4000:]
-    steps = records(tmp_path / "run", "train/step")
-    differences = [row["train/train_rollout_logprob_abs_diff"] for row in steps]
-    print(f"\ntrainer against engine, mean of each rollout: {differences}", file=sys.stderr)
-    assert len(differences) == 3 and max(differences) < 1e-5
-    saved = load_file(tmp_path / "peft/2/adapter_model.safetensors")
-    ups = [value for name, value in saved.items() if ".layers.1.mlp.experts." in name and "up_proj.lora_B" in name]
-    assert len(ups) == CONFIG["num_experts"] and all(value.equal(ups[0]) for value in ups)
-    assert ups[0].abs().max() > 1e-3  # trained: it began at zero
-    job.seconds_until_gone(GONE_S)

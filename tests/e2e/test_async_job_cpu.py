@@ -1,4 +1,4 @@
-"""Real jobs on two CPU cores that generate one rollout ahead, on engines apart from the trainer."""
+"""A real job on two CPU cores that generates one rollout ahead, on engines apart from the trainer."""
 
 from __future__ import annotations
 
@@ -12,21 +12,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; scripts/run-tiny-gpu.sh is the GPU's"),
 ]
-
-
-def test_a_driver_of_the_users_own_trains_two_ranks_one_rollout_ahead(task, tmp_path):
-    """Written against upstream's names alone; the engines are apart and reached over gloo."""
-    flags = grpo_flags(
-        task, tmp_path, *"--actor-num-gpus-per-node 2 --rollout-num-gpus 1 --tensor-model-parallel-size 2".split(),
-        *"--sequence-parallel --num-rollout 3 --check-weight-update-equal".split(),
-    )  # fmt: skip
-    job = Job("tests/e2e/drivers/one_rollout_ahead.py", flags, tmp_path / "log.txt")
-    assert job.finish(JOB_S) == 0, job.text()[-4000:]
-    steps = records(tmp_path, "train/pg_loss")
-    assert [step["train/step"] for step in steps] == [0, 1, 2, 3, 4, 5]
-    assert steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
-    job.seconds_until_gone(GONE_S)
 
 
 def test_an_evaluation_in_the_background_stops_no_step_and_has_one_weight_version(task, tmp_path):

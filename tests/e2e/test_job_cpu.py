@@ -91,77 +91,53 @@ def test_a_step_of_that_run_is_taken_again_to_the_bit(run_folder):
     assert "Step 3 is the same to the bit" in ended.stdout
 
 
-def hook(name: str) -> list[str]:
-    return ["--custom-megatron-before-train-step-hook-path", f"tests.e2e.dying_trainer.{name}"]
-
-
-def test_a_replayed_rollout_gives_the_same_losses_without_engines_and_over_deaths_of_the_trainer(
-    task, run_folder, tmp_path
-):
-    """It dies in the middle of three rollouts: in the second and the fourth the copies of its state die with it."""
-    flags = replay_flags(
-        task, tmp_path, f"{run_folder}/dump/{{rollout_id}}.pt",
-        *"--actor-num-gpus-per-node 1 --num-rollout 4 --save-interval 2 --trainer-recovery memory".split(),
-        *hook("die_in_rollouts_1_2_and_3_with_the_copies_but_in_2"),
-    )  # fmt: skip
-    job = Job("train.py", flags, tmp_path / "log.txt")
-    assert job.finish(JOB_S) == 0, job.text()[-4000:]
-    went_on = re.findall(r"went on from rollout (\d+) and trained again on (\d+) rollouts", job.text())
-    assert went_on == [("0", "1"), ("2", "0"), ("2", "1")]  # from the start, from the copies, from the checkpoint
-    assert re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text()) == ["1"]
-    assert job.text().count("The copies in memory are lost") == 2
-    original = {row["train/step"]: row for row in records(run_folder, "train/step")}
-    steps = records(tmp_path, "train/step")
-    assert [row["train/step"] for row in steps] == [0, 1, 2, 0, 1, 2, 3, 4, 4, 5, 6, 4, 5, 6, 7]
-    for row in steps:
-        for name in ("train/loss", "train/grad_norm", "train/kl_loss"):
-            assert row[name] == original[row["train/step"]][name], (row["train/step"], name)
-
-
-def test_ppo_trains_its_critic_first_and_a_death_of_either_takes_both_back_and_changes_no_bit(
-    task, run_folder, tmp_path
-):
+def test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_change_no_bit(task, run_folder, tmp_path):
     """On the recorded rollouts; the engines' part is tested above.  A replay in which nothing dies is the measure.
 
-    The critic dies before both have trained on a rollout, so that both go back to the checkpoint; the actor dies
-    later, and both go back to the copies in memory.
+    The critic dies before both have trained on a rollout and before a checkpoint, so that both go back to the start;
+    the actor dies later, and both go back to the copies in memory; and once more with those copies, and both go back
+    to the checkpoint.
     """
     roles = tmp_path / "roles.yaml"
     roles.write_text("megatron:\n  - {name: values, role: critic, overrides: {lr: 1e-3}}\n")
+    hook = "tests.e2e.dying_trainer.the_critic_dies_in_rollout_1_and_the_actor_in_2_and_with_the_copies_in_3"
     flags = replay_flags(
         task, tmp_path, f"{run_folder}/dump/{{rollout_id}}.pt",
-        *"--actor-num-gpus-per-node 1 --advantage-estimator ppo --num-critic-only-steps 1 --num-rollout 3".split(),
-        *("--megatron-config-path", str(roles), "--trainer-recovery", "memory"),
-        *hook("the_critic_dies_in_rollout_1_and_the_actor_in_2"),
+        *"--actor-num-gpus-per-node 1 --advantage-estimator ppo --num-critic-only-steps 1 --num-rollout 4".split(),
+        *("--megatron-config-path", str(roles), "--trainer-recovery", "memory", "--save-interval", "2"),
+        *("--custom-megatron-before-train-step-hook-path", hook),
     )  # fmt: skip
     job = Job("train.py", flags, tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
-    assert re.findall(r"(\w+) rank 0 died", job.text())[:2] == ["critic", "actor"]
+    assert re.findall(r"(\w+) rank 0 died", job.text())[:3] == ["critic", "actor", "actor"]
+    went_on = re.findall(r"went on from rollout (\d+) and trained again on (\d+) rollouts", job.text())
+    assert went_on == [("0", "1"), ("2", "0"), ("2", "1")]  # from the start, from the copies, from the checkpoint
     assert re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text()) == ["1", "1"]
-    assert "copies in memory are lost" not in job.text()
+    assert "copies in memory are lost" in job.text()
     critic_steps = records(tmp_path, "train/critic-value_loss")
-    assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 2, 3, 4, 5, 4, 5]
+    assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 4, 5, 6, 7]
     assert {step["train/critic-lr-pg_0"] for step in critic_steps} == {1e-3}
     actor_steps = records(tmp_path, "train/pg_loss")
-    assert [step["train/step"] for step in actor_steps] == [2, 3, 4, 4, 5]
+    assert [step["train/step"] for step in actor_steps] == [2, 3, 4, 4, 5, 6, 4, 5, 6, 7]
     assert all("rollout/values" in record for record in records(tmp_path, "rollout/returns"))
-    assert [row["rollout/step"] for row in records(tmp_path, "rollout/explained_variance")] == [0, 1, 1, 2, 2]
+    explained = [row["rollout/step"] for row in records(tmp_path, "rollout/explained_variance")]
+    assert explained == [0, 1, 0, 1, 2, 2, 3, 2, 3]
     for folder in (tmp_path, tmp_path / "critic"):
-        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "3"
     job.seconds_until_gone(GONE_S)
-    for rollout_id in (0, 1):
+    for rollout_id in (1, 3):
         (tmp_path / f"iter_{rollout_id:07d}").rename(tmp_path / f"hidden_{rollout_id}")  # so it begins at the start
     out = tmp_path / "again"
     for folder in (out, out / "critic"):
         folder.mkdir()
-        for rollout_id in (1, 2):
+        for rollout_id in (1, 2, 3):
             (folder / f"died_in_{rollout_id}").touch()  # nothing dies in the replay
-    again = Job("tools/replay.py", [str(tmp_path), "--step", "3", "--out", str(out)], tmp_path / "replay.txt")
+    again = Job("tools/replay.py", [str(tmp_path), "--step", "4", "--out", str(out)], tmp_path / "replay.txt")
     assert again.finish(JOB_S) == 0, again.text()[-4000:]
-    assert "Step 3 from the start, 3 steps" in again.text()
-    assert "Step 3 is the same to the bit" in again.text() and "digest of the critic's weights" in again.text()
+    assert "Step 4 from the start, 4 steps" in again.text()
+    assert "Step 4 is the same to the bit" in again.text() and "digest of the critic's weights" in again.text()
     run, replayed = read_run(tmp_path), read_run(out)
-    assert list(run.critic_digests) == [0, 1, 2] and list(run.digests) == [1, 2]
+    assert list(run.critic_digests) == [0, 1, 2, 3] and list(run.digests) == [1, 2, 3]
     assert (replayed.digests, replayed.critic_digests) == (run.digests, run.critic_digests)
     for name, steps in (("train/critic-value_loss", critic_steps), ("train/pg_loss", actor_steps)):
         undisturbed = {row["train/step"]: row[name] for row in records(out, name)}

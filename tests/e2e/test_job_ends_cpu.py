@@ -1,13 +1,9 @@
-"""Real jobs on two CPU cores: engines alone until one dies, and a driver of the user's own that ends well."""
+"""Real jobs on two CPU cores: an engine alone until it dies, and a driver of the user's own that ends well."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
-import requests
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.e2e.job import GONE_S, JOB_S, STEP_S, Job, grpo_flags, records
 
@@ -18,46 +14,15 @@ pytestmark = [
 ]
 
 
-def error_of_answer(url: str, model: torch.nn.Module, length: int) -> float:
-    """Largest difference of a log-prob of 24 tokens behind a prompt of ``length`` from that of ``model``."""
-    prompt = [5 + i * 7 % 100 for i in range(length)]
-    sampling = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
-    payload = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-    with requests.Session() as session:
-        session.trust_env = False
-        for attempt in range(20):  # the end of a rollout aborts every request
-            try:
-                response = session.post(f"{url}/generate", json=payload, timeout=60)
-            except requests.Timeout:  # aborted in one engine before it was in the other, which waits for its cache
-                assert attempt < 19
-                continue
-            response.raise_for_status()
-            answer = response.json()["meta_info"]
-            if answer["finish_reason"]["type"] != "abort":
-                break
-    pairs = answer["output_token_logprobs"]
-    assert len(pairs) == 24
-    tokens = torch.tensor([prompt + [token for _, token, *_ in pairs]])
-    with torch.no_grad():
-        log_probs = model(tokens).logits.float().log_softmax(-1)[0]
-    expected = log_probs[range(length - 1, tokens.shape[1] - 1), tokens[0, length:]]
-    return float((expected - torch.tensor([log_prob for log_prob, *_ in pairs])).abs().max())
-
-
-def test_a_prefill_and_a_decode_engine_generate_without_a_trainer_until_they_die(task, tmp_path):
+def test_an_engine_generates_without_a_trainer_until_it_dies(task, tmp_path):
     flags = grpo_flags(
-        task, tmp_path, *"--actor-num-gpus-per-node 1 --rollout-num-gpus 2 --prefill-num-servers 1".split(),
+        task, tmp_path, *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --debug-rollout-only".split(),
         # Responses long enough to be caught generating.
-        *"--debug-rollout-only --rollout-max-response-len 400 --num-rollout 1000 --save-interval 1000".split(),
+        *"--rollout-max-response-len 400 --num-rollout 1000 --save-interval 1000".split(),
     )  # fmt: skip
     job = Job("train.py", flags, tmp_path / "log.txt")
     job.wait_until(lambda: (tmp_path / "dump/0.pt").exists(), "first rollout", STEP_S)
-    url = re.search(r"router default (http://127\.0\.0\.1:\d+)", job.text())[1]
-    model = AutoModelForCausalLM.from_pretrained(task / "task/hf", dtype=torch.float32)
-    worst = max(error_of_answer(url, model, length) for length in (1, 9, 450))
-    print(f"largest difference of a log-prob {worst:.1e}")
-    assert worst < 1e-4
-    job.strike("slime.backends.sglang_utils.server_main", r"EngineDiedError: engine [01] .*killed by signal 9")
+    job.strike("slime.backends.sglang_utils.server_main", r"EngineDiedError: engine 0 .*killed by signal 9")
     assert "MegatronTrainRayActor" not in job.text()
     samples = torch.load(tmp_path / "dump/0.pt", weights_only=False)["samples"]
     assert len(samples) == 16 and all(sample["response_length"] > 0 for sample in samples)

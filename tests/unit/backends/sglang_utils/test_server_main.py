@@ -1,41 +1,32 @@
-"""What holds for every process of an engine before SGLang is imported."""
+"""What holds for every process of an engine before SGLang is imported, and the page of its metrics."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import runpy
-runpy.run_module("slime.backends.sglang_utils.server_main", run_name="__mp_main__")
+names = runpy.run_module("slime.backends.sglang_utils.server_main", run_name="__mp_main__")
 try:
     import megatron.core
 except ImportError:
     print("no megatron")
 from sglang.srt.plugins.hook_registry import HookRegistry
 print("sglang.srt.layers.sampler.Sampler.forward" in HookRegistry._hooks)
-"""
 
-
-def test_a_process_of_an_engine_imports_no_megatron_core_and_has_slimes_hooks() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-2:] == ["no megatron", "True"]
-
-
-METRICS = """
-from slime.backends.sglang_utils import cpu_shim
-cpu_shim.install()
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.utils.common import add_prometheus_middleware, add_prometheus_track_response_middleware
-from slime.backends.sglang_utils.server_main import name_included_routes
 
 router = APIRouter()
 router.get("/v1/loads")(lambda: {"loads": 3})
 app = FastAPI()
 app.include_router(router)
 app.get("/health")(lambda: "ok")
-name_included_routes(app)
+names["name_included_routes"](app)
 add_prometheus_track_response_middleware(app)
 add_prometheus_middleware(app)
 client = TestClient(app)
@@ -46,13 +37,23 @@ print(*sorted(line for line in page.text.splitlines() if line.startswith("sglang
 """
 
 
-def test_the_servers_routes_answer_and_are_counted_with_metrics(tmp_path: Path) -> None:
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The last lines of one such process."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path_factory.mktemp("metrics"))}
     done = subprocess.run(
-        [sys.executable, "-c", METRICS], capture_output=True, text=True, timeout=200, check=False, env=environment
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-5:] == [
+    return done.stdout.splitlines()[-7:]
+
+
+def test_a_process_of_an_engine_imports_no_megatron_core_and_has_slimes_hooks(printed: list[str]) -> None:
+    assert printed[:2] == ["no megatron", "True"]
+
+
+def test_the_servers_routes_answer_and_are_counted_with_metrics(printed: list[str]) -> None:
+    assert printed[2:] == [
         "{'loads': 3} 200",
         "200",
         'sglang:http_requests_total{endpoint="/health",method="GET"} 1.0',
