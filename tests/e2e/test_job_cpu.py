@@ -107,6 +107,7 @@ def test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_cha
         *("--megatron-config-path", str(roles), "--trainer-recovery", "memory", "--save-interval", "2"),
         *("--custom-megatron-before-train-step-hook-path", hook),
     )  # fmt: skip
+    (tmp_path / "critic").mkdir()  # for the mark that it has died, before its first checkpoint
     job = Job("train.py", flags, tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
     assert re.findall(r"(\w+) rank 0 died", job.text())[:3] == ["critic", "actor", "actor"]

@@ -42,7 +42,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the chosen cells; gives the exit status."""
-    from tests.matrix.layouts import FULL_FAMILIES, LAYOUTS, fast_layouts_of, layouts_of, run_layouts
+    from tests.matrix.layouts import (
+        CUT_AS_OTHERS,
+        FULL_FAMILIES,
+        LAYOUTS,
+        OF_OTHERS,
+        fast_layouts_of,
+        layouts_of,
+        run_layouts,
+    )
 
     options = parse(argv)
     try:
@@ -64,10 +72,13 @@ def main(argv: list[str] | None = None) -> int:
         print(cell.describe(), flush=True)
         cells.append(cell)
 
-    for cell in check_families(list(cases), checks, jobs=options.jobs) if checks else ():
+    checked = [name for name in cases if not (options.fast and name in OF_OTHERS)]
+    for cell in check_families(checked, checks, jobs=options.jobs) if checks else ():
         on_cell(cell)
     if layouts:
         for case in cases.values():
+            if options.fast and case.name in CUT_AS_OTHERS:
+                continue
             names = layouts if options.layout else fast_layouts_of(case) if options.fast else layouts_of(case)
             run_layouts([case], list(names), in_bf16=options.bf16, on_cell=on_cell)
     for title, table in docs.result_tables(cells, cases, FULL_FAMILIES, LAYOUTS).items():

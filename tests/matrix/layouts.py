@@ -178,6 +178,33 @@ STAGES_OF_ANOTHER = ("glm4-32b", "glm4_moe-groups", "kimi_k2", "llama3", "mistra
 """What stands around their layers is what another family has, so that they are cut into stages alike."""
 
 
+OF_OTHERS = (
+    "glm4_moe-groups",
+    "glm5",
+    "kimi_k2",
+    "llama3-plain",
+    "mimo",
+    "mistral",
+    "qwen3_5_moe",
+    "qwen3_5_vl",
+)
+"""Families whose every line of code, rule of weights and kind of layer others have: `make test-dist` runs them, the
+suite does not."""
+CUT_AS_OTHERS = (
+    *OF_OTHERS,
+    "glm4-32b",
+    "glm4_moe_lite",
+    "glm4v",
+    "llama3",
+    "moonlight",
+    "qwen2.5",
+    "qwen2_moe",
+    "qwen3_5",
+    "qwen3_vl_moe",
+)
+"""Families that two ranks share as they do others: the suite has them in one process alone."""
+
+
 def fast_layouts_of(case: FamilyCase) -> list[str]:
     """The suite's layouts of the case: other layers than its own, context parallel and stages only where they add.
 
