@@ -106,7 +106,8 @@ class StackedLinear(torch.nn.Module):
         rank, parts = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
         for index, matrix in enumerate(self.weight):
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed + first + index)
+                # torch.manual_seed would seed the GPUs' generators too, which nothing puts back.
+                torch.default_generator.manual_seed(seed + first + index)
                 whole = torch.empty(out_features, in_features, dtype=torch.float32)
                 init_method(whole)
             halves = whole.chunk(2) if self.is_gated else (whole,)

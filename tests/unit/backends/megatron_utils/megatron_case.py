@@ -52,8 +52,11 @@ def start_single_process(args: argparse.Namespace) -> None:
 
 
 def start_parallel(args: argparse.Namespace) -> None:
-    """The parallel groups and seeds of ``args`` over the default group, instead of any there are."""
-    if mpu.is_initialized():
+    """The parallel groups and seeds of ``args`` over the default group, instead of any there are.
+
+    One rank is in groups of one whatever the flags are: it keeps them, as their end takes a tenth of a second.
+    """
+    if mpu.is_initialized() and dist.get_world_size() > 1:
         mpu.destroy_model_parallel()
         # Megatron-core only forgets its groups; each keeps three threads that wake up a hundred times a second.
         for group in list(dist.distributed_c10d._world.pg_map):

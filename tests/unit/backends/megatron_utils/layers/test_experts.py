@@ -139,6 +139,15 @@ def test_every_expert_starts_from_other_numbers() -> None:
     assert 0.01 < float(weight.std()) < 0.03
 
 
+def test_drawing_them_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    settings = config()  # which seeds all
+    seeds.clear()
+    StackedExperts(NUM_EXPERTS, settings, pg_collection=get_default_pg_collection())
+    assert seeds == []
+
+
 def test_checkpoint_entries_are_the_parameters_under_the_common_names() -> None:
     experts = stacked()
     state = experts.sharded_state_dict("decoder.layers.1.mlp.experts.", ((0, 1, 2),))
