@@ -23,8 +23,8 @@ test: MARKS += and not whole
 test: install
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SUITE)
 
-# The suite has these files of tests/dist; all take longer than the suite.  Folders one by one, because pytest drops a
-# file that is named beside a folder around it.
+# The suite has these files of tests/dist, without the cases marked `whole`; all take longer than the suite.  Folders
+# one by one, because pytest drops a file that is named beside a folder around it.
 SUITE = tests/e2e $(DIST_IN_SUITE) $(filter-out tests/dist/ tests/e2e/ tests/real/ tests/__pycache__/,$(wildcard tests/*/))
 DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py weight_push.py shard_buckets.py log_probs_tp.py)
 test-dist: install
