@@ -11,7 +11,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -67,11 +67,15 @@ Outcome = tuple[float, float, str]
 class FamilyRun:
     """The checks of one family over one checkpoint, each tried once whatever became of the others."""
 
+    keeps_world = False
+    """Whether models share a world of one rank: the end of its groups takes longer than a step."""
+
     def __init__(self, case: FamilyCase, folder: Path) -> None:
         """Write the checkpoint, and its copy in bf16."""
         self.case = case
         self.folder, self.bf16_folder = folder / "hf", folder / "hf_bf16"
         self.work = folder
+        self._world = ExitStack()
         case.write_checkpoint(self.folder)
         write_bf16_copy(self.folder, self.bf16_folder)
         self.data = make_train_data(case.vocab_size, add_images=case.add_images)
@@ -145,7 +149,9 @@ class FamilyRun:
     @contextmanager
     def model(self, folder: Path | None = None, *flags: object) -> Iterator[tuple[Namespace, list[torch.nn.Module]]]:
         """The trainer's args, and its model with the checkpoint's weights."""
-        with one_process_world():
+        with ExitStack() as own:
+            if not (self.keeps_world and dist.is_initialized()):
+                (self._world if self.keeps_world else own).enter_context(one_process_world())
             args = trainer.make_args(self.case, folder or self.folder, *flags)
             initialize.init(args)
             yield args, trainer.load_model(args)
@@ -154,6 +160,7 @@ class FamilyRun:
         """Hugging Face to torch_dist and back, with the command-line tools' own functions."""
         from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 
+        self._world.close()  # the tool makes one of its own
         saved, back = self.work / f"{source.name}_dist", self.work / f"{source.name}_back"
         argv = [*self.case.flags(source), "--hf-checkpoint", str(source), "--save", str(saved)]
         try:
@@ -198,4 +205,6 @@ def check_family(case: FamilyCase, checks: tuple[str, ...] = CHECKS) -> list[Cel
         except Exception as error:  # noqa: BLE001
             text = f"cannot write the checkpoint: {type(error).__name__}: {error}"
             return [Cell(case.name, check, math.nan, 0.0, text) for check in checks]
-        return run.cells(checks)
+        run.keeps_world = True
+        with run._world:
+            return run.cells(checks)
