@@ -69,13 +69,14 @@ class FamilyRun:
 
     keeps_world = False
     """Whether models share a world of one rank: the end of its groups takes longer than a step."""
+    _world = ExitStack()
+    """The world that is shared; a process has one."""
 
     def __init__(self, case: FamilyCase, folder: Path) -> None:
         """Write the checkpoint, and its copy in bf16."""
         self.case = case
         self.folder, self.bf16_folder = folder / "hf", folder / "hf_bf16"
         self.work = folder
-        self._world = ExitStack()
         case.write_checkpoint(self.folder)
         write_bf16_copy(self.folder, self.bf16_folder)
         self.data = make_train_data(case.vocab_size, add_images=case.add_images)
