@@ -1,0 +1,19 @@
+"""What the suite leaves out of the matrix is there, and others have its rules of weights."""
+
+from __future__ import annotations
+
+from slime.backends.megatron_utils.models import family_of
+from tests.matrix.case import load_cases
+from tests.matrix.layouts import CUT_AS_OTHERS, FULL_FAMILIES, OF_OTHERS
+
+
+def tables(names: set[str]) -> set[str]:
+    families = [family_of(case.config) for name, case in load_cases().items() if name in names]
+    return {family.weight_map.family for family in families if family is not None}
+
+
+def test_the_suite_has_every_table_of_weights_in_one_process_and_all_families_of_every_layout_on_two_ranks() -> None:
+    names = set(load_cases())
+    assert set(OF_OTHERS) <= set(CUT_AS_OTHERS) < names
+    assert tables(names - set(OF_OTHERS)) == tables(names)
+    assert not set(FULL_FAMILIES) & set(CUT_AS_OTHERS)
