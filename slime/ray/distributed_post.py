@@ -81,16 +81,15 @@ class DistributedPost:
 def start_distributed_post(args: Namespace) -> DistributedPost:
     """Start ``--num-gpus-per-node`` posting actors on every node, no more than it has cores, and post through them."""
     posters = []
-    for node in ray.nodes():
-        if not node["Alive"]:
-            continue
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    for node in nodes:
         count = max(1, min(args.num_gpus_per_node, int(node["Resources"].get("CPU", 1))))
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
         options = {"scheduling_strategy": strategy, "max_concurrency": 4096}
         options["runtime_env"] = {"env_vars": COMMON_ACTOR_ENV}
         posters += [_RemotePoster.options(**options).remote(args) for _ in range(count)]
     wait_for([poster.ready.remote() for poster in posters], what="the posting actors", timeout_s=START_TIMEOUT_S)
-    logger.info("requests are posted by %d actors on %d nodes", len(posters), len(ray.nodes()))
+    logger.info("requests are posted by %d actors on %d nodes", len(posters), len(nodes))
     transport = DistributedPost(posters)
     set_post_transport(transport)
     return transport

@@ -61,17 +61,24 @@ def _run(command: Sequence[str]) -> tuple[int, str, bool]:
     """Run one driver; return its exit code, why it failed as it said itself, and whether a signal told it to leave."""
     causes: list[str] = []
     told: list[int] = []
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
-    assert child.stderr is not None
+    early: list[int] = []
+    child: subprocess.Popen[str] | None = None
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         told.append(signum)
-        child.send_signal(signum)
+        if child is None:
+            early.append(signum)
+        else:
+            child.send_signal(signum)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    reader = threading.Thread(target=_copy, args=(child.stderr, causes), daemon=True)
-    reader.start()
     try:
+        child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
+        for signum in early:
+            child.send_signal(signum)
+        assert child.stderr is not None
+        reader = threading.Thread(target=_copy, args=(child.stderr, causes), daemon=True)
+        reader.start()
         code = child.wait()
         reader.join(timeout=PAUSE_S)  # what a driver that was killed leaves behind may hold the pipe a little longer
     finally:

@@ -174,6 +174,19 @@ class GroupPolicy:
         return metrics
 
 
+def result_of(task: asyncio.Task[Group], name: str) -> Group:
+    """Return the group of a task that is done, which messages call ``name``.
+
+    Raises:
+        HookError: it was cancelled, and not by the rollout.
+    """
+    if task.cancelled():
+        raise HookError(
+            f"{name} was cancelled, and not by the rollout. Does a custom generate or reward function cancel its task?"
+        )
+    return task.result()
+
+
 class GroupPool:
     """Groups in flight and finished ones.  Every call is made on one event loop.
 
@@ -247,12 +260,7 @@ class GroupPool:
         before = self.in_flight.pop(task)
         self.state.pendings.discard(task)
         try:
-            if task.cancelled():
-                raise HookError(
-                    f"The group of sample {first_index(before.group)} was cancelled, and not by the rollout. Does a "
-                    "custom generate or reward function cancel its task?"
-                )
-            group = task.result()
+            group = result_of(task, f"The group of sample {first_index(before.group)}")
             if is_finished(group):
                 self._finish(group, before)
             else:

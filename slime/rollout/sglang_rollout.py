@@ -29,7 +29,7 @@ from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.eval_rollout import evaluate_all, evaluate_dataset
 from slime.rollout.generate import _prepare_prompt_ids, answer_sample
 from slime.rollout.generate_group import run_execution, run_group
-from slime.rollout.pool import GroupPool, stamp_start
+from slime.rollout.pool import GroupPool, result_of, stamp_start
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.state import RequestState
 from slime.rollout.waiting import LongWait, deadline_error
@@ -239,6 +239,7 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
 
     Raises:
         DeadlineError: something was still pending after ``timeout_s`` (``--rollout-timeout-s`` by default).
+        HookError: a group was cancelled by a custom function.
     """
     context = context_of(args, _THIS)
     config, state = context.config, context.state()
@@ -260,7 +261,7 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
                 what, left = f"The abort of rollout {rollout_id}", f"{len(pending)} groups pending"
                 raise await deadline_error(config, what, wait, num_done=num_done, pending=left)
             repeat_s = min(2 * repeat_s, MAX_REPEAT_S)
-        groups = [task.result() for task in tasks]
+        groups = [result_of(task, "A group") for task in tasks]
         await _wait_until_idle(config, repeat_s=repeat_s)
     finally:
         wait.close()

@@ -86,3 +86,18 @@ signal.pause()
     before = signal.getsignal(signal.SIGTERM)
     assert start(body) == (130, 1)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_comes_before_the_driver_is_there_reaches_it(start, monkeypatch):
+    make = supervisor.subprocess.Popen
+
+    def make_late(*args, **options):
+        signal.raise_signal(signal.SIGTERM)
+        return make(*args, **options)
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", make_late)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one that is not passed on ends no test run
+    try:
+        assert start("signal.alarm(20)\nsignal.pause()")[0] == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -513,6 +514,21 @@ def test_a_replaced_name_is_used_at_the_next_call(start_job, monkeypatch, name):
     monkeypatch.setattr(sglang_rollout, name, replacement)
     job.rollout()
     assert len(seen) == (2 if name == "generate_and_rm_group" else 4)
+
+
+def test_a_group_that_cancels_itself_in_an_abort_is_an_error_that_says_so(start_job, monkeypatch):
+    original = sglang_rollout.generate_and_rm_group
+
+    async def cancels_itself(args: Any, group: list[Sample], *rest: Any, **options: Any) -> Any:
+        if group[0].prompt == "a":
+            return await original(args, group, *rest, **options)
+        while not GenerateState(args).aborted:
+            await asyncio.sleep(0.01)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", cancels_itself)
+    with pytest.raises(HookError, match=r"A group was cancelled, and not by the rollout\."):
+        start_job(list("ab"), rollout_batch_size=1, over_sampling_batch_size=2).rollout()
 
 
 def test_engines_that_stay_busy_after_the_abort_hold_the_rollout_up_no_longer_than_a_minute(monkeypatch, caplog):
