@@ -128,11 +128,21 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
     has_accelerators = cluster_has_accelerators()
     # Ray gives a worker one thread.  Beside a GPU, threads check a checkpoint's numbers and step Adam on the host.
     ranks_of_host = min(world_size, args.actor_num_gpus_per_node) if has_accelerators else world_size
-    variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks_of_host))
+    variables["OMP_NUM_THREADS"] = str(max(1, _cores_of_host() // ranks_of_host))
     if not has_accelerators and not args.debug_train_only:
         # The trainer uses SGLang's wire format, so it imports SGLang, which needs the shim here.
         variables["PYTHONPATH"] = cpu_shim.child_environment()["PYTHONPATH"]
     return variables | {name: str(value) for name, value in args.train_env_vars.items()}
+
+
+def _cores_of_host() -> int:
+    """Return the fewest cores of a node with accelerators, as Ray counts them; without such nodes, those of this host.
+
+    The driver may run on a small node without GPUs.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cores = [node.get("CPU", 1) for node in nodes if any(name.startswith("accelerator_type:") for name in node)]
+    return int(min(cores, default=os.cpu_count() or 1))
 
 
 def kernel_environment() -> dict[str, str]:
