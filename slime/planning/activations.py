@@ -198,7 +198,8 @@ def _expert_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, reco
     inner = rows * dims.expert_ffn // sizes.expert_tensor * batch.element_bytes
     shared = batch.tokens * dims.shared_ffn // sizes.tensor * batch.element_bytes
     return {
-        "router": 8 * tokens * dims.num_experts + 44 * copies + 4 * tokens,  # scores in fp32, maps of rows in int64
+        # Scores in fp32, maps of rows in int64.
+        "router": 8 * tokens * dims.num_experts + 36 * copies + 12 * tokens + 8,
         "rows of experts": rows * dims.hidden_size * batch.element_bytes,
         "inside of experts": inner * dims.gate_factor + (0 if recompute.drops("moe_act") else inner),
         "weights of rows": 4 * rows,

@@ -350,6 +350,9 @@ def test_without_isolation_processes_still_end(tmp_path):
     async def play():
         async with LocalSandbox(is_unsafe=True) as box:
             assert (await box.exec(f"setsid nohup sleep {word} > /dev/null 2>&1 & pwd")).out.strip() == str(box.folder)
+            deadline = time.monotonic() + 20
+            while not processes_with(f"sleep {word}") and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)  # the shell's child has yet to become it
             assert processes_with(f"sleep {word}")
             return box.folder
 

@@ -36,43 +36,43 @@ class RowCopies:
 
 def copy_rows(x: Tensor, copies: RowCopies) -> Tensor:
     """Map x [N, ...] to the copies of its rows, [C, ...]."""
-    copied: Tensor = _CopyRows.apply(x, copies)
+    copied: Tensor = _CopyRows.apply(x, copies.row_of_copy, copies.copies_by_row, copies.ends)
     return copied
 
 
 def sum_copies(x: Tensor, copies: RowCopies) -> Tensor:
     """Map x [C, ...] to the sum of each row's copies, [N, ...] in the dtype of ``x``; rows without copies are zero."""
-    summed: Tensor = _SumCopies.apply(x, copies)
+    summed: Tensor = _SumCopies.apply(x, copies.row_of_copy, copies.copies_by_row, copies.ends)
     return summed
 
 
 class _CopyRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: RowCopies) -> Tensor:
-        ctx.copies = copies
-        return x.index_select(0, copies.row_of_copy)
+    def forward(ctx: Any, x: Tensor, row_of_copy: Tensor, copies_by_row: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of_copy, copies_by_row, ends)
+        return x.index_select(0, row_of_copy)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.copies), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sum(grad, *ctx.saved_tensors), None, None, None
 
 
 class _SumCopies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: RowCopies) -> Tensor:
-        ctx.copies = copies
-        return _sum(x, copies)
+    def forward(ctx: Any, x: Tensor, row_of_copy: Tensor, copies_by_row: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of_copy)
+        return _sum(x, row_of_copy, copies_by_row, ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.copies.row_of_copy), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None, None
 
 
-def _sum(x: Tensor, copies: RowCopies) -> Tensor:
-    num_rows = len(copies.ends) - 1
+def _sum(x: Tensor, row_of_copy: Tensor, copies_by_row: Tensor, ends: Tensor) -> Tensor:
     if x.is_cuda:
         from slime.backends.megatron_utils.layers.row_copies_kernel import launch_sum
 
-        return launch_sum(x, copies.copies_by_row, copies.ends)
+        return launch_sum(x, copies_by_row, ends)
     sums = torch.promote_types(x.dtype, torch.float32)
-    return x.new_zeros(num_rows, *x.shape[1:], dtype=sums).index_add_(0, copies.row_of_copy, x.to(sums)).to(x.dtype)
+    summed = x.new_zeros(len(ends) - 1, *x.shape[1:], dtype=sums)
+    return summed.index_add_(0, row_of_copy, x.to(sums)).to(x.dtype)

@@ -79,7 +79,7 @@ class GatherDispatcher(MoETokenDispatcher):
             return tokens, probs
         is_on_rank = routing_map.view(-1, self.ep_size, self.num_local_experts).any(2)
         self._plan(is_on_rank.sum(0), routing_map.sum(0))
-        rank, token = torch.nonzero_static(is_on_rank.t(), size=sum(self.input_splits)).unbind(1)
+        rank, token = _positions(is_on_rank.t(), sum(self.input_splits))
         self.to_ranks = RowCopies.of(token, len(tokens))
         piece = token * self.ep_size + rank
         self.is_chosen = routing_map.view(-1, self.num_local_experts)[piece]
@@ -124,7 +124,7 @@ class GatherDispatcher(MoETokenDispatcher):
                 for x in (hidden_states, probs, self.is_chosen.byte())
             )
             self.is_chosen = is_chosen.bool()
-        expert, row = torch.nonzero_static(self.is_chosen.t(), size=self.num_rows).unbind(1)
+        expert, row = _positions(self.is_chosen.t(), self.num_rows)
         self.to_experts = RowCopies.of(row, len(hidden_states))
         probs_R = probs.flatten().gather(0, row * self.num_local_experts + expert)
         return copy_rows(hidden_states, self.to_experts), self.is_chosen.sum(0), probs_R
@@ -151,3 +151,8 @@ class GatherDispatcher(MoETokenDispatcher):
         if self.is_spread:
             hidden_states = sum_copies(hidden_states, self.to_ranks)
         return hidden_states.view(self.shape)
+
+
+def _positions(mask: Tensor, count: int) -> list[Tensor]:
+    """Return the row and the column of the ``count`` true elements of a matrix, row by row, int64 [count] each."""
+    return [axis.contiguous() for axis in torch.nonzero_static(mask, size=count).unbind(1)]
