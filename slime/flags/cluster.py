@@ -64,6 +64,10 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["nccl", "gloo"],
         help="torch.distributed backend of the trainer. Default: nccl with CUDA, gloo without.",
     )
+    _add_deadlines(group)
+
+
+def _add_deadlines(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--distributed-timeout-minutes",
         type=minutes,

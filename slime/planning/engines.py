@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from slime.backends.sglang_utils.arguments import nearest_divisor
 from slime.backends.sglang_utils.server_args import num_adapter_slots
+from slime.backends.sglang_utils.sglang_config import nearest_divisor
 from slime.planning.layout import ParallelSizes
 from slime.planning.parameters import layer_matrices, layer_parameters, mtp_parameters
 from slime.planning.trainer_memory import CONTEXT_BYTES, GIB

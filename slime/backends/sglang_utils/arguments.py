@@ -18,7 +18,12 @@ from typing import Any
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.nuclei_support import layout_problems
 from slime.backends.sglang_utils.server_args import present_name
-from slime.backends.sglang_utils.sglang_config import SGLangConfig, resolve_sglang_config
+from slime.backends.sglang_utils.sglang_config import (
+    SGLangConfig,
+    resolve_sglang_config,
+    share_problems,
+    size_problems,
+)
 from slime.flags.kinds import (
     INT64_MAX,
     WholeNumber,
@@ -280,49 +285,6 @@ def check_sglang_arguments(args: Namespace) -> None:
         )
     if problems := list(_speculation(args)):
         raise ConfigError("\n".join(problems))
-
-
-def size_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
-    """Yield one message for each size that does not divide the GPUs or tensor-parallel ranks of a group's engines."""
-    groups = [(model.name, group) for model in layout.models for group in model.server_groups]
-    for name_of_model, group in groups:
-        own, num_gpus = group.overrides, group.num_gpus_per_engine
-        sizes = {name: own.get(name, getattr(args, f"sglang_{name}")) for name in ("pp_size", "dp_size", "ep_size")}
-        if group.worker_type == "placeholder" or not all(isinstance(one, int) and one > 0 for one in sizes.values()):
-            continue  # an override that is no size is refused by itself
-        tp_size = num_gpus // sizes["pp_size"]
-        engine = f"--rollout-num-gpus-per-engine is {num_gpus}"
-        if args.sglang_config is not None:
-            engine = f"the {group.worker_type} engines of {name_of_model} have {num_gpus} GPUs"
-        for name, size in sizes.items():
-            whole, parts = (num_gpus, "GPUs") if name == "pp_size" else (tp_size, "tensor-parallel ranks")
-            if whole % size:
-                flag = f"--sglang-config {args.sglang_config}: " if name in own else "--sglang-"
-                yield (
-                    f"{flag}{name.replace('_', '-')} is {size} and {engine}: the {whole} {parts} of an engine must "
-                    f"divide into {size} groups; use {nearest_divisor(whole, size)}."
-                )
-
-
-def share_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
-    """Yield a message where ``--offload-train-if-needed`` cannot know how much memory the engines take."""
-    if not args.offload_train_if_needed:
-        return
-    if args.sglang_mem_fraction_static is None:
-        yield (
-            "--offload-train-if-needed is given without --sglang-mem-fraction-static, the engines' share of the "
-            "memory; give it, such as 0.5."
-        )
-    if any("mem_fraction_static" in group.overrides for model in layout.models for group in model.server_groups):
-        yield (
-            f"--sglang-config {args.sglang_config} sets mem_fraction_static and --offload-train-if-needed is given; "
-            "set --sglang-mem-fraction-static for all engines instead."
-        )
-
-
-def nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor of ``number`` that is nearest to ``wanted``."""
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
 
 
 def _speculation(args: Namespace) -> Iterator[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -302,3 +302,46 @@ def _positive(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{where} is {value!r}; it must be a whole number of at least 1.")
     return value
+
+
+def size_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+    """Yield one message for each size that does not divide the GPUs or tensor-parallel ranks of a group's engines."""
+    groups = [(model.name, group) for model in layout.models for group in model.server_groups]
+    for name_of_model, group in groups:
+        own, num_gpus = group.overrides, group.num_gpus_per_engine
+        sizes = {name: own.get(name, getattr(args, f"sglang_{name}")) for name in ("pp_size", "dp_size", "ep_size")}
+        if group.worker_type == "placeholder" or not all(isinstance(one, int) and one > 0 for one in sizes.values()):
+            continue  # an override that is no size is refused by itself
+        tp_size = num_gpus // sizes["pp_size"]
+        engine = f"--rollout-num-gpus-per-engine is {num_gpus}"
+        if args.sglang_config is not None:
+            engine = f"the {group.worker_type} engines of {name_of_model} have {num_gpus} GPUs"
+        for name, size in sizes.items():
+            whole, parts = (num_gpus, "GPUs") if name == "pp_size" else (tp_size, "tensor-parallel ranks")
+            if whole % size:
+                flag = f"--sglang-config {args.sglang_config}: " if name in own else "--sglang-"
+                yield (
+                    f"{flag}{name.replace('_', '-')} is {size} and {engine}: the {whole} {parts} of an engine must "
+                    f"divide into {size} groups; use {nearest_divisor(whole, size)}."
+                )
+
+
+def share_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+    """Yield a message where ``--offload-train-if-needed`` cannot know how much memory the engines take."""
+    if not args.offload_train_if_needed:
+        return
+    if args.sglang_mem_fraction_static is None:
+        yield (
+            "--offload-train-if-needed is given without --sglang-mem-fraction-static, the engines' share of the "
+            "memory; give it, such as 0.5."
+        )
+    if any("mem_fraction_static" in group.overrides for model in layout.models for group in model.server_groups):
+        yield (
+            f"--sglang-config {args.sglang_config} sets mem_fraction_static and --offload-train-if-needed is given; "
+            "set --sglang-mem-fraction-static for all engines instead."
+        )
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of ``number`` that is nearest to ``wanted``."""
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))

@@ -4,8 +4,14 @@ from argparse import Namespace
 
 import pytest
 
-from slime.backends.sglang_utils.arguments import quantized_problems, share_problems, size_problems
-from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, SGLangConfig
+from slime.backends.sglang_utils.arguments import quantized_problems
+from slime.backends.sglang_utils.sglang_config import (
+    ModelConfig,
+    ServerGroupConfig,
+    SGLangConfig,
+    share_problems,
+    size_problems,
+)
 
 GLM4_9B = {"intermediate_size": 13696}
 QWEN3_4B = {"intermediate_size": 9728}
