@@ -1213,7 +1213,7 @@ UNTIMED = {
     "slime.rollout.control_client.engine_loads: asyncio.gather": "every request has CONTROL_TIMEOUT_S",
     "slime.rollout.fully_async_rollout.AsyncRolloutWorker._produce: asyncio.timeout": "collect() is the timed side",
     "slime.rollout.fully_async_rollout.AsyncRolloutWorker._produce: self.pool.room.wait": "collect() is timed",
-    "slime.rollout.pool.GroupPool._on_done: task.result": "called when the task is done",
+    "slime.rollout.pool.result_of: task.result": "called when the task is done",
     "slime.rollout.eval_rollout.evaluate_all: asyncio.gather": "every data set has a LongWait",
     "slime.rollout.generate_group.run_group: asyncio.gather": "rewards have --rm-timeout-s",
     "slime.rollout.generate_group._run_entries: asyncio.gather": "requests are timed, and so is the rollout",
