@@ -24,6 +24,7 @@ from slime.ray.utils import (
     NOSET_VISIBLE_DEVICES,
     RayActor,
     cluster_has_accelerators,
+    lists_accelerators,
     one_node_environment,
     ray_transport,
 )
@@ -141,7 +142,7 @@ def _cores_of_host() -> int:
     The driver may run on a small node without GPUs.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cores = [node.get("CPU", 1) for node in nodes if any(name.startswith("accelerator_type:") for name in node)]
+    cores = [node.get("CPU", 1) for node in nodes if lists_accelerators(node)]
     return int(min(cores, default=os.cpu_count() or 1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -42,7 +43,12 @@ def cluster_has_accelerators() -> bool:
 
     Asked of the cluster, because the driver may run on a node without GPUs.
     """
-    return torch.cuda.is_available() or any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
+    return torch.cuda.is_available() or lists_accelerators(ray.cluster_resources())
+
+
+def lists_accelerators(resources: Mapping[str, float]) -> bool:
+    """Return True when Ray's resources, of a node or of all, have real GPUs among them."""
+    return any(name.startswith("accelerator_type:") for name in resources)
 
 
 def listen_address() -> str:

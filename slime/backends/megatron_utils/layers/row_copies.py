@@ -23,33 +23,33 @@ class RowCopies:
     """int64 [C], in [0, N)."""
     copies_by_row: Tensor
     """int64 [C], the copies of the first row, then those of the second, ..."""
-    ends: Tensor
-    """int64 [N + 1]: the copies of row i are those from ``ends[i]`` to ``ends[i + 1]`` of ``copies_by_row``."""
+    offsets: Tensor
+    """int64 [N + 1]: the copies of row i are those from ``offsets[i]`` to ``offsets[i + 1]`` of ``copies_by_row``."""
 
     @classmethod
     def of(cls, row_of_copy: Tensor, num_rows: int) -> RowCopies:
         """Build from the row of each copy, int64 [C]."""
         rows, copies_by_row = row_of_copy.sort(stable=True)
-        ends = torch.searchsorted(rows, torch.arange(num_rows + 1, device=rows.device))
-        return cls(row_of_copy, copies_by_row, ends)
+        offsets = torch.searchsorted(rows, torch.arange(num_rows + 1, device=rows.device))
+        return cls(row_of_copy, copies_by_row, offsets)
 
 
 def copy_rows(x: Tensor, copies: RowCopies) -> Tensor:
     """Map x [N, ...] to the copies of its rows, [C, ...]."""
-    copied: Tensor = _CopyRows.apply(x, copies.row_of_copy, copies.copies_by_row, copies.ends)
+    copied: Tensor = _CopyRows.apply(x, copies.row_of_copy, copies.copies_by_row, copies.offsets)
     return copied
 
 
 def sum_copies(x: Tensor, copies: RowCopies) -> Tensor:
     """Map x [C, ...] to the sum of each row's copies, [N, ...] in the dtype of ``x``; rows without copies are zero."""
-    summed: Tensor = _SumCopies.apply(x, copies.row_of_copy, copies.copies_by_row, copies.ends)
+    summed: Tensor = _SumCopies.apply(x, copies.row_of_copy, copies.copies_by_row, copies.offsets)
     return summed
 
 
 class _CopyRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row_of_copy: Tensor, copies_by_row: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of_copy, copies_by_row, ends)
+    def forward(ctx: Any, x: Tensor, row_of_copy: Tensor, copies_by_row: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of_copy, copies_by_row, offsets)
         return x.index_select(0, row_of_copy)
 
     @staticmethod
@@ -59,20 +59,20 @@ class _CopyRows(torch.autograd.Function):
 
 class _SumCopies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row_of_copy: Tensor, copies_by_row: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, row_of_copy: Tensor, copies_by_row: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(row_of_copy)
-        return _sum(x, row_of_copy, copies_by_row, ends)
+        return _sum(x, row_of_copy, copies_by_row, offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad.index_select(0, *ctx.saved_tensors), None, None, None
 
 
-def _sum(x: Tensor, row_of_copy: Tensor, copies_by_row: Tensor, ends: Tensor) -> Tensor:
+def _sum(x: Tensor, row_of_copy: Tensor, copies_by_row: Tensor, offsets: Tensor) -> Tensor:
     if x.is_cuda:
         from slime.backends.megatron_utils.layers.row_copies_kernel import launch_sum
 
-        return launch_sum(x, copies_by_row, ends)
+        return launch_sum(x, copies_by_row, offsets)
     sums = torch.promote_types(x.dtype, torch.float32)
-    summed = x.new_zeros(len(ends) - 1, *x.shape[1:], dtype=sums)
+    summed = x.new_zeros(len(offsets) - 1, *x.shape[1:], dtype=sums)
     return summed.index_add_(0, row_of_copy, x.to(sums)).to(x.dtype)

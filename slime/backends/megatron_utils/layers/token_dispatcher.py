@@ -35,8 +35,8 @@ class GatherDispatcher(MoETokenDispatcher):
     """All-to-all dispatcher for routing in which every token has exactly k experts.
 
     Used for one pass through a layer at a time: dispatch, experts, combine.  Shapes: T = tokens of this rank, k =
-    experts of a token, H = hidden size, E = experts, e = experts of this rank, M = tokens that have some of these,
-    R = rows that they see: one for each token and expert.
+    experts of a token, H = hidden size, E = experts, e = experts of this rank, R = rows that these see: one for each
+    token and expert.
     """
 
     def __init__(
@@ -97,10 +97,9 @@ class GatherDispatcher(MoETokenDispatcher):
         mine = self.ep_group.rank()
         received, chosen = told[..., mine], told[..., self.ep_size :].unflatten(2, (self.ep_size, -1))[:, :, mine]
         # The one wait of the host: all_to_all and the sizes of its buffers need plain numbers.
-        *numbers, (self.num_rows, *_) = torch.cat(
-            [num_sent[None], received, chosen.sum().expand(1, self.ep_size)]
-        ).tolist()
-        self.input_splits, per_tensor_rank = numbers[0], numbers[1:]
+        numbers = torch.cat([num_sent[None], received, chosen.sum((0, 2))[None]]).tolist()
+        self.input_splits, *per_tensor_rank, chosen_by_sender = numbers
+        self.num_rows = sum(chosen_by_sender)
         self.output_splits = per_tensor_rank[self.tp_rank]
         totals = [sum(splits) for splits in per_tensor_rank]
         # Tensor-parallel ranks hold unlike numbers of rows: padded to the largest, so that collectives are even.

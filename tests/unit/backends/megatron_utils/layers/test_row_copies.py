@@ -12,7 +12,7 @@ ROWS = [2, 0, 2, 3, 2]
 
 def test_hand_values() -> None:
     copies = RowCopies.of(torch.tensor(ROWS), 4)
-    assert copies.copies_by_row.tolist() == [1, 0, 2, 4, 3] and copies.ends.tolist() == [0, 1, 1, 4, 5]
+    assert copies.copies_by_row.tolist() == [1, 0, 2, 4, 3] and copies.offsets.tolist() == [0, 1, 1, 4, 5]
     assert copy_rows(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), copies).tolist() == [[3], [1], [3], [4], [3]]
     assert sum_copies(torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]]), copies).tolist() == [[2], [0], [21], [8]]
 
