@@ -48,7 +48,7 @@ PROMISES = (
         "checkpoint; engines stay up, no token is drawn again, and on a CPU the weights are the same bit for bit",
         cost="48 s; the optimizer steps since the save are taken again",
         tests=(
-            "tests/e2e/test_job_cpu.py::test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_change_no_bit",
+            "tests/e2e/test_trainer_faults.py::test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_change_no_bit",
         ),
     ),
     Promise(
@@ -62,7 +62,7 @@ PROMISES = (
         tests=(
             "tests/dist/test_memory_copy.py::test_all_that_training_changes_comes_back_to_the_bit",
             "tests/dist/test_memory_checkpoints.py::test_a_death_in_the_middle_of_a_copy_leaves_every_rank_with_the_one_before",
-            "tests/e2e/test_job_cpu.py::test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_change_no_bit",
+            "tests/e2e/test_trainer_faults.py::test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_change_no_bit",
         ),
     ),
     Promise(

@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from slime.observability.run_reader import read_run
-from tests.e2e.job import GONE_S, JOB_S, REPO, STEP_S, Job, grpo_flags, records, replay_flags
+from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
+from tests.e2e.job import GONE_S, JOB_S, REPO, STEP_S, Job, grpo_flags, records
+from tests.e2e.stranger import check_a_stranger_gets_nothing
 
 pytestmark = [
     pytest.mark.e2e,
@@ -65,11 +66,19 @@ def test_a_colocated_run_whose_trainer_ends_with_every_push_trains_saves_and_exp
     assert list((run_folder / "tensorboard").rglob("events.*")) and list(run_folder.rglob("run-*.wandb"))
 
 
-def test_a_run_whose_trainer_stays_goes_on_where_that_one_stopped_until_ctrl_c(task, run_folder):
-    more = "--actor-num-gpus-per-node 1 --colocate --check-weight-update-equal --num-rollout 1000".split()
-    flags = grpo_flags(task, run_folder, *more)
-    job = Job("train.py", flags, run_folder / "log2.txt")
+def test_a_run_that_others_reach_goes_on_where_that_one_stopped_and_tells_them_nothing_until_ctrl_c(
+    task, run_folder, tmp_path
+):
+    """``SLIME_HOST_IP`` makes the job listen where other hosts reach it, as a job of several nodes does."""
+    address, page_port, secret_file = get_current_node_ip(), get_free_port(29500), tmp_path / "secret"
+    assert not is_loopback(address), "this host has no address but loopback, so that nobody else reaches it"
+    flags = grpo_flags(
+        task, run_folder, *"--actor-num-gpus-per-node 1 --colocate --check-weight-update-equal".split(),
+        *f"--num-rollout 1000 --prometheus-port {page_port} --job-secret-file {secret_file}".split(),
+    )  # fmt: skip
+    job = Job("train.py", flags, run_folder / "log2.txt", SLIME_HOST_IP=address)
     job.wait_until(lambda: "step 4/1000" in job.text(), "second step after the resume", STEP_S)
+    check_a_stranger_gets_nothing(job, run_folder, address, page_port, secret_file)
     job.process.send_signal(signal.SIGINT)
     assert job.finish(GONE_S) == 130
     job.seconds_until_gone(GONE_S)
@@ -89,58 +98,3 @@ def test_a_step_of_that_run_is_taken_again_to_the_bit(run_folder):
     ended = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=JOB_S, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-4000:]
     assert "Step 3 is the same to the bit" in ended.stdout
-
-
-def test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_change_no_bit(task, run_folder, tmp_path):
-    """On the recorded rollouts; the engines' part is tested above.  A replay in which nothing dies is the measure.
-
-    The critic dies before both have trained on a rollout and before a checkpoint, so that both go back to the start;
-    the actor dies later, and both go back to the copies in memory; and once more with those copies, and both go back
-    to the checkpoint.
-    """
-    roles = tmp_path / "roles.yaml"
-    roles.write_text("megatron:\n  - {name: values, role: critic, overrides: {lr: 1e-3}}\n")
-    hook = "tests.e2e.dying_trainer.the_critic_dies_in_rollout_1_and_the_actor_in_2_and_with_the_copies_in_3"
-    flags = replay_flags(
-        task, tmp_path, f"{run_folder}/dump/{{rollout_id}}.pt",
-        *"--actor-num-gpus-per-node 1 --advantage-estimator ppo --num-critic-only-steps 1 --num-rollout 4".split(),
-        *("--megatron-config-path", str(roles), "--trainer-recovery", "memory", "--save-interval", "2"),
-        *("--custom-megatron-before-train-step-hook-path", hook),
-    )  # fmt: skip
-    (tmp_path / "critic").mkdir()  # for the mark that it has died, before its first checkpoint
-    job = Job("train.py", flags, tmp_path / "log.txt")
-    assert job.finish(JOB_S) == 0, job.text()[-4000:]
-    assert re.findall(r"(\w+) rank 0 died", job.text())[:3] == ["critic", "actor", "actor"]
-    went_on = re.findall(r"went on from rollout (\d+) and trained again on (\d+) rollouts", job.text())
-    assert went_on == [("0", "1"), ("2", "0"), ("2", "1")]  # from the start, from the copies, from the checkpoint
-    assert re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text()) == ["1", "1"]
-    assert "copies in memory are lost" in job.text()
-    critic_steps = records(tmp_path, "train/critic-value_loss")
-    assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 4, 5, 6, 7]
-    assert {step["train/critic-lr-pg_0"] for step in critic_steps} == {1e-3}
-    actor_steps = records(tmp_path, "train/pg_loss")
-    assert [step["train/step"] for step in actor_steps] == [2, 3, 4, 4, 5, 6, 4, 5, 6, 7]
-    assert all("rollout/values" in record for record in records(tmp_path, "rollout/returns"))
-    explained = [row["rollout/step"] for row in records(tmp_path, "rollout/explained_variance")]
-    assert explained == [0, 1, 0, 1, 2, 2, 3, 2, 3]
-    for folder in (tmp_path, tmp_path / "critic"):
-        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "3"
-    job.seconds_until_gone(GONE_S)
-    for rollout_id in (1, 3):
-        (tmp_path / f"iter_{rollout_id:07d}").rename(tmp_path / f"hidden_{rollout_id}")  # so it begins at the start
-    out = tmp_path / "again"
-    for folder in (out, out / "critic"):
-        folder.mkdir()
-        for rollout_id in (1, 2, 3):
-            (folder / f"died_in_{rollout_id}").touch()  # nothing dies in the replay
-    again = Job("tools/replay.py", [str(tmp_path), "--step", "4", "--out", str(out)], tmp_path / "replay.txt")
-    assert again.finish(JOB_S) == 0, again.text()[-4000:]
-    assert "Step 4 from the start, 4 steps" in again.text()
-    assert "Step 4 is the same to the bit" in again.text() and "digest of the critic's weights" in again.text()
-    run, replayed = read_run(tmp_path), read_run(out)
-    assert list(run.critic_digests) == [0, 1, 2, 3] and list(run.digests) == [1, 2, 3]
-    assert (replayed.digests, replayed.critic_digests) == (run.digests, run.critic_digests)
-    for name, steps in (("train/critic-value_loss", critic_steps), ("train/pg_loss", actor_steps)):
-        undisturbed = {row["train/step"]: row[name] for row in records(out, name)}
-        assert all(row[name] == undisturbed[row["train/step"]] for row in steps)
-    again.seconds_until_gone(GONE_S)
