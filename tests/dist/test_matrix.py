@@ -1,38 +1,38 @@
 """Every model family: log-probs and gradients of the reference, checkpoints bit for bit, two ranks as one process.
 
-`python -m tests.matrix` prints the same cells with their numbers, and many more parallel layouts.  Families that have
-nothing of their own are marked ``whole``: `make test` leaves them out.
+`python -m tests.matrix` prints the same cells with their numbers, and many more parallel layouts.  `make test` leaves
+out those marked ``whole``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import pytest
 from _pytest.mark.structures import ParameterSet
 
 from tests.matrix.case import load_cases
 from tests.matrix.isolation import check_families
-from tests.matrix.layouts import CUT_AS_OTHERS, OF_OTHERS, fast_layouts_of, run_layouts
+from tests.matrix.layouts import CUT_IN_SUITE, OF_OTHERS, fast_layouts_of, run_layouts
 from tests.matrix.report import CHECKS, summary
 
 pytestmark = pytest.mark.dist
 CASES = load_cases()
 
 
-def families(of_others: Sequence[str]) -> list[ParameterSet]:
-    """All of them, those ``of_others`` marked."""
-    return [pytest.param(name, marks=[pytest.mark.whole] * (name in of_others)) for name in CASES]
+def families(in_suite: Collection[str]) -> list[ParameterSet]:
+    """All of them, those marked that the suite leaves out."""
+    return [pytest.param(name, marks=[pytest.mark.whole] * (name not in in_suite)) for name in CASES]
 
 
-@pytest.mark.parametrize("family", families(OF_OTHERS))
+@pytest.mark.parametrize("family", families(CASES.keys() - OF_OTHERS))
 def test_one_process_equals_the_reference(family: str) -> None:
     cells = list(check_families([family], CHECKS))
     assert len(cells) == len(CHECKS)
     assert all(cell.passed for cell in cells), summary(cells)
 
 
-@pytest.mark.parametrize("family", families(CUT_AS_OTHERS))
+@pytest.mark.parametrize("family", families(CUT_IN_SUITE))
 def test_two_ranks_equal_one_process(family: str) -> None:
     case = CASES[family]
     names = fast_layouts_of(case)

@@ -15,7 +15,7 @@ from tests.e2e.job import grpo_flags
 
 REPO = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(1200)]
 
 
 def cluster(
@@ -58,7 +58,6 @@ def test_the_nodes_of_a_hostfile_join_refuse_a_job_that_is_too_large_and_end_wit
     assert "the job needs 8 GPUs and 9 CPUs; the Ray cluster has 4 GPUs and " in done.stderr
 
 
-@pytest.mark.faults
 def test_a_node_that_never_comes_is_said_after_the_deadline(tmp_path):
     done = cluster(tmp_path, [get_current_node_ip()], expected=2, timeout_s=1)
     assert done.returncode == 1

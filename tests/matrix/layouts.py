@@ -190,19 +190,9 @@ OF_OTHERS = (
 )
 """Families whose every line of code, rule of weights and kind of layer others have: `make test-dist` runs them, the
 suite does not."""
-CUT_AS_OTHERS = (
-    *OF_OTHERS,
-    "glm4-32b",
-    "glm4_moe_lite",
-    "glm4v",
-    "llama3",
-    "moonlight",
-    "qwen2.5",
-    "qwen2_moe",
-    "qwen3_5",
-    "qwen3_vl_moe",
-)
-"""Families that two ranks share as they do others: the suite has them in one process alone."""
+CUT_IN_SUITE = ("qwen3", "deepseek_v3", "qwen3_next", "qwen3_vl", "gpt_oss")
+"""Families that the suite gives two ranks: dense layers; latent attention with experts and MTP; delta nets; a vision
+tower; sinks and biases.  `make test-dist` and `make matrix` give two ranks to all."""
 
 
 def fast_layouts_of(case: FamilyCase) -> list[str]:

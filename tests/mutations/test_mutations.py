@@ -29,6 +29,7 @@ def test_every_mutation_fits_the_code_as_it_is(mutation):
 
 
 @pytest.mark.dist
+@pytest.mark.whole
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("bug", QUICK)
 def test_a_known_bug_is_caught(verdicts, bug):
