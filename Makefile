@@ -30,7 +30,8 @@ DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py wei
 test-dist: install
 	@$(PYTEST) tests/dist/test_*.py tests/e2e/test_nodes_script.py tests/mutations/test_mutations.py
 
-# Engines and routers of real jobs, killed in the middle of a rollout: minutes each, on a machine with nothing else to do.
+# Engines, routers and trainers of real jobs, killed in the middle of their work: minutes each, on a machine with nothing
+# else to do.
 faults: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "faults and not gpu" tests/e2e
 
