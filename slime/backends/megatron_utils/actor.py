@@ -159,7 +159,7 @@ class MegatronTrainRayActor(TrainWorker):
         clock = Timer()
         if clock.is_running("train_wait"):
             clock.end("train_wait")
-        with timer("train"):
+        with timer("train"), memory.naming_flags(self.args):
             self.wake_up()
             memory.restart_peak()
             with timer("data_preprocess"):

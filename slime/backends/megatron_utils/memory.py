@@ -9,6 +9,8 @@ import gc
 import logging
 import resource
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -95,3 +97,21 @@ def peak_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@contextmanager
+def naming_flags(args: Namespace) -> Iterator[None]:
+    """Add to an out-of-memory error of the work inside which flags lower what it needs."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if args.use_dynamic_batch_size:
+            size = f"--max-tokens-per-gpu (it is {args.max_tokens_per_gpu})"
+        else:
+            size = f"--micro-batch-size (it is {args.micro_batch_size})"
+        error.add_note(
+            f"Lower {size}, recompute activations (--recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1), or let --fit choose; --plan prints what a step of this command needs. "
+            "From the second step on the optimizer's moments are there too."
+        )
+        raise
