@@ -10,13 +10,15 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import queue
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from slime.utils.errors import GraderError
 
@@ -105,13 +107,21 @@ class SymbolicWorker:
             OSError, ValueError: the child is gone or broke the protocol.
         """
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(question).encode() + b"\n")
-        process.stdin.flush()
-        # Not select(): a rollout holds thousands of connections, and it refuses file descriptors above 1023.
-        answers = select.poll()
-        answers.register(process.stdout, select.POLLIN | select.POLLHUP)
-        if not answers.poll((limit_s + 1.0) * 1000):
-            raise TimeoutError(f"no answer within {limit_s:.0f} s")
+        deadline = time.monotonic() + limit_s + 1.0
+
+        def wait_until(pipe: IO[bytes], event: int) -> None:
+            # Not select(): a rollout holds thousands of connections, and it refuses file descriptors above 1023.
+            poll = select.poll()
+            poll.register(pipe, event)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError(f"no answer within {limit_s:.0f} s")
+
+        rest = json.dumps(question).encode() + b"\n"
+        os.set_blocking(process.stdin.fileno(), False)  # a child that hangs reads no more than its pipe holds
+        while rest:
+            wait_until(process.stdin, select.POLLOUT)
+            rest = rest[os.write(process.stdin.fileno(), rest) :]
+        wait_until(process.stdout, select.POLLIN)
         line = process.stdout.readline()
         if not line:
             raise OSError("the child ended (time or memory limit)")

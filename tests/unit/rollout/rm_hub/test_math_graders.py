@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -139,6 +140,18 @@ def test_an_expression_that_never_ends_is_wrong_and_the_next_one_is_graded():
         assert time.monotonic() - began < 60
         assert worker.answer_to({"expression": "2x-x-x"}) == {"is_zero": True}
         assert worker.answer_to({"expression": "(((("}) == {"is_zero": False}
+    finally:
+        worker.close()
+
+
+def test_a_child_that_reads_nothing_ends_at_the_limit():
+    worker = SymbolicWorker(time_limit_s=0.2)
+    try:
+        assert worker.answer_to({"expression": "x-x"}) == {"is_zero": True}
+        process = worker._process
+        process.send_signal(signal.SIGSTOP)
+        assert worker.answer_to({"expression": "1+" * 2**19 + "1"}) is None, "more than a pipe holds"
+        assert process.returncode == -signal.SIGKILL
     finally:
         worker.close()
 
