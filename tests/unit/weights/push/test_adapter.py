@@ -88,6 +88,14 @@ def test_engines_of_rank_0s_host_get_a_handle_and_others_the_values(
     assert torch.multiprocessing.get_sharing_strategy() == strategy
 
 
+def test_an_engine_that_reaches_beyond_rank_0s_host_gets_the_values() -> None:
+    """Its GPUs of another host cannot open memory of this one."""
+    within, across = Engine(0, 4), Engine(1, 4)
+    within.num_gpus, across.num_gpus = 4, 8
+    push(within, across)
+    assert within.loaded[3] is True and across.loaded[3] is False
+
+
 def test_an_engine_that_refuses_is_excluded_and_the_last_one_ends_the_push() -> None:
     good, bad = Engine(0, 0), Engine(1, 1, error=EngineError("rank 64 is above 32"))
     assert [(one.index, one.reason) for one in push(good, bad).excluded] == [
