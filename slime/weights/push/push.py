@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slime.utils.errors import ProcessError, WeightSyncError
+from slime.utils.errors import DeadlineError, EngineDiedError, ProcessError, WeightSyncError
 from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.manifest import Manifest
 from slime.weights.push.acknowledgements import Buckets, check_acknowledgements
@@ -136,6 +136,8 @@ def require_repacking(push: Push) -> None:
     for engine in push.participants.good:
         try:
             engine.post_process_weights(**what).wait(push.participants.clock.step_s)
+        except (EngineDiedError, DeadlineError) as error:
+            push.participants.exclude(engine.index, f"{reason_of(error)} (while asking for a push's needs)")
         except ProcessError as error:
             raise WeightSyncError(
                 f"--hf-checkpoint holds compressed-tensors weights, which engines repack when they load them; engine "
