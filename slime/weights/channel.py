@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -200,6 +201,17 @@ def _tear_down(group: _Connections, backend: str, work: dist.Work | None) -> Non
         time.sleep(POLL_S)
 
 
+@contextmanager
+def nccl_errors_left_to_us() -> Iterator[None]:
+    """Let the process outlive broken broadcasts of the groups that are made in the block."""
+    before = env.get_str(NCCL_ERROR_HANDLING)
+    env.export({NCCL_ERROR_HANDLING: "0"})
+    try:
+        yield
+    finally:
+        env.export({NCCL_ERROR_HANDLING: before}) if before else env.unset(NCCL_ERROR_HANDLING)
+
+
 def _nccl_settings(backend: str) -> str:
     """Return the setting in which members must agree, for the message of one that could not join."""
     if backend != "nccl":
@@ -219,12 +231,8 @@ def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, t
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        before = env.get_str(NCCL_ERROR_HANDLING)
-        env.export({NCCL_ERROR_HANDLING: "0"})
-        try:
+        with nccl_errors_left_to_us():
             group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        finally:
-            env.export({NCCL_ERROR_HANDLING: before}) if before else env.unset(NCCL_ERROR_HANDLING)
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         return cast(_Connections, group)
     raise WeightSyncError(f"a weight group cannot use the backend {backend!r}; it knows nccl and gloo")

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from slime.utils import net
 from slime.utils.errors import WeightSyncError
-from slime.weights.channel import WeightChannel
+from slime.weights.channel import POLL_S, WeightChannel, nccl_errors_left_to_us
 from slime.weights.manifest import Manifest
 from slime.weights.named_tensors import NamedTensors, dtype_name
 from slime.weights.push.participants import PUSH_FAILURES, Participants, reason_of, start_all, wait_together
@@ -199,6 +202,7 @@ class StockGroup:
         self.members: list[EngineProxy] = []
         self._wire = wire
         self._group: dist.ProcessGroup | None = None
+        self._group_name = ""
 
     def form(self, engines: Sequence[EngineProxy], participants: Participants) -> None:
         """Have a group of just these engines; when one does not come, all are excluded."""
@@ -212,18 +216,21 @@ class StockGroup:
         self._wire.prepare()
         place = _MeetingPlace(wanted)
         timeout_s = participants.clock.step_s
-        joining = _OnThread(
-            lambda: self._wire.join_update_group(
-                backend=place.backend, master_address=place.address, master_port=place.port,
-                world_size=place.world_size, group_name=self.name, timeout_s=timeout_s,
-            ),
-            dist.destroy_process_group,
-        )  # fmt: skip
-        requests = start_all(
-            wanted, lambda engine: engine.init_weights_update_group(*place.arguments(engine, self.name))
-        )
-        failures = wait_together(requests, timeout_s)
-        joined = joining.result(0 if failures else timeout_s)
+        # Torch takes a name once, and may have that of a broken group still, here or in an engine.
+        self._group_name = name = f"{self.name}-{uuid4().hex[:8]}"
+        with nccl_errors_left_to_us():
+            joining = _OnThread(
+                lambda: self._wire.join_update_group(
+                    backend=place.backend, master_address=place.address, master_port=place.port,
+                    world_size=place.world_size, group_name=name, timeout_s=timeout_s,
+                ),
+                dist.destroy_process_group,
+            )  # fmt: skip
+            requests = start_all(
+                wanted, lambda engine: engine.init_weights_update_group(*place.arguments(engine, name))
+            )
+            failures = wait_together(requests, timeout_s)
+            joined = joining.result(0 if failures else timeout_s)
         if failures or isinstance(joined, BaseException):
             joining.drop()
             self._exclude_all(failures, participants, f"joining update group {self.name}", trainers=joined)
@@ -232,7 +239,8 @@ class StockGroup:
 
     def broadcast(self, bucket: NamedTensors, version: str, participants: Participants) -> None:
         """Let all engines of the group load a bucket; after a failure all are excluded."""
-        if self._group is None:
+        group = self._group
+        if group is None:
             return
         requests = start_all(
             self.members,
@@ -240,17 +248,18 @@ class StockGroup:
                 names=[name for name, _ in bucket],
                 dtypes=[dtype_name(tensor.dtype) for _, tensor in bucket],
                 shapes=[list(tensor.shape) for _, tensor in bucket],
-                group_name=self.name,
+                group_name=self._group_name,
                 weight_version=version,
                 load_format=FLATTENED_BUCKET,
                 flush_cache=False,
             ),
         )
-        work = dist.broadcast(self._wire.flatten(bucket), 0, group=self._group, async_op=True)
+        work = dist.broadcast(self._wire.flatten(bucket), 0, group=group, async_op=True)
         # First the engines: one that died must not leave us in the broadcast.
         failures = wait_together(requests, participants.clock.step_s)
         if failures:
             self._exclude_all(failures, participants, "broadcasting a bucket")
+            threading.Thread(target=_cut_off, args=[group, work], name="leave-update-group", daemon=True).start()
             return
         work.wait()
 
@@ -271,10 +280,17 @@ class StockGroup:
         if self._group is None:
             return
         group, self._group = self._group, None
-        requests = start_all(self.members, lambda engine: engine.destroy_weights_update_group(self.name))
+        requests = start_all(self.members, lambda engine: engine.destroy_weights_update_group(self._group_name))
         dist.destroy_process_group(group)
         wait_together(requests, FAREWELL_S)
         self.members = []
+
+
+def _cut_off(group: dist.ProcessGroup, work: dist.Work) -> None:
+    """End a group with a broadcast under way, as a ``WeightChannel`` ends its own: gloo's lives until it has ended."""
+    c10d._abort_process_group(group)
+    while not work.is_completed():
+        time.sleep(POLL_S)
 
 
 class _MeetingPlace:

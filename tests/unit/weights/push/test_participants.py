@@ -5,11 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.distributed_c10d as c10d
 
+from slime.utils import env
 from slime.utils.errors import EngineError, WeightSyncError
+from slime.weights.channel import NCCL_ERROR_HANDLING
 from slime.weights.push import groups
 from slime.weights.push.groups import StockGroup, UpdateGroup
 from slime.weights.push.participants import Participants, PushClock, start_all, wait_together
@@ -43,6 +48,9 @@ class Engine:
 
     def init_weights_update_group(self, *place: Any) -> Answer:
         return self.joins
+
+    def update_weights_from_distributed(self, **bucket: Any) -> Answer:
+        return self.answer
 
     def ping(self) -> Answer:
         return self.answer
@@ -171,6 +179,55 @@ def test_the_trainer_leaves_sglangs_group_too_when_an_engine_did_not_join_it(mon
     }
     may_join.set()
     assert left.wait(10), "the group that came late is kept"
+
+
+class WireOfTorch:
+    """A group as SGLang makes it: torch knows it by its name."""
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+        self.settings: list[str | None] = []
+
+    def prepare(self) -> None: ...
+
+    def flatten(self, bucket: Any) -> torch.Tensor:
+        return torch.cat([tensor for _, tensor in bucket])
+
+    def join_update_group(self, *, world_size: int, group_name: str, timeout_s: float, **place: Any) -> Any:
+        self.settings.append(env.get_str(NCCL_ERROR_HANDLING))
+        group, _ = c10d._new_process_group_helper(
+            world_size, 0, [], c10d.Backend("gloo"), torch.distributed.HashStore(), group_name=group_name,
+            timeout=timedelta(seconds=timeout_s),
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[group] = {0: 0}
+        self.groups.append(group)
+        return group
+
+
+def test_a_group_of_sglangs_that_an_engine_broke_is_ended_and_a_restarted_engine_joins_the_next() -> None:
+    wire = WireOfTorch()
+    group = StockGroup("slime", wire)
+    for answer in (Answer(EngineError("it died")), Answer()):
+        engines = [Engine(0, answer, num_gpus=0)]  # the trainer is alone in the group
+        participants = Participants(engines, CLOCK)
+        group.form(engines, participants)
+        assert not participants.reasons
+        group.broadcast([("x", torch.zeros(2))], "1", participants)
+    assert not participants.reasons and len(wire.groups) == 2
+    deadline_s = time.monotonic() + 30
+    while wire.groups[0] in c10d._world.pg_map:
+        assert time.monotonic() < deadline_s, "torch, and its watchdog with NCCL, still has the broken group"
+        time.sleep(0.01)
+    assert wire.groups[1] in c10d._world.pg_map
+    c10d.destroy_process_group(wire.groups[1])
+
+
+def test_torch_does_not_end_the_trainer_for_a_broadcast_that_an_engine_of_sglangs_group_broke() -> None:
+    wire, before = WireOfTorch(), env.get_str(NCCL_ERROR_HANDLING)
+    group, engines = StockGroup("slime", wire), [Engine(0, num_gpus=0)]
+    group.form(engines, Participants(engines, CLOCK))
+    assert (wire.settings, env.get_str(NCCL_ERROR_HANDLING)) == (["0"], before)
+    c10d.destroy_process_group(wire.groups[0])
 
 
 class WireWithoutNetwork:
