@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -139,7 +140,9 @@ class Target:
                 + (f" ({found.get('settings')}; now {wanted['settings']})" if part == "settings" else "")
                 + "; repeat that command, choose another folder, or pass --overwrite to start over"
             )
-        others = sorted(path.name for path in self.folder.iterdir() if path.name != LOCK)
+        # A partial journal is that of a machine that begins at this moment, or of a process killed when it did.
+        names = sorted(path.name for path in self.folder.iterdir())
+        others = [name for name in names if name != LOCK and not name.startswith(f"{JOURNAL}.")]
         if others:
             what = "holds a model" if INDEX_FILE in others else f"is not empty ({', '.join(others[:3])})"
             raise ConfigError(f"{self.folder} {what}; choose another folder, or pass --overwrite to replace it")
@@ -179,8 +182,8 @@ class Target:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path at which this process writes a file before renaming it to ``path``."""
-    return path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{PARTIAL_SUFFIX}")
+    """Return a path of its own at which a file is written before it is renamed to ``path``."""
+    return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
 
 
 def write_json(path: Path, content: Any) -> None:

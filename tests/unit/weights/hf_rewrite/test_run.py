@@ -127,6 +127,30 @@ def test_machines_may_share_the_shards_and_the_last_one_ends_the_folder(tmp_path
         rewrite_folder(to_fp8(), source, tmp_path / "other", only_files=["lost.safetensors"])
 
 
+def test_machines_may_begin_at_once_also_as_processes_of_one_number(tmp_path, source, monkeypatch):
+    """As those of two containers are; the second begins while the first writes the journal."""
+    names, out = sorted(path.name for path in source.glob("*.safetensors")), tmp_path / "out"
+    real, calls = os.fsync, []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 1:
+            assert not rewrite_folder(to_fp8(), source, out, only_files=names[:2]).is_complete
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert rewrite_folder(to_fp8(), source, out, only_files=names[2:]).is_complete
+    rewrite_folder(to_fp8(), source, tmp_path / "whole")
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_a_conversion_that_was_killed_while_it_wrote_its_journal_is_taken_up(tmp_path, source):
+    left = tmp_path / "out" / f".{JOURNAL.lstrip('.')}.7.partial"
+    left.parent.mkdir()
+    left.write_text("{")
+    assert rewrite_folder(to_fp8(), source, left.parent).is_complete and not left.exists()
+
+
 def test_what_is_in_the_folder_already_is_not_mixed_with_or_lost(tmp_path, source, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
