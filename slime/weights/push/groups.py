@@ -184,11 +184,11 @@ class UpdateGroup:
             participants.exclude(index, f"{reason_of(failures[index])} (while {what})")
 
     def leave(self, participants: Participants | None = None) -> None:
-        """Leave the group, if there is one; within a push, engines that do not take part in it are not told."""
+        """Leave the group, if there is one; within a push, engines that are not in it (any more) are not told."""
         if self._channel is None:
             return
         channel, self._channel = self._channel, None
-        members = [e for e in self.members if participants is None or e.index in participants.engines]
+        members = [e for e in self.members if participants is None or e in participants.good]
         requests = start_all(members, lambda engine: engine.leave_weight_group(self.name))
         channel.leave()
         wait_together(requests, FAREWELL_S if participants is None else participants.clock.step_s)
