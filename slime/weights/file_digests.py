@@ -145,14 +145,17 @@ class FolderDigests:
             raise DataError(f"{path} is damaged: its digest is not that of its content. {REMEDY}")
         return cls(folder, files)
 
-    def write(self) -> None:
+    def write(self, *, flag: str = "--save") -> None:
         """Write ``digests.json``, and wait until it is on disk.
+
+        Args:
+            flag: where the folder comes from, for the error.
 
         Raises:
             DataError: it cannot be written.
         """
         data = self.to_bytes()
-        write_atomically(self.folder / DIGEST_FILE, lambda file: file.write(data), what="The digests")
+        write_atomically(self.folder / DIGEST_FILE, lambda file: file.write(data), what="The digests", flag=flag)
 
     def to_bytes(self) -> bytes:
         """Return the content of ``digests.json``."""

@@ -27,6 +27,8 @@ from slime.weights.stored_tensors import INDEX_FILE, save_tensors
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack")
 WEIGHT_INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json", DIGEST_FILE)
 DEFAULT_SHARD_BYTES = 5 * 1024**3
+FLAG = "--save-hf"
+"""That a training run names its folder by."""
 
 
 def is_weight_file(name: str) -> bool:
@@ -155,8 +157,7 @@ class HfFolderWriter:
                 sync_to_disk(path)
         content = (json.dumps(index, indent=2) + "\n").encode()
         pieces = {names[shard]: pieces for shard, pieces in self._pieces.items()}
-        FolderDigests(self.target, {**pieces, INDEX_FILE: [(0, len(content), digest_of(content))]}).write()
-        write_atomically(
-            self.target / INDEX_FILE, lambda file: file.write(content), what="The index", flag="--save-hf"
-        )
+        digests = FolderDigests(self.target, {**pieces, INDEX_FILE: [(0, len(content), digest_of(content))]})
+        digests.write(flag=FLAG)
+        write_atomically(self.target / INDEX_FILE, lambda file: file.write(content), what="The index", flag=FLAG)
         return self.target

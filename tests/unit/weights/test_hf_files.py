@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import ConfigError, DataError
+from slime.weights.file_digests import DIGEST_FILE
 from slime.weights.hf_files import INDEX_FILE, HfFolderWriter
 
 
@@ -86,3 +87,11 @@ def test_every_file_of_an_export_is_on_disk_before_its_index_has_a_name(tmp_path
     with HfFolderWriter(tmp_path / "new", assets_from=origin) as writer:
         writer.add("a", torch.ones(3))
     assert missing == [] and {"config.json", INDEX_FILE, "new"} <= set(map(name_of, synced))
+
+
+@pytest.mark.parametrize("name", [DIGEST_FILE, INDEX_FILE])
+def test_what_cannot_be_written_at_the_end_names_the_flag_of_the_folder(tmp_path, name):
+    with pytest.raises(DataError, match="choose another folder with --save-hf;"):
+        with HfFolderWriter(tmp_path, assets_from=None) as writer:
+            writer.add("weight", torch.zeros(2))
+            (tmp_path / f"{name}.tmp").mkdir()
