@@ -102,7 +102,7 @@ class LocalCopy:
                 num_bytes, seed = 0, None
                 if route.seed is not None or route.from_model:
                     seed = self.model if route.seed is None else route.seed.folder
-                    num_bytes += self._copy(seed, 0 if route.seed is None else route.seed.number, route.seed)
+                    num_bytes += self._copy(seed, route.seed)
                 for version in route.deltas:
                     num_bytes += self._apply(version)
         applied = tuple(version.number for version in route.deltas)
@@ -169,8 +169,10 @@ class LocalCopy:
 
     # Making it anew
 
-    def _copy(self, seed: Path, number: int, version: Version | None) -> int:
-        """Make the copy equal to ``seed``: every file copied, others removed, sizes compared; gives the bytes."""
+    def _copy(self, seed: Path, version: Version | None) -> int:
+        """Make the copy equal to ``seed``, the folder of ``version`` (None: the model): every file copied, others
+        removed, sizes compared; gives the bytes.
+        """
         self.mark_dirty(f"being copied from {seed}")
         weights = weight_files(seed)
         if not weights:
@@ -184,7 +186,7 @@ class LocalCopy:
         with ThreadPoolExecutor(self.workers) as pool:
             sizes = list(pool.map(self._copy_file, files))
         sync_to_disk(self.folder)
-        self._write_state(number, version.chain if version is not None else "")
+        self._write_state(*((0, "") if version is None else (version.number, version.chain)))
         return sum(sizes)
 
     def _copy_file(self, path: Path) -> int:

@@ -327,7 +327,7 @@ class PartWriter:
 
 def finalize_version(
     unfinished: Path, final: Path, parts: Sequence[Iterable[PartFile]], metadata: Mapping[str, object], *, first: int
-) -> int:
+) -> None:
     """Give the files their names, write the index, and rename the folder; a version of the same name is replaced.
 
     Args:
@@ -336,9 +336,6 @@ def finalize_version(
         parts: the files of every writer.
         metadata: of the index.
         first: number of the first file: 0 for changes, 1 for a whole model.
-
-    Returns:
-        bytes of all tensors in the files.
 
     Raises:
         DataError: two writers wrote the same tensor.
@@ -364,4 +361,3 @@ def finalize_version(
         remove_version(final)
     os.rename(unfinished, final)
     sync_to_disk(final.parent)
-    return total
