@@ -143,11 +143,12 @@ def should_run_periodic_action(
 ) -> bool:
     """Return True when an action of every ``interval`` rollouts is due after ``rollout_id`` (counted from 0).
 
-    Also due at the end of an epoch and, when ``num_rollout`` is given, after the last rollout.
+    Also due at the end of an epoch and, when ``num_rollout`` is given, after the last rollout.  Epochs without a whole
+    rollout (0 in one) do not count.
     """
     if interval is None:
         return False
     if num_rollout is not None and rollout_id == num_rollout - 1:
         return True
     step = rollout_id + 1
-    return step % interval == 0 or (num_rollout_per_epoch is not None and step % num_rollout_per_epoch == 0)
+    return step % interval == 0 or bool(num_rollout_per_epoch and step % num_rollout_per_epoch == 0)

@@ -20,6 +20,8 @@ from slime.utils.errors import HookError, ProcessError
         (2, 100, 3, None, True),
         (4, 100, None, 5, True),
         (3, 100, None, 5, False),
+        (0, 2, 0, None, False),  # fewer prompts than a rollout takes: it may end several epochs
+        (1, 2, 0, None, True),
     ],
 )
 def test_a_periodic_action_is_due_at_its_interval_epoch_end_and_run_end(
