@@ -337,6 +337,8 @@ def _image_data(source: Any) -> tuple[str, bytes]:
             raise DataError(f"The image {name} of a prompt is no base64: {error}.") from error
     path = Path(source.removeprefix("file://"))
     try:
+        if not path.is_file():  # reading a device or a pipe may not end
+            raise DataError(f"The image {name} of a prompt cannot be opened: there is no such file.")
         if path.stat().st_size > MAX_IMAGE_BYTES:
             raise DataError(
                 f"The image {name} of a prompt has {path.stat().st_size} bytes; {MAX_IMAGE_BYTES} are allowed."
@@ -353,10 +355,10 @@ def _fetched(url: str) -> bytes:
         DataError: the host is, or resolves to, an address that is not public; or it sends an error, too much, or
             nothing in time.
     """
-    parts = urllib.parse.urlsplit(url)
-    connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     deadline_s = time.monotonic() + IMAGE_TIMEOUT_S
     try:
+        parts = urllib.parse.urlsplit(url)
+        connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = connection_class(parts.hostname or "", parts.port, timeout=IMAGE_TIMEOUT_S)
         # Connected to the address that was looked at: a second look-up may give another one.
         setattr(connection, "_create_connection", _public_connection)  # noqa: B010

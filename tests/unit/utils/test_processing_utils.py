@@ -172,6 +172,10 @@ FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be decoded"),
         ("data:image/png;base64,@@@", "is no base64"),
         ("no/such.png", "'no/such.png' of a prompt cannot be opened"),
+        ("a\0.png", "of a prompt cannot be opened"),
+        ("\ud800.png", "of a prompt cannot be opened"),
+        ("/dev/null", "'/dev/null' of a prompt cannot be opened"),  # others of its kind never end
+        ("http://[x/y.png", "cannot be fetched"),
         (7, "An image of a prompt is '7'; it must be"),
         ({"format": "processor_output"}, "An image of a prompt is .{'format': 'processor_output'}.; it must be"),
     ],
