@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,6 @@ def read_page(url: str, secret: str | None = None) -> str | None:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(urllib.request.Request(url, headers=headers), timeout=SCRAPE_TIMEOUT_S) as answer:
             return answer.read(LARGEST_PAGE).decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # the last one of a page that is cut off
         logger.debug("%s shows no metrics: %s", url, error)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -135,6 +136,21 @@ def test_pages_of_engines_are_put_in_with_their_labels(tmp_path):
     assert [found[f'slime_scrape_success{{source="{index} regular"}}'] for index in range(3)] == [1, 1, 0]
     assert (found['slime_engines{state="serving"}'], found['slime_engines{state="restarting"}']) == (2, 1)
     assert found["slime_engine_evictions_total"] == 4
+
+
+def test_a_page_that_is_cut_off_is_left_out(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def die() -> None:
+            with server.accept()[0] as client:
+                client.recv(4096)
+                client.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nsglang")
+
+        threading.Thread(target=die, daemon=True).start()
+        pages = [PageSource(f"http://127.0.0.1:{server.getsockname()[1]}/metrics", {"engine": "0"})]
+        with page_of(tmp_path / "none.jsonl", lambda: JobState(pages, {"serving": 1})) as page:
+            found = samples(fetch(page))
+    assert (found['slime_scrape_success{source="0"}'], found['slime_engines{state="serving"}']) == (0, 1)
 
 
 def test_without_the_manager_the_page_has_what_was_logged(tmp_path):
