@@ -247,21 +247,24 @@ class StepLine:
         """Return the reader of the run that ``args`` describe; it skips the records that its file already has."""
         return cls(metrics_path(args), num_rollout=tracking_config(args).num_rollout)
 
-    def gather(self, rollout_id: int) -> dict[str, Any]:
-        """Return the metrics logged for ``rollout_id`` since the last call."""
+    def gather(self, step: int) -> dict[str, Any]:
+        """Return the metrics logged since the last call, up to the rollout at ``step`` of the axis."""
         records = self._early + self._new.read()
         merged: dict[str, Any] = {}
         self._early = []
         for record in records:
-            if record.get("rollout/step", rollout_id) > rollout_id:
+            if record.get("rollout/step", step) > step:
                 self._early.append(record)
             else:
                 merged.update(record)
         return merged
 
-    def line(self, rollout_id: int) -> str:
-        """Return the line of ``rollout_id``, with the alarms that begin there."""
-        metrics = self.gather(rollout_id)
+    def line(self, rollout_id: int, step: int | None = None) -> str:
+        """Return the line of ``rollout_id``, with the alarms that begin there.
+
+        ``step`` is its place on the axis (``compute_rollout_step``); its own number when None.
+        """
+        metrics = self.gather(rollout_id if step is None else step)
         self._seen[rollout_id] = metrics
         if len(self._seen) > WINDOW + ALARM_STEPS:
             del self._seen[sorted(self._seen)[WINDOW]]  # the first ones are what later ones are compared with

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from slime.flags.security import job_secret
 from slime.observability.job_state import JobState
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
+from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.metrics_file import StepLine, metrics_path
 from slime.observability.run_record import event, span, start_recording, stop_recording
 from slime.ray.background_eval import BackgroundEvaluation
@@ -315,11 +316,12 @@ class TrainJob:
         seconds, self._seconds = self._seconds, {}
         metrics: dict[str, float] = {f"perf/time_{name}_s": value for name, value in seconds.items()}
         metrics["perf/time_step_s"] = sum(seconds.values())
-        log(self.args, metrics | {"rollout/step": rollout_id}, step_key="rollout/step")
+        step = compute_rollout_step(self.args, rollout_id)
+        log(self.args, metrics | {"rollout/step": step}, step_key="rollout/step")
         now = time.time()
         span("step", self._step_began, now, rollout=rollout_id)
         self._step_began = now
-        print(self._step_line.line(rollout_id), flush=True)
+        print(self._step_line.line(rollout_id, step), flush=True)
         for alarm in self._step_line.new_alarms:
             event("alarm", name=alarm.name, rollout=alarm.step, text=alarm.text)
 

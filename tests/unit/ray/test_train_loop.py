@@ -1,0 +1,33 @@
+"""The driver's part of a step's record and line."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from slime.observability.logging_utils import finish_tracking
+from slime.observability.metrics_file import StepLine, append_record, metrics_path, read_records
+from slime.ray.train_loop import TrainJob
+
+
+def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_beside_them(tmp_path: Path, capsys):
+    job = TrainJob.__new__(TrainJob)
+    job.args = Namespace(
+        save=str(tmp_path), wandb_always_use_train_step=True, rollout_batch_size=32, n_samples_per_prompt=8,
+        global_batch_size=64, num_rollout=9,
+    )  # fmt: skip
+    path = metrics_path(job.args)
+    assert path is not None
+    job._background, job._step_began, job._step_line = None, 0.0, StepLine.follow(job.args)
+    for rollout_id in range(3):
+        append_record(path, {"rollout/step": 4 * rollout_id, "rollout/raw_reward": rollout_id / 8})
+        append_record(path, {"rollout/step": 4 * (rollout_id + 1), "rollout/response_len/mean": 7.0})  # ahead
+        job._seconds = {"train": 1.0}
+        job.report(rollout_id)
+    finish_tracking()
+    assert [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["step 1/9", "reward 0.000"],
+        ["step 2/9", "reward 0.125"],
+        ["step 3/9", "reward 0.250"],
+    ]
+    assert [record["rollout/step"] for record in read_records(path) if "perf/time_train_s" in record] == [0, 4, 8]
