@@ -22,7 +22,7 @@ from slime.observability.run_record import event, stop_recording
 from slime.planning.command import asks_for_plan, asks_to_fit, plan_of_train
 from slime.planning.fit import fitted_here
 from slime.ray.connect import connect
-from slime.ray.preemption import NOTICE, Interrupted
+from slime.ray.preemption import NOTICE, Interrupted, RanksLeave
 from slime.ray.supervisor import FLAG, supervise
 from slime.ray.waiting import forget_all
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
@@ -55,16 +55,20 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
     except (ConfigError, DataError, HookError) as error:
         code = EXIT_BAD_INPUT
         _report("slime cannot go on with this run", error)
+    except RanksLeave as leave:  # beyond --max-recoveries; what they trained is saved
+        _report("slime cannot go on with this run", leave)
+        code = _interrupted()
     except SlimeError as error:
         _report("slime job failed", error)
     except (KeyboardInterrupt, Interrupted):
-        code = EXIT_INTERRUPTED
         NOTICE.leave()
-        print("\nslime job interrupted: stopping its engines and trainers", file=sys.stderr, flush=True)
+        code = _interrupted()
     except Exception as error:  # the edge of the process: everything that is not foreseen ends here
         traceback.print_exc()
         _report("slime job failed", error)
     finally:
+        if code in (EXIT_FAILED, EXIT_BAD_INPUT) and NOTICE.has_come:
+            code = _interrupted()  # a node that went early, engines that got the signal too: no failure of the job's
         if code:
             event("failed", code=code)
         stop_recording()
@@ -72,6 +76,12 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
         if ray.is_initialized():
             ray.shutdown()
     sys.exit(code)
+
+
+def _interrupted() -> int:
+    """Say that the job leaves because it was told to; return the exit code for that."""
+    print("\nslime job interrupted: stopping its engines and trainers", file=sys.stderr, flush=True)
+    return EXIT_INTERRUPTED
 
 
 def _raise_interrupted(signum: int, frame: FrameType | None) -> None:

@@ -73,6 +73,11 @@ class Notice:
         finally:
             self._num_letting_go -= 1
 
+    @property
+    def has_come(self) -> bool:
+        """True once SIGTERM has told the job to leave."""
+        return self._came_at is not None
+
     def tell(self, rank: str) -> None:
         """Heed the SIGTERM that a rank got: where it cannot be let go it is the driver's own."""
         if self.lets_go(rank):
@@ -91,7 +96,7 @@ class Notice:
             raise RanksLeave(f"SIGTERM to {self._who()}")
 
     def _check_own(self) -> None:
-        if self._came_at is not None and (self._is_over or not (self._depth and self.grace_s)):
+        if self.has_come and (self._is_over or not (self._depth and self.grace_s)):
             raise Interrupted
 
     def _who(self) -> str:

@@ -137,6 +137,7 @@ def wait_for(
             )
         slice_s = max(0.01, min(next_report, next_act, start + timeout_s, now + SIGTERM_POLL_S) - now)
         ready, _ = ray.wait(pending + list(_sentinels), num_returns=1, timeout=slice_s)
+        NOTICE.check()  # of the same signal other processes of the job may have died
         for ref in ready:
             if ref in _sentinels:
                 if death := _death(ref):

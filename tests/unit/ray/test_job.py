@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from argparse import Namespace
 from typing import Any
 
 import pytest
 
 from slime.ray import job
-from slime.utils.errors import HookError
+from slime.ray.preemption import Notice, RanksLeave
+from slime.utils.errors import EngineDiedError, HookError
 from slime.utils.plugins import PluginCall, call_plugin
 
 
@@ -51,3 +53,31 @@ def test_an_error_of_a_plug_in_is_followed_by_its_name_and_its_own_frames(capsys
 def test_a_plug_in_that_does_not_fit_is_bad_input(capsys):
     code, lines = end_of(meets_a_hook_error, capsys)
     assert code == 2 and "HookError: no such column" in lines
+
+
+@pytest.mark.parametrize(
+    "error", [EngineDiedError("actor rank 0 died"), RuntimeError("Connection closed by peer"), HookError("no column")]
+)
+def test_what_fails_once_sigterm_has_come_is_told_and_does_not_count_as_a_failure(monkeypatch, capsys, error):
+    notice, saved = Notice(), []
+    notice.save = lambda: saved.append("a step of which only a part may be in the weights")
+    monkeypatch.setattr(job, "NOTICE", notice)
+
+    def train(args: Namespace) -> None:
+        notice._on_signal(signal.SIGTERM, None)
+        notice.grace_s = 1000.0
+        raise error
+
+    code, lines = end_of(train, capsys)
+    assert code == 130 and f": {error}" in lines and "slime job interrupted" in lines and not saved
+
+
+def test_ranks_that_are_told_to_leave_and_may_not_start_again_end_the_job_as_an_interruption(capsys):
+    leave = RanksLeave("SIGTERM to actor rank 0")
+    leave.add_note("earlier within the hour (--max-recoveries 1): actor rank 1 died")
+
+    def train(args: Namespace) -> None:
+        raise leave
+
+    code, lines = end_of(train, capsys)
+    assert code == 130 and "SIGTERM to actor rank 0" in lines and "--max-recoveries 1" in lines

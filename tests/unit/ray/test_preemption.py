@@ -6,8 +6,9 @@ import signal
 from argparse import Namespace
 
 import pytest
+from ray.exceptions import RayActorError
 
-from slime.ray import train_loop
+from slime.ray import train_loop, waiting
 from slime.ray.preemption import Interrupted, Notice
 from slime.ray.train_loop import TrainJob
 from slime.utils.errors import CheckpointError
@@ -78,6 +79,26 @@ def test_a_save_that_fails_is_an_error_in_the_log(notice, caplog, error):
         notice.check()
     notice.leave()
     assert f"The save after SIGTERM failed, and the one before it counts: {error}" in caplog.text
+
+
+def test_sigterm_that_a_process_of_the_job_got_too_is_not_taken_for_its_death(notice, monkeypatch):
+    class Ref:
+        """Of a call."""
+
+    rollout, sentinel = Ref(), Ref()
+
+    def wait(refs: list[Ref], num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
+        signal.raise_signal(signal.SIGTERM)
+        return [sentinel], [rollout]
+
+    def get(ref: Ref, timeout: float) -> None:
+        raise RayActorError
+
+    monkeypatch.setattr(waiting, "ray", Namespace(ObjectRef=Ref, wait=wait, get=get))
+    monkeypatch.setattr(waiting, "NOTICE", notice)
+    monkeypatch.setitem(waiting._sentinels, sentinel, "the rollout manager")
+    with pytest.raises(Interrupted):
+        waiting.wait_for(rollout, what="the rollout", timeout_s=10)
 
 
 class Trainer:
