@@ -11,6 +11,7 @@ import ray
 
 from slime.ray.actor_group import PUSH_MARGIN_S, RayTrainGroup
 from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.utils import cluster_has_accelerators
 from slime.utils.errors import WeightSyncError
 from slime.utils.misc import Box
@@ -50,7 +51,7 @@ class ReleasedTrainGroup(RayTrainGroup):
             return {}
         self._hand_over_weights()
         if self.args.offload_rollout:
-            self._ask_manager("onload_weights")
+            self._ask_manager("onload_weights", timeout_s=memory_timeout_s(self.args))
         return super().update_weights()
 
     def _hand_over_weights(self) -> None:
