@@ -170,7 +170,8 @@ class MultiTurnLossMaskGenerator:
         """Render the first message with the generation prompt, untrained, then the content of the last one."""
         prompt_ids = self._encode(self._render(messages[:1], tools, add_generation_prompt=True))
         response_ids = self._encode(messages[-1]["content"])
-        return prompt_ids + response_ids, [0] * len(prompt_ids) + [_step_mask(messages[-1])] * len(response_ids)
+        trained = _step_mask(messages[-1]) if messages[-1]["role"] == "assistant" else 0
+        return prompt_ids + response_ids, [0] * len(prompt_ids) + [trained] * len(response_ids)
 
     def _join_units(self, messages: list[Message], text_of: Callable[[list[Message], bool], str]) -> TokensAndMask:
         """Join ids and masks of the pieces; ChatML's turn marks keep token boundaries at the seams."""

@@ -192,6 +192,13 @@ def test_distill_trains_the_last_message_only(make_tokenizer):
     assert sum(generator.get_loss_mask([ask("a"), say("b", step_loss_mask=0)])[1]) == 0
 
 
+@pytest.mark.parametrize("kind", ["qwen", "qwen3", "qwen3_5", "distill_qwen"])
+def test_a_question_at_the_end_of_a_conversation_is_not_trained(make_tokenizer, kind):
+    generator = MultiTurnLossMaskGenerator(make_tokenizer(PLAIN), kind)
+    ids, mask = generator.get_loss_mask([ask("a"), say("b"), ask("c")])
+    assert "c" not in "".join(generator.get_text_from_loss_mask(ids, mask))
+
+
 def test_a_tokenizer_of_the_distilled_models_is_recognised(make_tokenizer):
     tokenizer = make_tokenizer(PLAIN)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<\uff5cAssistant\uff5c>"]})
