@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ assert "--supervise" not in sys.argv
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(supervisor, "PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "time", Namespace(sleep=lambda seconds: None))
     count = tmp_path / "count"
     count.write_text("0")
 
