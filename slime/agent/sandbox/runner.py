@@ -173,7 +173,7 @@ class IsolatedRunner:
             given = [source, *(output.write_end for output in outputs), theirs.fileno()]
             try:
                 await _send(self._control, message, given, timeout_s)
-            except BrokenPipeError as error:
+            except ConnectionError as error:
                 raise SandboxError(f"The sandbox {self.folder.name} has ended: {error}.") from error
             finally:
                 theirs.close()

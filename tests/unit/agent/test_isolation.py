@@ -6,6 +6,7 @@ import asyncio
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -230,6 +231,31 @@ def test_a_bomb_is_ended(way, cmd, reason):
     refused = b"Resource temporarily unavailable" in ended.err  # by the kernel, before they were too many
     reasons = ("processes", "memory") if "processes" in reason else (reason,)  # many processes take much memory
     assert any(one in ended.reason for one in reasons) or ("processes" in reason and refused), ended
+
+
+def test_a_bound_that_was_passed_is_not_the_end_of_later_programs(way):
+    async def play():
+        async with LocalSandbox(limits=SMALL) as box:
+            with pytest.raises(SandboxError, match="256 MiB of memory"):
+                await box.exec("exec python3 -c 'x = bytearray(10**9)'")
+            return await box.exec("kill -SEGV $$")
+
+    assert asyncio.run(play()).code == 128 + signal.SIGSEGV
+
+
+def test_every_program_of_a_sandbox_that_died_is_told_so():
+    async def play():
+        async with IsolatedRunner(SMALL, is_unsafe=True) as isolated:
+            os.kill(isolated._process.pid, signal.SIGSTOP)
+            unread = asyncio.create_task(bash(isolated, "true"))
+            await asyncio.sleep(0.2)
+            os.kill(isolated._process.pid, signal.SIGKILL)
+            with pytest.raises(SandboxError, match="ended while a command ran in it"):
+                await unread
+            with pytest.raises(SandboxError, match="has ended"):
+                await bash(isolated, "true")
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("path", ["fill", "/tmp/fill", "/dev/shm/fill"])

@@ -46,8 +46,8 @@ class Supervisor:
         self._memory_bytes, self._processes = spec["memory_bytes"], spec["processes"]
         self._ports = spec["ports"]
         self._jobs: dict[int, socket.socket] = {}
-        self._reason = ""
-        """The limit that ended all jobs; empty while none did."""
+        self._killed: dict[int, str] = {}
+        """Jobs that were killed, with the limit that all of them together passed."""
 
     def serve(self) -> None:
         """Start jobs until the host hangs up; what still runs then is killed."""
@@ -110,20 +110,21 @@ class Supervisor:
             if pid == 0:
                 return
             if (job := self._jobs.pop(pid, None)) is not None:
-                code = os.waitstatus_to_exitcode(status)
+                code, reason = os.waitstatus_to_exitcode(status), self._killed.pop(pid, "")
                 with contextlib.suppress(OSError):  # the host no longer asks
-                    job.send(json.dumps({"code": code, "reason": self._reason if code < 0 else ""}).encode())
+                    job.send(json.dumps({"code": code, "reason": reason if code < 0 else ""}).encode())
                 job.close()
 
     def _watch(self) -> None:
         """Kill everything when it takes too much all together; limits of the kernel are those of one process."""
         sizes = [size for pid in _descendants(os.getpid()) if (size := _resident_bytes(pid)) is not None]
         if sum(sizes) > self._memory_bytes:
-            self._reason = f"more than {self._memory_bytes >> 20} MiB of memory"
+            reason = f"more than {self._memory_bytes >> 20} MiB of memory"
         elif len(sizes) > self._processes:
-            self._reason = f"more than {self._processes} processes"
+            reason = f"more than {self._processes} processes"
         else:
             return
+        self._killed = dict.fromkeys(self._jobs, reason)
         _kill_everything()
 
 
