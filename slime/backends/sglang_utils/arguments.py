@@ -19,6 +19,7 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.nuclei_support import layout_problems
 from slime.backends.sglang_utils.server_args import present_name
 from slime.backends.sglang_utils.sglang_config import (
+    ServerGroupConfig,
     SGLangConfig,
     resolve_sglang_config,
     share_problems,
@@ -209,9 +210,9 @@ def _check_layout(args: Namespace) -> None:
     if args.rollout_external:
         return
     layout = resolve_sglang_config(args)
-    problems = list(dict.fromkeys(size_problems(args, layout)))  # groups may break a rule alike
+    # Groups may break a rule alike.
+    problems = list(dict.fromkeys([*size_problems(args, layout), *quantized_problems(args, layout)]))
     problems += share_problems(args, layout)
-    problems += quantized_problems(args, read_config(args.hf_checkpoint))
     problems += layout_problems(args, layout)
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
@@ -308,24 +309,39 @@ def _speculation(args: Namespace) -> Iterator[str]:
         )
 
 
-def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield blocks of an FP8 checkpoint that the tensor-parallel ranks of an engine would cut through.
+def quantized_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+    """Yield blocks of an FP8 checkpoint that the tensor-parallel ranks of an engine would cut through."""
+    for model in layout.models:
+        config = read_config(model.model_path)
+        for group in model.server_groups:
+            if group.worker_type not in ("encoder", "placeholder"):
+                yield from cut_blocks(args, model.model_path, group, config)
+
+
+def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dict[str, Any]) -> Iterator[str]:
+    """Yield the same for one group of engines.
 
     Args:
         args: the flags.
+        path: of the checkpoint.
+        group: the engines.
         config: the keys of config.json.
     """
     block = (config.get("quantization_config") or {}).get("weight_block_size")
-    if not block:
-        return
-    tp_size = args.rollout_num_gpus_per_engine // args.sglang_pp_size
-    of_experts = (max(1, tp_size // (args.sglang_ep_size or 1)), " or a larger --sglang-ep-size")
+    names = ("pp_size", "ep_size", "moe_dense_tp_size")
+    sizes = [group.overrides.get(name, getattr(args, f"sglang_{name}")) or 0 for name in names]
+    if not block or any(not isinstance(size, int) or size < 0 for size in sizes):
+        return  # an override that is no size is refused by itself
+    pp_size, ep_size, dense_tp_size = sizes
+    num_gpus = group.num_gpus_per_engine
+    tp_size = max(1, num_gpus // (pp_size or 1))
+    of_experts = (max(1, tp_size // (ep_size or 1)), " or a larger --sglang-ep-size")
     matrices = {"moe_intermediate_size": of_experts}
     if config.get("first_k_dense_replace") or not config.get("moe_intermediate_size"):
         # Mixtral and what is named after it (MiniMax-M2) have only experts, and one size.
         has_only_experts = config.get("num_local_experts") and not config.get("moe_intermediate_size")
-        of_mlp = (args.sglang_moe_dense_tp_size or tp_size, "")
-        matrices = {"intermediate_size": of_experts if has_only_experts else of_mlp, **matrices}
+        matrices = {"intermediate_size": of_experts if has_only_experts else (dense_tp_size or tp_size, ""), **matrices}
+    flag = "--rollout-num-gpus-per-engine" if args.sglang_config is None else "num_gpus_per_engine of --sglang-config"
     for key, (ranks, more) in matrices.items():
         size = config.get(key)
         if not size:
@@ -334,10 +350,10 @@ def quantized_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]
             powers = [2**power for power in range(ranks.bit_length()) if 2**power < ranks]
             fitting = [n for n in powers if size % n == 0 and not any(size // n % edge for edge in block)]
             yield (
-                f"--hf-checkpoint has FP8 blocks of {block[0]} x {block[1]} and {key} {size}, which {ranks} "
+                f"The checkpoint {path} has FP8 blocks of {block[0]} x {block[1]} and {key} {size}, which {ranks} "
                 f"tensor-parallel ranks of an engine would cut to {size / ranks:g}; SGLang serves whole blocks only. "
-                f"Use engines of fewer GPUs (--rollout-num-gpus-per-engine {max(fitting, default=1)}){more}, or a "
-                "bf16 checkpoint."
+                f"Use engines of fewer GPUs ({flag} {max(fitting, default=1) * num_gpus // ranks}){more}, or a bf16 "
+                "checkpoint."
             )
 
 

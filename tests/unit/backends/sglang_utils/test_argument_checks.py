@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 
 import pytest
 
-from slime.backends.sglang_utils.arguments import quantized_problems
+from slime.backends.sglang_utils.arguments import cut_blocks, quantized_problems
 from slime.backends.sglang_utils.sglang_config import (
     ModelConfig,
     ServerGroupConfig,
@@ -20,13 +21,14 @@ MINIMAX_M2 = {"intermediate_size": 1536, "num_local_experts": 256}
 DEEPSEEK = {"intermediate_size": 18432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
 
 
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
 def problems(shape: dict[str, int], num_gpus: int, *, ep: int = 1, dense_tp: int | None = None, pp: int = 1):
-    args = Namespace(
-        rollout_num_gpus_per_engine=num_gpus, sglang_pp_size=pp, sglang_ep_size=ep, sglang_moe_dense_tp_size=dense_tp
-    )
-    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    assert not list(quantized_problems(args, shape)), "a bf16 checkpoint may be cut anywhere"
-    return list(quantized_problems(args, shape | fp8))
+    args = Namespace(sglang_config=None, sglang_pp_size=pp, sglang_ep_size=ep, sglang_moe_dense_tp_size=dense_tp)
+    group = ServerGroupConfig(worker_type="regular", num_gpus=num_gpus, num_gpus_per_engine=num_gpus)
+    assert not list(cut_blocks(args, "/hf", group, shape)), "a bf16 checkpoint may be cut anywhere"
+    return list(cut_blocks(args, "/hf", group, shape | FP8))
 
 
 def test_ranks_that_would_cut_a_block_are_named_with_the_largest_engine_that_does_not():
@@ -34,6 +36,8 @@ def test_ranks_that_would_cut_a_block_are_named_with_the_largest_engine_that_doe
     assert "intermediate_size 13696" in found and "6848" in found and "--rollout-num-gpus-per-engine 1" in found
     (found,) = problems(QWEN3_4B, 8)
     assert "9728" in found and "1216" in found and "--rollout-num-gpus-per-engine 4" in found
+    (found,) = problems(QWEN3_4B, 16, pp=2)
+    assert "1216" in found and "--rollout-num-gpus-per-engine 8" in found, "GPUs, not ranks"
     (found,) = problems(QWEN3_30B, 8)
     assert "moe_intermediate_size 768" in found and "--rollout-num-gpus-per-engine 2" in found
     assert "--sglang-ep-size" in found
@@ -64,6 +68,30 @@ def test_dense_layers_of_an_expert_model_are_looked_at_too():
 
 def test_more_groups_of_experts_than_ranks_are_left_to_the_rule_about_sizes():
     assert problems(QWEN3_30B, 4, ep=8) == []
+
+
+def test_blocks_of_each_model_are_judged_by_its_own_engines(tmp_path):
+    models = []
+    for name, shape, num_gpus, kind, overrides in (
+        ("default", QWEN3_4B | FP8, 4, "regular", {}),  # whole, though flags would give each engine 8 GPUs
+        ("staged", QWEN3_4B | FP8, 8, "regular", {"pp_size": 2}),
+        ("judge", GLM4_9B | FP8, 2, "decode", {}),
+        ("left", GLM4_9B | FP8, 2, "placeholder", {}),
+        ("odd", GLM4_9B | FP8, 2, "regular", {"pp_size": "two"}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3"}))
+        group = ServerGroupConfig(
+            worker_type=kind, num_gpus=num_gpus, num_gpus_per_engine=num_gpus, overrides=overrides
+        )
+        path = str(tmp_path / name)
+        models.append(ModelConfig(name=name, model_path=path, update_weights=False, server_groups=(group,)))
+    args = Namespace(
+        sglang_config="e.yaml", rollout_num_gpus_per_engine=8, hf_checkpoint=str(tmp_path / "default"),
+        sglang_pp_size=1, sglang_ep_size=1, sglang_moe_dense_tp_size=None,
+    )  # fmt: skip
+    (found,) = quantized_problems(args, SGLangConfig(models=tuple(models)))
+    assert f"{tmp_path / 'judge'} has FP8 blocks" in found and "(num_gpus_per_engine of --sglang-config 1)" in found
 
 
 def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
