@@ -8,6 +8,7 @@ here at every turn, so replacing it replaces the engine.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -302,7 +303,8 @@ class BaseAdapter(ABC):
             session.in_flight.discard(task)
 
     def _prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]], known: Any) -> list[int]:
-        num_chars = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
+        # As JSON: templates write tools and the arguments of calls so.
+        num_chars = len(json.dumps([messages, tools], ensure_ascii=False, default=str))
         if num_chars > MAX_PROMPT_CHARS:
             message = f"prompt is too long: {num_chars} characters; at most {MAX_PROMPT_CHARS} are tokenized."
             raise AdapterError(400, message, code="context_length_exceeded")
@@ -313,12 +315,7 @@ class BaseAdapter(ABC):
             raise AdapterError(400, message) from error
 
     async def _draw(
-        self,
-        request: web.Request,
-        session: Session,
-        prompt_ids: list[int],
-        params: dict[str, Any],
-        stream: bool,
+        self, request: web.Request, session: Session, prompt_ids: list[int], params: dict[str, Any], stream: bool
     ) -> TurnRecord:
         """Generate the engine's turn while the client is connected; failures become errors of the protocol."""
         drawing = call_sglang_generate(self.sglang_url, prompt_ids, params, session_id=session.sid)

@@ -340,7 +340,10 @@ def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dic
     if config.get("first_k_dense_replace") or not config.get("moe_intermediate_size"):
         # Mixtral and what is named after it (MiniMax-M2) have only experts, and one size.
         has_only_experts = config.get("num_local_experts") and not config.get("moe_intermediate_size")
-        matrices = {"intermediate_size": of_experts if has_only_experts else (dense_tp_size or tp_size, ""), **matrices}
+        matrices = {
+            "intermediate_size": of_experts if has_only_experts else (dense_tp_size or tp_size, ""),
+            **matrices,
+        }
     flag = "--rollout-num-gpus-per-engine" if args.sglang_config is None else "num_gpus_per_engine of --sglang-config"
     for key, (ranks, more) in matrices.items():
         size = config.get(key)

@@ -42,11 +42,18 @@ ANTHROPIC = {
     "tools": [{"name": "add", "description": "d", "input_schema": SCHEMA}],
     "max_tokens": 5, "stop_sequences": ["x"], "stream": False, "tool_choice": {"type": "auto"},
 }  # fmt: skip
-LONG = {"messages": [{"role": "user", "content": "x" * (MAX_PROMPT_CHARS + 1)}]}
+LONG = "x" * (MAX_PROMPT_CHARS + 1)
+LONG_CALL = {"type": "function", "function": {"name": "add", "arguments": json.dumps({"a": LONG})}}
+LONG_BODIES = (
+    {"messages": [{"role": "user", "content": LONG}]},
+    {"messages": [{"role": "user", "content": "q"}], "tools": [{"function": {"name": "add", "description": LONG}}]},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": [LONG_CALL]}]},
+)
 BROKEN = {
     "nothing": "", "nested": DEEP, "a giant number": f'{{"a": {DIGITS}}}', "UTF-16": "{}".encode("utf-16"),
     "a key twice": '{"messages": [], "messages": [{"role": "user", "content": "x"}]}', "a list": "[]", "NaN": "NaN",
-    "half a pair": '{"messages": [{"role": "user", "content": "\\ud800"}]}', "six megabytes": json.dumps(LONG),
+    "half a pair": '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "four megabytes": json.dumps(LONG_BODIES[0]),
 }  # fmt: skip
 
 
@@ -100,3 +107,16 @@ def test_no_body_is_a_failure_of_the_adapter(kind, path, body, tokenizer):
     finally:
         server.stop()
         engine.stop()
+
+
+@pytest.mark.parametrize("body", LONG_BODIES, ids=["a message", "a tool", "a call"])
+def test_a_prompt_that_takes_a_tokenizer_minutes_is_refused_wherever_it_is_long(body, tokenizer, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: pytest.fail("the prompt was tokenized"))
+    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url="http://127.0.0.1:1")
+    server = run_app_in_thread(adapter.app, host="127.0.0.1")
+    try:
+        address = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+        answer = requests.post(address, data=json.dumps(body), timeout=60)
+        assert answer.status_code == 400 and "prompt is too long" in answer.text, answer.text[:300]
+    finally:
+        server.stop()
