@@ -269,11 +269,15 @@ def check_sglang_arguments(args: Namespace) -> None:
         raise ConfigError(
             f"--sglang-router-ip is {args.sglang_router_ip} without --sglang-router-port: give both, or neither."
         )
-    external = args.rollout_external_engine_addrs
+    if args.router_dp_aware:
+        raise ConfigError(
+            "--router-dp-aware makes the router list each data-parallel rank as an engine, at an address where none "
+            "can be registered or aborted. Drop it: an engine spreads its requests (--sglang-load-balance-method)."
+        )
     layouts = {
         "--sglang-config": args.sglang_config,
         "--prefill-num-servers": args.prefill_num_servers,
-        "--rollout-external-engine-addrs": external,
+        "--rollout-external-engine-addrs": args.rollout_external_engine_addrs,
     }
     given = [flag for flag, value in layouts.items() if value is not None]
     if len(given) > 1:
