@@ -253,7 +253,8 @@ def _served_path(
     Raises:
         ConfigError: they serve different ones.
     """
-    paths = [str(group.overrides.get("model_path") or model_path) for group in groups] or [model_path]
+    serving = [group for group in groups if group.worker_type != "placeholder"]
+    paths = [str(group.overrides.get("model_path") or model_path) for group in serving] or [model_path]
     if len(set(paths)) > 1:
         raise ConfigError(
             f"{where}: its groups serve {', '.join(sorted(set(paths)))}; all groups of a model serve one checkpoint. "

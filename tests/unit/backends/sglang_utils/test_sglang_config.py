@@ -98,6 +98,9 @@ def test_the_groups_may_give_the_path_that_they_serve(tmp_path):
     assert [dict(group.overrides) for group in model.server_groups] == [{"context_length": 9}] * 2
     (model,) = load(tmp_path, f"sglang: [{{name: a, model_path: /c, server_groups: [{group % 'regular'}]}}]").models
     assert model.model_path == "/b"
+    left = "{worker_type: placeholder, num_gpus: 2}"
+    (model,) = load(tmp_path, f"sglang: [{{name: a, server_groups: [{left}, {group % 'regular'}]}}]").models
+    assert model.model_path == "/b"  # GPUs left empty serve nothing
 
 
 def test_a_model_without_groups_is_a_router_alone(tmp_path):
