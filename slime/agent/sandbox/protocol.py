@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shlex
 import time
 import uuid
@@ -92,6 +93,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_TIME_BUDGET_EXCEEDED = -1
 """Code of a job that was ended because its time was up."""
+EXIT_UNKNOWN = 1
 AGENT_USER = "agent"
 POLL_FIRST_S, POLL_LAST_S = 0.2, 5.0
 POLL_TIMEOUT_S = 60.0
@@ -183,8 +185,9 @@ async def _wait_for_code(sb: Sandbox, code_file: str, user: str, deadline: float
         try:
             _, said, _ = await sb.exec(f"cat {code_file} 2> /dev/null || true", user=user, timeout=POLL_TIMEOUT_S)
             lost = 0
-            if said.strip():
-                return int(said)
+            if code := said.strip():
+                # What is no exit status was written there by the job itself.
+                return int(code) if re.fullmatch("[0-9]{1,3}", code) else EXIT_UNKNOWN
         except SandboxError as error:
             lost += 1
             if lost >= MAX_LOST_POLLS:

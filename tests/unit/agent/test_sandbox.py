@@ -112,6 +112,15 @@ def test_a_job_is_not_started_again_when_the_answer_is_lost(monkeypatch, reached
             asyncio.run(play())
 
 
+def test_a_job_that_writes_over_its_own_code_has_failed():
+    async def play():
+        async with LocalSandbox() as sb:
+            write = "echo done > $(ls /tmp/slime-job-own*.pgid | sed s/pgid/code/); sleep 60"
+            return await exec_and_wait(sb, cmd=write, time_budget_sec=20, tag="own")
+
+    assert asyncio.run(play()) == (1, "")
+
+
 def test_the_last_words_of_a_failed_job_are_kept():
     async def play(cmd):
         async with LocalSandbox() as sb:
