@@ -12,7 +12,6 @@ open models write: a call in ``<tool_call> ... </tool_call>`` (or alone, in the 
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -305,7 +304,8 @@ def _sglang_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]], name
         return ParsedTools(text, [], True)
     try:
         rest, calls = parser.parse_non_stream(text)
-        found = [(call.name, json.loads(call.parameters or "{}")) for call in calls]
+        # Encoded: half a surrogate pair is no text either.
+        found = [(call.name, parse_object((call.parameters or "{}").encode())) for call in calls]
     except Exception as error:  # the model's text may break a parser in any way; the turn counts as ill-formed
         logger.info("Tool-call parser %s: %s: %s", name, type(error).__name__, error)
         return ParsedTools(text, [], True)

@@ -185,6 +185,13 @@ def test_a_call_nested_without_end_and_numbers_that_json_does_not_have_are_ill_f
     assert parse_tool_uses(long, TOOLS).tool_uses == [{"name": "add", "input": {"a": "[" * 100_000}}]
 
 
+@pytest.mark.parametrize("written", ["[1, 2]", '"x"', "null", '{"a": NaN}', '{"a": "\\ud800"}'])
+def test_arguments_that_are_no_object_of_json_are_ill_formed_for_sglang_s_parsers_too(sglang, written):
+    text = f'<tool_call>\n{{"name": "add", "arguments": {written}}}\n</tool_call>'
+    assert parse_tool_uses(text, TOOLS, "qwen25") == (text, [], True)
+    assert parse_tool_uses(text, TOOLS) == (text, [], True)
+
+
 def test_sglang_s_parsers_are_not_asked_about_more_calls_than_a_turn_has(sglang):
     text = "<tool_call>" * (parsing.MAX_CALLS + 1)
     assert parse_tool_uses(text, TOOLS, "glm45") == (text, [], True)
