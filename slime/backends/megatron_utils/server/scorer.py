@@ -5,6 +5,7 @@ Rank 0 leads: each of its calls is broadcast, and the other ranks take part in i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -33,7 +34,8 @@ from slime.flags.config import read_config
 from slime.flags.distillation import TeacherServerConfig
 from slime.train_data.bins import first_fit
 from slime.train_data.device_batch import DeviceBatch
-from slime.utils.errors import SlimeError
+from slime.utils.distributed_utils import gather_objects
+from slime.utils.errors import DataError, SlimeError
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +105,10 @@ class Scorer:
         """Load other weights, from a Hugging Face folder or a Megatron checkpoint.
 
         Raises:
-            SlimeError: they cannot be loaded; what is in the model now is undefined.
+            DataError: a rank could not load them; what is in the model now is undefined.
         """
         self._broadcast(("load", folder))
-        self._load(folder)
+        self._load_on_all(folder)
 
     def keep_alive(self) -> None:
         """Let the other ranks begin a new wait, before the old one ends at the group's deadline."""
@@ -127,10 +129,8 @@ class Scorer:
             if call == "score":
                 self._score(what)
             elif call == "load":
-                try:
-                    self._load(what)
-                except SlimeError as error:  # rank 0 has it as well, and tells who asked
-                    logger.warning("The weights of %s were not loaded: %s", what, error)
+                with contextlib.suppress(DataError):  # rank 0 has it as well, and tells who asked
+                    self._load_on_all(what)
 
     # --- all ranks
 
@@ -139,6 +139,18 @@ class Scorer:
         box: list[Any] = [call]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+    def _load_on_all(self, folder: str) -> None:
+        """Load weights; raises on every rank where one could not: each reads but what it holds."""
+        verdict = ""
+        try:
+            self._load(folder)
+        except SlimeError as error:
+            logger.warning("The weights of %s were not loaded: %s", folder, error)
+            verdict = str(error)
+        verdicts = gather_objects(verdict, dist.group.WORLD)
+        if any(verdicts):
+            raise DataError(next(filter(None, verdicts)))
 
     def _load(self, folder: str) -> None:
         load_checkpoint(Namespace(**{**vars(self._args), "load": folder}), self._model)
