@@ -20,6 +20,7 @@ from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
@@ -230,12 +231,15 @@ def wire_schedules(args: Namespace, model: Sequence[torch.nn.Module], optimizer:
 def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
     """Zero the moments and the step count of every parameter."""
     for part in parts_of(optimizer):
-        for state in part.optimizer.state.values():
-            for name in ("exp_avg", "exp_avg_sq", "step"):
-                if isinstance(state.get(name), Tensor):
-                    state[name].zero_()
-                elif name in state:
-                    state[name] = 0
+        adam = part.optimizer
+        # With --optimizer-cpu-offload what a checkpoint gave is in the optimizers inside alone before the first step.
+        for inner in adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]:
+            for state in inner.state.values():
+                for name in ("exp_avg", "exp_avg_sq", "step"):
+                    if isinstance(state.get(name), Tensor):
+                        state[name].zero_()
+                    elif name in state:
+                        state[name] = 0
 
 
 def train_rollout(

@@ -16,6 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "dist"))
 from megatron_case import start_single_process
 from trainer_case import cut, make_args, make_train_data, write_model
 
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer, total_train_iters
@@ -138,6 +143,19 @@ def test_resetting_the_optimizer_zeroes_its_moments_and_its_step(folder: Path) -
     reset_optimizer_states(Namespace(chained_optimizers=[*parts, nothing_to_train]))
     assert not any(state["exp_avg"].any() or state["exp_avg_sq"].any() for state in states)
     assert all(float(state["step"]) == 0 for state in states)
+
+
+def test_resetting_reaches_moments_on_the_host_that_a_checkpoint_has_just_given() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    on_host = HybridDeviceOptimizer(
+        [{"params": [weight]}], offload_fraction=1.0, cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW, overlap_cpu_optimizer_d2h_h2d=False,
+    )  # fmt: skip
+    (adam,) = on_host.sub_optimizers
+    names = "exp_avg", "exp_avg_sq", "step"
+    adam.state[weight] = {name: torch.ones(()) for name in names}  # it keeps no state of its own before a step
+    reset_optimizer_states(Namespace(optimizer=on_host))
+    assert [float(adam.state[weight][name]) for name in names] == [0, 0, 0]
 
 
 def test_parked_weights_come_back_bit_for_bit(folder: Path) -> None:
