@@ -178,6 +178,8 @@ def _top_p_columns(samples: Sequence[Sample], rollout_top_p: float) -> dict[str,
     offsets: list[Any] = []
     for sample in samples:
         token_ids, token_offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+        if sample.response_length == 0 and token_offsets is None:
+            token_ids, token_offsets = [], [0]
         if token_ids is None or token_offsets is None:
             raise DataError(
                 f"sample {sample.index} has no rollout_top_p_token_ids and --rollout-top-p is {rollout_top_p}; the "

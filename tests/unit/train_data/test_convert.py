@@ -87,6 +87,13 @@ def test_nucleus_is_demanded_when_sampling_was_cut():
         convert([sample(0)], rollout_top_p=0.9)
 
 
+def test_a_sample_without_a_response_needs_no_nucleus():
+    kept = sample(0, rollout_top_p_token_ids=[4, 5, 6, 7], rollout_top_p_token_offsets=[0, 2, 3, 4])
+    data = convert([kept, sample(1, response=0)], rollout_top_p=0.9)
+    assert data.rollout_top_p_token_ids == [[4, 5, 6, 7], []]
+    assert data.rollout_top_p_token_offsets == [[0, 2, 3, 4], [0]]
+
+
 def test_no_samples_are_refused():
     with pytest.raises(DataError, match="no samples to train on"):
         convert([])
