@@ -56,6 +56,12 @@ logger = logging.getLogger(__name__)
 
 RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
+_STEP_FLAGS = {
+    "--ref-load": "--ref-ckpt-step",
+    "--opd-teacher-load": "--opd-teacher-ckpt-step",
+    "--opd-teachers": "--opd-teacher-ckpt-step",
+}
+"""Flags of folders whose iteration another flag than ``--ckpt-step`` chooses."""
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7})")
 
 
@@ -113,7 +119,8 @@ def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "-
         present = sorted(path.name for path in root.glob("iter_*")) if root.is_dir() else []
         raise DataError(
             f"{flag} {root}: {folder.name} is missing or incomplete (no metadata.json in {folder}); "
-            f"there are {', '.join(present) or 'no checkpoints'}. Pick a complete one with --ckpt-step."
+            f"there are {', '.join(present) or 'no checkpoints'}. Pick a complete one with "
+            f"{_STEP_FLAGS.get(flag, '--ckpt-step')}."
         )
     return folder, iteration
 

@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.data import DataIterator, current_device, sum
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.layers.router import Router
+from slime.flags.distillation import trainer_teachers
 from slime.flags.observability import metrics_config
 from slime.observability.metric_utils import dict_add_prefix
 from slime.train_data.device_batch import DeviceBatch
@@ -45,7 +46,7 @@ _SAMPLE_COLUMNS = ("response_lengths", "total_lengths", "truncated")
 """One number per sample: logged as plain means, as ``rewards`` are."""
 
 FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
-"""Timers around one forward pass over the whole rollout."""
+"""Timers around a forward pass over the whole rollout, of each teacher one."""
 
 
 def is_main_rank() -> bool:
@@ -194,6 +195,8 @@ def perf_metrics(
         metrics[f"perf/time_{name}_s"] = elapsed_s
         if elapsed_s > 0 and name in (*FORWARD_PASSES, "actor_train"):
             work = flops.train_flops(text, tower) if name == "actor_train" else text + tower
+            if name == "teacher_log_probs":
+                work *= len(trainer_teachers(args))
             metrics[f"perf/{name}_tflops"] = work / elapsed_s / world_size / 1e12
     if packed:
         metrics["perf/packing_efficiency"] = real / packed

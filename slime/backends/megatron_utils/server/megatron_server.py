@@ -46,7 +46,9 @@ _STOP = object()
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Sequences to score, or a folder of weights to load; ``done`` gets the scores, the seconds, or the error."""
+    """Sequences to score, or a folder of weights to load; ``done`` gets the scores and the version of the weights, the
+    seconds of the load, or the error.
+    """
 
     done: Future[Any]
     sequences: list[ScoreRequest] = field(default_factory=list)
@@ -159,7 +161,7 @@ class MegatronServer:
         self._running = works
         scores = iter(self._scorer.score([one for work in works for one in work.sequences]))
         for work in works:
-            work.done.set_result([next(scores) for _ in work.sequences])
+            work.done.set_result(([next(scores) for _ in work.sequences], self._version))
         self._running = []
 
     def _load(self, work: _Work) -> None:
@@ -210,11 +212,11 @@ class MegatronServer:
         work = _Work(Future(), sequences)
         self._queue.put(work)
         try:
-            scores = await asyncio.wrap_future(work.done)
+            scores, version = await asyncio.wrap_future(work.done)
         except DataError as error:
             return _json({"error": {"message": str(error)}}, 503)
         elapsed = time.monotonic() - begin
-        answers = [self._answer(one, score, elapsed) for one, score in zip(sequences, scores, strict=True)]
+        answers = [_answer(one, score, version, elapsed) for one, score in zip(sequences, scores, strict=True)]
         return _json(answers[0] if is_single else answers)
 
     async def _update_weights(self, request: web.Request) -> web.Response:
@@ -289,26 +291,27 @@ class MegatronServer:
             raise DataError("top_logprobs_num does not work with --allgather-cp.")
         return ScoreRequest(tokens, start if start >= 0 else len(tokens) - 1, top)
 
-    def _answer(self, request: ScoreRequest, scores: Scores, elapsed: float) -> dict[str, Any]:
-        tokens = request.tokens[request.start :]
-        meta: dict[str, Any] = {
-            "id": uuid.uuid4().hex,
-            "finish_reason": {"type": "length", "length": 0},
-            "prompt_tokens": len(request.tokens),
-            "completion_tokens": 0,
-            "cached_tokens": 0,
-            "weight_version": str(self._version),
-            "e2e_latency": elapsed,
-            "input_token_logprobs": [
-                [value, token, None] for value, token in zip([None, *scores.log_probs], tokens, strict=True)
-            ],
-            "output_token_logprobs": [],
-        }
-        if request.top:
-            pairs = zip(scores.top_log_probs, scores.top_ids, strict=True)
-            rows = [[[value, token, None] for value, token in zip(*row, strict=True)] for row in pairs]
-            meta |= {"input_top_logprobs": [None, *rows], "output_top_logprobs": []}
-        return {"text": "", "output_ids": [], "meta_info": meta}
+
+def _answer(request: ScoreRequest, scores: Scores, version: int, elapsed: float) -> dict[str, Any]:
+    tokens = request.tokens[request.start :]
+    meta: dict[str, Any] = {
+        "id": uuid.uuid4().hex,
+        "finish_reason": {"type": "length", "length": 0},
+        "prompt_tokens": len(request.tokens),
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "weight_version": str(version),
+        "e2e_latency": elapsed,
+        "input_token_logprobs": [
+            [value, token, None] for value, token in zip([None, *scores.log_probs], tokens, strict=True)
+        ],
+        "output_token_logprobs": [],
+    }
+    if request.top:
+        pairs = zip(scores.top_log_probs, scores.top_ids, strict=True)
+        rows = [[[value, token, None] for value, token in zip(*row, strict=True)] for row in pairs]
+        meta |= {"input_top_logprobs": [None, *rows], "output_top_logprobs": []}
+    return {"text": "", "output_ids": [], "meta_info": meta}
 
 
 def _tokens_of(work: _Work) -> int:

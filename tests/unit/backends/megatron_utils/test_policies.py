@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from slime.backends.megatron_utils import policies
-from slime.backends.megatron_utils.checkpoint import load_frozen
+from slime.backends.megatron_utils.checkpoint import find_checkpoint, load_frozen
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.utils.errors import DataError
 
@@ -89,3 +90,19 @@ def test_a_model_under_adapters_that_is_not_there_is_named_by_the_flag_that_gave
     args = Namespace(**{**FRESH, "ref_load": None, "hf_checkpoint": "hf", **given})
     with pytest.raises(DataError, match=f"{flag} is 'gone'"):
         load_frozen(args, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ("--load", "--ckpt-step"),
+        ("--ref-load", "--ref-ckpt-step"),
+        ("--opd-teacher-load", "--opd-teacher-ckpt-step"),
+        ("--opd-teachers", "--opd-teacher-ckpt-step"),
+    ],
+)
+def test_a_step_that_is_not_there_is_chosen_again_by_the_flag_of_that_model(
+    tmp_path: Path, given: str, flag: str
+) -> None:
+    with pytest.raises(DataError, match=f"Pick a complete one with {flag}\\."):
+        find_checkpoint(tmp_path, 3, flag=given)

@@ -25,7 +25,7 @@ from slime.backends.megatron_utils.advantages import compute_advantages_and_retu
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer, total_train_iters
 from slime.backends.megatron_utils.policies import ModelSwitch
-from slime.backends.megatron_utils.train_metrics import reduce_step_metrics, rollout_metrics
+from slime.backends.megatron_utils.train_metrics import perf_metrics, reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
 from slime.utils.errors import ConfigError, DataError, StepError
 from tests.unit.train_data.rank_batch import one_rank
@@ -69,6 +69,19 @@ def test_demonstrations_have_no_rewards_to_report(folder):
     args, *_ = build(folder, "--loss-type", "sft_loss", "--disable-compute-advantages-and-returns")
     data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
     assert not any("reward" in name for name in rollout_metrics(args, data))
+
+
+def test_the_passes_of_all_teachers_count_as_work(folder: Path) -> None:
+    def speed(*flags: object) -> float:
+        args, *_ = build(folder, "--use-opd", "--opd-type", "megatron", *flags)
+        data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
+        seconds = {"teacher_log_probs": 2.0}
+        (iterator,) = get_data_iterator(data, 1)
+        return perf_metrics(args, data, iterator, seconds, world_size=1)["perf/teacher_log_probs_tflops"]
+
+    one = speed("--opd-teacher-load", folder)
+    assert one > 0
+    assert speed("--opd-teachers", f"math={folder}", f"code={folder}") == pytest.approx(2 * one)
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from slime.backends.megatron_utils.server import megatron_server
 from slime.backends.megatron_utils.server.megatron_server import MegatronServer
+from slime.backends.megatron_utils.server.scorer import Scores
 from slime.utils.errors import DataError
 
 SECRET = "s3cret"
@@ -121,6 +122,38 @@ def test_a_request_that_waits_behind_a_failed_load_gets_no_log_probs():
         server.stop()
         worker.join(30)
     assert (status, message) == (503, "the weights of /new were not loaded: /new is no checkpoint")
+
+
+class QuickScorer:
+    """A model whose weights are loaded at once; scores are always the same."""
+
+    tokens_at_once = 8
+
+    def load(self, folder: str) -> None:
+        pass
+
+    def score(self, sequences: Any) -> list[Any]:
+        return [Scores([-1.0], [], []) for _ in sequences]
+
+
+def test_scores_name_the_weights_that_gave_them_though_others_were_loaded_since():
+    config = Namespace(megatron_server_update_timeout_s=30.0)
+    server = MegatronServer(QuickScorer(), config, vocab_size=8, max_length=4, has_top=True, secret=None, info={})
+
+    async def ask() -> str:
+        async with TestClient(TestServer(server.application())) as client:
+            score = asyncio.create_task(client.post("/generate", json={"input_ids": [1, 2], "logprob_start_len": 0}))
+            while server._queue.qsize() < 1:
+                await asyncio.sleep(0.01)
+            load = asyncio.create_task(client.post("/update_weights_from_disk", json={"model_path": "/new"}))
+            while server._queue.qsize() < 2:
+                await asyncio.sleep(0.01)
+            server.stop()
+            server._work()  # both are done before this loop answers
+            assert (await load).status == 200
+            return (await (await score).json())["meta_info"]["weight_version"]
+
+    assert asyncio.run(asyncio.wait_for(ask(), 60)) == "0"
 
 
 def test_a_list_of_another_length_is_refused_by_its_name():
