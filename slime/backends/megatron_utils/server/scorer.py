@@ -83,7 +83,7 @@ class Scorer:
         self._args = Namespace(**{**vars(args), **one_temperature, "log_probs_chunk_size": chunk, "finetune": True})
         self._top_rows = config.teacher_sample_reduction_chunk_size
         self._model = build_model(self._args, wrap_with_ddp=False)
-        self._load(args.load or args.hf_checkpoint)
+        self._load(args.load or args.hf_checkpoint, args.ckpt_step)
 
     @property
     def tokens_at_once(self) -> int:
@@ -152,8 +152,8 @@ class Scorer:
         if any(verdicts):
             raise DataError(next(filter(None, verdicts)))
 
-    def _load(self, folder: str) -> None:
-        load_checkpoint(Namespace(**{**vars(self._args), "load": folder}), self._model)
+    def _load(self, folder: str, step: int | None = None) -> None:
+        load_checkpoint(Namespace(**{**vars(self._args), "load": folder, "ckpt_step": step}), self._model)
         logger.info("The teacher has the weights of %s.", folder)
 
     def _score(self, sequences: Sequence[ScoreRequest]) -> list[Scores]:
