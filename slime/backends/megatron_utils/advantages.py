@@ -121,13 +121,18 @@ def choose_teachers(data: DeviceBatch, answers: Mapping[str, Mapping[str, Any]])
         answers: teacher -> column -> an entry for each sample; without columns on all but the last pipeline stage.
 
     Raises:
-        DataError: the data does not say which teacher is whose.
+        DataError: the data does not say which teacher is whose, or names one that there is not.
     """
     names = data.get("teacher_names")
     if names is None:
         raise DataError(
             "--opd-teachers needs the column teacher_names, the name of each sample's teacher; a converter given by "
             "--custom-convert-samples-to-train-data-path must make it"
+        )
+    if unknown := [name for name in names if name not in answers]:
+        raise DataError(
+            f"the column teacher_names has {unknown[0]!r}; the teachers of --opd-teachers are {', '.join(answers)}; "
+            "check the converter given by --custom-convert-samples-to-train-data-path"
         )
     for column in next(iter(answers.values())):
         data[column] = [answers[name][column][position] for position, name in enumerate(names)]
