@@ -74,7 +74,6 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Dev
     data.tokens = [tokens.to(device) for tokens in tokens_N]
     if batch.multimodal_train_inputs is not None:
         data.host_tokens = tokens_N
-    data.total_lengths = [int(tokens.numel()) for tokens in data.tokens]
     data.response_lengths = [int(length) for length in batch.response_lengths]
     data.loss_masks = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in batch.loss_masks]
     for index, (mask, length) in enumerate(zip(data.loss_masks, data.response_lengths, strict=True)):

@@ -139,8 +139,6 @@ def value_metrics(rollout_data: DeviceBatch) -> dict[str, float]:
 
 def _reduce_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Sum over data- and context-parallel ranks, then divide; the names are the same on all of them."""
-    if not sums:
-        return {}
     table = torch.tensor(list(sums.values()), dtype=torch.float64, device=current_device())
     dist.all_reduce(table, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return {name: total / max(count, 1e-12) for name, (total, count) in zip(sums, table.tolist(), strict=True)}

@@ -268,7 +268,6 @@ class BackgroundSave:
 
     def start(self, shards: Shards, common: bytes, folder: Path) -> None:
         """Copy ``shards`` to the host and begin to write them; the one before must be finished.  Collective."""
-        self.wait()
         on_host = {key: [_on_host(entry) for entry in entries] for key, entries in shards.items()}
         self._is_written, self._wanted = False, None
         self._thread = threading.Thread(target=self._run, args=(on_host, common, folder), name="checkpoint writer")
