@@ -22,7 +22,7 @@ from typing import Any
 from examples.coding_agent_rl.tiny_agent import TinyAgentHarness
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.harness import ClaudeCodeHarness, CodexHarness
-from slime.agent.sandbox import E2BSandbox, LocalSandbox, Sandbox, check_local_sandbox
+from slime.agent.sandbox import E2BSandbox, LocalSandbox, Sandbox, SandboxError, check_local_sandbox
 from slime.rollout.agent_session import play
 from slime.utils.types import Sample
 
@@ -53,7 +53,11 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
                     prompt=str(facts.get("question", sample.prompt)),
                 )
                 await _write(sb, workdir, facts)  # whatever the agent did to its tests
-                code, _, _ = await sb.exec(f"cd {workdir} && {facts['test']}", timeout=TEST_TIMEOUT_S)
+                try:
+                    code, _, _ = await sb.exec(f"cd {workdir} && {facts['test']}", timeout=TEST_TIMEOUT_S)
+                except SandboxError:  # a solution that does not end, or takes too much memory
+                    await sb.exec("true", check=True)  # raises where the sandbox itself is gone
+                    return 0.0
                 return float(code == 0)
 
     host = getattr(args, "coding_agent_host", "127.0.0.1")
