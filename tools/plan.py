@@ -96,7 +96,7 @@ def main() -> None:
             script = words[0]
             recipe = read_recipe(script, words[1:], Path(folder), is_trusted=options.trust_script)
             words, environment = recipe.words, {**environment, **recipe.environment}
-            if called := dict.fromkeys(call.split()[0] for call in recipe.calls):
+            if called := dict.fromkeys(call.split()[0] for call in recipe.calls if call.strip()):
                 print(f"{script} also calls {', '.join(called)}: written down, not done.", file=sys.stderr)
         lengths = read_lengths(options.lengths) if options.lengths else None
         settings = PlanOptions(

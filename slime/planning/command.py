@@ -13,6 +13,8 @@ from typing import Any
 
 from slime.arguments import backend_checks, parse_flags, slime_validate_args
 from slime.arguments.parser import flags_with_values
+from slime.backends.megatron_utils.flags.hf_config_check import fill_model_flags
+from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
 from slime.backends.megatron_utils.models import published_config
 from slime.planning.make_plan import make_plan
 from slime.planning.plan import Plan, PlanOptions, find_card
@@ -72,7 +74,7 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
     except SlimeError as error:
         return CompleteRun(None, {}, str(error).splitlines(), notes)
     problems = _check(args)
-    is_known = vars(args).get("padded_vocab_size") is not None and vars(args).get("world_size") is not None
+    is_known = vars(args).get("padded_vocab_size") is not None and bool(vars(args).get("world_size"))
     return CompleteRun(args if is_known else None, hf_config, problems, notes, checkpoint)
 
 
@@ -89,7 +91,26 @@ def _check(args: Namespace) -> list[str]:
     problems = problems_of(slime_validate_args)
     if "critic_args" not in vars(args):
         return problems  # a flag was refused before anything could be derived, which the other checks need
-    return problems + [problem for check in backend_checks(args) for problem in problems_of(check)]
+    checks = [*backend_checks(args), *([_complete_model] if args.debug_rollout_only else [])]
+    return problems + [problem for check in checks for problem in problems_of(check)]
+
+
+_ONE_RANK: dict[str, Any] = {
+    "world_size": 1,
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), 1),
+    **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), 1),
+    **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")),
+    **dict.fromkeys(("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")),
+    "use_dynamic_batch_size": False,
+}
+
+
+def _complete_model(args: Namespace) -> None:
+    """Fill in the sizes of the model that the engines of a run without a trainer serve."""
+    vars(args).update(_ONE_RANK)
+    vars(args).update(fill_model_flags(args))
+    vars(args).update(derived_arguments(args))
 
 
 def _read_config(checkpoint: str) -> dict[str, Any] | None:

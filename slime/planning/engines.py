@@ -115,6 +115,10 @@ class EngineShape:
         """Ranks that share one attention replica."""
         return self.tp_size // (self.dp_size if self.enable_dp_attention else 1)
 
+    def has_ranks(self, dims: ModelDims) -> bool:
+        """Return False where there are more replicas, parts of experts or pipeline stages than GPUs."""
+        return self.attention_tp > 0 and (not dims.num_experts or self.tp_size >= self.ep_size)
+
     @classmethod
     def from_flags(
         cls, flags: Mapping[str, Any], overrides: Mapping[str, Any], *, num_gpus: int, weight_bytes: float,
@@ -166,7 +170,7 @@ def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
         if dims.is_moe[layer]:
             experts = -(-(dims.num_experts + engine.redundant_experts) // engine.ep_size)
             matrix = (dims.gate_factor + 1) * dims.expert_ffn * dims.hidden_size
-            inside = engine.tp_size // engine.ep_size if engine.ep_size > 1 else engine.tp_size
+            inside = engine.tp_size // engine.ep_size
             router = dims.num_experts * dims.hidden_size
             own = _replaced_shared(dims, count.dense + count.frozen - router, engine, mlp_tp)
             per_layer.append((own + experts * matrix // inside) * engine.weight_bytes + 2 * router)
@@ -179,7 +183,7 @@ def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
     draft = 0
     if engine.draft_layers:
         mtp = mtp_parameters(dims, attention)
-        size = mtp.total / max(dims.num_mtp_layers, 1) if dims.num_mtp_layers else 0
+        size = mtp.total / max(dims.num_mtp_layers, 1)
         draft = int(max(size * engine.weight_bytes, per_layer[-1]))
     return int(trunk + vocab + draft)
 
@@ -281,6 +285,12 @@ def engine_problems(
         environment: of the job.
         where: names the group.
     """
+    if not engine.has_ranks(dims):
+        yield (
+            f"{where}: tp_size {engine.tp_size}, dp_size {engine.dp_size} and ep_size {engine.ep_size} leave parts "
+            "without a GPU; use larger engines (--rollout-num-gpus-per-engine), or make the sizes and pp_size smaller."
+        )
+        return
     heads = dims.num_attention_heads
     if heads % engine.attention_tp:
         yield (

@@ -179,7 +179,7 @@ def plan_work(
 
 
 def forward_passes(args: Namespace) -> int:
-    """Count the passes without gradients over a rollout's samples: reference, teacher, old policy, critic's values."""
+    """Count the actor's passes without gradients over a rollout's samples: reference, teachers, old policy."""
     from slime.backends.megatron_utils.forward import needs_old_log_probs
 
     if not args.compute_advantages_and_returns:
@@ -270,6 +270,8 @@ def plan_engines(
             where = f"Engines {group.worker_type!r} of model {model.name!r}"
             merged = {**flags, **group.overrides, "disaggregation": group.worker_type}
             problems += engine_problems(dims, engine, merged, options.environment, where)
+            if not engine.has_ranks(dims):
+                continue
             other = trainer_bytes_beside_engine(args, sizes)
             memory = engine_memory(
                 dims, engine, card_bytes=options.card.memory, other_bytes=other, is_colocated=args.colocate

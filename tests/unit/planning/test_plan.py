@@ -92,6 +92,25 @@ def test_a_misspelt_flag_is_named_and_nothing_is_planned(capsys):
     assert "Did you mean --rollout-batch-size" in document["problems"][0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--sglang-dp-size 4 --sglang-enable-dp-attention", "tp_size 2, dp_size 4 and ep_size 1 leave parts"),
+        ("--sglang-pp-size 4", "tp_size 0, dp_size 1 and ep_size 1 leave parts"),
+        ("--actor-num-gpus-per-node 0", "leaves no GPU to train on"),
+    ],
+)
+def test_parts_without_a_gpu_are_told_and_do_not_end_the_plan(capsys, flags, says):
+    code, document = document_of(capsys, f"{COLOCATED} {flags}")
+    assert code == EXIT_ILLEGAL and any(says in problem for problem in document["problems"])
+
+
+def test_experts_in_more_parts_than_gpus_are_told():
+    engine = EngineShape(tp_size=2, ep_size=8)
+    [problem] = engine_problems(latent(num_experts=64), engine, {}, {}, "Engines")
+    assert problem.startswith("Engines: tp_size 2, dp_size 1 and ep_size 8 leave parts without a GPU")
+
+
 def test_what_does_not_fit_is_told_with_a_remedy(capsys):
     flags = COLOCATED.replace("9216", "32768").replace("--tensor-model-parallel-size 2 --sequence-parallel", "")
     code, document = document_of(capsys, flags)
@@ -110,6 +129,17 @@ def test_separate_gpus_have_a_trainer_and_engines_that_share_nothing(capsys):
     assert not any(engine["shares_trainer_gpus"] for engine in plan["engines"])
     assert plan["phases"]["asleep"] is None
     assert plan["push"]["way"] == "distributed"
+
+
+def test_engines_alone_are_planned_without_a_trainer(capsys):
+    flags = f"{RUN} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 3 --debug-rollout-only"
+    flags = flags.replace("--max-tokens-per-gpu 9216", "")
+    code, document = document_of(capsys, f"{flags} --rollout-num-gpus 12 --rollout-num-gpus-per-engine 4")
+    assert (code, document["problems"]) == (EXIT_OK, [])
+    plan = document["plan"]
+    assert (plan["num_gpus"], plan["ranks"], plan["work"], plan["push"]) == (12, [], None, None)
+    assert [engine["first_gpu"] for engine in plan["engines"]] == [0, 4, 8]
+    assert plan["phases"]["train"] is None and plan["phases"]["rollout"] > 0
 
 
 def test_the_optimizer_on_the_host_leaves_the_card(capsys):
