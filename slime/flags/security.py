@@ -26,6 +26,8 @@ _SECRET_NAME = re.compile(
 )
 """Flags and attributes whose values are secrets, ours, the engines' or a plug-in's."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_JSON_PAIR = re.compile(r'"([^"\\]*)"\s*:\s*("(?:[^"\\]|\\.)*"|[^\s",}\]]+)')
+"""A name and its value, a text or a number, in the JSON of a flag such as --train-env-vars."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +158,16 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(args: Namespace) -> dict[str, Any]:
-    """Return the attributes of ``args``, of nested ones too, for files and logs: secrets are replaced."""
-    shown: dict[str, Any] = {}
-    for name, value in vars(args).items():
-        if value and is_secret(name):
-            shown[name] = REDACTED
-        else:
-            shown[name] = Namespace(**redacted(value)) if isinstance(value, Namespace) else value
-    return shown
+    """Return the attributes of ``args``, of nested ones and maps too, for files and logs: secrets are replaced."""
+    return {name: _without_secrets(name, value) for name, value in vars(args).items()}
+
+
+def _without_secrets(name: Any, value: Any) -> Any:
+    if value and is_secret(str(name)):
+        return REDACTED
+    if isinstance(value, Namespace):
+        return Namespace(**redacted(value))
+    return {key: _without_secrets(key, one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def without_credentials(text: str) -> str:
@@ -182,4 +186,8 @@ def redacted_words(words: Sequence[str]) -> list[str]:
             shown.append(f"{name}={REDACTED}" if equals and is_secret(name) else word)
         else:
             shown.append(REDACTED if is_secret(flag) else word)
-    return [without_credentials(word) for word in shown]
+    return [_JSON_PAIR.sub(_without_secret, without_credentials(word)) for word in shown]
+
+
+def _without_secret(pair: re.Match[str]) -> str:
+    return f'"{pair[1]}": "{REDACTED}"' if is_secret(pair[1]) else pair[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import stat
 from argparse import Namespace
@@ -111,6 +112,18 @@ def test_what_is_written_down_has_no_secret():
 def test_a_command_line_is_shown_without_its_secrets():
     words = ["train.py", "--wandb-key", "k3y", "--lr", "1", "--router-api-key=k3y", "--use-wandb"]
     assert redacted_words(words) == ["train.py", "--wandb-key", REDACTED, "--lr", "1", f"--router-api-key={REDACTED}", "--use-wandb"]  # fmt: skip  # noqa: E501
+
+
+def test_keys_inside_of_a_map_are_secrets_too():
+    text = '{"WANDB_API_KEY": "k3y", "my_secret":  3, "NCCL_DEBUG": "INFO", "input_key": "a\\"b"}'
+    args = Namespace(train_env_vars=json.loads(text), critic_args=Namespace(train_env_vars=json.loads(text)))
+    shown = redacted(args)
+    hidden = {"WANDB_API_KEY": REDACTED, "my_secret": REDACTED, "NCCL_DEBUG": "INFO", "input_key": 'a"b'}
+    assert shown["train_env_vars"] == shown["critic_args"].train_env_vars == hidden
+    assert args.train_env_vars == json.loads(text)
+    flag, word = redacted_words(["--train-env-vars", text])
+    assert (flag, json.loads(word)) == ("--train-env-vars", hidden)
+    assert json.loads(redacted_words([f"--train-env-vars={text}"])[0].partition("=")[2]) == hidden
 
 
 def test_a_key_of_wandb_on_the_command_line_is_advised_against(caplog, monkeypatch):
