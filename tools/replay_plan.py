@@ -28,11 +28,13 @@ LEFT_OUT = frozenset(
     "--use-tensorboard --prometheus-port --save-debug-rollout-data --save-debug-train-data --dump-details "
     "--load-debug-rollout-data --load-debug-rollout-data-subsample --record-samples --trust-debug-data --fit "
     "--ci-test --ci-save-grad-norm --ci-load-grad-norm --ci-disable-kl-checker --check-weight-update-equal "
-    "--trainer-recovery --supervise --preemption-grace-s".split()
+    "--trainer-recovery --memory-checkpoint-interval --spare-nodes --supervise --preemption-grace-s "
+    "--weight-push-failure".split()
 )
 """Flags of the run that say where it began, what it left behind, and how it shared GPUs with engines."""
 OF_ENGINES = frozenset(
-    "--colocate --offload --offload-train --offload-rollout --use-fault-tolerance --check-weight-update-equal".split()
+    "--colocate --offload --offload-train --offload-rollout --use-fault-tolerance --check-weight-update-equal "
+    "--weight-push-failure".split()
 )
 """Flags of these that a rollout has again."""
 NOT_IN_A_ROLLOUT = frozenset(
@@ -188,6 +190,8 @@ def _flags(replay: Replay, left_out: frozenset[str]) -> list[str]:
     words = without(given, left_out)
     if _value_of(words, "--on-nan") == "rollback":
         words = without(words, frozenset({"--on-nan"}))
+    if "--use-stateless-adam" in words:
+        words.append("--no-save-optim")  # nothing could be saved, and a command with --save must say so
     starts = [one for one in run.events if one["event"] == "start" and one.get("num_rollout")]
     lengths = [one["num_rollout"] for one in starts if (one.get("rollout") or 0) <= replay.rollout_id]
     words += ["--num-rollout", str((lengths or [run.value("num_rollout")])[-1])]
@@ -250,5 +254,7 @@ def changed(words: Sequence[str], changes: Sequence[str], *, with_engine_flags: 
             is_on = parse_bool(value)
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"--set {change}: {error}.") from error
+        if isinstance(action, argparse.BooleanOptionalAction):
+            words.append(action.option_strings[0 if is_on else -1])
         words += [one.option_strings[0] for one in parser._actions if one.dest == dest and one.const is is_on]
     return list(words)

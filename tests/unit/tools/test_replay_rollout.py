@@ -69,6 +69,25 @@ def test_flags_that_have_their_value_after_an_equals_sign_are_read_too(tmp_path)
     )
 
 
+def test_flags_that_the_check_refuses_without_those_left_out_go_with_them(tmp_path):
+    given = (
+        "train.py --trainer-recovery memory --memory-checkpoint-interval 2 --spare-nodes 1 --use-fault-tolerance "
+        "--weight-push-failure refill --use-stateless-adam --no-save-optim --lr 1"
+    )
+    config = {"command": given.split(), "values": {"num_rollout": {"value": 5}}}
+    replay = Replay(Run(tmp_path, config), 0, FROM_START, tmp_path / "out")
+    assert " ".join(flags_of(replay)).startswith("--use-stateless-adam --lr 1 --no-save-optim --num-rollout 5 ")
+    assert " ".join(rollout_flags_of(replay)).startswith(
+        "--use-fault-tolerance --weight-push-failure refill --use-stateless-adam --lr 1 --no-save-optim "
+    )
+
+
+def test_a_switch_with_an_opposite_is_changed_to_either():
+    assert changed(["--yarn-truncate"], ["yarn_truncate=false"]) == ["--no-yarn-truncate"]
+    assert changed(["--no-yarn-truncate"], ["yarn_truncate=true"]) == ["--yarn-truncate"]
+    assert changed(["--bf16"], ["bf16=false"]) == ["--no-bf16"]
+
+
 def test_a_change_is_one_value_where_the_flag_takes_one():
     words = changed(["--seed", "1"], ['train_env_vars={"A": "b c"}', "wandb_group=a b", "fp32=true"])
     assert words == ["--seed", "1", "--train-env-vars", '{"A": "b c"}', "--wandb-group", "a b", "--fp32"]
