@@ -127,8 +127,8 @@ def with_layout(args: Namespace, world_size: int | None = None) -> Namespace:
         "no_save_rng": True,
         "debug_train_only": True,  # skips the checks of weight pushes
     }
-    sizes = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "expert_model_parallel_size")
-    if world_size > 1 and all(getattr(args, size) == 1 for size in sizes):
+    kinds = ("pipeline_model", "tensor_model", "expert_model", "context")
+    if world_size > 1 and all(getattr(args, f"{kind}_parallel_size") == 1 for kind in kinds):
         stages, last = pipeline_split(args.num_layers, world_size)
         values |= {"pipeline_model_parallel_size": stages, "decoder_last_pipeline_num_layers": last}
     return Namespace(**(vars(args) | values))

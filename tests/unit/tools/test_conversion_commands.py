@@ -52,6 +52,11 @@ def test_the_commands_of_the_seeds_are_laid_out_as_they_say(tmp_path, model, pro
     assert (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) == (first, last)
 
 
+def test_context_parallel_ranks_are_no_pipeline_stages(tmp_path):
+    args = layout(tmp_path, "glm4-9B", 2, "--context-parallel-size 2")
+    assert (args.pipeline_model_parallel_size, args.decoder_last_pipeline_num_layers) == (1, None)
+
+
 def test_flags_that_mean_something_to_training_only_are_accepted(tmp_path):
     args = layout(tmp_path, "glm4-9B", 1, "--allgather-cp --padded-vocab-size 151680")
     assert args.padded_vocab_size == 151680
