@@ -71,15 +71,17 @@ _node_addresses() {
 
 # Run the head, and an ssh to each other node of HOSTFILE, in a process group of their own.
 _run_nodes() {
-    local num_gpus="$1" address head
+    local num_gpus="$1" address head mine
     # With Ray's default folder, later programs would join this cluster.
     ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" \
         --node-ip-address "${MASTER_ADDR}" --port "${RAY_PORT}" \
         --num-gpus "${num_gpus}" --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT}" &
     head=$!
     if [[ -n "${HOSTFILE:-}" ]]; then
+        # A second node here would bring the GPUs of this machine twice.
+        mine=" ${MASTER_ADDR} $(hostname) $(hostname -f 2>/dev/null) $(hostname -I 2>/dev/null) "
         for address in $(_node_addresses); do
-            [[ "${address}" == "${MASTER_ADDR}" ]] && continue
+            [[ "${mine}" == *" ${address} "* ]] && continue
             echo "starting a node on ${address}"
             # The token goes through stdin, which no process list shows; the end of stdin ends the node.
             { cat "${RAY_AUTH_TOKEN_PATH}"; sleep infinity; } | ssh -o BatchMode=yes -o ConnectTimeout=20 \

@@ -153,10 +153,11 @@ def test_a_token_of_the_user_s_is_that_of_every_attempt(tmp_path: Path) -> None:
 
 def test_a_node_that_ssh_starts_looks_for_ray_in_the_folder_of_the_head(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
-    (tmp_path / "hosts").write_text("10.9.9.8 slots=8\n")
+    own = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
+    (tmp_path / "hosts").write_text(f"{own} slots=8\n10.9.9.9 slots=8\n10.9.9.8 slots=8\n")
     for name, text in (
         ("ray", "sleep 60"),
-        ("ssh", f'echo "$@" >"{asked}.part"; mv "{asked}.part" "{asked}"; sleep 60'),
+        ("ssh", f'echo "$@" >>"{asked}.part"; sleep 1; mv "{asked}.part" "{asked}"; sleep 60'),
     ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -166,4 +167,5 @@ def test_a_node_that_ssh_starts_looks_for_ray_in_the_folder_of_the_head(tmp_path
     )
     assert done.returncode == 0, done.stderr
     words = asked.read_text()
+    assert words.count("root@") == 1  # the head's own name and address in the list are no other nodes
     assert "root@10.9.9.8" in words and f"REPO_DIR='{REPO}'" in words and "--node-ip-address 10.9.9.8" in words
