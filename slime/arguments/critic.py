@@ -144,17 +144,17 @@ def set_always(critic: Namespace, settings: Mapping[str, Any]) -> None:
 def _starting_point(critic: Namespace, args: Namespace) -> None:
     given: dict[str, Any] = critic.role_overrides
     critic.start_rollout_id = args.start_rollout_id
-    own_start = given.get("load") or given.get("ref_load")
     if args.finetune:
+        own_start = given.get("load") or given.get("ref_load")
         _start_from_weights(critic, own_start or args.load, args.ckpt_step if own_start is None else None)
         return
     if args.load is None:
         return  # there is nothing to start from; the check of the actor's files says so
     root = Path(args.load).parent if is_iteration_folder(args.load) else Path(args.load)
     folder = given.get("load") or str(root / FOLDER)
-    if not has_finished_save(folder) and "ref_load" in given:
-        logger.warning("The critic has no checkpoint in %s and starts from the weights in %s.", folder, own_start)
-        _start_from_weights(critic, given["ref_load"], None)
+    if (start := given.get("ref_load")) and not has_finished_save(folder):
+        logger.warning("The critic has no checkpoint in %s and starts from the weights in %s.", folder, start)
+        _start_from_weights(critic, start, None)
         iteration = iteration_of(args)
         if critic.start_rollout_id is None and iteration is not None:
             critic.start_rollout_id = iteration + 1  # as the actor, which resumes
@@ -237,7 +237,7 @@ def check_critic_files(args: Namespace) -> None:
         ConfigError: it is not; with what to do for a run that had no critic so far.
     """
     critic = args.critic_args
-    if critic is None or critic.load is None or critic.load == args.load:
+    if critic is None or critic.load is None:
         return
     try:
         inspect_checkpoint(critic.load, f"{ROLES_FLAG}: load of the critic", step=critic.ckpt_step)

@@ -133,6 +133,22 @@ def test_a_new_critic_for_a_resumed_actor_is_asked_for_by_ref_load(ppo, tmp_path
     assert (critic.load, critic.finetune) == (str(tmp_path / "run/critic"), False)
 
 
+def test_a_critic_that_finds_no_save_names_the_folder_that_it_starts_from(ppo, tmp_path, model_folder, caplog):
+    run, mine = save(tmp_path / "run", 4), tmp_path / "mine"
+    ppo("--load", run, critic=f"load: {mine}, ref_load: {model_folder}")
+    assert f"no checkpoint in {mine} and starts from the weights in {model_folder}." in caplog.text
+
+
+def test_the_iteration_that_a_fresh_critic_starts_from_must_be_there(ppo, tmp_path):
+    released = tmp_path / "converted"
+    (released / "release").mkdir(parents=True)
+    (released / "release" / "metadata.json").touch()
+    (released / TRACKER).write_text("release")
+    assert ppo("--load", str(released)).critic_args.load == str(released)
+    with pytest.raises(ConfigError, match="load of the critic: .* has no checkpoint iter_0000003"):
+        ppo("--load", str(released), critic="ckpt_step: 3")
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
