@@ -200,8 +200,6 @@ def _check_middle(args: Namespace) -> None:
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     middle_stages = args.pipeline_model_parallel_size - (first is not None) - (last is not None)
     rest = args.num_layers - (first or 0) - (last or 0)
-    counted = args.account_for_embedding_in_pipeline_split * (first is None)
-    counted += args.account_for_loss_in_pipeline_split * (last is None)
     said = " and ".join(
         f"--decoder-{end}-pipeline-num-layers {count}"
         for end, count in (("first", first), ("last", last))
@@ -214,9 +212,9 @@ def _check_middle(args: Namespace) -> None:
             f"{args.pipeline_model_parallel_size} they must sum to {args.num_layers}."
         )
     parts = middle_stages * (args.virtual_pipeline_model_parallel_size or 1)
-    if parts and ((rest + counted) % parts or rest + counted < parts):
+    if parts and (rest % parts or rest < parts):
         raise ConfigError(
-            f"--num-layers is {args.num_layers}; {said} leave {rest + counted} layers for the other {middle_stages} "
+            f"--num-layers is {args.num_layers}; {said} leave {rest} layers for the other {middle_stages} "
             f"stages{' and their virtual stages' if parts != middle_stages else ''}, which must divide "
             f"evenly{_nearest_last(args, rest, middle_stages)}."
         )

@@ -233,7 +233,7 @@ def _features_without_layers(args: Namespace, vision: Mapping[str, Any]) -> Iter
     layers, stages = args.num_layers + counted, args.pipeline_model_parallel_size
     if args.decoder_first_pipeline_num_layers is not None:
         layers, stages = args.decoder_first_pipeline_num_layers, 1
-    elif args.decoder_last_pipeline_num_layers is not None:
+    elif args.decoder_last_pipeline_num_layers is not None and stages > 1:
         layers, stages = layers - args.decoder_last_pipeline_num_layers, stages - 1
     first = layers // stages // (args.virtual_pipeline_model_parallel_size or 1)
     first -= args.account_for_embedding_in_pipeline_split

@@ -108,7 +108,8 @@ def check_int4_flags(args: Namespace) -> None:
         cuts.append((MLP, "--ffn-hidden-size", args.ffn_hidden_size, tensor_ranks))
     if args.num_experts:
         ranks = args.expert_tensor_parallel_size or tensor_ranks
-        cuts.append((EXPERTS, "--moe-ffn-hidden-size", args.moe_ffn_hidden_size, ranks))
+        ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
+        cuts.append((EXPERTS, "--moe-ffn-hidden-size", ffn, ranks))
     for part, flag, size, ranks in cuts:
         if size % (ranks * group_size) and selection.has(part):
             ranks_flag = "--expert-tensor-parallel-size" if part == EXPERTS else tensor_flag

@@ -10,13 +10,12 @@ import logging
 from argparse import Namespace
 from typing import Any
 
-import torch
-
 from slime.backends.megatron_utils.flags.config_builders import has_yarn, num_stages_of_layout, params_dtype
 from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.backends.megatron_utils.flags.field_table import reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.int4_arguments import derive_int4
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS
+from slime.flags.cluster import is_for_cuda
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -55,18 +54,13 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
     return derived
 
 
-def _is_for_cuda(args: Namespace) -> bool:
-    """Return True where the run has GPUs; a plan (``--plan``) is always one of a run that has."""
-    return torch.cuda.is_available() or args.plan is not None
-
-
 def _precision(args: Namespace) -> dict[str, Any]:
     """Return one of bf16, fp16, fp32; by default bf16 with CUDA and fp32 without."""
     asked = [name for name in ("bf16", "fp16", "fp32") if getattr(args, name)]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join('--' + name for name in asked)} are given; a run has one precision.")
-    precision = asked[0] if asked else "bf16" if torch.cuda.is_available() else "fp32"
-    if precision == "fp16" and not _is_for_cuda(args):
+    precision = asked[0] if asked else "bf16" if is_for_cuda(args) else "fp32"
+    if precision == "fp16" and not is_for_cuda(args):
         raise ConfigError("--fp16 needs CUDA; use --fp32 or --bf16 on CPU.")
     bf16, fp16 = precision == "bf16", precision == "fp16"
     return {
@@ -269,7 +263,7 @@ def _kernels(args: Namespace) -> dict[str, Any]:
     if (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex") and not has_deepep:
         derived |= {"moe_enable_deepep": False, "moe_token_dispatcher_type": "alltoall"}
         logger.info("DeepEP is not installed; experts are reached by --moe-token-dispatcher-type alltoall.")
-    if args.optimizer_cpu_offload and not _is_for_cuda(args):
+    if args.optimizer_cpu_offload and not is_for_cuda(args):
         derived |= {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
         logger.info("--optimizer-cpu-offload: there is no CUDA; the optimizer is on the CPU anyway.")
     return derived

@@ -98,6 +98,7 @@ def test_experts_are_counted_by_the_key_that_the_model_reads(
         ({"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 2}, 1),
         ({"pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True}, 1),
         ({"virtual_pipeline_model_parallel_size": 3}, 1),
+        ({"decoder_last_pipeline_num_layers": 2}, None),  # of one stage, which another check refuses
         ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2}, None),
         ({}, None),
     ],

@@ -50,6 +50,13 @@ def test_the_variables_of_the_environment_are_the_flags(monkeypatch: pytest.Monk
     assert parse(*MOE).int4_qat is False
 
 
+def test_experts_have_the_size_of_dense_layers_where_no_flag_says_another() -> None:
+    words = [word for word in MOE if word not in ("--moe-ffn-hidden-size", "96")]
+    assert parse(*words, "--int4-qat", "--int4-qat-group-size", "64").int4_qat
+    with pytest.raises(ConfigError, match="--moe-ffn-hidden-size is 128; over --expert-tensor-parallel-size 1"):
+        parse(*words, "--int4-qat", "--int4-qat-group-size", "96")
+
+
 def test_a_packed_checkpoint_decides_what_is_rounded_and_in_which_groups(tmp_path: Path) -> None:
     folder = packed_folder(tmp_path, (EXPERT, MLP, HEAD))
     args = parse(*MOE, "--int4-qat", "--hf-checkpoint", str(folder))
