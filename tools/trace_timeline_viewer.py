@@ -157,8 +157,7 @@ def trace_events(tracks: Sequence[Track]) -> dict[str, Any]:
     One process row for each prompt group, one thread row for each of its samples, one slice for each span.  Times are
     microseconds since the first event.
     """
-    begin = min((one.start for track in tracks for one in track.slices), default=0.0)
-    begin = min([begin, *(moment[1] for track in tracks for moment in track.moments)])
+    begin = _first(tracks)
     events: list[dict[str, Any]] = []
     named: set[int] = set()
     for track in tracks:
@@ -189,13 +188,19 @@ def trace_events(tracks: Sequence[Track]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin_s": begin}}
 
 
+def _first(tracks: Sequence[Track]) -> float:
+    """Return the time of the first event."""
+    slices = [one.start for track in tracks for one in track.slices]
+    return min([*slices, *(time for track in tracks for _, time, _ in track.moments)], default=0.0)
+
+
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 1)
 
 
 def page_data(title: str, tracks: Sequence[Track]) -> dict[str, Any]:
-    """Return the page's data: rows of [name, start, end, depth, attrs], in seconds from the first slice."""
-    begin = min((one.start for track in tracks for one in track.slices), default=0.0)
+    """Return the page's data: rows of [name, start, end, depth, attrs], in seconds from the first event."""
+    begin = _first(tracks)
     rows = []
     for track in tracks:
         slices = [
@@ -204,7 +209,8 @@ def page_data(title: str, tracks: Sequence[Track]) -> dict[str, Any]:
         ]
         moments = [[name, round(time - begin, 6), attrs] for name, time, attrs in track.moments]
         rows.append({"group": track.group_id, "sample": track.sample_id, "slices": slices, "moments": moments})
-    end = max((one[2] for row in rows for one in row["slices"]), default=0.0)
+    ends = [one[2] for row in rows for one in row["slices"]]
+    end = max([*ends, *(moment[1] for row in rows for moment in row["moments"])], default=0.0)
     return {"title": title, "seconds": end, "rows": rows}
 
 

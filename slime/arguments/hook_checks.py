@@ -202,7 +202,7 @@ def signature_of(arguments: ast.arguments) -> inspect.Signature:
 
 
 def _check_kind(hook: Hook, path: str, where: str, target: Any) -> None:
-    """Refuse what is not callable, a class where a function belongs, and the wrong one of sync and async."""
+    """Refuse what is not callable, a class without the methods that it needs, and the wrong one of sync and async."""
     if not callable(target):
         raise HookError(f"{where}: {path} is a {type(target).__name__} and cannot be called.")
     if hook.kind == "class":

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from slime.agent.sandbox import check_local_sandbox
 from slime.flags.algorithm import uses_reference
-from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
+from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint, is_huggingface_folder
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
-from slime.flags.rollout import OWN_ROLLOUTS
+from slime.flags.rollout import OWN_ROLLOUTS, VERIFIERS, VERIFIERS_PREFIXES
 from slime.flags.security import trusts_remote_code
 from slime.rollout import gym
 from slime.rollout.mixture import sources_of
@@ -132,7 +132,8 @@ def _check_packages(args: Namespace) -> None:
 def _check_save_folder(args: Namespace) -> None:
     if args.save is None:
         return
-    for flag, other in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
+    model = args.load if is_huggingface_folder(args.load) else None
+    for flag, other in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load), ("--load", model)):
         if other is not None and Path(other).resolve() == Path(args.save).resolve():
             raise ConfigError(
                 f"--save and {flag} are both {other}: the first save would overwrite the model. Give the "
@@ -229,6 +230,13 @@ def _check_prompts(args: Namespace) -> None:
             )
         return
     sources = sources_of(args.prompt_data)
+    environments = [source["path"] for source in sources if source["path"].startswith(VERIFIERS_PREFIXES)]
+    if environments and args.custom_generate_function_path is None:  # a mixture; else it is played by its own function
+        raise ConfigError(
+            f"--prompt-data {args.prompt_data}: {environments[0]} is an environment, and nothing plays the rows of "
+            "those in a mixture; where all data sets are environments, give --custom-generate-function-path "
+            f"{VERIFIERS}."
+        )
     if args.plan is None and any(source["path"].startswith(gym.PREFIX) for source in sources):
         check_local_sandbox(args)  # the scorers of its tasks evaluate what the policy wrote
     asked = {"--metadata-key": (args.metadata_key, "metadata"), "--tool-key": (args.tool_key, "tools")}

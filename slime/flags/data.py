@@ -225,6 +225,11 @@ def check_batches(args: Namespace) -> Iterator[str]:
         )
     elif batch == 0:
         yield f"--num-steps-per-rollout {steps} is more than the {samples} samples of a rollout ({product})."
+    elif steps is not None and samples // batch != steps:
+        yield (
+            f"--num-steps-per-rollout {steps}: {product} = {samples} samples do not make {steps} equal steps; with "
+            f"{batch} in each there would be {samples // batch}. Give that number, or another size of a rollout."
+        )
     elif batch > samples and args.load_debug_rollout_data is None:
         yield f"--global-batch-size {batch} is more than the {samples} samples of a rollout ({product})."
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:

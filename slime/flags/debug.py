@@ -19,6 +19,7 @@ _TEMPLATE_FIELDS = {
     "load_forge_rollout_data": {"rollout_id"},
     "save_debug_train_data": {"rollout_id", "rank"},
     "save_hf": {"rollout_id"},
+    "lora_save": {"rollout_id"},
     "ci_save_grad_norm": {"role", "rollout_id", "step_id"},
     "ci_load_grad_norm": {"role", "rollout_id", "step_id"},
 }

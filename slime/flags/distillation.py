@@ -110,8 +110,10 @@ def check_distillation(args: Namespace) -> Iterator[str]:
             if getattr(args, flag) is not None:
                 yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --use-opd."
         return
-    if not args.compute_advantages_and_returns or args.loss_type == "sft_loss":
+    if not args.compute_advantages_and_returns:
         yield "--use-opd changes the advantages, and there are none: drop --disable-compute-advantages-and-returns."
+    if args.loss_type == "sft_loss":
+        yield "--use-opd changes the advantages, which --loss-type sft_loss does not use; drop one of them."
     yield from _check_teachers(args)
     yield from _check_top_k(args)
     if args.opd_type is None:

@@ -90,7 +90,8 @@ def derive_reward(args: Namespace) -> None:
 
 def check_reward(args: Namespace) -> Iterator[str]:
     """Yield one message for each grading flag that is missing."""
-    if args.rm_type is None or args.custom_rm_path is not None:
-        return
-    if args.rm_type.removeprefix(BOXED_PREFIX) == "remote_rm" and args.rm_url is None:
-        yield "--rm-type remote_rm needs --rm-url, the address of the grader."
+    asked = [("--rm-type", args)] + [(f"rm_type of eval data set {one.name}:", one) for one in args.eval_datasets]
+    for where, flags in asked:
+        is_remote = (flags.rm_type or "").removeprefix(BOXED_PREFIX) == "remote_rm"
+        if is_remote and flags.custom_rm_path is None and args.rm_url is None:
+            yield f"{where} remote_rm needs --rm-url, the address of the grader."

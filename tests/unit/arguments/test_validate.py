@@ -51,6 +51,7 @@ def test_the_smallest_command_is_accepted(make_args):
         (["--over-sampling-batch-size", "3"], "--over-sampling-batch-size 3 is below --rollout-batch-size 4"),
         (["--global-batch-size", "5"], "--rollout-batch-size 4 x --n-samples-per-prompt 2 = 8 samples"),
         (["--num-steps-per-rollout", "9"], "more than the 8 samples of a rollout"),
+        (["--num-steps-per-rollout", "3"], "do not make 3 equal steps; with 2 in each there would be 4"),
         (["--debug-rollout-only", "--debug-train-only"], "leave nothing to run"),
         (["--debug-rollout-only", "--load-debug-rollout-data", "x"], "--load-debug-rollout-data leave nothing to run"),
         (["--loss-type", "custom_loss"], "needs both --loss-type custom_loss and the path"),
@@ -91,6 +92,7 @@ def test_the_smallest_command_is_accepted(make_args):
         (["--use-opd", "--opd-type", "sglang", "--opd-teacher-load", "x"], "use --opd-type megatron"),
         (["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", "/none"], "--opd-teacher-load"),
         (["--use-opd", "--opd-type", "sglang", "--disable-compute-advantages-and-returns"], "there are none"),
+        (["--use-opd", "--opd-type", "sglang", "--loss-type", "sft_loss"], "which --loss-type sft_loss does not use"),
         (
             ["--use-opd", "--opd-type", "sglang", "--custom-rm-path", f"{DISTILLATION}.reward_func"],
             "the teacher at --rm-url",
@@ -102,6 +104,7 @@ def test_the_smallest_command_is_accepted(make_args):
         (["--rollout-function-path", FORGE, "--load-forge-rollout-data", "/none/{rollout_id}.pt"], "no file fits"),
         (["--dump-details", "details"], None),
         (["--save-debug-train-data", "x_{step}.pt"], "it may only have {rank} and {rollout_id}"),
+        (["--lora-rank", "4", "--lora-save", "x/{step}"], "--lora-save is 'x/{step}'; in braces it may only have"),
         (["--rollout-function-path", FULLY_ASYNC, "--offload-rollout"], "use train_async.py"),
         (["--eval-function-path", FULLY_ASYNC, "--eval-prompt-data", "x", "y"], "which cannot evaluate"),
         (["--rollout-function-path", FULLY_ASYNC, "--max-staleness", "2"], None),
@@ -240,6 +243,14 @@ def test_the_record_of_a_run_that_ended_before_its_first_save_is_no_model(make_a
     assert args.load == args.ref_load
 
 
+def test_a_model_that_training_starts_from_is_not_written_over(complaint, model_folder, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "other")
+    other = str(tmp_path / "other")
+    assert f"--save and --load are both {other}: the first save would overwrite the model" in complaint(
+        "--load", other, "--save", other
+    )
+
+
 def test_a_tracker_must_name_a_save_that_exists(complaint, tmp_path):
     folder = tmp_path / "saves"
     (folder / "iter_0000003").mkdir(parents=True)
@@ -274,6 +285,13 @@ def test_the_kl_loss_needs_a_reference(complaint, tmp_path):
 
 def test_a_missing_prompt_file_is_named(complaint, tmp_path):
     assert "nothing.jsonl" in complaint("--prompt-data", str(tmp_path / "nothing.jsonl"), error=DataError)
+
+
+def test_an_environment_that_nothing_plays_is_no_data_set_of_a_mixture(complaint, prompt_file, tmp_path):
+    mixture = tmp_path / "mix.yaml"
+    mixture.write_text(f"datasets: [{{path: {prompt_file}}}, {{path: 'verifiers:wordle'}}]\n")
+    text = complaint("--prompt-data", str(mixture))
+    assert "mix.yaml: verifiers:wordle is an environment, and nothing plays the rows" in text
 
 
 def test_a_malformed_row_is_named_with_its_line(complaint, prompt_file):
@@ -313,3 +331,5 @@ def test_the_grader_of_an_eval_data_set_is_checked(complaint, tmp_path, prompt_f
     assert "rm_type of eval data set mine: gqpa is no grader. Did you mean gpqa?" in complaint(
         "--eval-config", str(config)
     )
+    config.write_text(f"datasets: [{{name: mine, path: {prompt_file}, rm_type: remote_rm}}]\n")
+    assert "rm_type of eval data set mine: remote_rm needs --rm-url" in complaint("--eval-config", str(config))
