@@ -27,7 +27,7 @@ EDITS = {
     if args.rm_patience_s is None:
         args.rm_patience_s = args.rm_timeout_s / 10
 """,
-    "    if args.rm_type is None or args.custom_rm_path is not None:": """\
+    '    asked = [("--rm-type", args)]': """\
     if args.rm_patience_s > args.rm_timeout_s:
         yield f"--rm-patience-s {args.rm_patience_s:g} is above --rm-timeout-s {args.rm_timeout_s:g}; lower it."
 """,
