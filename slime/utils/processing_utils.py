@@ -339,10 +339,8 @@ def _image_data(source: Any) -> tuple[str, bytes]:
     try:
         if not path.is_file():  # reading a device or a pipe may not end
             raise DataError(f"The image {name} of a prompt cannot be opened: there is no such file.")
-        if path.stat().st_size > MAX_IMAGE_BYTES:
-            raise DataError(
-                f"The image {name} of a prompt has {path.stat().st_size} bytes; {MAX_IMAGE_BYTES} are allowed."
-            )
+        if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
+            raise DataError(f"The image {name} of a prompt has {size} bytes; {MAX_IMAGE_BYTES} are allowed.")
         return name, path.read_bytes()
     except OSError as error:
         raise DataError(f"The image {name} of a prompt cannot be opened: {error}.") from error

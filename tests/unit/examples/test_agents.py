@@ -142,7 +142,9 @@ def test_a_coding_agent_is_graded_by_the_tests_of_its_task(talk, policy, reward)
 
 def test_a_solution_that_does_not_end_has_failed_and_does_not_end_the_job(talk, monkeypatch):
     monkeypatch.setattr(coding, "TEST_TIMEOUT_S", 1.0)
-    args, _ = talk(lambda prompt: "no idea", custom_generate_function_path="examples.coding_agent_rl.generate.generate")
+    args, _ = talk(
+        lambda prompt: "no idea", custom_generate_function_path="examples.coding_agent_rl.generate.generate"
+    )
     metadata = agents.code_row(7, 3, "+")["metadata"] | {"test": "sleep 60"}
     sample = Sample(index=4, prompt="any", metadata=metadata)
     (sample,) = asyncio.run(generate_and_rm(args, sample, {"max_new_tokens": 100}))
