@@ -59,7 +59,7 @@ class TrainerGpus:
 
     def is_elsewhere(self, rank: int) -> bool:
         """Return whether a rank is on another node than this process."""
-        return self._nodes.get(self._mine[rank]) != ray.get_runtime_context().get_node_id()
+        return self._group is None or self._nodes.get(self._mine[rank]) != ray.get_runtime_context().get_node_id()
 
     def avoid(self, ranks: Sequence[int], seconds: float) -> None:
         """Start nothing on the nodes of these ranks for so long, in which they are taken away."""
@@ -73,6 +73,8 @@ class TrainerGpus:
             ProcessError: neither is there after ``--cluster-wait-timeout-s``.
             HangError: the node of the GPUs that were found dies or hangs too; others may be found.
         """
+        if self._group is None:
+            return GpuSlice(None, self._mine, [self._gpu_ids[bundle] for bundle in self._mine])
         began, next_report = time.monotonic(), time.monotonic()
         while True:
             NOTICE.check()
