@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.agent.sandbox import check_local_sandbox
 from slime.flags.algorithm import uses_reference
-from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint, is_huggingface_folder
+from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
@@ -132,8 +132,7 @@ def _check_packages(args: Namespace) -> None:
 def _check_save_folder(args: Namespace) -> None:
     if args.save is None:
         return
-    model = args.load if is_huggingface_folder(args.load) else None
-    for flag, other in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load), ("--load", model)):
+    for flag, other in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
         if other is not None and Path(other).resolve() == Path(args.save).resolve():
             raise ConfigError(
                 f"--save and {flag} are both {other}: the first save would overwrite the model. Give the "

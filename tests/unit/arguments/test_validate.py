@@ -243,14 +243,6 @@ def test_the_record_of_a_run_that_ended_before_its_first_save_is_no_model(make_a
     assert args.load == args.ref_load
 
 
-def test_a_model_that_training_starts_from_is_not_written_over(complaint, model_folder, tmp_path):
-    shutil.copytree(model_folder, tmp_path / "other")
-    other = str(tmp_path / "other")
-    assert f"--save and --load are both {other}: the first save would overwrite the model" in complaint(
-        "--load", other, "--save", other
-    )
-
-
 def test_a_tracker_must_name_a_save_that_exists(complaint, tmp_path):
     folder = tmp_path / "saves"
     (folder / "iter_0000003").mkdir(parents=True)

@@ -11,6 +11,7 @@ from slime.ray.train_loop import TrainJob
 
 
 def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_beside_them(tmp_path: Path, capsys):
+    finish_tracking()  # another test may have opened sinks in this process
     job = TrainJob.__new__(TrainJob)
     job.args = Namespace(
         save=str(tmp_path), wandb_always_use_train_step=True, rollout_batch_size=32, n_samples_per_prompt=8,
