@@ -94,6 +94,7 @@ logger = logging.getLogger(__name__)
 EXIT_TIME_BUDGET_EXCEEDED = -1
 """Code of a job that was ended because its time was up."""
 EXIT_UNKNOWN = 1
+"""Code of a job that wrote over its own."""
 AGENT_USER = "agent"
 POLL_FIRST_S, POLL_LAST_S = 0.2, 5.0
 POLL_TIMEOUT_S = 60.0
