@@ -54,8 +54,8 @@ def check_spec_source(spec: list[str] | None) -> None:
         return
     if len(spec) != 2:
         raise HookError(f"--spec is {' '.join(spec)!r}; give two words, a module and a function in it.")
-    body = _source_of(spec[0], " ".join(spec), "--spec")
-    if body is not None and not {name for name, _ in _top_level(body)} & {spec[1], "*", "__getattr__"}:
+    tree = _source_of(spec[0], " ".join(spec), "--spec")
+    if tree is not None and not {name for name, _ in _top_level(tree)} & {spec[1], "*", "__getattr__"}:
         raise HookError(f"--spec: {spec[0]} has no {spec[1]}. Correct the second word.")
 
 
@@ -117,10 +117,10 @@ def check_source(hook: Hook, path: str, where: str) -> None:
         HookError: see ``check_hooks_on_driver``.
     """
     module_name, attribute = split_path(path, where)
-    body = _source_of(module_name, path, where)
-    if body is None:
+    tree = _source_of(module_name, path, where)
+    if tree is None:
         return
-    bindings = list(_top_level(body))
+    bindings = list(_top_level(tree))
     found = [node for name, node in bindings if name == attribute]
     if not found:
         if any(name in ("*", "__getattr__") for name, _ in bindings):
@@ -230,8 +230,8 @@ def _must_not_be_async(hook: Hook, path: str, where: str) -> str:
     )
 
 
-def _source_of(module_name: str, path: str, where: str) -> list[ast.stmt] | None:
-    """Return the statements of a module; None when it has no source to read (a compiled module).
+def _source_of(module_name: str, path: str, where: str) -> ast.Module | None:
+    """Return the syntax tree of a module; None when it has no source to read (a compiled module).
 
     Raises:
         HookError: there is no such module, or its source is no Python.
@@ -250,26 +250,23 @@ def _source_of(module_name: str, path: str, where: str) -> list[ast.stmt] | None
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
-        return ast.parse(Path(spec.origin).read_bytes(), spec.origin).body
+        return ast.parse(Path(spec.origin).read_bytes(), spec.origin)
     except (SyntaxError, ValueError) as error:
         raise HookError(f"{where}: {module_name} of {path} is no Python: {said_by(error)}. Correct it.") from error
 
 
-def _top_level(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield every (name, statement that binds it) of a module, inside ``if``, ``try`` and ``with`` too."""
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name, node
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                yield (alias.asname or alias.name).split(".")[0], node
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                for name in ast.walk(target):
-                    if isinstance(name, ast.Name):
-                        yield name.id, node
-        else:
-            for field in ("body", "orelse", "finalbody"):
-                yield from _top_level(getattr(node, field, []))
-            for handler in getattr(node, "handlers", []):
-                yield from _top_level(handler.body)
+def _top_level(parent: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield every (name, node that binds it) of a module, at any depth outside functions and classes."""
+    for node in ast.iter_child_nodes(parent):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node
+            case ast.Import() | ast.ImportFrom():
+                for alias in node.names:
+                    yield (alias.asname or alias.name).split(".")[0], node
+            case ast.Name(ctx=ast.Store()):
+                yield node.id, node
+            case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                continue  # a scope of its own
+            case _:
+                yield from _top_level(node)

@@ -26,6 +26,9 @@ from slime.observability.alarms import WINDOW, Alarm, find_alarms
 FILE_NAME = "metrics.jsonl"
 ALARM_STEPS = 200
 """Steps that the driver looks back for alarms."""
+LOCK_S = 30.0
+"""For the write of another process to end."""
+LOCK_POLL_S = 0.005
 START_KEY = "run/start"
 """The record that each start of the job begins with, resumes included; its value is the run's id."""
 _TIME_KEY = "time"
@@ -77,13 +80,13 @@ def append_line(path: Path, text: str) -> None:
     """Append whole lines in one locked write, after the end of a line that a killed writer left torn.
 
     Raises:
-        OSError: there is no room for them.
+        OSError: there is no room for them, or another writer keeps the file locked.
     """
     line = text.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, path)
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line  # a writer was killed in the middle of its line
@@ -91,6 +94,17 @@ def append_line(path: Path, text: str) -> None:
             line = line[os.write(descriptor, line) :]
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another process has locked {path} for more than {LOCK_S:.0f} s") from None
+        time.sleep(LOCK_POLL_S)
 
 
 def parse_record(text: bytes) -> dict[str, Any] | None:

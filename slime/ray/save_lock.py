@@ -57,6 +57,12 @@ class SaveLock:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._open()
+            if left := self._holder():
+                logger.warning("%s %s: taking over the lock of a job that has ended: %s", flag, folder, left)
+            started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
         except BlockingIOError:
             raise ConfigError(
                 f"{flag} {folder} belongs to a job that is running: {self._holder()}. Two jobs would remove each "
@@ -64,11 +70,6 @@ class SaveLock:
             ) from None
         except OSError as error:
             raise ConfigError(f"{flag} {folder} cannot be written ({error.strerror}); give another folder.") from error
-        if left := self._holder():
-            logger.warning("%s %s: taking over the lock of a job that has ended: %s", flag, folder, left)
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
 
     def _open(self) -> int:
         """Return the descriptor of the locked file, which is still the one in the folder."""

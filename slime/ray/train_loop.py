@@ -328,7 +328,8 @@ class TrainJob:
     def finish(self) -> None:
         """Stop engines, routers and trainers, and close the logs; an evaluation in the background ends first."""
         if self._background is not None:
-            self._background.finish()
+            with unwatched(self._recovery.names):  # the trainer is done: a rank that dies now changes nothing
+                self._background.finish()
         forget_all()
         if self._metrics_page is not None:
             self._metrics_page.stop()

@@ -243,6 +243,7 @@ async def post(
         EngineError: the deadline passed or the last attempt failed; ``HttpStatusError`` when a server refused.
     """
     headers = {**job_headers(url), **(headers or {})}
+    deadline = time.monotonic() + timeout_s
     if _CLIENT.transport is not None:
         try:
             return await asyncio.wait_for(_CLIENT.transport(url, payload, max_retries, headers), timeout_s)
@@ -254,6 +255,7 @@ async def post(
             ) from error
     headers["Content-Type"] = "application/json"
     body = encode_json(payload)
+    timeout_s = deadline - time.monotonic()
     return await _request("POST", url, body, headers, max_retries, timeout_s, decode or decode_json)
 
 

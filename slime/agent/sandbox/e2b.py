@@ -111,6 +111,8 @@ class E2BSandbox:
             try:
                 done = await self._entered().commands.run(cmd, user=user, envs=dict(env or {}), timeout=timeout)
             except Exception as error:
+                if type(error).__name__ == "TimeoutException":  # not again: it had its time
+                    raise SandboxError(f"A command did not end within {timeout:g} s: {cmd[:300]!r}.") from error
                 if not hasattr(error, "exit_code"):
                     raise
                 done = error  # E2B raises when the code is not 0, with the fields of a result
@@ -154,7 +156,7 @@ class E2BSandbox:
         for attempt in range(1, attempts + 1):
             try:
                 return await asyncio.wait_for(call(), timeout_s)
-            except ConfigError:
+            except (ConfigError, SandboxError):
                 raise
             except Exception as error:  # the service's client has no common base of its errors
                 if attempt == attempts:

@@ -103,7 +103,7 @@ def train_one_step(
         data_iterator: one for each chunk, standing at the step's first micro-batch.
         model: this rank's chunks.
         optimizer: over the chunks' gradient buffers.
-        opt_param_scheduler: advanced by ``step_global_batch_size`` samples.
+        opt_param_scheduler: advanced by ``step_global_batch_size`` samples, unless the step is skipped.
         num_microbatches: of this step on this rank.
         step_global_batch_size: rollouts of this step on all ranks.
         loss_type: key of ``loss.LOSSES``.
@@ -126,7 +126,8 @@ def train_one_step(
     marks = Marks.gather(model, [report["loss"] for report in reports])
     with optimizer_time(model):
         is_applied, grad_norm = _apply_gradients(args, moment, optimizer, marks)
-    opt_param_scheduler.step(increment=step_global_batch_size)
+    if is_applied:
+        opt_param_scheduler.step(increment=step_global_batch_size)
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

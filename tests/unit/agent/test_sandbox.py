@@ -135,6 +135,10 @@ class NotFoundException(Exception):
     """As E2B's client names it."""
 
 
+class TimeoutException(Exception):
+    """As E2B's client names it."""
+
+
 class Service:
     """What E2B's client offers, by its documentation; fails as often as it is told."""
 
@@ -163,6 +167,8 @@ class Service:
         if self.failures:
             self.failures -= 1
             raise ConnectionError("lost")
+        if cmd == "sleep":
+            raise TimeoutException("deadline exceeded")
         if cmd == "false":
             error = RuntimeError("Command exited with code 1")
             error.exit_code, error.stdout, error.stderr = 1, "", "no"
@@ -235,6 +241,16 @@ def test_a_command_that_the_service_does_not_answer_is_left_at_its_deadline_and_
             assert len(service.ran) == 4
 
     asyncio.run(asyncio.wait_for(play(), 30))
+
+
+def test_a_command_that_passed_its_own_time_is_not_repeated():
+    async def play():
+        async with Box("img") as sb:
+            with pytest.raises(SandboxError, match="A command did not end within 5 s: 'sleep'"):
+                await sb.exec("sleep", timeout=5)
+            assert len(Service.made[-1].ran) == 1
+
+    asyncio.run(play())
 
 
 def test_settings_come_from_the_environment_in_both_spellings(monkeypatch):

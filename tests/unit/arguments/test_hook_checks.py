@@ -56,6 +56,8 @@ def check(flag: str, path: str) -> None:
         ("--custom-model-provider-path", "def hook(pre_process=True, post_process=True, vp_stage=None): ..."),
         ("--rollout-data-postprocess-path", "import missing_library\ndef hook(args, rollout_id, rollout_data): ..."),
         ("--custom-megatron-init-path", "from missing_library import hook"),
+        ("--custom-megatron-init-path", "import os\nmatch os.name:\n    case 'posix':\n        def hook(args): ..."),
+        ("--custom-megatron-init-path", "for hook in (print,):\n    pass"),
     ],
 )
 def test_what_fits_is_accepted(plug_in, flag, source):

@@ -1,11 +1,14 @@
 """metrics.jsonl: whole lines from many writers, torn lines skipped, the latest value wins; the line of a step."""
 
+import fcntl
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 
+from slime.observability import metrics_file
 from slime.observability.metrics_file import (
     NewRecords,
     StepLine,
@@ -44,6 +47,17 @@ def test_lines_of_many_writers_do_not_mix(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: append_record(path, {"number": number, "text": "x" * 9000}), range(64)))
     assert sorted(record["number"] for record in read_records(path)) == list(range(64))
+
+
+def test_a_file_that_another_process_keeps_locked_is_an_error_and_no_endless_wait(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(metrics_file, "LOCK_S", 0.05)
+    path = tmp_path / "m.jsonl"
+    with open(path, "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="another process has locked .*m.jsonl for more than 0 s"):
+            append_record(path, {"a": 1})
+    append_record(path, {"a": 2})
+    assert [record["a"] for record in read_records(path)] == [2]
 
 
 def test_the_latest_value_of_a_step_wins_as_after_a_resume(tmp_path: Path) -> None:

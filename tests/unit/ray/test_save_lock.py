@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -72,6 +73,15 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_flag(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--save .*file/run cannot be written"):
         SaveLock(Path(tmp_path, "file", "run"))
+
+
+def test_a_full_disk_is_an_error_of_the_flag(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ConfigError, match=r"--save .* cannot be written \(No space left on device\); give another"):
+        SaveLock(tmp_path)
 
 
 def test_the_critic_has_a_lock_where_its_folder_is_another(tmp_path):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 from slime.observability.logging_utils import finish_tracking
 from slime.observability.metrics_file import StepLine, append_record, metrics_path, read_records
+from slime.ray import waiting
 from slime.ray.train_loop import TrainJob
 
 
@@ -32,3 +34,16 @@ def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_b
         ["step 3/9", "reward 0.250"],
     ]
     assert [record["rollout/step"] for record in read_records(path) if "perf/time_train_s" in record] == [0, 4, 8]
+
+
+def test_while_the_last_evaluation_is_awaited_deaths_of_the_trainer_do_not_count(monkeypatch):
+    monkeypatch.setattr(waiting, "_sentinels", {"a": "rank 0 of the actor", "b": "the rollout manager"})
+    watched: list[list[str]] = []
+    job = TrainJob.__new__(TrainJob)
+    job._recovery = SimpleNamespace(names=["rank 0 of the actor"])
+    job._background = SimpleNamespace(finish=lambda: watched.append(list(waiting._sentinels.values())))
+    job._metrics_page, job.actor, job.critic, job._save_locks = None, None, None, []
+    job.args = Namespace(shutdown_timeout_s=1)
+    monkeypatch.setattr(job, "_ask", lambda *_, **__: None)
+    job.finish()
+    assert watched == [["the rollout manager"]]

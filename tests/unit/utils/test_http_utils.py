@@ -157,6 +157,22 @@ def test_a_transport_that_never_answers_is_the_error_of_a_server_that_does_not()
         asyncio.run(http_utils.post("http://engine/generate", {}, timeout_s=0.05))
 
 
+def test_a_transport_that_cannot_serve_after_a_while_leaves_the_rest_of_the_deadline(monkeypatch):
+    given = []
+
+    async def transport(*_):
+        await asyncio.sleep(0.1)
+        raise http_utils.PostTransportUnavailable("worker lost")
+
+    async def request(*arguments):
+        given.append(arguments[5])
+
+    http_utils.set_post_transport(transport)
+    monkeypatch.setattr(http_utils, "_request", request)
+    asyncio.run(http_utils.post("http://engine/generate", {}, timeout_s=60))
+    assert 0 < given[0] < 59.95
+
+
 def test_the_client_may_be_used_from_one_loop_after_another():
     for _ in range(2):
         assert talk([(200, {"ok": 1})], lambda url: http_utils.get(url))[0] == {"ok": 1}

@@ -127,6 +127,7 @@ def test_without_the_check_such_a_step_is_skipped(folder: Path) -> None:
     before = parameters(model)
     (result,) = train(args, model, optimizer, scheduler)
     assert not result.is_applied and result.not_finite_ranks == (0,)
+    assert scheduler.num_steps == 0, "nor does the learning rate move"
     assert all(torch.equal(value, before[name]) or value.isnan().any() for name, value in parameters(model).items())
 
 
