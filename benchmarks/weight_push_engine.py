@@ -352,7 +352,9 @@ def main() -> None:
                 command,
                 env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.num_gpus), "LOCAL_RANK": str(rank)}
                 | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                | kernel_environment(),  # as trainers of a job have it: NCCL does not join ranks that differ in it
+                # As trainers of a job have them: ranks share the cores, and NCCL joins none that differ in the others.
+                | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.num_gpus))}
+                | kernel_environment(),
             )
             for rank in range(options.num_gpus)
         ]

@@ -178,6 +178,7 @@ def save_behind_training(folder: str) -> None:
     background.wait()
     dist.barrier()
     assert checkpoint.read_tracker(folder) == 2
+    dist.barrier()  # rank 1 has looked, too
     background.publish(folder, 3)
     dist.barrier()
     assert checkpoint.read_tracker(folder) == 3
