@@ -166,11 +166,19 @@ def read_run(folder: Path) -> Run:
     run.events = [one for one in read_records(events) if "event" in one] if events.is_file() else []
     if spans.is_file():
         run.spans = list(_read_spans(spans))
-    run.rollouts = merge_by_step(records, "rollout/step")
+    run.rollouts = _by_rollout(run, merge_by_step(records, "rollout/step"))
     run.steps = merge_by_step(records, "train/step")
-    run.evaluations = merge_by_step(records, "eval/step")
+    run.evaluations = _by_rollout(run, merge_by_step(records, "eval/step"))
     run.config.setdefault("run_id", next((one[START_KEY] for one in records if START_KEY in one), None))
     return run
+
+
+def _by_rollout(run: Run, metrics: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Undo ``compute_rollout_step``, which counts optimizer steps with ``--wandb-always-use-train-step``."""
+    if not run.value("wandb_always_use_train_step", False):
+        return metrics
+    samples = run.value("rollout_batch_size") * run.value("n_samples_per_prompt")
+    return {-(-step * run.value("global_batch_size") // samples): values for step, values in metrics.items()}
 
 
 def _read_spans(path: Path) -> Iterator[Span]:

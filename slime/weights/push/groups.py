@@ -126,6 +126,8 @@ class UpdateGroup:
             return
         channel = joining.result(timeout_s * TRAINERS_SHARE)
         if not isinstance(channel, WeightChannel):
+            given_up.set()
+            joining.drop()
             raise WeightSyncError(
                 f"the trainer could not join the weight group {self.name} at {place.address}:{place.port}, though all "
                 f"{len(wanted)} engines did: {channel}"

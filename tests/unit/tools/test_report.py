@@ -19,6 +19,7 @@ from PIL import Image
 
 from slime.flags.observability import RecordConfig
 from slime.observability import run_record, sample_record
+from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.metrics_file import append_record
 from slime.observability.run_reader import read_run
 from slime.utils.errors import DataError
@@ -399,3 +400,18 @@ def test_the_address_that_is_printed_has_a_token_only_beyond_loopback(run, capsy
         watch.main([str(run), "--port", str(get_free_port(22000)), "--host", host])
     inside, beyond = capsys.readouterr().out.splitlines()
     assert "token" not in inside and len(beyond.partition("#token=")[2].split()[0]) >= 32
+
+
+def test_a_run_that_counts_optimizer_steps_is_read_by_rollout(tmp_path):
+    args = Namespace(
+        save=str(tmp_path), wandb_always_use_train_step=True, rollout_batch_size=5, n_samples_per_prompt=20,
+        global_batch_size=32,
+    )  # fmt: skip
+    run_record.start_recording(args, "driver", primary=True)
+    for rollout_id in range(9):
+        for key in ("rollout/step", "eval/step"):
+            append_record(tmp_path / "metrics.jsonl", {key: compute_rollout_step(args, rollout_id), "id": rollout_id})
+    run_record.stop_recording()
+    run = read_run(tmp_path)
+    for metrics in (run.rollouts, run.evaluations):
+        assert {rollout_id: of["id"] for rollout_id, of in metrics.items()} == {number: number for number in range(9)}

@@ -268,3 +268,22 @@ def test_it_is_told_too_where_an_engine_waited_for_the_trainer_in_vain(caplog) -
     StockGroup("slime", WireWithoutNetwork()).form(engines, participants)
     assert participants.reasons[0].startswith("EngineError: no answer within")
     assert "the trainer did not join a weight group: RuntimeError: no NIC is up" in caplog.text
+
+
+def test_a_group_that_the_trainer_joins_too_late_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, left = threading.Event(), threading.Event()
+
+    class Late:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            gate.wait(30)
+
+        def leave(self) -> None:
+            left.set()
+
+    monkeypatch.setattr(groups, "WeightChannel", Late)
+    engines = [Engine(0)]
+    with pytest.raises(WeightSyncError, match="though all 1 engines did: it did not join within"):
+        UpdateGroup("slime").form(engines, Participants(engines, PushClock(0.2)))
+    assert not left.is_set()
+    gate.set()
+    assert left.wait(30)
