@@ -266,7 +266,7 @@ def _top_level(parent: ast.AST) -> Iterator[tuple[str, ast.AST]]:
                     yield (alias.asname or alias.name).split(".")[0], node
             case ast.Name(ctx=ast.Store()):
                 yield node.id, node
-            case ast.Lambda() | ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-                continue  # a scope of its own
+            case ast.expr() if not isinstance(node, ast.Tuple | ast.List | ast.Starred):
+                continue  # what an expression binds is hardly a plug-in, and a long sum is nested deeply
             case _:
                 yield from _top_level(node)

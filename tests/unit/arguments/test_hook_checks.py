@@ -58,6 +58,7 @@ def check(flag: str, path: str) -> None:
         ("--custom-megatron-init-path", "from missing_library import hook"),
         ("--custom-megatron-init-path", "import os\nmatch os.name:\n    case 'posix':\n        def hook(args): ..."),
         ("--custom-megatron-init-path", "for hook in (print,):\n    pass"),
+        ("--custom-megatron-init-path", f"total = {' + '.join(['1'] * 2000)}\n(hook, [*rest]) = print, [total]"),
     ],
 )
 def test_what_fits_is_accepted(plug_in, flag, source):
