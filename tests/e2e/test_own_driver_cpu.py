@@ -19,6 +19,7 @@ def test_a_driver_of_the_users_own_trains_actor_and_critic(task, tmp_path):
     flags = grpo_flags(
         task, tmp_path, *"--actor-num-gpus-per-node 1 --colocate --check-weight-update-equal".split(),
         *"--advantage-estimator ppo --num-critic-only-steps 1 --rollout-max-response-len 16".split(),
+        *"--over-sampling-batch-size 4".split(),  # fewer than a rollout are kept: the second has new ones
     )  # fmt: skip
     job = Job("tests/e2e/drivers/synchronous.py", flags, tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
