@@ -18,7 +18,9 @@ from tests.e2e.job import JOBS, PYTHONPATH, REPO
 def no_job_survives() -> Iterator[None]:
     yield
     while JOBS:
-        JOBS.pop().kill_everything()
+        job = JOBS.pop()
+        job.kill_everything()
+        print(f"The end of {job.log}:\n{job.text()[-6000:]}")  # pytest shows it where the test failed
 
 
 @pytest.fixture(scope="session")

@@ -116,7 +116,9 @@ def check_a_stranger_gets_nothing(job: Job, folder: Path, address: str, page_por
                 for method, answer in ask(url, path, marker, **key).items():
                     if answer.ok and answer.text and not HEALTH.search(path):
                         leaks[f"{method} {url}{path}"] = answer.text[:200]
-    assert leaks == {} and not marker.exists()
+    assert leaks == {}, leaks
+    assert not marker.exists()
+    assert ask(engine, "/health_generate", marker)["GET"].status_code == 401  # the router's asks no engine
     for path, key in TELLS_NO_MORE.items():
         answer = ask(router, path, marker)["GET"]
         assert not answer.ok or set(answer.json()) <= {key, "object", "router_manager", "routers_count"}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import requests
 import torch
 
 from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
@@ -78,7 +79,11 @@ def test_a_run_that_others_reach_goes_on_where_that_one_stopped_and_tells_them_n
     )  # fmt: skip
     job = Job("train.py", flags, run_folder / "log2.txt", SLIME_HOST_IP=address)
     job.wait_until(lambda: "step 4/1000" in job.text(), "second step after the resume", STEP_S)
-    check_a_stranger_gets_nothing(job, run_folder, address, page_port, secret_file)
+    try:
+        check_a_stranger_gets_nothing(job, run_folder, address, page_port, secret_file)
+    except requests.ConnectionError as error:
+        ended = job.finish(GONE_S)  # the job says why a server of it is gone
+        pytest.fail(f"{error}; the job ended with {ended}:\n{job.text()[-3000:]}")
     job.process.send_signal(signal.SIGINT)
     assert job.finish(GONE_S) == 130
     job.seconds_until_gone(GONE_S)

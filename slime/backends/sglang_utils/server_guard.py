@@ -19,14 +19,16 @@ from slime.utils.net import is_loopback
 
 Asgi = Callable[[Mapping[str, Any], Any, Any], Awaitable[None]]
 
-OPEN = frozenset({"/health", "/health_generate", "/ping"})
-"""For everybody."""
+OPEN = frozenset({"/health", "/ping"})
+"""For everybody.  Not ``/health_generate``: a token generated while the engine's memory is released, or is being
+released, ends SGLang's scheduler, and one on its way holds up a push."""
 GENERATION = frozenset(
-    "/generate /encode /classify /tokenize /detokenize /invocations /vertex_generate /parse_function_call "
-    "/separate_reasoning /open_session /close_session /v1/completions /v1/chat/completions /v1/embeddings "
-    "/v1/classify /v1/tokenize /v1/detokenize /v1/audio/transcriptions /v1/realtime /v1/models /v1/score /v1/rerank "
-    "/v1/responses /v1/messages /v1/messages/count_tokens /api/chat /api/generate /api/tags /api/show /model_info "
-    "/get_model_info /weight_version /get_weight_version /server_info /get_server_info /get_load /v1/loads".split()
+    "/generate /health_generate /encode /classify /tokenize /detokenize /invocations /vertex_generate "
+    "/parse_function_call /separate_reasoning /open_session /close_session /v1/completions /v1/chat/completions "
+    "/v1/embeddings /v1/classify /v1/tokenize /v1/detokenize /v1/audio/transcriptions /v1/realtime /v1/models "
+    "/v1/score /v1/rerank /v1/responses /v1/messages /v1/messages/count_tokens /api/chat /api/generate /api/tags "
+    "/api/show /model_info /get_model_info /weight_version /get_weight_version /server_info /get_server_info "
+    "/get_load /v1/loads".split()
 )
 """For clients of the router, too; and without any key at an engine that listens on loopback."""
 GENERATION_FOLDERS = ("/v1/models/", "/v1/responses/")

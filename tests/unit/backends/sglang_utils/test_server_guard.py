@@ -15,7 +15,7 @@ from slime.utils import env
 
 SECRET = "s3cret"
 NOTHING, WRONG, GENERATES, ADMIN = b"", b"Bearer s3cre", f"Bearer {generation_key(SECRET)}".encode(), b"bearer s3cret"
-HEALTH = {"/health", "/health_generate", "/ping"}
+HEALTH = {"/health", "/ping"}
 ADMINISTRATION = [
     "/update_weights_from_tensor",
     "/update_weights_from_disk",
