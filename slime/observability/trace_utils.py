@@ -307,8 +307,9 @@ def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
     reason = meta.get("finish_reason")
     if reason is not None:
         attrs["finish_reason"] = reason.get("type") if isinstance(reason, Mapping) else reason
-    attrs.update({key: value for key, value in meta.items() if key.startswith("pd_") and value is not None})
-    if children := _phases(meta, time.time()):
+    pd_attrs = {key: value for key, value in meta.items() if key.startswith("pd_") and value is not None}
+    attrs.update(pd_attrs)
+    if children := _phases(pd_attrs, meta.get("e2e_latency"), time.time()):
         attrs[TRACE_CHILDREN_KEY] = children
     return attrs
 
@@ -316,20 +317,20 @@ def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
 _PHASE = re.compile(r"pd_(prefill|decode)_(?!.*speed)(.+)_(?:duration|latency|time|s)")
 
 
-def _phases(meta: Mapping[str, Any], end: float) -> list[dict[str, Any]]:
+def _phases(pd_attrs: Mapping[str, Any], latency_s: float | None, end: float) -> list[dict[str, Any]]:
     """Return the phases of a disaggregated call that ended at ``end`` as child spans, one after the other.
 
     An engine tells seconds, no moments.  Both sides get the request when it comes, so both begin with it.
     """
     sides: dict[str, list[tuple[str, float]]] = {"prefill": [], "decode": []}
-    for key, value in meta.items():
+    for key, value in pd_attrs.items():
         match = _PHASE.fullmatch(key)
         if match and isinstance(value, int | float) and value > 0:
             sides[match[1]].append((match[2], float(value)))
     longest = max(sum(seconds for _, seconds in phases) for phases in sides.values())
     children = []
     for side, phases in sides.items():
-        start = end - (meta.get("e2e_latency") or longest)
+        start = end - (latency_s or longest)
         for phase, seconds in phases:
             children.append({"name": f"{side}: {phase}", "start": start, "end": start + seconds, "attrs": {}})
             start += seconds

@@ -71,7 +71,6 @@ class RolloutConfig:
     eval_reward_key: str | None
     custom_generate_function_path: str | None = None
     dynamic_sampling_filter_path: str | None = None
-    rollout_sample_hook_path: list[str] | str | None = None
     rollout_sample_filter_path: str | None = None
     rollout_all_samples_process_path: str | None = None
 

@@ -245,7 +245,7 @@ async def set_reward(args: Namespace, sample: Sample, reward: float, failure: En
             raise failure
         return [reward]
 
-    sample.reward = (await grade_by_policy(args, [sample], grade))[0]
+    sample.reward = (await grade_by_policy(config, [sample], grade))[0]
     if failure is not None:
         if not sample.response_length:  # it never began; a sample has tokens of both kinds
             state = GenerateState(args)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from slime.flags.config import read_config
 from slime.rollout.base_types import check_samples
-from slime.rollout.config import rollout_config
 from slime.rollout.context import current_run
 from slime.utils.errors import HookError
 from slime.utils.misc import load_function, parameters_of
 from slime.utils.plugins import PluginCall, await_plugin
 from slime.utils.types import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HookConfig:
+    rollout_sample_hook_path: list[str] | str | None = None
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
@@ -36,7 +42,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     Raises:
         HookError: a hook returned neither a sample nor None.
     """
-    paths = rollout_config(args).rollout_sample_hook_path or []
+    paths = read_config(_HookConfig, args).rollout_sample_hook_path or []
     if not paths:
         return value
     if isinstance(value, list):

@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from slime.flags.reward import BOXED_PREFIX, reward_config
+from slime.flags.reward import BOXED_PREFIX, RewardConfig, reward_config
 from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
@@ -75,31 +75,31 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         GraderError: ``--rm-max-failures`` gradings in a row have failed.
     """
 
+    config = reward_config(args)
+    path, rm_type = _custom_path(config, sample), _rm_type(config, sample)
+
     async def grade() -> list[Any]:
-        return [await _grade(args, sample, **kwargs)]
+        if path:
+            call = PluginCall("--custom-rm-path", path, sample)
+            return [await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, sample, **kwargs))]
+        return [await _grade(args, sample, rm_type, config.rm_timeout_s)]
 
     # A built-in grader whose reward lacks the entry wanted does so every time: a mistake of the flags.
-    is_remote = _rm_type(args, sample).removeprefix(BOXED_PREFIX) == "remote_rm"
-    may_vary = is_remote or _custom_path(args, sample) is not None
-    return (await grade_by_policy(args, [sample], grade, may_vary=may_vary))[0]
+    may_vary = bool(path) or rm_type.removeprefix(BOXED_PREFIX) == "remote_rm"
+    return (await grade_by_policy(config, [sample], grade, may_vary=may_vary))[0]
 
 
-def _custom_path(args: Namespace, sample: Sample) -> str | None:
-    return sample.custom_rm_path or reward_config(args).custom_rm_path
+def _custom_path(config: RewardConfig, sample: Sample) -> str | None:
+    return sample.custom_rm_path or config.custom_rm_path
 
 
-def _rm_type(args: Namespace, sample: Sample) -> str:
+def _rm_type(config: RewardConfig, sample: Sample) -> str:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    return (metadata.get("rm_type") or reward_config(args).rm_type or "").strip()
+    return (metadata.get("rm_type") or config.rm_type or "").strip()
 
 
-async def _grade(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
-    timeout_s = reward_config(args).rm_timeout_s
-    path = _custom_path(args, sample)
-    if path:
-        call = PluginCall("--custom-rm-path", path, sample)
-        return await within(timeout_s, await_plugin(call, load_function(path), args, sample, **kwargs))
-    rm_type = _rm_type(args, sample)
+async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float) -> Any:
+    """Return the reward of a built-in grader."""
     if rm_type.startswith(BOXED_PREFIX):
         rm_type = rm_type.removeprefix(BOXED_PREFIX)
         sample = copy.copy(sample)
@@ -124,14 +124,14 @@ async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any
     """
     config = reward_config(args)
     path = config.custom_rm_path
-    if not path or any(_custom_path(args, sample) != path for sample in samples):
+    if not path or any(_custom_path(config, sample) != path for sample in samples):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
     async def grade() -> Any:
         call = PluginCall("--custom-rm-path", path, samples)
         return await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, samples, **kwargs))
 
-    return await grade_by_policy(args, samples, grade)  # type: ignore[return-value]
+    return await grade_by_policy(config, samples, grade)  # type: ignore[return-value]
 
 
 async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> Any:

@@ -17,13 +17,12 @@ import asyncio
 import logging
 import queue
 import threading
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from numbers import Real
 from typing import Any, NamedTuple
 
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.train_data.split import is_finite
 from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.types import Sample
@@ -79,7 +78,7 @@ async def within(
 
 
 async def grade_by_policy(
-    args: Namespace,
+    config: RewardConfig,
     samples: Sequence[Sample],
     grade: Callable[[], Awaitable[Sequence[Any]]],
     *,
@@ -88,7 +87,7 @@ async def grade_by_policy(
     """Return the rewards that ``grade`` gives to ``samples``, or those of ``--rm-failure-policy``.
 
     Args:
-        args: the run's arguments.
+        config: of the run's rewards.
         samples: to grade.
         grade: gives one reward for each sample.
         may_vary: the form of a reward may differ from one response to the next, so it is checked.
@@ -102,20 +101,20 @@ async def grade_by_policy(
     except _MISTAKES:
         raise
     except Exception as error:
-        _record_failure(args, samples, error)
-        return [_failed_reward(args, sample, error) for sample in samples]
+        _record_failure(config, samples, error)
+        return [_failed_reward(config, sample, error) for sample in samples]
     if not is_one_each(rewards, samples):
         return rewards  # the caller checks the shape, and names the function
     graded = []
     for sample, reward in zip(samples, rewards, strict=True):
-        problem = problem_with_reward(args, reward) if may_vary else None
+        problem = problem_with_reward(config, reward) if may_vary else None
         if problem is None:
             FAILURES.succeeded()
             graded.append(reward)
         else:
             failure = ValueError(problem)
-            _record_failure(args, [sample], failure)
-            graded.append(_failed_reward(args, sample, failure))
+            _record_failure(config, [sample], failure)
+            graded.append(_failed_reward(config, sample, failure))
     return graded
 
 
@@ -125,19 +124,18 @@ def is_one_each(rewards: Any, samples: Sequence[Sample]) -> bool:
     return is_list and len(rewards) == len(samples)
 
 
-def problem_with_reward(args: Namespace, reward: Any) -> str | None:
+def problem_with_reward(config: RewardConfig, reward: Any) -> str | None:
     """Return why training cannot go on with a reward; None when it can.
 
     What is neither a number nor a dict is left to ``--custom-reward-post-process-path``, which may know it.
     """
     if isinstance(reward, Real) and not is_finite(reward):
         return f"the reward is {reward}; it must be finite"
-    keys = _reward_keys(args)
+    keys = _reward_keys(config)
     if not keys or reward is None:
         return None
     if isinstance(reward, Real):
         return None  # of a grader without entries, as an evaluation set may have
-    config = reward_config(args)
     if config.reward_key is None and config.custom_reward_post_process_path:
         return None  # training reads no entry
     if not isinstance(reward, Mapping):
@@ -151,15 +149,13 @@ def problem_with_reward(args: Namespace, reward: Any) -> str | None:
     return None
 
 
-def _reward_keys(args: Namespace) -> list[str]:
-    config = reward_config(args)
+def _reward_keys(config: RewardConfig) -> list[str]:
     return list(dict.fromkeys(name for name in (config.reward_key, config.eval_reward_key) if name))
 
 
-def _record_failure(args: Namespace, samples: Sequence[Sample], error: Exception) -> None:
+def _record_failure(config: RewardConfig, samples: Sequence[Sample], error: Exception) -> None:
     """Log a failure; end the run when the policy or their number says so."""
     FAILURES.failed(error)
-    config = reward_config(args)
     indices = ", ".join(str(sample.index) for sample in samples)
     with_traceback = FAILURES.total <= _NUM_TRACEBACKS and error.__traceback__ is not None
     logger.warning(
@@ -181,12 +177,12 @@ def _record_failure(args: Namespace, samples: Sequence[Sample], error: Exception
         ) from first
 
 
-def _failed_reward(args: Namespace, sample: Sample, error: Exception) -> Any:
+def _failed_reward(config: RewardConfig, sample: Sample, error: Exception) -> Any:
     sample.metadata = {**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"}
-    if reward_config(args).rm_failure_policy == "failed":
+    if config.rm_failure_policy == "failed":
         sample.status = Sample.Status.FAILED
         sample.remove_sample = True
-    keys = _reward_keys(args)
+    keys = _reward_keys(config)
     return dict.fromkeys(keys, 0.0) if keys else 0.0
 
 
