@@ -39,8 +39,9 @@ from slime.weights.stored_tensors import (
 
 DIGEST_FILE = "digests.json"
 ALGORITHM = "xxh3_64"
-OVERLAP_BYTES = 1 << 20
-"""Writes from this size on are digested by another thread while they are written."""
+OVERLAP_BYTES = 8 << 20
+"""Data from this size on are digested by another thread while they are written or decoded; smaller ones are in the
+processor's cache, where a digest takes less than handing it out."""
 REMEDY = (
     "Copy it again, or use another checkpoint; --no-verify-checkpoint reads it as it is, with whatever the damage did."
 )

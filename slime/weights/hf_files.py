@@ -51,6 +51,7 @@ class HfFolderWriter:
         assets_from: model folder whose config and tokenizer are copied; must be another folder.
         shard_bytes: a shard is closed before it grows beyond this.
         save_workers: threads that write shards while the next is filled; each holds one in memory.
+        copy: tensors may change after they were added; False keeps those on the CPU as they are.
 
     Raises:
         ConfigError: ``target`` is ``assets_from``, whose weights would be lost.
@@ -63,6 +64,7 @@ class HfFolderWriter:
         assets_from: str | Path | None,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         save_workers: int = 0,
+        copy: bool = True,
     ) -> None:
         self.target = Path(target)
         if assets_from is not None and self.target.resolve() == Path(assets_from).resolve():
@@ -74,6 +76,7 @@ class HfFolderWriter:
         if assets_from is not None:
             copy_assets(assets_from, self.target)
         self._shard_bytes = shard_bytes
+        self._copy = copy
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._weight_map: dict[str, int] = {}
@@ -82,6 +85,8 @@ class HfFolderWriter:
         self._pool = ThreadPoolExecutor(save_workers) if save_workers else None
         self._max_under_way = save_workers
         self._under_way: deque[Future[None]] = deque()
+        self._sync_pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._syncs: list[Future[None]] = []
         self.total_bytes = 0
 
     def __enter__(self) -> HfFolderWriter:
@@ -93,9 +98,10 @@ class HfFolderWriter:
             self.close()
         elif self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        self._sync_pool.shutdown()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor; it is copied to the host.
+        """Take one tensor to the host.
 
         Raises:
             DataError: the name was added before.
@@ -105,7 +111,7 @@ class HfFolderWriter:
         size = tensor_bytes(tensor)
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             self._flush()
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending[name] = tensor.detach().to("cpu", copy=self._copy).contiguous()
         self._pending_bytes += size
 
     def add_all(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -129,10 +135,8 @@ class HfFolderWriter:
 
     def _save(self, shard: int, tensors: dict[str, Tensor], path: Path) -> None:
         save_tensors(path, tensors)
-        with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:
-            pieces = pool.submit(pieces_of, path, tensors)
-            sync_to_disk(path)
-            self._pieces[shard] = pieces.result()
+        self._syncs.append(self._sync_pool.submit(sync_to_disk, path))  # goes on while the next shard is filled
+        self._pieces[shard] = pieces_of(path, tensors)
 
     def close(self) -> Path:
         """Write the last shard, the digests and the index; gives the folder."""
@@ -142,6 +146,9 @@ class HfFolderWriter:
             while self._under_way:
                 self._under_way.popleft().result()
             self._pool.shutdown()
+        for sync in self._syncs:
+            sync.result()
+        self._sync_pool.shutdown()
         names = {
             shard: f"model-{shard:05d}-of-{self._num_shards:05d}.safetensors"
             for shard in range(1, self._num_shards + 1)

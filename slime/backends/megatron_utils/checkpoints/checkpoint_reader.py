@@ -12,6 +12,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.futures import Future
 from slime.utils.errors import DataError
 from slime.utils.json_file import parse_object
 from slime.utils.safe_pickle import DAMAGE, load_pickle, load_torch
-from slime.weights.file_digests import FolderDigests
+from slime.weights.file_digests import OVERLAP_BYTES, FolderDigests
 
 COMMON_FILE = "common.pt"
 TENSOR_FILE = ".metadata"
@@ -190,7 +191,8 @@ class CheckpointReader(dcp.FileSystemReader):
         planner: LoadPlanner,
         pool: concurrent.futures.Executor,
     ) -> None:
-        """Read items of one file; while a piece is decoded, and the next one read, another thread compares its digest.
+        """Read items of one file; while a large piece is decoded, and the next one read, another thread compares its
+        digest.
 
         Raises:
             DataError: the file is damaged.
@@ -203,8 +205,10 @@ class CheckpointReader(dcp.FileSystemReader):
                 data = self._read_piece(file, name, place, item)
                 if verdict is not None:
                     verdict.result()
+                verdict = None
                 if self.digests is not None:
-                    verdict = pool.submit(self.digests.check, name, place.offset, data, what=item.storage_index.fqn)
+                    check = partial(self.digests.check, name, place.offset, data, what=item.storage_index.fqn)
+                    verdict = pool.submit(check) if len(data) >= OVERLAP_BYTES else check()
                 try:
                     last = place.offset, self._decode(data, name, place, item)
                 except DataError:
