@@ -53,6 +53,32 @@ def test_there_and_back_gives_every_tensor_bit_for_bit(tmp_path):
     assert index["weight_map"].keys() == before.keys()
 
 
+def bytes_in_memory(rank: int, world_size: int, port: int, folder: str) -> list[int]:
+    """Convert; gives the bytes that each tensor still has when the checkpoint is written."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from slime.backends.megatron_utils.checkpoints.streamed_conversion import _Weights
+    from tools import convert_hf_to_torch_dist
+
+    given, read = [], _Weights.read
+
+    def kept(weights: _Weights, view: object) -> object:
+        given.append(read(weights, view))
+        return given[-1]
+
+    _Weights.read = kept
+    flags = ("--hf-checkpoint", f"{folder}/hf", "--save", f"{folder}/dist")
+    convert_hf_to_torch_dist.convert(convert_hf_to_torch_dist.parse([*flags]))
+    return [tensor.untyped_storage().nbytes() for tensor in given]
+
+
+def test_a_tensor_takes_no_memory_once_it_is_written(tmp_path):
+    """torch's writer keeps one of each name until its file is complete."""
+    write_hf_model(tmp_path / "hf", "qwen3")
+    [sizes] = run_workers(bytes_in_memory, 1, str(tmp_path))
+    assert len(sizes) > 20
+    assert not any(sizes[:-1])
+
+
 def test_flags_that_disagree_with_the_model_are_all_named(tmp_path):
     write_hf_model(tmp_path / "hf", "qwen3")
     flags = [*hf_flags(tmp_path / "hf"), "--num-layers", "4", "--ffn-hidden-size", "96"]

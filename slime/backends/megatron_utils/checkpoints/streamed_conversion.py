@@ -119,6 +119,7 @@ class _Weights:
         self._starts = [span.start for span in self._spans]
         self._last: tuple[str, Tensor] | None = None
         """Of a matrix of gate and up, one half is asked for after the other."""
+        self._given: Tensor | None = None
 
     def _find(self, address: int) -> _Span | None:
         index = bisect.bisect_right(self._starts, address) - 1
@@ -126,17 +127,29 @@ class _Weights:
 
     @torch.no_grad()
     def read(self, view: Tensor) -> Tensor:
-        """Return the values that belong into ``view``; the view itself where it is no parameter's."""
+        """Return the values that belong into ``view``; the view itself where it is no parameter's.
+
+        They hold until the next call.
+        """
         span = self._find(view.data_ptr())
         if span is None:
             return view
+        if self._given is not None:  # torch's writer keeps a tensor of each name until the file is complete
+            self._given.untyped_storage().resize_(0)
         if self._last is None or self._last[0] != span.name:
             part = read_shard(span.name, span.shard, self._tensors, self._weight_map, self._shape)
             self._last = span.name, part.to(view.dtype).contiguous()
         whole = self._last[1]
         offset = whole.storage_offset() + (view.data_ptr() - span.start) // view.element_size()
         self._bar.update(view.nbytes)
-        return whole.as_strided(view.shape, view.stride(), offset)
+        part = whole.as_strided(view.shape, view.stride(), offset)
+        storage = whole.untyped_storage()
+        if storage.resizable() and storage.nbytes() == part.nbytes:
+            self._last = None
+        else:  # a half, a rank's rows, or a part of the mapped file
+            part = part.clone()
+        self._given = part
+        return part
 
     def in_reading_order(self, shards: Shards) -> Shards:
         """Make entries of experts that are stacked in one parameter, in the order of their numbers."""

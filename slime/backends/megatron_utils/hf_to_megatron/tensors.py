@@ -17,7 +17,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.models import WeightMap
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_config
-from slime.weights.file_digests import FolderDigests, check_header, check_tensor
+from slime.weights.file_digests import OVERLAP_BYTES, FolderDigests, check_header, check_tensor
 from slime.weights.manifest import Manifest, TensorEntry
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
@@ -73,8 +73,9 @@ class HfTensors:
 
     Experts that are stacked in one tensor are seen one by one (``slime.weights.stacked_experts``).
 
-    Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.  Digests are compared in
-    other threads: a damaged tensor is an error a few tensors later, at the latest when the folder is closed.
+    Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.  Digests of large tensors
+    are compared in other threads: a damaged one is an error a few tensors later, at the latest when the folder is
+    closed.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
@@ -172,6 +173,8 @@ class HfTensors:
             return
         if row is not None and len(self._layout[name].shape) < 3:  # a stack of biases has one digest
             self.get_stored(name)
+        elif tensor.nbytes < OVERLAP_BYTES:
+            check_tensor(self._digests, self._layout[name], tensor, row=row)
         else:
             self._await_verdicts(DIGEST_THREADS)
             verdict = self._pool.submit(check_tensor, self._digests, self._layout[name], tensor, row=row)
