@@ -208,3 +208,31 @@ def save_behind_training(folder: str) -> None:
 
 def test_a_background_save_holds_the_moment_it_was_asked_for_and_counts_when_all_is_on_disk(tmp_path):
     run_ranks(save_behind_training, 2, str(tmp_path))
+
+
+def save_copies(folder: str) -> None:
+    """Save as from a device, whose tensors are copied to the host."""
+    from slime.backends.megatron_utils.checkpoint import save_checkpoint
+    from slime.backends.megatron_utils.checkpoints.checkpoint_writer import WRITER_THREADS, HostPlanner
+    from tests.dist.checkpoint_case import build, parse, tensors_in
+
+    args = parse("--fp32", folder=folder)
+    state: tuple[Any, Any, Any] = build(args)
+    plain = tensors_in(save_checkpoint(args, 1, *state))
+    copies: list[Any] = []
+
+    def copy(planner: HostPlanner, value: Any) -> Any:
+        copies.append(value.detach().clone())
+        return copies[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostPlanner, "on_host", copy)
+        written = tensors_in(save_checkpoint(args, 2, *state))
+    assert written.keys() == plain.keys()
+    assert all(written[name].equal(tensor) for name, tensor in plain.items())
+    in_memory = [tensor for tensor in copies if tensor.untyped_storage().nbytes()]
+    assert len(in_memory) <= WRITER_THREADS < len(copies) // 2, (len(in_memory), len(copies))
+
+
+def test_a_save_from_a_device_holds_one_tensor_a_thread_on_the_host(tmp_path):
+    run_ranks(save_copies, 1, str(tmp_path))

@@ -44,6 +44,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageWriterTransforms
 from torch.futures import Future
 
@@ -67,7 +68,7 @@ def write_checkpoint(
     folder: Path,
     *,
     background: BackgroundSave | None = None,
-    planner: MCoreSavePlanner | None = None,
+    planner: HostPlanner | None = None,
     writer_threads: int = WRITER_THREADS,
     resplit: Callable[[Shards], Shards] | None = None,
 ) -> None:
@@ -93,7 +94,7 @@ def write_checkpoint(
     if background is not None:
         background.start(shards, content.getvalue(), folder)
         return
-    _write(shards, content.getvalue(), folder, init_gloo_group(), planner or _planner(), writer_threads)
+    _write(shards, content.getvalue(), folder, init_gloo_group(), planner or HostPlanner(), writer_threads)
 
 
 def _split(state: dict[str, Any]) -> tuple[Shards, dict[str, Any]]:
@@ -110,8 +111,33 @@ def _split(state: dict[str, Any]) -> tuple[Shards, dict[str, Any]]:
     return _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0], common
 
 
-def _planner() -> MCoreSavePlanner:
-    return MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+class HostPlanner(MCoreSavePlanner):
+    """Gives torch's writer each tensor on the host when its turn to be written comes.
+
+    The writer keeps a tensor of each name until its file is complete; so the memory of a copy is taken back when the
+    thread that has written it asks for the next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._written = threading.local()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """Return the value to be written, which holds until this thread's next call."""
+        if (copy := getattr(self._written, "copy", None)) is not None:
+            copy.untyped_storage().resize_(0)
+            self._written.copy = None
+        value = super().resolve_data(write_item)
+        if not isinstance(value, Tensor):
+            return value
+        tensor = self.on_host(value)
+        if tensor is not value:
+            self._written.copy = tensor
+        return tensor
+
+    def on_host(self, value: Tensor) -> Tensor:
+        """Return the tensor itself where it is on the host, else a copy with memory of its own."""
+        return value if value.is_cpu else value.detach().cpu()
 
 
 class _DigestedFiles(FileSystem):
@@ -213,7 +239,7 @@ def _write(
     common: bytes,
     folder: Path,
     group: dist.ProcessGroup,
-    planner: MCoreSavePlanner,
+    planner: HostPlanner,
     writer_threads: int,
 ) -> None:
     """Write all ranks' files, then those that complete the checkpoint.  Collective over ``group``.
@@ -276,7 +302,7 @@ class BackgroundSave:
     def _run(self, shards: Shards, common: bytes, folder: Path) -> None:
         start = time.monotonic()
         try:
-            _write(shards, common, folder, self._group, _planner(), WRITER_THREADS)
+            _write(shards, common, folder, self._group, HostPlanner(), WRITER_THREADS)
             with self._lock:
                 self._is_written = True
                 self._publish_if_due()

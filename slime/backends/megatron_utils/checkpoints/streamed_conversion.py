@@ -20,7 +20,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import Tensor
 from tqdm import tqdm
@@ -33,7 +32,7 @@ from slime.backends.megatron_utils.checkpoint import (
     model_state,
     publish_checkpoint,
 )
-from slime.backends.megatron_utils.checkpoints.checkpoint_writer import Shards, write_checkpoint
+from slime.backends.megatron_utils.checkpoints.checkpoint_writer import HostPlanner, Shards, write_checkpoint
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import check_all_used, read_shard, weight_map_of
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
@@ -119,7 +118,6 @@ class _Weights:
         self._starts = [span.start for span in self._spans]
         self._last: tuple[str, Tensor] | None = None
         """Of a matrix of gate and up, one half is asked for after the other."""
-        self._given: Tensor | None = None
 
     def _find(self, address: int) -> _Span | None:
         index = bisect.bisect_right(self._starts, address) - 1
@@ -127,15 +125,10 @@ class _Weights:
 
     @torch.no_grad()
     def read(self, view: Tensor) -> Tensor:
-        """Return the values that belong into ``view``; the view itself where it is no parameter's.
-
-        They hold until the next call.
-        """
+        """Return the values that belong into ``view``, in memory of their own; itself where it is no parameter's."""
         span = self._find(view.data_ptr())
         if span is None:
             return view
-        if self._given is not None:  # torch's writer keeps a tensor of each name until the file is complete
-            self._given.untyped_storage().resize_(0)
         if self._last is None or self._last[0] != span.name:
             part = read_shard(span.name, span.shard, self._tensors, self._weight_map, self._shape)
             self._last = span.name, part.to(view.dtype).contiguous()
@@ -146,10 +139,8 @@ class _Weights:
         storage = whole.untyped_storage()
         if storage.resizable() and storage.nbytes() == part.nbytes:
             self._last = None
-        else:  # a half, a rank's rows, or a part of the mapped file
-            part = part.clone()
-        self._given = part
-        return part
+            return part
+        return part.clone()  # of a half, a rank's rows, or a part of the mapped file
 
     def in_reading_order(self, shards: Shards) -> Shards:
         """Make entries of experts that are stacked in one parameter, in the order of their numbers."""
@@ -186,14 +177,13 @@ def _order(entry: Any) -> tuple[int, ...]:
     return tuple(entry.global_offset) if isinstance(entry, ShardedTensor) else ()
 
 
-class _Planner(MCoreSavePlanner):
+class _Planner(HostPlanner):
     """Asks for each tensor when its turn to be written comes."""
 
     def __init__(self, weights: _Weights) -> None:
-        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        super().__init__()
         self._weights = weights
 
-    def lookup_object(self, index: Any) -> Any:
-        """Return the value to be written."""
-        value = super().lookup_object(index)
-        return self._weights.read(value) if isinstance(value, Tensor) else value
+    def on_host(self, value: Tensor) -> Tensor:
+        """Return what belongs into the untouched memory."""
+        return self._weights.read(value)
