@@ -10,7 +10,6 @@ let the latest record of a step win.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 from slime.flags.observability import tracking_config
 from slime.observability.alarms import WINDOW, Alarm, find_alarms
+from slime.utils.atomic_file import lock_file
 
 FILE_NAME = "metrics.jsonl"
 ALARM_STEPS = 200
@@ -86,7 +86,7 @@ def append_line(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        _lock(descriptor, path)
+        lock_file(descriptor, path, timeout_s=LOCK_S, poll_s=LOCK_POLL_S)
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line  # a writer was killed in the middle of its line
@@ -94,17 +94,6 @@ def append_line(path: Path, text: str) -> None:
             line = line[os.write(descriptor, line) :]
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"another process has locked {path} for more than {LOCK_S:.0f} s") from None
-        time.sleep(LOCK_POLL_S)
 
 
 def parse_record(text: bytes) -> dict[str, Any] | None:

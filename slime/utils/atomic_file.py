@@ -1,9 +1,11 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and locks on files."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -61,3 +63,19 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(descriptor: int, path: Path, *, timeout_s: float, poll_s: float) -> None:
+    """Take the exclusive ``flock`` of the open file ``path``; it goes with the descriptor, or with the process.
+
+    Raises:
+        TimeoutError: another process has held it for ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another process has locked {path} for more than {timeout_s:g} s") from None
+        time.sleep(poll_s)

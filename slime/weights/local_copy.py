@@ -7,7 +7,6 @@ and on disk: a copy whose maker was killed in the middle is made anew, never ser
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -20,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.utils.atomic_file import replace_file, sync_to_disk
+from slime.utils.atomic_file import lock_file, replace_file, sync_to_disk
 from slime.utils.errors import ConfigError, DataError, WeightSyncError
 from slime.weights.delta import apply_delta
 from slime.weights.hf_files import INDEX_FILE, is_weight_file
@@ -140,19 +139,15 @@ class LocalCopy:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Admit one process of the host at a time; the lock goes with the process that holds it."""
-        deadline = time.monotonic() + self.timeout_s
-        with (self._state_file.parent / "lock").open("w") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise WeightSyncError(
-                            f"another process has worked on {self.folder} for {self.timeout_s:g} s "
-                            f"(--weight-update-timeout-s); it holds {file.name}"
-                        ) from None
-                time.sleep(POLL_S)
+        path = self._state_file.with_name("lock")
+        with path.open("w") as file:
+            try:
+                lock_file(file.fileno(), path, timeout_s=self.timeout_s, poll_s=POLL_S)
+            except TimeoutError:
+                raise WeightSyncError(
+                    f"another process has worked on {self.folder} for {self.timeout_s:g} s "
+                    f"(--weight-update-timeout-s); it holds {path}"
+                ) from None
             yield
 
     def _wait_until_visible(self, target: int) -> None:
