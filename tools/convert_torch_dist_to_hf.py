@@ -180,7 +180,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
             )  # fmt: skip
 
     with HfFolderWriter(
-        target, assets_from=origin, shard_bytes=options.chunk_size, save_workers=save_workers, copy=False
+        target, assets_from=origin, shard_bytes=options.chunk_size, save_workers=save_workers
     ) as writer:
         writer.add_all(in_layout_of(origin, weight_map, converted()))
     if origin:

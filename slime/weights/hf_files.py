@@ -51,7 +51,6 @@ class HfFolderWriter:
         assets_from: model folder whose config and tokenizer are copied; must be another folder.
         shard_bytes: a shard is closed before it grows beyond this.
         save_workers: threads that write shards while the next is filled; each holds one in memory.
-        copy: tensors may change after they were added; False keeps those on the CPU as they are.
 
     Raises:
         ConfigError: ``target`` is ``assets_from``, whose weights would be lost.
@@ -64,7 +63,6 @@ class HfFolderWriter:
         assets_from: str | Path | None,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         save_workers: int = 0,
-        copy: bool = True,
     ) -> None:
         self.target = Path(target)
         if assets_from is not None and self.target.resolve() == Path(assets_from).resolve():
@@ -76,7 +74,6 @@ class HfFolderWriter:
         if assets_from is not None:
             copy_assets(assets_from, self.target)
         self._shard_bytes = shard_bytes
-        self._copy = copy
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._weight_map: dict[str, int] = {}
@@ -101,7 +98,7 @@ class HfFolderWriter:
         self._sync_pool.shutdown()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor to the host.
+        """Take one tensor; it is copied to the host.
 
         Raises:
             DataError: the name was added before.
@@ -111,7 +108,7 @@ class HfFolderWriter:
         size = tensor_bytes(tensor)
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             self._flush()
-        self._pending[name] = tensor.detach().to("cpu", copy=self._copy).contiguous()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += size
 
     def add_all(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

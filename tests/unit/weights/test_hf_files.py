@@ -57,6 +57,16 @@ def test_weights_of_an_older_model_in_the_folder_are_removed(tmp_path, origin):
     assert sorted(path.name for path in out.glob("*.safetensors")) == ["model-00001-of-00001.safetensors"]
 
 
+def test_one_tensor_under_two_names_is_written_twice(tmp_path):
+    """As the embedding of a layer that predicts further tokens, of which safetensors would refuse the second."""
+    writer = HfFolderWriter(tmp_path / "out", assets_from=None)
+    shared = torch.arange(4.0)
+    for name in "ab":
+        writer.add(name, shared)
+    [file] = writer.close().glob("*.safetensors")
+    assert {name: tensor.tolist() for name, tensor in load_file(file).items()} == dict.fromkeys("ab", shared.tolist())
+
+
 def test_the_same_name_twice_is_refused(tmp_path):
     writer = HfFolderWriter(tmp_path / "out", assets_from=None)
     writer.add("a", torch.zeros(1))
