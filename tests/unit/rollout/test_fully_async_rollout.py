@@ -234,7 +234,8 @@ def test_the_data_source_is_left_alone_between_two_rollouts(start_job):
 
 
 def test_groups_of_an_earlier_job_that_are_too_old_are_drawn_again(start_job, caplog):
-    job = start_job(script=Script(length=4), max_staleness=1)
+    one_group = {"sglang_server_concurrency": 2}  # the next one cannot be finished before that which is drawn again
+    job = start_job(script=Script(length=4), max_staleness=1, **one_group)
     job.engine.weight_version = "9"
     job.source.add_samples([finished_group(job, "5"), finished_group(job, "8")])
     output = job.generate(0)
