@@ -138,7 +138,8 @@ def save(tensors: dict[str, torch.Tensor], folder: Path, *, digests: bool) -> Ti
     folder.mkdir(parents=True)
     kept = file_digests.xxhash.xxh3_64
     file_digests.xxhash.xxh3_64 = kept if digests else NoHash
-    size, file_digests.OVERLAP_BYTES = file_digests.OVERLAP_BYTES, 1 << 20 if digests else 1 << 60
+    size = file_digests.OVERLAP_BYTES
+    file_digests.OVERLAP_BYTES = size if digests else 1 << 60
     try:
         return timed(lambda: dcp.save(tensors, storage_writer=_FileWriter(folder, b"common", WRITER_THREADS)))
     finally:

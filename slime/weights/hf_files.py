@@ -93,7 +93,8 @@ class HfFolderWriter:
         """Write the rest, unless something went wrong: then the folder is left without an index."""
         if kind is None:
             self.close()
-        elif self._pool is not None:
+            return
+        if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._sync_pool.shutdown()
 

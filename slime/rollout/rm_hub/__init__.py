@@ -74,14 +74,12 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         NotImplementedError: no grader has the name given, or none was given.
         GraderError: ``--rm-max-failures`` gradings in a row have failed.
     """
-
     config = reward_config(args)
     path, rm_type = _custom_path(config, sample), _rm_type(config, sample)
 
     async def grade() -> list[Any]:
         if path:
-            call = PluginCall("--custom-rm-path", path, sample)
-            return [await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, sample, **kwargs))]
+            return [await _call_custom(config, path, args, sample, **kwargs)]
         return [await _grade(args, sample, rm_type, config.rm_timeout_s)]
 
     # A built-in grader whose reward lacks the entry wanted does so every time: a mistake of the flags.
@@ -96,6 +94,14 @@ def _custom_path(config: RewardConfig, sample: Sample) -> str | None:
 def _rm_type(config: RewardConfig, sample: Sample) -> str:
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     return (metadata.get("rm_type") or config.rm_type or "").strip()
+
+
+async def _call_custom(
+    config: RewardConfig, path: str, args: Namespace, graded: Sample | list[Sample], **kwargs: Any
+) -> Any:
+    """Return what the user's function gives to a sample, or to several."""
+    call = PluginCall("--custom-rm-path", path, graded)
+    return await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, graded, **kwargs))
 
 
 async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float) -> Any:
@@ -128,8 +134,7 @@ async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
     async def grade() -> Any:
-        call = PluginCall("--custom-rm-path", path, samples)
-        return await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, samples, **kwargs))
+        return await _call_custom(config, path, args, samples, **kwargs)
 
     return await grade_by_policy(config, samples, grade)  # type: ignore[return-value]
 
