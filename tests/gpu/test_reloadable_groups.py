@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import traceback
 from pathlib import Path
@@ -60,7 +61,9 @@ def use_everything(rank: int, size: int) -> None:
 
 def release_and_use_again(rank: int, size: int, store: str, results: Any) -> None:
     try:
-        torch.cuda.set_device(rank)
+        if torch.cuda.device_count() < size:
+            os.environ["NCCL_HOSTID"] = str(rank)  # NCCL takes two ranks on a GPU as those of two hosts
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group("nccl", init_method=f"file://{store}", world_size=size, rank=rank)
         mpu.initialize_model_parallel(tensor_model_parallel_size=size)
         held = mpu.get_tensor_model_parallel_group()
@@ -113,7 +116,6 @@ def test_one_rank_gives_its_communicators_back_and_goes_on():
 
 
 @needs_cuda
-@pytest.mark.gpu(2)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.gpu(1)
 def test_two_ranks_give_their_communicators_back_and_go_on():
     assert all(freed > 100 for releases in run(2) for freed in releases)

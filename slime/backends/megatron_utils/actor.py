@@ -126,11 +126,13 @@ class MegatronTrainRayActor(TrainWorker):
             return
         with timer("sleep"):
             memory.report("awake")
-            reloadable_groups.release_communicators()
-            if self._offloaded is not None:
-                self._offloaded.offload(self.weights.current_copies())
+            reloadable_groups.release_communicators(meanwhile=self._offload)
             memory.report("asleep")
         self._is_asleep = True
+
+    def _offload(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.offload(self.weights.current_copies())
 
     def wake_up(self) -> None:
         """Restore the memory, with the role's own weights in it."""
@@ -283,10 +285,9 @@ class MegatronTrainRayActor(TrainWorker):
         return {}
 
     def _postprocess_and_log(self, rollout_id: int, data: DeviceBatch) -> dict[str, float]:
-        args = self.args
-        if path := args.rollout_data_postprocess_path:
-            call_hook("--rollout-data-postprocess-path", path, args, rollout_id, data)
-        metrics = train_metrics.rollout_metrics(args, data)
+        if path := self.args.rollout_data_postprocess_path:
+            call_hook("--rollout-data-postprocess-path", path, self.args, rollout_id, data)
+        metrics = train_metrics.rollout_metrics(self.args, data)
         self._reports.rollout(rollout_id, metrics)
         return metrics
 
@@ -294,7 +295,6 @@ class MegatronTrainRayActor(TrainWorker):
         self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], loss_type: str
     ) -> dict[str, float]:
         """Take the optimizer steps; returns the metrics of the last one."""
-        args = self.args
         if self.optimizer is None or self.scheduler is None:
             raise ConfigError("--num-rollout is 0, so there is no optimizer, but a rollout to train on")
         optimizer = self.optimizer
@@ -309,7 +309,7 @@ class MegatronTrainRayActor(TrainWorker):
 
         self.weights.record_changed()
         train_rollout(
-            args,
+            self.args,
             rollout_id,
             self.model,
             optimizer,

@@ -143,17 +143,18 @@ def make_groups_reloadable(backend: str = "nccl") -> int:
     return len(made)
 
 
-def release_communicators() -> None:
+def release_communicators(meanwhile: Callable[[], None] | None = None) -> None:
     """Free the device memory of all reloadable groups' communicators; does nothing without such groups.
 
     Every rank must call it, with no operation in flight on any of the groups.  A communicator takes 15 to 500 ms to
     end, most of it waiting: all of them end at the same time, on threads.
+
+    Args:
+        meanwhile: called once they have begun to end; uses none of the groups.
     """
     groups = sorted(ReloadableProcessGroup.alive, key=lambda group: c10d._world.pg_names.get(group, ""))
-    if not groups:
-        return
     device = None
-    if torch.cuda.is_available():
+    if groups and torch.cuda.is_available():
         torch.cuda.synchronize()
         device = torch.cuda.current_device()
 
@@ -163,9 +164,12 @@ def release_communicators() -> None:
         group.shutdown()
 
     old = [group.exchange_inner() for group in groups]
-    with ThreadPoolExecutor(len(old), thread_name_prefix="shutdown") as pool:
-        for _ in pool.map(shut_down, old):
-            pass
+    with ThreadPoolExecutor(max(1, len(old)), thread_name_prefix="shutdown") as pool:
+        ends = [pool.submit(shut_down, group) for group in old]
+        if meanwhile is not None:
+            meanwhile()
+        for end in ends:
+            end.result()
 
 
 def plain_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

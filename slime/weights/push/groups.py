@@ -244,6 +244,7 @@ class StockGroup:
         group = self._group
         if group is None:
             return
+        flat, timeout_s = self._wire.flatten(bucket), participants.clock.step_s
         requests = start_all(
             self.members,
             lambda engine: engine.update_weights_from_distributed(
@@ -256,12 +257,13 @@ class StockGroup:
                 flush_cache=False,
             ),
         )
-        work = dist.broadcast(self._wire.flatten(bucket), 0, group=group, async_op=True)
-        # First the engines: one that died must not leave us in the broadcast.
-        failures = wait_together(requests, participants.clock.step_s)
-        if failures:
-            self._exclude_all(failures, participants, "broadcasting a bucket")
-            threading.Thread(target=_cut_off, args=[group, work], name="leave-update-group", daemon=True).start()
+        # NCCL connects in the first broadcast, and waits there without end for an engine that has died.
+        sending = _OnThread(lambda: dist.broadcast(flat, 0, group=group, async_op=True))
+        failures = wait_together(requests, timeout_s)
+        work = sending.result(0 if failures else timeout_s)
+        if failures or isinstance(work, BaseException):
+            self._exclude_all(failures, participants, "broadcasting a bucket", trainers=work)
+            threading.Thread(target=_cut_off, args=[group, sending], name="leave-update-group", daemon=True).start()
             return
         work.wait()
 
@@ -269,7 +271,7 @@ class StockGroup:
         self, failures: dict[int, BaseException], participants: Participants, what: str, *, trainers: Any = None
     ) -> None:
         """Exclude all members, for the first failure or, without one, for the trainer's."""
-        blamed = f"the trainer could not join: {reason_of(trainers)}"
+        blamed = f"the trainer's part failed: {reason_of(trainers)}"
         if failures:
             blamed = f"engine {next(iter(failures))} broke the update group"
         for engine in self.members:
@@ -288,10 +290,11 @@ class StockGroup:
         self.members = []
 
 
-def _cut_off(group: dist.ProcessGroup, work: dist.Work) -> None:
+def _cut_off(group: dist.ProcessGroup, sending: _OnThread) -> None:
     """End a group with a broadcast under way, as a ``WeightChannel`` ends its own: gloo's lives until it has ended."""
     c10d._abort_process_group(group)
-    while not work.is_completed():
+    work = sending.result(None)
+    while isinstance(work, dist.Work) and not work.is_completed():
         time.sleep(POLL_S)
 
 
@@ -312,48 +315,48 @@ class _MeetingPlace:
 
 
 class _OnThread:
-    """The trainer joins on a thread, so that an engine that refuses ends the wait of all at once.
+    """A call that waits for engines, on a thread and the caller's stream: one that refuses ends all waits at once.
 
     Args:
-        join: returns the group, once all have joined.
-        leave: leaves a group that came too late.
+        call: as to join a group, once all have come.
+        undo: gets what the call returned where that was too late.
     """
 
-    def __init__(self, join: Callable[[], Any], leave: Callable[[Any], None]) -> None:
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._leave = leave
+    def __init__(self, call: Callable[[], Any], undo: Callable[[Any], None] | None = None) -> None:
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        self._undo = undo
         self._lock = threading.Lock()
-        self._group: Any = None
+        self._result: Any = None
         self._error: BaseException | None = None
         self._is_dropped = False
-        self._thread = threading.Thread(target=self._run, args=[join], name="join-weight-group", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=[call], name="weight-group", daemon=True)
         self._thread.start()
 
-    def _run(self, join: Callable[[], Any]) -> None:
+    def _run(self, call: Callable[[], Any]) -> None:
         try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-            group = join()
+            if self._stream is not None:
+                torch.cuda.set_stream(self._stream)  # and its device
+            result = call()
             with self._lock:
-                self._group = group
+                self._result = result
                 is_late = self._is_dropped
-            if is_late:
-                self._leave(group)
+            if is_late and self._undo is not None:
+                self._undo(result)
         except PUSH_FAILURES as error:
             # Said here, because engines that wait for this rank fail later, and are blamed.
-            logger.warning("the trainer did not join a weight group: %s", reason_of(error))
+            logger.warning("the trainer's part in a weight group failed: %s", reason_of(error))
             self._error = error
 
     def drop(self) -> None:
-        """Leave the group, now or once it is joined: NCCL's hand-shake cannot be ended, so nobody waits for it."""
+        """Undo the call, now or once it returns: NCCL's hand-shake cannot be ended, so nobody waits for it."""
         with self._lock:
-            self._is_dropped, group = True, self._group
-        if group is not None:
-            self._leave(group)
+            self._is_dropped, result = True, self._result
+        if result is not None and self._undo is not None:
+            self._undo(result)
 
-    def result(self, timeout_s: float) -> Any:
-        """Return the group that was joined, or the error that prevented it."""
+    def result(self, timeout_s: float | None) -> Any:
+        """Return what the call returned, or its error, or that it has not ended in time."""
         self._thread.join(timeout_s)
-        if self._group is None and self._error is None:
-            return TimeoutError(f"it did not join within {timeout_s:g} s")
-        return self._error or self._group
+        if self._result is None and self._error is None:
+            return TimeoutError(f"it took more than {timeout_s:g} s")
+        return self._error or self._result

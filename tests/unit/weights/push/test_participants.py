@@ -238,6 +238,23 @@ def test_a_group_of_sglangs_that_an_engine_broke_is_ended_and_a_restarted_engine
     c10d.destroy_process_group(wire.groups[1])
 
 
+def test_a_first_broadcast_in_which_nccl_waits_for_a_dead_engine_does_not_hold_the_trainer(monkeypatch) -> None:
+    may_return, has_returned, wire = threading.Event(), threading.Event(), WireOfTorch()
+
+    def broadcast(*_: Any, **__: Any) -> None:
+        may_return.wait(10)
+        has_returned.set()
+
+    monkeypatch.setattr(groups.dist, "broadcast", broadcast)
+    group, engines = StockGroup("slime", wire), [Engine(0, Answer(EngineError("it died")), num_gpus=0)]
+    participants = Participants(engines, CLOCK)
+    group.form(engines, participants)
+    group.broadcast([("x", torch.zeros(2))], "1", participants)
+    assert participants.reasons == {0: "EngineError: it died (while broadcasting a bucket)"}
+    assert not group.members and not has_returned.is_set()
+    may_return.set()
+
+
 def test_torch_does_not_end_the_trainer_for_a_broadcast_that_an_engine_of_sglangs_group_broke() -> None:
     wire, before = WireOfTorch(), env.get_str(NCCL_ERROR_HANDLING)
     group, engines = StockGroup("slime", wire), [Engine(0, num_gpus=0)]
@@ -258,7 +275,7 @@ def test_what_kept_the_trainer_from_sglangs_group_is_told() -> None:
     participants = Participants(engines, CLOCK)
     StockGroup("slime", WireWithoutNetwork()).form(engines, participants)
     assert participants.reasons == {
-        0: "the trainer could not join: RuntimeError: no NIC is up (while joining update group slime)"
+        0: "the trainer's part failed: RuntimeError: no NIC is up (while joining update group slime)"
     }
 
 
@@ -267,7 +284,7 @@ def test_it_is_told_too_where_an_engine_waited_for_the_trainer_in_vain(caplog) -
     participants = Participants(engines, PushClock(0.4))
     StockGroup("slime", WireWithoutNetwork()).form(engines, participants)
     assert participants.reasons[0].startswith("EngineError: no answer within")
-    assert "the trainer did not join a weight group: RuntimeError: no NIC is up" in caplog.text
+    assert "the trainer's part in a weight group failed: RuntimeError: no NIC is up" in caplog.text
 
 
 def test_a_group_that_the_trainer_joins_too_late_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +299,7 @@ def test_a_group_that_the_trainer_joins_too_late_is_left(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(groups, "WeightChannel", Late)
     engines = [Engine(0)]
-    with pytest.raises(WeightSyncError, match="though all 1 engines did: it did not join within"):
+    with pytest.raises(WeightSyncError, match="though all 1 engines did: it took more than"):
         UpdateGroup("slime").form(engines, Participants(engines, PushClock(0.2)))
     assert not left.is_set()
     gate.set()
