@@ -36,7 +36,7 @@ def test_a_first_step_has_the_hosts_numbers(dtypes: tuple[torch.dtype, torch.dty
         least = largest * 2.0**-24 if dtype == FP16 else 0 * largest
         error = (moment - on_host)[: 37 * BLOCK].abs()
         assert (error <= unit[dtype] * on_host[: 37 * BLOCK].abs() + 2 * least + 1e-30).all()
-        assert moment.mean() == pytest.approx(on_host.mean(), rel=1e-2, abs=1e-3 * scale)
+        assert moment.mean().item() == pytest.approx(on_host.mean().item(), rel=1e-2, abs=1e-3 * scale)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
