@@ -220,13 +220,12 @@ class CastLaunch:
         for item, descriptors in written:
             begin, size = item.segments(self.out_dtype, self.block)[0]
             place = bisect.bisect_right(starts, begin) - 1
-            segment = order[place] if place >= 0 else len(self.segments)
             first = begin - starts[place] if place >= 0 else 0
-            is_inside = place >= 0 and first + size <= self.segments[segment][1] and first % DIGEST_BYTES == 0
+            is_inside = place >= 0 and first + size <= self.segments[order[place]][1] and first % DIGEST_BYTES == 0
+            segment = order[place] if is_inside else len(self.segments)
             if is_inside and descriptors and all(row[FORM.value] in usual for row in descriptors):
                 missing[segment] -= size
             for row in descriptors:
-                # A segment that is digested afterwards may have anything in its place until then.
                 if row[FORM.value] == WORDS.value:
                     row[LAST.value] = segment
                     row[POSITION.value] = (first + row[DST.value] - begin) // DIGEST_BYTES

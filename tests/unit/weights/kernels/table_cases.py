@@ -101,7 +101,7 @@ def filled(items: list[CastItem], out_dtype: torch.dtype, block: int, use_triton
 
 
 def joined_items(device: str) -> tuple[list[CastItem], list[tuple[int, int]]]:
-    """Segments that several items make up together, one of which no item fills; and in no order."""
+    """Segments that several items make up together, one of which no item fills, and in no order; an item in none."""
     wide = weights(64, 48, torch.bfloat16, device, 90)
     narrow = weights(8, 5, torch.bfloat16, device, 91)
     items = [
@@ -112,6 +112,7 @@ def joined_items(device: str) -> tuple[list[CastItem], list[tuple[int, int]]]:
         CastItem(wide, 16, 0, 16, 16384, "copy"),
         CastItem(narrow, 8, 0, 8, 16384 + 16 * 96, "copy"),
         CastItem(wide, 16, 0, 16, 32768, "copy"),
+        CastItem(wide, 4, 0, 4, 20480, "copy"),
     ]
     return items, [(12288, 16), (8192, 64 * 48), (32768, 32 * 96), (512, 48 * 96), (16384, 16 * 96 + 80)]
 
