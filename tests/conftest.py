@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
 import time
 import uuid
@@ -32,6 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SLIME_CACHE_DIR"] = f"{tempfile.gettempdir()}/slime-cache-{os.environ[MARK]}"  # of these tests alone
     # Ray starts its workers at nice 15: beside a few busy processes a job would get a fiftieth of the machine.
     os.environ["RAY_worker_niceness"] = "0"
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["SLIME_CACHE_DIR"], ignore_errors=True)
 
 
 def processes_since(start_s: float) -> list[psutil.Process]:

@@ -66,6 +66,7 @@ def submitted(script: str, tmp_path: Path, *words: str, **variables: str) -> tup
     record = tmp_path / "record"
     recorder = f'ray() {{ printf "%s\\n" "$@" >"{record}"; }}; nvidia-smi() {{ seq 8; }}'
     environment = dict(os.environ) | {"SLIME_SCRIPT_EXTERNAL_RAY": "1", "BASE_DIR": "/base", "MASTER_ADDR": "10.0.0.1"}
+    environment["TMPDIR"] = str(tmp_path)
     command = f"{recorder}; export -f ray nvidia-smi; exec {shlex.quote(str(REPO / script))} {shlex.join(words)}"
     subprocess.run(["bash", "-c", command], env=environment | variables, check=True, timeout=120)
     lines = record.read_text().splitlines()
