@@ -30,6 +30,7 @@ from slime.flags.kinds import positive_int
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_model_config, read_model_type
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
+from slime.weights.hf_rewrite.plan import without_quantization
 from slime.weights.named_tensors import check_finite, config_dtype
 from slime.weights.quantize.formats import logical_names
 from slime.weights.stacked_experts import find_stacks, join_rows, row_of, tensors_in
@@ -105,11 +106,11 @@ def origin_dtypes(folder: Path) -> dict[str, torch.dtype]:
     return {part: dtype for name, dtype in stored.items() for part in tensors_in(name, stacks)}
 
 
-def missing_tensors(folder: Path, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def missing_tensors(folder: Path, wanted: set[str], *, verify: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a Hugging Face folder that are not in ``wanted``; quantized ones are dequantized."""
     from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 
-    with HfTensors(folder) as tensors:
+    with HfTensors(folder, verify=verify) as tensors:
         for name in tensors.names():
             if name not in wanted:
                 yield name, tensors.get(name)
@@ -170,7 +171,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
                     yield name, tensor
         absent = {name for name in logical_names(dtypes) if name not in names and not weight_map.is_untrained(name)}
         if getattr(options, "add_missing_from_origin_hf", False) and origin:
-            missing = missing_tensors(origin, names)
+            missing = missing_tensors(origin, names, verify=options.verify_checkpoint)
             yield from ((name, tensor) for name, tensor in missing if not weight_map.is_untrained(name))
         elif absent:
             logger.warning(
@@ -182,9 +183,9 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     with HfFolderWriter(
         target, assets_from=origin, shard_bytes=options.chunk_size, save_workers=save_workers
     ) as writer:
-        writer.add_all(in_layout_of(origin, weight_map, converted()))
-    if origin:
-        _drop_quantization(target)
+        writer.add_all(in_layout_of(origin, weight_map, converted(), verify=options.verify_checkpoint))
+        if origin:
+            _drop_quantization(target)
     elapsed = time.monotonic() - start
     logger.info("wrote %d tensors, %.2f GiB, to %s in %.1f s", len(names), writer.total_bytes / 2**30, target, elapsed)
     return target
@@ -232,11 +233,10 @@ def _read_ahead(read: Any, slices: list[Any], workers: int) -> Iterator[tuple[An
 
 def _drop_quantization(target: Path) -> None:
     """Remove the quantization from the config: what was written is not quantized."""
-    path = target / "config.json"
     config = read_model_config(target)
-    if config.pop("quantization_config", None) is not None:
-        path.write_text(json.dumps(config, indent=2) + "\n")
-        logger.info("the result is not quantized: removed quantization_config from its config.json")
+    if (plain := without_quantization(config)) != config:
+        (target / "config.json").write_text(json.dumps(plain, indent=2) + "\n")
+        logger.info("the result is not quantized: removed the quantization from its config.json")
 
 
 def main() -> None:

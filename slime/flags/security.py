@@ -25,6 +25,8 @@ _SECRET_NAME = re.compile(
     r"|redis[-_]url|oracle[-_]connect[-_]descriptor)$"
 )
 """Flags and attributes whose values are secrets, ours, the engines' or a plug-in's."""
+_SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET)_?KEY)$")
+"""Environment variables whose values are secrets, such as HF_TOKEN."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _JSON_PAIR = re.compile(r'"([^"\\]*)"\s*:\s*("(?:[^"\\]|\\.)*"|[^\s",}\]]+)')
 """A name and its value, a text or a number, in the JSON of a flag such as --train-env-vars."""
@@ -153,8 +155,8 @@ def check_security(args: Namespace) -> Iterator[str]:
 
 
 def is_secret(name: str) -> bool:
-    """Return True when the flag or attribute ``name`` holds a secret."""
-    return _SECRET_NAME.search(name.lower()) is not None
+    """Return True when the flag, attribute or environment variable ``name`` holds a secret."""
+    return bool(_SECRET_NAME.search(name.lower()) or _SECRET_VARIABLE.search(name))
 
 
 def redacted(args: Namespace) -> dict[str, Any]:
@@ -171,8 +173,8 @@ def _without_secrets(name: Any, value: Any) -> Any:
 
 
 def without_credentials(text: str) -> str:
-    """Return ``text`` in which the credentials of URLs, ``scheme://user:password@host``, are replaced."""
-    return _CREDENTIALS.sub(REDACTED, text)
+    """Return ``text`` without the credentials of URLs, ``scheme://user:password@host``, and the secrets in JSON."""
+    return _JSON_PAIR.sub(_without_secret, _CREDENTIALS.sub(REDACTED, text))
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:
@@ -186,7 +188,7 @@ def redacted_words(words: Sequence[str]) -> list[str]:
             shown.append(f"{name}={REDACTED}" if equals and is_secret(name) else word)
         else:
             shown.append(REDACTED if is_secret(flag) else word)
-    return [_JSON_PAIR.sub(_without_secret, without_credentials(word)) for word in shown]
+    return [without_credentials(word) for word in shown]
 
 
 def _without_secret(pair: re.Match[str]) -> str:

@@ -16,6 +16,8 @@ from slime.utils.net import format_host_port, get_free_port, is_ipv6
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """By purpose, because torch.distributed has no such registry."""
+FILE_TIMEOUT = timedelta(hours=24)
+"""Of a wait for files that another rank writes; a run's own deadline (--train-timeout-s) ends before it."""
 _HELD: dict[int, socket.socket] = {}
 """Ports that this process has bound for stores that it opens later."""
 BACKLOG = 1024
@@ -112,9 +114,20 @@ def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     Args:
         timeout: longest wait of one collective; torch's default when None.
     """
-    if "gloo" not in _GROUPS or not _is_alive(_GROUPS["gloo"]):
-        _GROUPS["gloo"] = dist.new_group(backend="gloo", timeout=timeout)
-    return _GROUPS["gloo"]
+    return _existing_or_new("gloo", timeout)
+
+
+def init_file_group() -> dist.ProcessGroup:
+    """Create the gloo group in which ranks wait for each other's files on the first call, and return it; every rank
+    must make that call.  A rank may write for longer than a collective of training may take.
+    """
+    return _existing_or_new("files", FILE_TIMEOUT)
+
+
+def _existing_or_new(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    if name not in _GROUPS or not _is_alive(_GROUPS[name]):
+        _GROUPS[name] = dist.new_group(backend="gloo", timeout=timeout)
+    return _GROUPS[name]
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:

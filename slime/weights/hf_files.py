@@ -1,8 +1,7 @@
 """A model folder in Hugging Face's layout, written shard by shard.
 
 Host memory holds one shard at a time; its digests are taken there (``digests.json``).  The folder becomes readable
-only at the end, when the index is written: readers of a folder without ``model.safetensors.index.json`` find no model
-there.
+only at the end: shards get their names when all are on disk, and the index is written last.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest
 from slime.weights.named_tensors import tensor_bytes
 from slime.weights.stored_tensors import INDEX_FILE, save_tensors
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack")
+PARTIAL_SUFFIX = ".partial"
+"""Of a hidden file that is not finished."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", PARTIAL_SUFFIX)
 WEIGHT_INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json", DIGEST_FILE)
 DEFAULT_SHARD_BYTES = 5 * 1024**3
 FLAG = "--save-hf"
@@ -119,7 +120,7 @@ class HfFolderWriter:
 
     def _flush(self) -> None:
         self._num_shards += 1
-        path = self.target / f"model-{self._num_shards:05d}.safetensors"
+        path = self._unfinished(self._num_shards)
         if self._pool is None:
             self._save(self._num_shards, self._pending, path)
         else:
@@ -130,6 +131,9 @@ class HfFolderWriter:
             self._weight_map[name] = self._num_shards
         self.total_bytes += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
+
+    def _unfinished(self, shard: int) -> Path:
+        return self.target / f".model-{shard:05d}{PARTIAL_SUFFIX}"
 
     def _save(self, shard: int, tensors: dict[str, Tensor], path: Path) -> None:
         save_tensors(path, tensors)
@@ -152,7 +156,7 @@ class HfFolderWriter:
             for shard in range(1, self._num_shards + 1)
         }
         for shard, name in names.items():
-            os.replace(self.target / f"model-{shard:05d}.safetensors", self.target / name)
+            os.replace(self._unfinished(shard), self.target / name)
         index = {
             "metadata": {"total_size": self.total_bytes},
             "weight_map": {name: names[shard] for name, shard in sorted(self._weight_map.items())},

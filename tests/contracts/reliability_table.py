@@ -1192,7 +1192,7 @@ OUTSIDE = {
     "slime.__main__": "a command for people: nvidia-smi has 60 s",
     "slime.observability.run_record": "no step waits for the record: git has 10 s at the start, the last write 30 s",
     "slime.observability.prometheus_page": "a page for people: an engine has SCRAPE_TIMEOUT_S, the run never waits",
-    "slime.utils.misc": "exec_command is a helper for plug-ins and tools; its caller gives the deadline",
+    "slime.utils.misc": "exec_command runs what its caller wants for as long as it takes, a whole training run too",
     "slime.planning.fit": "a plan is no run: nvidia-smi has 60 s",
     "slime.planning.recipe": "a plan is no run: a recipe with recorders for commands has TIMEOUT_S to print its flags",
     "slime.agent.sandbox.isolation.__main__": "a program of its own, ended by the runner or by the plan's TIMEOUT_S",

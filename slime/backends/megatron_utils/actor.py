@@ -126,13 +126,11 @@ class MegatronTrainRayActor(TrainWorker):
             return
         with timer("sleep"):
             memory.report("awake")
-            reloadable_groups.release_communicators(meanwhile=self._offload)
+            if (offloaded := self._offloaded) is not None:
+                copies = self.weights.current_copies()
+                reloadable_groups.release_communicators(meanwhile=lambda: offloaded.offload(copies))
             memory.report("asleep")
         self._is_asleep = True
-
-    def _offload(self) -> None:
-        if self._offloaded is not None:
-            self._offloaded.offload(self.weights.current_copies())
 
     def wake_up(self) -> None:
         """Restore the memory, with the role's own weights in it."""
@@ -352,7 +350,9 @@ class MegatronTrainRayActor(TrainWorker):
         dist.barrier(group=get_gloo_group())  # over NCCL it would allocate, and the trainer may be asleep
 
     def _publish(self, save_dir: str, iteration: int | str) -> None:
-        checkpoint.publish_checkpoint(save_dir, iteration, keep_last=self.args.keep_last)
+        # A critic's checkpoint counts before the actor's: the one beside the actor's last must stay until then.
+        keep_last = self.args.keep_last and self.args.keep_last + (self.role == "critic")
+        checkpoint.publish_checkpoint(save_dir, iteration, keep_last=keep_last)
 
     # Weights to the engines
 

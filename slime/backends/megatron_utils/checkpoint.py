@@ -207,8 +207,10 @@ def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last:
 
 def _remove_old(root: Path, iteration: int, keep_last: int) -> None:
     """Remove checkpoints from before ``iteration``; later ones are of another run, which this one goes back beyond."""
-    saved = sorted(number for path in root.iterdir() if isinstance(number := _iteration_of(path), int))
-    for old in [number for number in saved if number <= iteration][:-keep_last]:
+    found = sorted(number for path in root.iterdir() if isinstance(number := _iteration_of(path), int))
+    found = [number for number in found if number <= iteration]
+    whole = [number for number in found if (checkpoint_folder(root, number) / FORMAT_FILE).exists()]
+    for old in sorted({*found} - {*whole[-keep_last:]}):
         folder = checkpoint_folder(root, old)
         (folder / FORMAT_FILE).unlink(missing_ok=True)  # first: a folder that is removed by half is no checkpoint
         shutil.rmtree(folder, ignore_errors=True)

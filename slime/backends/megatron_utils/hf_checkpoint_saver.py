@@ -72,7 +72,8 @@ def save_hf_model_to_path(
     else:
         with tqdm(desc=progress_desc, unit="B", unit_scale=True, disable=None) as bar:
             stored = _as_stored(tensors, quantizer, bar)
-            writer.add_all(in_layout_of(source, find_weight_map(model_name), stored))
+            family = find_weight_map(model_name)
+            writer.add_all(in_layout_of(source, family, stored, verify=args.verify_checkpoint))
         writer.close()
         logger.info(
             "wrote the HF model %s: %.2f GiB in %.1f s",

@@ -21,12 +21,11 @@ from slime.utils.atomic_file import sync_to_disk
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_object
 from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of, pieces_of_file
-from slime.weights.hf_files import INDEX_FILE, is_weight_file
+from slime.weights.hf_files import INDEX_FILE, PARTIAL_SUFFIX, is_weight_file
 from slime.weights.hf_rewrite.plan import CONFIG_FILE, FilePlan, HfSource, make_index
 
 JOURNAL = ".conversion.json"
 LOCK = ".conversion.lock"
-PARTIAL_SUFFIX = ".partial"
 DIGESTS_SUFFIX = ".digests"
 """Of a hidden file with the digests of a finished shard, while others are not."""
 RESERVE_BYTES = 64 * 1024**2
@@ -162,7 +161,7 @@ class Target:
                 path.unlink()
 
     def _is_replaced(self, path: Path) -> bool:
-        is_ours = path.name in (CONFIG_FILE, JOURNAL) or path.name.endswith((PARTIAL_SUFFIX, DIGESTS_SUFFIX))
+        is_ours = path.name in (CONFIG_FILE, JOURNAL) or path.name.endswith(DIGESTS_SUFFIX)
         return path.is_file() and (is_ours or is_weight_file(path.name))
 
     def _require_space(self, overwrite: bool) -> None:

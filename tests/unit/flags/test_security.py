@@ -18,6 +18,7 @@ from slime.flags.security import (
     job_secret,
     redacted,
     redacted_words,
+    without_credentials,
 )
 from slime.utils.errors import ConfigError
 
@@ -96,7 +97,19 @@ def test_one_secret_is_fine():
 def test_names_of_secrets_are_told_from_names_of_columns():
     for name in ("wandb_key", "--sglang-api-key", "job_secret", "search_api_key", "router_oracle_password", "API_KEY"):
         assert is_secret(name), name
-    for name in ("input_key", "label_key", "reward_key", "job_secret_file", "pad_token", "wandb_key_file", "tool_key"):
+    for name in ("HF_TOKEN", "GITHUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "PRIVATE_KEY", "HUGGING_FACE_HUB_TOKEN"):
+        assert is_secret(name), name
+    for name in (
+        "input_key",
+        "label_key",
+        "reward_key",
+        "job_secret_file",
+        "pad_token",
+        "wandb_key_file",
+        "tool_key",
+        "RAY_AUTH_TOKEN_PATH",
+        "INPUT_KEY",
+    ):
         assert not is_secret(name), name
 
 
@@ -112,6 +125,11 @@ def test_what_is_written_down_has_no_secret():
 def test_a_command_line_is_shown_without_its_secrets():
     words = ["train.py", "--wandb-key", "k3y", "--lr", "1", "--router-api-key=k3y", "--use-wandb"]
     assert redacted_words(words) == ["train.py", "--wandb-key", REDACTED, "--lr", "1", f"--router-api-key={REDACTED}", "--use-wandb"]  # fmt: skip  # noqa: E501
+
+
+def test_a_text_is_shown_without_the_secrets_in_its_json():
+    text = '{"GITHUB_TOKEN": "t0k", "LANG": "C"} from http://me:t0k@host'
+    assert without_credentials(text) == f'{{"GITHUB_TOKEN": "{REDACTED}", "LANG": "C"}} from http://{REDACTED}@host'
 
 
 def test_keys_inside_of_a_map_are_secrets_too():

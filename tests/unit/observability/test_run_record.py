@@ -46,7 +46,8 @@ def events(folder):
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
-def test_config_says_where_values_come_from_and_holds_no_secret(args, tmp_path):
+def test_config_says_where_values_come_from_and_holds_no_secret(args, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIME_AGENT_EXTRA_ENVS", '{"GITHUB_TOKEN": "hidden"}')
     assert run_record.start_recording(args, "driver", primary=True)
     text = (tmp_path / "config.json").read_text()
     config = json.loads(text)

@@ -12,6 +12,7 @@ from slime.backends.megatron_utils.arguments import validate_megatron_arguments
 from slime.utils.errors import ConfigError
 from tests.unit.scripts.test_model_files import PUBLISHED, model_args
 from tools.convert_hf_to_torch_dist import parse, pipeline_split, rendezvous, with_layout
+from tools.convert_torch_dist_to_hf import _drop_quantization
 
 
 def layout(folder: Path, model: str, processes: int, flags: str = "") -> Namespace:
@@ -78,6 +79,14 @@ def test_more_processes_than_layers_are_an_error():
 def test_what_cannot_be_halved_any_more_is_an_error():
     with pytest.raises(ConfigError, match="--decoder-last-pipeline-num-layers"):
         pipeline_split(8, 7)
+
+
+@pytest.mark.parametrize("config", [{"compression_config": {}}, {"text_config": {"quantization_config": {}, "a": 1}}])
+def test_the_config_of_plain_weights_says_no_quantization_wherever_it_stood(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "m"} | config))
+    _drop_quantization(tmp_path)
+    left = {"text_config": {"a": 1}} if "text_config" in config else {}
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "m"} | left
 
 
 def test_a_job_of_slurm_needs_no_torchrun(monkeypatch):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.file_digests import DIGEST_FILE
 from slime.weights.hf_files import INDEX_FILE, HfFolderWriter
+from slime.weights.stored_tensors import read_layout
 
 
 @pytest.fixture
@@ -55,6 +56,19 @@ def test_weights_of_an_older_model_in_the_folder_are_removed(tmp_path, origin):
     writer.add("a", torch.zeros(1))
     writer.close()
     assert sorted(path.name for path in out.glob("*.safetensors")) == ["model-00001-of-00001.safetensors"]
+
+
+def test_a_folder_whose_writer_was_killed_is_no_model_and_its_next_writer_clears_it(tmp_path, origin):
+    out = tmp_path / "out"
+    killed = HfFolderWriter(out, assets_from=origin, shard_bytes=4)
+    for name in "abc":
+        killed.add(name, torch.zeros(1))
+    with pytest.raises(DataError, match="no safetensors"):
+        read_layout(out)
+    with HfFolderWriter(out, assets_from=origin) as writer:
+        writer.add("a", torch.zeros(1))
+    names = {"config.json", DIGEST_FILE, INDEX_FILE, "model-00001-of-00001.safetensors"}
+    assert {path.name for path in out.iterdir()} == names
 
 
 def test_one_tensor_under_two_names_is_written_twice(tmp_path):

@@ -51,7 +51,7 @@ from torch.futures import Future
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import first_cause
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import COMMON_FILE, FORMAT, FORMAT_FILE
 from slime.utils.atomic_file import sync_to_disk
-from slime.utils.distributed_utils import gather_objects, init_gloo_group, object_of_first
+from slime.utils.distributed_utils import gather_objects, init_file_group, object_of_first
 from slime.utils.errors import DataError, SlimeError
 from slime.weights.file_digests import DigestWriter, FolderDigests, Piece
 
@@ -94,7 +94,7 @@ def write_checkpoint(
     if background is not None:
         background.start(shards, content.getvalue(), folder)
         return
-    _write(shards, content.getvalue(), folder, init_gloo_group(), planner or HostPlanner(), writer_threads)
+    _write(shards, content.getvalue(), folder, init_file_group(), planner or HostPlanner(), writer_threads)
 
 
 def _split(state: dict[str, Any]) -> tuple[Shards, dict[str, Any]]:
@@ -250,9 +250,10 @@ def _write(
     writer = _FileWriter(folder, common, writer_threads)
     try:
         dcp.save(mcore_to_pyt_state_dict(shards, False), storage_writer=writer, planner=planner, process_group=group)
-    except (CheckpointingException, dcp.api.CheckpointException, OSError) as error:
+    except (CheckpointingException, dcp.api.CheckpointException, OSError, RuntimeError) as error:
         cause = first_cause(error)
-        dist.barrier(group=group)  # no rank writes any more
+        if not isinstance(error, RuntimeError):  # which is the group's: a rank has died, or writes for too long
+            dist.barrier(group=group)  # no rank writes any more
         if dist.get_rank(group) == 0:
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(cause, SlimeError):
@@ -283,8 +284,8 @@ class BackgroundSave:
     """
 
     def __init__(self, publish: Callable[[str, int | str], None]) -> None:
-        """Make the writer.  Collective: its threads talk over a group of their own, not over one of training."""
-        self._group = dist.new_group(backend="gloo")
+        """Make the writer.  Collective: its threads talk over a group that training does not use."""
+        self._group = init_file_group()
         self._publish = publish
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

@@ -36,7 +36,7 @@ def stored_names(folder: str) -> frozenset[str]:
     """Return all tensor names in a checkpoint's files, parts of quantized ones included; none without safetensors."""
     if not (Path(folder) / INDEX_FILE).is_file() and not any(Path(folder).glob("*.safetensors")):
         return frozenset()
-    with HfTensors(folder) as tensors:
+    with HfTensors(folder, verify=False) as tensors:
         return tensors.stored_names()
 
 
@@ -45,7 +45,7 @@ def tensor_names(folder: str) -> frozenset[str]:
     """Return the names of all tensors of a checkpoint, as if none were quantized or stacked; none without files."""
     if not stored_names(folder):
         return frozenset()
-    with HfTensors(folder) as tensors:
+    with HfTensors(folder, verify=False) as tensors:
         return frozenset(tensors.names())
 
 
@@ -221,7 +221,7 @@ class HfTensors:
 
 
 def in_layout_of(
-    source: Path | None, weight_map: WeightMap, tensors: Iterable[tuple[str, Tensor]]
+    source: Path | None, weight_map: WeightMap, tensors: Iterable[tuple[str, Tensor]], *, verify: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors as the folder ``source`` has them, and behind them those of its parts that did not come.
 
@@ -229,6 +229,7 @@ def in_layout_of(
         source: the folder whose config goes with them; None, or one without safetensors, changes nothing.
         weight_map: of the family.
         tensors: with names as pushes have them.
+        verify: compare what is read of ``source`` with its digests.
 
     Raises:
         DataError: ``source`` stacks experts of which some did not come.
@@ -236,7 +237,7 @@ def in_layout_of(
     if source is None or not stored_names(str(source)):
         yield from tensors
         return
-    with HfTensors(source) as stored:
+    with HfTensors(source, verify=verify) as stored:
         stacker = ExpertStacker(stored.stacks)
         missing = {name for name in stored.stored_names() if weight_map.is_untrained(name)}
         for name, tensor in stacker.stack(tensors):

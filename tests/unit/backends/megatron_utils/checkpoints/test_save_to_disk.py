@@ -17,6 +17,7 @@ import torch
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
+from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.checkpoint import (
     find_checkpoint,
     load_checkpoint,
@@ -24,8 +25,10 @@ from slime.backends.megatron_utils.checkpoint import (
     read_tracker,
     save_checkpoint,
 )
+from slime.backends.megatron_utils.checkpoints import checkpoint_writer
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.model import build_model
+from slime.utils.distributed_utils import FILE_TIMEOUT, init_file_group
 from slime.utils.errors import DataError
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_single_process, write_hf_model
 
@@ -182,6 +185,44 @@ def test_only_the_newest_checkpoints_up_to_the_present_one_are_kept(run):
     assert left == ["iter_0000002", "iter_0000003", "iter_0000010", "release"]  # 10 is of a run that this one leaves
     publish_checkpoint(args.save, 3)
     assert len([path for path in Path(args.save).iterdir() if path.is_dir()]) == 4
+
+
+def test_what_a_killed_save_left_counts_for_none_of_those_that_are_kept(run):
+    args, _ = run
+    first = save(run, 1)
+    for iteration in (2, 3, 4):
+        shutil.copytree(first, first.with_name(f"iter_{iteration:07d}"))
+    (first.with_name("iter_0000003") / "metadata.json").unlink()
+    publish_checkpoint(args.save, 4, keep_last=2)
+    left = sorted(path.name for path in Path(args.save).iterdir() if path.is_dir())
+    assert left == ["iter_0000002", "iter_0000004"]
+
+
+def test_a_critic_keeps_the_checkpoint_beside_the_actors_last_until_the_actors_next_counts(run):
+    args, _ = run
+    first = save(run, 1)
+    shutil.copytree(first, first.with_name("iter_0000002"))
+    for role, left in (("critic", ["iter_0000001", "iter_0000002"]), ("actor", ["iter_0000002"])):
+        rank: Any = Namespace(args=Namespace(keep_last=1), role=role)
+        MegatronTrainRayActor._publish(rank, args.save, 2)
+        assert sorted(path.name for path in Path(args.save).iterdir() if path.is_dir()) == left
+
+
+def test_a_rank_that_waits_in_vain_for_the_files_of_another_says_so_and_leaves_no_folder(run, monkeypatch):
+    args, _ = run
+
+    def wait(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Timed out waiting 86400000ms for recv operation to complete")
+
+    monkeypatch.setattr(checkpoint_writer.dcp, "save", wait)
+    with pytest.raises(DataError, match="Timed out waiting.*folder is removed"):
+        save(run, 2)
+    assert not (Path(args.save) / "iter_0000002").exists()
+
+
+def test_ranks_wait_longer_for_files_than_for_each_other_in_training(run):
+    for group in (init_file_group(), BackgroundSave(publish_checkpoint)._group):
+        assert group._get_backend(torch.device("cpu")).options._timeout == FILE_TIMEOUT
 
 
 def test_digests_cover_every_byte_of_a_checkpoint(run):
