@@ -135,6 +135,17 @@ def test_frozen_parameters_keep_every_bit_and_all_others_move(
         assert 0 < len(frozen) < len(first)
 
 
+def test_a_tied_embedding_that_is_frozen_does_not_hold_up_pipeline_stages(tmp_path: Path) -> None:
+    write_model(tmp_path, num_hidden_layers=4, tie_word_embeddings=True)
+    flags = ("--pipeline-model-parallel-size", 2, "--freeze-params-name-list", "embedding", *LARGE_EPS)
+    with RankPool() as pool:
+        ranks = pool.run(schedule_case.follow, 2, str(tmp_path), flags, 1, timeout_s=300)
+    for rank in ranks:
+        first, last = rank["weights"][0], rank["weights"][-1]
+        is_tied = [name for name in first if "word_embeddings" in name or "output_layer" in name]
+        assert {name for name in first if torch.equal(first[name], last[name])} == {*is_tied}
+
+
 @pytest.mark.parametrize(
     "flags",
     [("--reset-optimizer-states",), ("--use-stateless-adam",), *FROZEN],

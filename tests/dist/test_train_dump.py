@@ -31,7 +31,8 @@ def train_and_dump(rank: int, world_size: int, port: int, hf: str, folder: str) 
         args = make_args(Path(hf), *flags)
         worker = start_worker(args, rank, world_size, port, with_ref=name != "reused")
         parallel = worker.get_parallel_config()
-        worker.train(3, cut(args, make_train_data(), parallel)[parallel["dp_rank"]])
+        top = {"teacher_top": [[[[1.0, -0.5]]] * response for _, response in LENGTHS]}
+        worker.train(3, cut(args, make_train_data() | top, parallel)[parallel["dp_rank"]])
 
 
 def test_all_layouts_write_the_same_samples(tmp_path):
@@ -50,8 +51,8 @@ def test_all_layouts_write_the_same_samples(tmp_path):
             assert sample["tokens"].tolist() == given["tokens"][position]
             assert sample["loss_masks"].tolist() == given["loss_masks"][position]
             assert (sample["total_lengths"], sample["response_lengths"]) == (prompt + response, response)
-            for column in ("log_probs", "rollout_log_probs", "advantages", "returns"):
-                assert sample[column].shape == (response,), (name, column)
+            for column in ("log_probs", "rollout_log_probs", "advantages", "returns", "teacher_top"):
+                assert sample[column].shape[0] == response, (name, column)
             torch.testing.assert_close(sample["rollout_log_probs"], torch.tensor(given["rollout_log_probs"][position]))
             columns = ["log_probs"] if name == "reused" else ["log_probs", "ref_log_probs", "advantages", "kl"]
             for column in columns:

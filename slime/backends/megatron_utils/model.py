@@ -28,7 +28,7 @@ from slime.backends.megatron_utils.checkpoint import load_checkpoint
 from slime.backends.megatron_utils.checkpoints.memory_copy import restore_state
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
-from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.backends.megatron_utils.model_provider import check_trained_parameters, get_model_provider
 from slime.backends.megatron_utils.models.rule import TOWER
 from slime.weights.state_copy import StateCopy
 
@@ -60,6 +60,8 @@ def build_model(
                 vp_stage=stage,
             )
         )
+    if role == "actor":
+        check_trained_parameters(args, chunks)
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

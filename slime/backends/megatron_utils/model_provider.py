@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_sp
 from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
 from slime.backends.megatron_utils.layers.vision import VisionModel, VisionModelWithMtp
 from slime.backends.megatron_utils.models import has_tower
+from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_model_config
 from slime.utils.misc import load_function
@@ -67,6 +68,10 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
         freeze_parameters(model, only_train=args.only_train_params_name_list, freeze=args.freeze_params_name_list)
         if args.freeze_indexer:
             freeze_indexer(model)
+        embedding = getattr(model, "embedding", None)
+        if args.recompute_granularity is not None and embedding is not None:
+            # A recomputed block has a backward pass only where an input of it needs a gradient.
+            embedding.register_forward_hook(_needing_gradient)
         if args.fp8:
             use_fp8(model, args)
         if args.int4_qat and role != "critic":
@@ -84,6 +89,10 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
     return provider
 
 
+def _needing_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
 def freeze_parameters(
     model: torch.nn.Module, *, only_train: Iterable[str] | None = None, freeze: Iterable[str] | None = None
 ) -> None:
@@ -95,10 +104,38 @@ def freeze_parameters(
         freeze: parameters that match any of these are frozen.
     """
     only_train, freeze = list(only_train or ()), list(freeze or ())
+    is_tied = getattr(model, "share_embeddings_and_output_weights", False)
     for name, parameter in model.named_parameters():
+        if is_tied and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"  # its copy on the last stage: both are trained, or none
         is_left_out = only_train and not any(re.search(pattern, name) for pattern in only_train)
         if is_left_out or any(re.search(pattern, name) for pattern in freeze):
             parameter.requires_grad_(False)
+
+
+def check_trained_parameters(args: Namespace, chunks: Sequence[torch.nn.Module]) -> None:
+    """Warn of patterns of frozen or trained parameters that match none on any rank.  Collective where one is given.
+
+    Raises:
+        ConfigError: ``--only-train-params-name-list`` leaves nothing to train.
+    """
+    only_train, freeze = list(args.only_train_params_name_list or ()), list(args.freeze_params_name_list or ())
+    if not only_train and not freeze:
+        return
+    names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+    own = {pattern for pattern in (*only_train, *freeze) if any(re.search(pattern, name) for name in names)}
+    is_trained = any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
+    everyone = gather_objects((own, is_trained))
+    matched = set().union(*(patterns for patterns, _ in everyone))
+    for flag, patterns in (("--only-train-params-name-list", only_train), ("--freeze-params-name-list", freeze)):
+        if missing := [pattern for pattern in patterns if pattern not in matched]:
+            logger.warning("%s: no parameter of the model matches %s.", flag, ", ".join(missing))
+    if not any(trained for _, trained in everyone):
+        raise ConfigError(
+            "No parameter of the model is trained: --only-train-params-name-list is "
+            f"{only_train or 'not given'}, --freeze-params-name-list {freeze or 'not given'}; they are regular "
+            f"expressions over names such as {names[-1]}."
+        )
 
 
 def freeze_indexer(model: torch.nn.Module) -> None:

@@ -19,7 +19,7 @@ from megatron.core import mpu
 from slime.backends.megatron_utils import memory, train_metrics
 from slime.backends.megatron_utils.ci_checks import check_rollout, check_step
 from slime.backends.megatron_utils.cp_utils import whole_responses
-from slime.backends.megatron_utils.data import DataIterator, sample_columns
+from slime.backends.megatron_utils.data import PER_TOKEN_COLUMNS, DataIterator, sample_columns
 from slime.backends.megatron_utils.parameters import weights_digest
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS
 from slime.backends.megatron_utils.train_step import StepResult
@@ -199,7 +199,7 @@ def _shard_of_this_rank(rollout_data: DeviceBatch) -> dict[str, Any] | None:
     columns: dict[str, list[Any]] = {}
     for name in names:
         values = list(rollout_data[name])
-        is_cut = name in TOKEN_COLUMNS or name.endswith(("log_probs", "entropy"))
+        is_cut = name in (*PER_TOKEN_COLUMNS, *TOKEN_COLUMNS) or name.endswith(("log_probs", "entropy"))
         if is_cut and mpu.get_context_parallel_world_size() > 1:
             values = whole_responses(values, *lengths)
         columns[name] = [value.detach().cpu() if isinstance(value, Tensor) else value for value in values]

@@ -161,6 +161,7 @@ def _shape(args: Namespace) -> dict[str, Any]:
         "max_position_embeddings": args.max_position_embeddings or seq_length,
         "position_embedding_type": position_type,
         "attention_output_gate": args.attention_output_gate or args.use_gated_attention,
+        "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size or None,
     }
 
 

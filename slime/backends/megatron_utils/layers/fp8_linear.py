@@ -185,6 +185,13 @@ def check_fp8_flags(args: Namespace) -> None:
         )
     if args.fp8 and args.fp16:
         raise ConfigError("--fp8-format is given with --fp16; what is not quantized is bf16: give --bf16.")
+    groups, tensor_size = args.num_query_groups, args.tensor_model_parallel_size
+    if args.fp8 and not args.multi_latent_attention and tensor_size > groups and args.kv_channels % BLOCK:
+        raise ConfigError(
+            f"--fp8-format is given with --tensor-model-parallel-size {tensor_size} and {groups} groups of heads "
+            f"(--num-query-groups) of {args.kv_channels} (--kv-channels): a rank would hold a part of a group, whose "
+            f"blocks of {BLOCK} rows are not those of the engines; give --tensor-model-parallel-size {groups} or less."
+        )
 
 
 def use_fp8(model: torch.nn.Module, args: Namespace) -> None:

@@ -235,10 +235,6 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> None:
             layer.lora.draw(shard.name, shard, args.seed)
     found = [(name, one) for name, one in model.named_modules() if isinstance(one, Adapter)]
     vars(model)["adapters"] = found  # a push would look through the whole model
-    embedding = getattr(model, "embedding", None)
-    if args.recompute_granularity is not None and embedding is not None:
-        # A recomputed block has a backward pass only where an input of it needs a gradient.
-        embedding.register_forward_hook(_needing_gradient)
     head = getattr(model, "output_layer", None)
     if head is not None:
         head.register_forward_hook(_with_dense_gradient)
@@ -268,10 +264,6 @@ def _own_rows(shard: Shard) -> Tensor:
 def _add_output(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
     added = layer.lora(*inputs)
     return (output[0] + added, *output[1:]) if isinstance(output, tuple) else output + added
-
-
-def _needing_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _with_dense_gradient(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:

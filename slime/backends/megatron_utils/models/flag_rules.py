@@ -301,7 +301,8 @@ def hf_yarn_settings(config: Mapping[str, Any], *, knows_truncate: bool = False)
             f"config.json of --hf-checkpoint has rotary positions of type {kind!r}; {where} knows 'default' and "
             "'yarn'."
         )
-    for name, allowed in (("attention_factor", (None,)), ("truncate", (True, False) if knows_truncate else (True,))):
+    truncates = (True, False) if knows_truncate else (True,)
+    for name, allowed in (("attention_factor", (None,)), ("attn_factor", (1, None)), ("truncate", truncates)):
         if settings.get(name, allowed[0]) not in allowed:
             raise ConfigError(
                 f"config.json of --hf-checkpoint gives YaRN the {name} {settings[name]!r}; {where} derives it from "

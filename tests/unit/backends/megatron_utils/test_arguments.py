@@ -230,6 +230,12 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
     assert args.overlap_p2p_comm and not transformer_config_from_args(args).batch_p2p_comm
 
 
+def test_a_shared_expert_of_width_0_is_none() -> None:
+    """As config.json of Qwen3-Coder has it."""
+    experts = "--num-experts 2 --moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 0"
+    assert transformer_config_from_args(parse(*DENSE, *experts.split())).moe_shared_expert_intermediate_size is None
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -240,6 +246,11 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
         ("--attention-dropout 0.1", "--attention-dropout is 0.1"),
         ("--fp8-format e4m3", "--fp8-recipe delayed; .* --fp8-format e4m3 --fp8-recipe blockwise"),
         ("--fp8-format hybrid --fp8-recipe blockwise", "--fp8-format is hybrid"),
+        (
+            "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2 "
+            "--fp8-format e4m3 --fp8-recipe blockwise",
+            "--tensor-model-parallel-size 2 or less",
+        ),
         ("--decoder-last-pipeline-num-layers 1", "need --pipeline-model-parallel-size"),
         ("--expert-model-parallel-size 1 --padded-vocab-size 99", "--padded-vocab-size is 99"),
         ("--linear-attention-freq 4", "--linear-attention-freq is 4 without --spec"),

@@ -11,6 +11,7 @@ import torch
 from slime.backends.megatron_utils.layers import layer_specs
 from slime.backends.megatron_utils.layers.layer_specs import RoutedExperts, get_block_spec
 from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.model_provider import freeze_parameters, get_model_provider
 
 # isort: split
@@ -108,6 +109,42 @@ def test_parameters_on_the_freeze_list_do_not_train() -> None:
     model = build("--freeze-params-name-list", r"layers\.0\.")
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if ".layers.0." in name}
+
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+
+
+@pytest.mark.parametrize("lists", ["--freeze-params-name-list embedding", "--only-train-params-name-list mlp"])
+def test_a_frozen_embedding_lets_recomputed_layers_train(lists: str) -> None:
+    model = build(*RECOMPUTED, *lists.split(), "--untie-embeddings-and-output-weights").train()
+    packed_logits(model, [torch.tensor([1, 2, 3])])[0].float().square().sum().backward()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any(".mlp." in name for name in trained)
+    assert [name for name, parameter in trained.items() if parameter.grad is None] == []
+
+
+def test_a_tied_weight_is_frozen_by_one_name_on_the_first_and_on_the_last_stage() -> None:
+    stage = torch.nn.ModuleDict({"output_layer": torch.nn.Linear(2, 2, bias=False)})
+    for is_tied, freeze, trains in (
+        (True, "embedding", False),
+        (True, "output_layer", True),
+        (False, "embedding", True),
+    ):
+        stage.share_embeddings_and_output_weights = is_tied  # type: ignore[assignment]
+        stage.requires_grad_()
+        freeze_parameters(stage, freeze=[freeze])
+        assert stage["output_layer"].weight.requires_grad is trains
+
+
+def test_a_pattern_without_a_parameter_is_told_and_a_model_without_trained_parameters_is_refused(caplog) -> None:
+    for flag in ("--freeze-params-name-list", "--only-train-params-name-list"):
+        args = parse(*DENSE, flag, "mlp", "mpl")
+        start_single_process(args)
+        build_model(args, wrap_with_ddp=False)
+        assert f"{flag}: no parameter of the model matches mpl." in caplog.text
+    args = parse(*DENSE, "--only-train-params-name-list", "mpl")
+    with pytest.raises(ConfigError, match=r"No parameter of the model is trained.*\['mpl'\].*names such as"):
+        build_model(args, wrap_with_ddp=False)
 
 
 def test_without_lists_nothing_is_frozen() -> None:

@@ -144,6 +144,7 @@ def test_megatrons_factor_for_a_plain_model_is_refused(tmp_path: Path) -> None:
     [
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0}}, "rotary positions of type 'llama3'"),
         ({"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor 1.5"),
+        ({"rope_parameters": {**YARN, "attn_factor": 0.88}}, "attn_factor 0.88"),
         ({"rope_parameters": {**YARN, "truncate": False}}, "truncate False"),
         ({"rope_interleave": False}, "rope_interleave is False"),
         ({"attention_bias": True}, "attention_bias is True"),
