@@ -261,7 +261,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "llama3.2-1B-Instruct": llama(16, 2048, 8192, 32, head=64, factor=32.0, tied=True),
     "llama3.2-3B-Instruct": llama(28, 3072, 8192, 24, head=128, factor=32.0, tied=True),
     "glm4-9B": shape(40, 4096, 13696, 32, 2, **GLM4, attention_bias=True),
-    "glm4-32B": shape(64, 6144, 23040, 48, 8, **GLM4, attention_bias=False),
+    "glm4-32B": shape(61, 6144, 23040, 48, 2, **GLM4, attention_bias=False),
     "glm4.5-355B-A32B": GLM45_355B,
     "glm4.6-355B-A32B": GLM45_355B,
     "glm4.7-355B-A32B": GLM45_355B,

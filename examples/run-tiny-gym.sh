@@ -3,7 +3,7 @@
 #
 #   examples/run-tiny-gym.sh [FLAG...]
 #
-# Needs pip install 'slime[gym]'.  TINY_DIR (runs/tiny): output of `make demo`.  The warm start is in TINY_DIR/gym, the
+# Needs pip install -e '.[gym]'.  TINY_DIR (runs/tiny): output of `make demo`.  The warm start is in TINY_DIR/gym, the
 # result in SAVE_DIR (TINY_DIR/chain_sum).
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/lib.sh"
 

@@ -3,7 +3,7 @@
 #
 #   examples/run-tiny-verifiers.sh [FLAG...]
 #
-# Needs pip install 'slime[verifiers]'.  TINY_DIR (runs/tiny): output of `make demo`.  The result is in SAVE_DIR
+# Needs pip install -e '.[verifiers]'.  TINY_DIR (runs/tiny): output of `make demo`.  The result is in SAVE_DIR
 # (TINY_DIR/verifiers).
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/lib.sh"
 

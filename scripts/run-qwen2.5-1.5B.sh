@@ -7,6 +7,7 @@
 # aime-2024.  NUM_GPUS: by default all.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
+MODEL_ARGS_ROTARY_BASE=1000000
 source "${SCRIPT_DIR}/models/qwen2.5-1.5B.sh"
 
 BASE_DIR="${BASE_DIR:-/root}"
@@ -34,7 +35,7 @@ ROLLOUT_ARGS=(
     --label-key label
     --apply-chat-template
     --rollout-shuffle
-    --rm-type deepscaler
+    --rm-type math
     --num-rollout 3000
     --rollout-batch-size 32
     --n-samples-per-prompt 8

@@ -7,6 +7,7 @@
 # and aime-2024.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"
+MODEL_ARGS_NORM_EPSILON=1e-6
 source "${SCRIPT_DIR}/models/qwen2.5-32B.sh"
 
 BASE_DIR="${BASE_DIR:-/root}"
@@ -28,7 +29,7 @@ ROLLOUT_ARGS=(
     --label-key label
     --apply-chat-template
     --rollout-shuffle
-    --rm-type deepscaler
+    --rm-type math
     --num-rollout 3000
     --rollout-batch-size 32
     --n-samples-per-prompt 8

@@ -35,7 +35,7 @@ ROLLOUT_ARGS=(
     --label-key label
     --apply-chat-template
     --rollout-shuffle
-    --rm-type deepscaler
+    --rm-type math
     --num-rollout 3000
     --rollout-batch-size 32
     --n-samples-per-prompt 8

@@ -3,7 +3,7 @@
 # one logical GPU.  scripts/demo.sh makes its inputs and prints its results.
 #
 #   scripts/run-tiny-cpu.sh [FLAG...]           more flags for train.py; a later flag overrides an earlier one
-#   scripts/run-tiny-cpu.sh --lr 0              the control: nothing is learned
+#   SAVE_DIR=runs/tiny/control scripts/run-tiny-cpu.sh --lr 0     the control: nothing is learned
 #
 # LOOP (sync): "async" trains with train_async.py: generation never stops, and engine and trainer have a GPU each;
 # "apart" takes turns like "sync", with a GPU each.

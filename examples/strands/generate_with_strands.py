@@ -1,6 +1,6 @@
 """``--custom-generate-function-path examples.strands.generate_with_strands.generate``.
 
-Each sample is played by a Strands agent (``pip install 'slime[strands]'``) with a tool that multiplies.  The agent is
+Each sample is played by a Strands agent (``pip install -e '.[strands]'``) with a tool that multiplies.  The agent is
 built as its documentation says, with the model behind OpenAI's protocol: nothing in it is made for training.
 """
 

@@ -1,7 +1,7 @@
 # GLM-4 / GLM-Z1 32B
 MODEL_ARGS=(
     --spec slime_plugins.models.glm4 get_glm_spec
-    --num-layers 64
+    --num-layers 61
     --hidden-size 6144
     --ffn-hidden-size 23040
     --vocab-size 151552
@@ -10,7 +10,7 @@ MODEL_ARGS=(
 
     --num-attention-heads 48
     --group-query-attention
-    --num-query-groups 8
+    --num-query-groups 2
 
     --use-rotary-position-embeddings
     --rotary-interleaved

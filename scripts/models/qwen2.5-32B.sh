@@ -1,4 +1,5 @@
 # Qwen2.5 32B
+# The epsilon of the norms is the base model's; the instructed one: MODEL_ARGS_NORM_EPSILON=1e-6.
 MODEL_ARGS=(
     --num-layers 64
     --hidden-size 5120
@@ -16,6 +17,6 @@ MODEL_ARGS=(
     --swiglu
     --disable-bias-linear
     --normalization RMSNorm
-    --norm-epsilon 1e-5
+    --norm-epsilon "${MODEL_ARGS_NORM_EPSILON:-1e-5}"
     --untie-embeddings-and-output-weights
 )

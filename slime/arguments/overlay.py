@@ -64,7 +64,7 @@ def apply_overlay(args: Namespace, parser: Parser) -> None:
             value = parser.value_from_file(action, value, f"{source}: {key}")
         else:
             _refuse_other_spelling(parser, name, source=source)
-            _advise_spelling(args, name, source=source)
+            _advise_spelling(parser, name, source=source)
         setattr(args, name, value)
 
 
@@ -98,9 +98,9 @@ def _refuse_other_spelling(parser: Parser, name: str, *, source: str) -> None:
         )
 
 
-def _advise_spelling(args: Namespace, name: str, *, source: str) -> None:
+def _advise_spelling(parser: Parser, name: str, *, source: str) -> None:
     """Log a key that is no flag's and looks like one; it may still be a plug-in's own."""
-    similar = [] if hasattr(args, name) else difflib.get_close_matches(name, vars(args), n=1, cutoff=0.85)
+    similar = difflib.get_close_matches(name, [action.dest for action in parser._actions], n=1, cutoff=0.85)
     if similar:
         logger.warning(
             "%s sets %s, which is no flag, for plug-ins to read; if a flag was meant, it is %s.",

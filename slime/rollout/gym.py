@@ -49,7 +49,7 @@ def read_task(path: str, rows: slice, flag: str) -> Iterator[tuple[str, dict[str
         DataError: there is no such task, or its config is wrong.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError(f"{flag} {path} needs the package reasoning-gym; pip install 'slime[gym]'.")
+        raise ConfigError(f"{flag} {path} needs the package reasoning-gym; pip install -e '.[gym]'.")
     task, config = parse_task(path)
     system = str(config.pop("system", ""))
     size = config["size"]

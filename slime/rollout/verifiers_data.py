@@ -36,7 +36,7 @@ def load(path: str, flag: str = "--prompt-data") -> Any:
     with _LOCK:
         if wanted not in _LOADED:
             if importlib.util.find_spec("verifiers") is None:
-                raise ConfigError(f"{flag} {path} needs the package verifiers; pip install 'slime[verifiers]'.")
+                raise ConfigError(f"{flag} {path} needs the package verifiers; pip install -e '.[verifiers]'.")
             _LOADED[wanted] = _made(path, flag)
         return _LOADED[wanted]
 

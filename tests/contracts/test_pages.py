@@ -29,6 +29,7 @@ OF_OTHER_PROGRAMS = {
     "--num-gpus",  # ray start
     "--rm-patience-s",  # the example of CONTRIBUTING.md
     "--fix",  # scripts/check
+    *("--local-dir", "--repo-type"),  # hf download
     *("--nnodes", "--node-rank"),  # torchrun
     *("--tiny-dir", "--work-dir", "--fully-async"),  # tests/e2e/kill_resume.py
     *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
@@ -89,3 +90,15 @@ def test_flags_that_a_page_names_exist(page):
     named = set(FLAG.findall(page.read_text(encoding="utf-8")))
     unknown = {flag for flag in named - OF_OTHER_PROGRAMS - known_flags() if not is_engine_flag(flag)}
     assert sorted(unknown) == []
+
+
+def test_nothing_names_our_extras_by_the_name_of_another_package_on_the_index():
+    """``slime`` there is somebody else's; installing it would run their code."""
+    files = [
+        *PAGES,
+        *(path for root in ("slime", "examples", "tools", "scripts") for path in (REPO / root).rglob("*")),
+    ]
+    texts = (path for path in files if path.suffix in {".md", ".py", ".sh"})
+    assert [
+        str(path.relative_to(REPO)) for path in texts if re.search(r"install .*[ '\"]slime\b", path.read_text())
+    ] == []

@@ -45,7 +45,9 @@ BROKEN = {
             "rollout_id",
         ),
     ],
-    "dynamic-sampling-filter": [("def hook(args, group): return 'keep'", "no bool or DynamicFilterOutput")],
+    "dynamic-sampling-filter": [
+        ("def hook(args, group): return 'keep'", "must return a DynamicFilterOutput or a bool")
+    ],
     "buffer-filter": [
         ("def hook(args, rollout_id, buffer, n): return buffer[:n]", "left groups in the buffer"),
         ("def hook(args, rollout_id, buffer, n): return list(buffer)", "asked for 2 it gave 3"),

@@ -25,6 +25,8 @@ from examples.train_infer_mismatch_helper.mis import (  # noqa: E402
     compute_mis_weights_with_cp,
     config_from_args,
 )
+from slime.arguments.overlay import apply_overlay  # noqa: E402
+from slime.arguments.parser import build_parser  # noqa: E402
 from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp  # noqa: E402
 from slime.utils.errors import ConfigError  # noqa: E402
 
@@ -36,6 +38,13 @@ def test_the_yaml_file_names_every_setting():
     assert set(YAML) == set(KEYS)
     config = config_from_args(Namespace(**YAML))
     assert (config.tis_bounds, config.rs_bounds) == ((0.5, 2.0), (0.99, 1.01))
+
+
+@pytest.mark.parametrize("name", ["mis.yaml", "mis-async.yaml"])
+def test_no_setting_is_taken_for_a_misspelt_flag(name, caplog):
+    path = str(REPO / "examples/train_infer_mismatch_helper" / name)
+    apply_overlay(Namespace(custom_config_path=path), build_parser(with_engine_flags=False))
+    assert "which is no flag" not in caplog.text
 
 
 def test_a_misspelt_setting_is_refused_and_those_of_vanilla_tis_are_not():
