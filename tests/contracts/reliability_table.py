@@ -1218,6 +1218,7 @@ UNTIMED = {
     "slime.rollout.generate_group.run_group: asyncio.gather": "rewards have --rm-timeout-s",
     "slime.rollout.generate_group._run_entries: asyncio.gather": "requests are timed, and so is the rollout",
     "slime.rollout.multi_turn._Player.observe: asyncio.gather": "every call has --turn-timeout-s",
+    "slime.utils.misc.exec_command: subprocess.run": "a whole training run may be the command",
     "slime.ray.supervisor._run: child.wait": "for a driver, as long as it runs",
     "slime.rollout.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",
     "slime.rollout.on_policy_distillation.reward_func: asyncio.gather": "every request has REQUEST_TIMEOUT_S",
