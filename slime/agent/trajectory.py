@@ -103,12 +103,20 @@ def message_key(message: Mapping[str, Any]) -> str:
     return blake2b(said.encode(), digest_size=16).hexdigest()  # a history of 100 turns is kept 100 times
 
 
+def _tools_key(tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Return a key that is equal for the same tools, in any order."""
+    written = sorted(json.dumps(tool, sort_keys=True, default=str) for tool in tools or ())
+    return blake2b(json.dumps(written).encode(), digest_size=16).hexdigest()
+
+
 @dataclass(kw_only=True)
 class _State:
     """The conversation after one turn."""
 
     messages: list[Message]
     keys: list[str]
+    tools: str
+    """The key of the tools that the ids show to the model."""
     end: int
     """The chain's ids up to here are the prompt and what was drawn."""
     finish_reason: str
@@ -201,6 +209,7 @@ class TrajectoryManager:
         prompt_messages: Sequence[Message],
         response_message: Message | None = None,
         metadata: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Record one turn.
 
@@ -211,45 +220,72 @@ class TrajectoryManager:
             response_message: the assistant's message that was made of the drawn ids; None when there is none, and the
                 next turn is known by its ids alone.
             metadata: facts about the turn; ``use_tool``, ``ill_formed`` and ``truncated`` reach the sample.
+            tools: the tools that ``turn.prompt_ids`` show to the model.
         """
         messages = list(prompt_messages)
         keys = [message_key(message) for message in messages]
         if response_message is not None:
             messages.append(response_message)
         keys.append(_NO_MESSAGE if response_message is None else message_key(response_message))
+        shown = _tools_key(tools)
         with self._lock:
             chains = self._chains.setdefault(sid, [])
-            chain = self._chain_before(chains, turn, keys[:-1])
+            chain = self._chain_before(chains, turn, keys[:-1], shown)
             if chain is None or not chain.extend(turn, self.fork_threshold_tokens):
                 chain = _Chain(turn)
                 chains.append(chain)
-            state = _State(messages=messages, keys=keys, end=len(chain.ids), finish_reason=turn.finish_reason)
+            state = _State(
+                messages=messages, keys=keys, tools=shown, end=len(chain.ids), finish_reason=turn.finish_reason
+            )
             chain.states.append(state)
             chain.metadata.append(dict(metadata or {}))
 
     @staticmethod
-    def _chain_before(chains: list[_Chain], turn: TurnRecord, keys: list[str]) -> _Chain | None:
+    def _chain_before(chains: list[_Chain], turn: TurnRecord, keys: list[str], tools: str) -> _Chain | None:
         """Find the chain whose conversation the turn continues: by its messages, else by its exact ids."""
         said = [c for c in chains if keys[: len(c.states[-1].keys)] == c.states[-1].keys]
+        # One with the same tools goes on from its ids; one with others may be longer, and would be cut.
+        said = [c for c in said if c.states[-1].tools == tools] or said
         if said:
             # Equal messages in two chains (a request sent twice): the ids tell them apart.
             return max(said, key=lambda c: (len(c.states[-1].keys), common_length(c.ids, turn.prompt_ids)))
         same = [c for c in chains if turn.prompt_ids[: len(c.ids)] == c.ids]
         return max(same, key=lambda c: len(c.ids), default=None)
 
-    def known_prefix(self, sid: str, messages: Sequence[Message]) -> KnownPrefix | None:
-        """Return the longest beginning of ``messages`` that ends in a turn of this session; None when there is
-        none.
+    def known_prefix(
+        self, sid: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> KnownPrefix | None:
+        """Return the longest beginning of ``messages`` that ends in a turn of this session with the same ``tools``;
+        None when there is none.
         """
-        keys = [message_key(message) for message in messages]
+        shown = _tools_key(tools)
         with self._lock:
-            states = [(chain, state) for chain in self._chains.get(sid, []) for state in chain.states]
-            found = [(chain, state) for chain, state in states if keys[: len(state.keys)] == state.keys]
+            found = [pair for pair in self._states_before(sid, messages) if pair[1].tools == shown]
             if not found:
                 return None
             chain, best = max(reversed(found), key=lambda pair: len(pair[1].keys))
             ids = chain.ids[: best.end]
             return KnownPrefix(messages=list(best.messages), ids=ids, finish_reason=best.finish_reason)
+
+    def with_reasoning(
+        self, sid: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Message]:
+        """Return ``messages`` with the reasoning of this session's turns, which clients do not send back.
+
+        Of two turns that said the same, the one with the same ``tools`` gives it.
+        """
+        shown = _tools_key(tools)
+        with self._lock:
+            found = [state for _, state in self._states_before(sid, messages)]
+        best = max(reversed(found), key=lambda state: (len(state.keys), state.tools == shown), default=None)
+        known = [] if best is None else best.messages
+        return [*known, *messages[len(known) :]]
+
+    def _states_before(self, sid: str, messages: Sequence[Message]) -> list[tuple[_Chain, _State]]:
+        """Return the turns of this session that ``messages`` begin with; the lock must be held."""
+        keys = [message_key(message) for message in messages]
+        states = [(chain, state) for chain in self._chains.get(sid, []) for state in chain.states]
+        return [(chain, state) for chain, state in states if keys[: len(state.keys)] == state.keys]
 
     def get_trajectory(
         self,

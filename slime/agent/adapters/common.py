@@ -265,9 +265,8 @@ class BaseAdapter(ABC):
             if session.is_closed:  # by another thread since its admission: that did not wait for this turn
                 raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False)
             messages, tools = read_part(lambda: with_named_tools(*self._translate(body)))
-            known = self.manager.known_prefix(session.sid, messages)
-            if known is not None:  # with the reasoning that clients do not send back; the template decides about it
-                messages = [*known.messages, *messages[len(known.messages) :]]
+            messages = self.manager.with_reasoning(session.sid, messages, tools)  # the template decides about it
+            known = self.manager.known_prefix(session.sid, messages, tools)
             prompt_ids = self._prompt_ids(messages, tools, known)
             keys = self.max_token_keys, self.stop_keys
             params = read_part(lambda: session.sampling_params(body, len(prompt_ids), *keys))
@@ -290,6 +289,7 @@ class BaseAdapter(ABC):
                 prompt_messages=messages,
                 response_message=reply.manager_message,
                 metadata=facts,
+                tools=tools,
             )
             self._debug(session.sid, turn, messages, reply.manager_message, facts)
             return await self._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)

@@ -44,7 +44,7 @@ def build_prompt_ids(
         tokenizer: with a chat template.
         messages: the whole conversation; it begins with those of ``known``.
         tools: tools that the template shows to the model.
-        known: a beginning of the conversation whose ids are known.
+        known: a beginning of the conversation whose ids, with these tools, are known.
         template_kwargs: further arguments of the template.
     """
     render = functools.partial(

@@ -341,6 +341,30 @@ def test_with_threshold_zero_nothing_is_cut_and_a_second_sample_begins(setup):
     assert {sample.rollout_id for sample in samples} == {7}
 
 
+def test_tools_that_change_between_turns_reach_the_model_and_its_tokens_are_trained_once(setup, tokenizer):
+    world = setup(lambda prompt: ANSWER)
+    client = world.client()
+    more = [*TOOLS, {"type": "function", "function": {"name": "write_file", "parameters": {"type": "object"}}}]
+    messages = [{"role": "user", "content": "one"}]
+    for offered in ({"tools": TOOLS}, {"tools": more}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS}):
+        content = ask(client, messages, **offered).choices[0].message.content
+        messages += [{"role": "assistant", "content": content}, {"role": "tool", "content": str(len(messages))}]
+    prompts = [payload["input_ids"] for payload in world.engine.payloads]
+    shown = [tokenizer.decode(prompt) for prompt in prompts]
+    assert ["write_file" in text for text in shown] == [False, True, False, False]
+    assert ['"add"' in text for text in shown] == [True, True, False, True]
+    assert shown[3].count("Easy.") == 3  # the reasoning of turns with other tools, too
+    replies = [world.engine.script.replies[tuple(prompt)] for prompt in prompts]
+    samples = world.finish()
+    # The last turn has the tools of the first, and goes on from its ids.
+    assert [sample.tokens for sample in samples] == [prompts[k] + replies[k] for k in (3, 1, 2)]
+    between = len(prompts[3]) - len(prompts[0]) - len(replies[0])
+    assert samples[0].loss_mask == [1] * len(replies[0]) + [0] * between + [1] * len(replies[3])
+    assert [sample.loss_mask for sample in samples[1:]] == [[1] * len(replies[1]), [1] * len(replies[2])]
+    for sample in samples:
+        assert len(sample.rollout_log_probs) == sample.response_length == len(sample.loss_mask)
+
+
 def test_other_requests_are_served(setup):
     world = setup()
     client = world.client()

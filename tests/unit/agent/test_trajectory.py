@@ -24,10 +24,8 @@ def turn(prompt, output, **more):
 
 
 def record(manager, said, answer, prompt, output, sid="s", **more):
-    metadata = more.pop("metadata", None)
-    manager.record_turn(
-        sid, turn=turn(prompt, output, **more), prompt_messages=said, response_message=answer, metadata=metadata
-    )
+    facts = {key: more.pop(key, None) for key in ("metadata", "tools")}
+    manager.record_turn(sid, turn=turn(prompt, output, **more), prompt_messages=said, response_message=answer, **facts)
 
 
 def test_a_prompt_that_repeats_the_ids_goes_on_in_the_same_sample():
@@ -97,6 +95,20 @@ def test_the_longest_known_beginning_is_found_without_its_reasoning():
     assert (known.ids, known.messages[-1]["reasoning_content"]) == ([1, 2], "because")
     assert manager.known_prefix("s", [user("x"), assistant("b")]) is None
     assert manager.known_prefix("other", [user("a")]) is None
+
+
+def test_a_beginning_is_known_with_the_same_tools_alone_in_any_order():
+    read, write = {"function": {"name": "read"}}, {"function": {"name": "write"}}
+    manager = TrajectoryManager()
+    record(manager, [user("a")], assistant("b", reasoning_content="because"), [1], [2], tools=[read, write])
+    said = [user("a"), assistant("b"), user("c")]
+    assert manager.known_prefix("s", said, [write, read]).ids == [1, 2]
+    assert manager.known_prefix("s", said, [read]) is manager.known_prefix("s", said) is None
+    assert manager.with_reasoning("s", said, [read])[1]["reasoning_content"] == "because"
+    record(manager, said, assistant("d"), [7, 2, 3], [4], tools=[read])
+    record(manager, [*said, assistant("d")], assistant("e"), [1, 2, 3, 4], [5], tools=[read, write])
+    samples = manager.get_trajectory("s", base_sample=BASE)
+    assert [(s.tokens, s.loss_mask) for s in samples] == [([1, 2, 3, 4, 5], [1, 0, 0, 1]), ([7, 2, 3, 4], [1])]
 
 
 def test_a_limit_cuts_the_sample_and_says_so():
