@@ -280,11 +280,14 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hos
         return
 
     async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):  # the other side is told by the end of its stream
+        try:
             while chunk := await source.read(1 << 16):
                 target.write(chunk)
                 await target.drain()
             target.write_eof()
+        except ConnectionError:  # no end of a stream follows: the other side would wait for one
+            writer.transport.abort()
+            back.transport.abort()
 
     try:
         await asyncio.gather(copy(reader, back), copy(there, writer))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +19,7 @@ from slime.agent.sandbox import (
     ensure_agent_user,
     exec_and_wait,
     protocol,
+    runner,
 )
 from slime.agent.sandbox import e2b as e2b_module
 from slime.utils.errors import ConfigError
@@ -129,6 +133,39 @@ def test_the_last_words_of_a_failed_job_are_kept():
     code, output = asyncio.run(play("seq 100000; echo no such model; exit 3"))
     assert code == 3 and output.endswith("99999\n100000\nno such model\n") and len(output) == 4000
     assert asyncio.run(play("echo fine")) == (0, "")
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("by_program", [False, True])
+def test_the_end_of_a_relayed_connection_reaches_the_other_side(is_reset, by_program):
+    async def play():
+        accepted: asyncio.Queue = asyncio.Queue()
+        server = await asyncio.start_server(lambda *ends: accepted.put_nowait(ends), "127.0.0.1", 0)
+        address = server.sockets[0].getsockname()
+        tasks = []
+
+        async def relay(reader, writer):
+            tasks.append(asyncio.current_task())
+            await runner._relay(reader, writer, *address)
+
+        between = await asyncio.start_server(relay, "127.0.0.1", 0)
+        program = await asyncio.open_connection(*between.sockets[0].getsockname())
+        program[1].write(b"question")
+        adapter = await accepted.get()
+        assert await adapter[0].read(8) == b"question"
+        (_, ending), (reader, writer) = (program, adapter) if by_program else (adapter, program)
+        if is_reset:
+            # With a linger time of 0 closing sends a reset.
+            ending.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        ending.close()
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        await asyncio.gather(*tasks)
+        between.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(play(), 20))
 
 
 class NotFoundException(Exception):
