@@ -225,16 +225,64 @@ def _read_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def _use(name: str, pairs: list[tuple[str, str]], schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    properties = schemas.get(name, {}).get("properties") or {}
-    return {"name": name, "input": {key.strip(): _value(text, properties.get(key.strip())) for key, text in pairs}}
+    schema = schemas.get(name, {})
+    properties = schema.get("properties") or {}
+    written = {key.strip(): text for key, text in pairs}
+    return {
+        "name": name,
+        "input": {key: _value(text, _kinds(properties.get(key), schema)) for key, text in written.items()},
+    }
 
 
-def _value(text: str, schema: Any) -> Any:
-    """Parse a value written without quotes as its schema's type; return the text when it has another type."""
+def _kinds(schema: Any, root: Any) -> set[str]:
+    """Return the types that a schema allows, those of its members and references included; empty where it has none.
+
+    Args:
+        schema: of one argument.
+        root: of the tool; references into it are followed.
+    """
+    kinds: set[str] = set()
+    followed: set[str] = set()  # each reference once: they may lead back to themselves
+    waiting = [(schema, False)]
+    while waiting:
+        one, is_alternative = waiting.pop()
+        if not isinstance(one, Mapping):
+            continue
+        reference = one.get("$ref")
+        members = [
+            (member, key != "allOf") for key in ("anyOf", "oneOf", "allOf") for member in _as_list(one.get(key))
+        ]
+        if "type" in one:
+            kinds |= {kind for kind in _as_list(one["type"]) if isinstance(kind, str)}
+        elif members:
+            waiting += members
+        elif isinstance(reference, str):
+            if reference not in followed:
+                followed.add(reference)
+                waiting.append((_referred(reference, root), is_alternative))
+        elif is_alternative:
+            kinds.add("string")  # anything fits, a text as well
+    return kinds
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """Return the part of ``root`` that ``#/$defs/Name`` names; None when there is none."""
+    start, *keys = reference.split("/")
+    for key in keys:
+        root = root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root if start == "#" else None
+
+
+def _value(text: str, kinds: set[str]) -> Any:
+    """Parse a value written without quotes as one of ``kinds``; return the text when it has another type."""
     # The newline after the opening and before the closing tag belongs to the tags.
     text = text.removeprefix("\n").removesuffix("\n")
-    wanted = schema.get("type") if isinstance(schema, Mapping) else None
-    kinds = [wanted] if isinstance(wanted, str) else list(wanted or [])
     if not kinds or "string" in kinds:
         return text
     try:

@@ -120,6 +120,43 @@ def test_values_take_the_type_of_the_schema_and_stay_text_where_they_do_not_fit(
     assert use["input"] == {"a": "many", "deep": True}
 
 
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"oneOf": [{"type": "boolean"}, {"type": "number"}]}, "True", True),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "5", "5"),
+        ({"anyOf": [{"type": "integer"}, {}]}, "5", "5"),
+        ({"allOf": [{"$ref": "#/$defs/Point"}, {"description": "where"}]}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Name"}, "7", "7"),
+        ({"$ref": "#/$defs/a~1b"}, "7", 7),
+        ({"$ref": "#/$defs/Loop"}, "[7]", [7]),
+        ({"$ref": "#/$defs/Self"}, "7", "7"),
+        ({"$ref": "#/$defs/Nobody"}, "7", "7"),
+        ({"$ref": "elsewhere.json#/Point"}, "7", "7"),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": [["integer"], 3], "anyOf": 3}, "7", "7"),
+        ({"type": "integer", "anyOf": [{"minimum": 3}, {"maximum": 1}]}, "7", 7),
+    ],
+)
+def test_a_value_has_the_types_of_a_schema_s_members_and_references(schema, written, value):
+    defs = {
+        "Point": {"type": "object"},
+        "Name": {"type": "string"},
+        "a/b": {"type": "integer"},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "array"}]},
+        "Self": {"$ref": "#/$defs/Self"},
+    }
+    tools = [{"name": "f", "input_schema": {"properties": {"x": schema}, "$defs": defs}}]
+    for text in (
+        f"<function=f><parameter=x>{written}</parameter></function>",
+        f"<tool_call>f<arg_key>x</arg_key><arg_value>{written}</arg_value></tool_call>",
+    ):
+        assert parse_xml_tool_uses(text, tools) == ("", [{"name": "f", "input": {"x": value}}])
+
+
 HOSTILE = {
     "calls left open": "<tool_call>",
     "calls never begun": "</tool_call>",
