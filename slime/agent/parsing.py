@@ -25,6 +25,7 @@ __all__ = [
     "ParsedModelOutput",
     "ParsedTools",
     "check_parsers",
+    "opens_reasoning",
     "parse_model_output",
     "parse_tool_uses",
     "parse_xml_tool_uses",
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 MAX_CALLS = 128
 """Marks of a call in a turn.  SGLang's parsers take a time quadratic in the number of those that nothing ends."""
 THINK_BEGIN, THINK_END = "<think>", "</think>"
+END_OF_PROMPT_TOKENS = 32
+"""Enough for ``THINK_BEGIN`` letter by letter, and blanks."""
 # How a block begins, with its name, and how it ends.  No name holds a "<": a search ends at the next tag.
 _CALL = re.compile(r"<tool_call()>"), "</tool_call>"
 _FUNCTION = re.compile(r"<function=([^<>\s]+)\s*>"), "</function>"
@@ -93,6 +96,7 @@ def parse_model_output(
     tools_schema: Sequence[Mapping[str, Any]] | None = None,
     tool_parser_name: str | None = None,
     reasoning_parser_name: str | None = None,
+    in_reasoning: bool = False,
 ) -> ParsedModelOutput:
     """Take apart what the model drew.
 
@@ -101,11 +105,12 @@ def parse_model_output(
         tools_schema: the tools that the model was offered, in OpenAI's or Anthropic's form.
         tool_parser_name: SGLang's name of the model's tool-call format; None: the built-in formats.
         reasoning_parser_name: SGLang's name of the model's reasoning format; None: ``<think>`` blocks.
+        in_reasoning: the prompt ends with an open ``<think>``; SGLang's parsers know by their format.
 
     Raises:
         ConfigError: SGLang has no parser of that name.
     """
-    reasoning, rest, unfinished = split_reasoning(raw)
+    reasoning, rest, unfinished = split_reasoning(raw, in_reasoning)
     if reasoning_parser_name:
         split = _sglang_reasoning(raw, reasoning_parser_name)
         if split is not None:
@@ -117,18 +122,26 @@ def parse_model_output(
     )
 
 
+def opens_reasoning(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
+    """Return True when the chat template has ended the prompt with an open ``<think>``."""
+    end = tokenizer.decode(list(prompt_ids[-END_OF_PROMPT_TOKENS:]), skip_special_tokens=False)
+    return bool(end.rstrip().endswith(THINK_BEGIN))
+
+
 # The built-in parsers
 
 
-def split_reasoning(text: str) -> tuple[str, str, bool]:
+def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str, str, bool]:
     """Split into ``(reasoning, rest, is_unfinished)``.
 
-    Many templates write the opening mark, so it may be missing.
+    Many templates write the opening mark, so it may be missing; with ``in_reasoning`` the text begins after it.
     """
     begin, end = text.find(THINK_BEGIN), text.find(THINK_END)
     if end >= 0:
         start = begin + len(THINK_BEGIN) if 0 <= begin < end else 0
         return text[start:end].strip(), text[end + len(THINK_END) :].lstrip("\n"), False
+    if in_reasoning:
+        return text.strip().removeprefix(THINK_BEGIN).strip(), "", True
     if begin >= 0:
         return text[begin + len(THINK_BEGIN) :].strip(), text[:begin].strip(), True
     return "", text, False

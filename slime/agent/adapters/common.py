@@ -30,7 +30,7 @@ from slime.agent.adapters.messages import (
     with_named_tools,
 )
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook, is_trusted
-from slime.agent.parsing import ParsedModelOutput, check_parsers, parse_model_output
+from slime.agent.parsing import ParsedModelOutput, check_parsers, opens_reasoning, parse_model_output
 from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
 from slime.utils.errors import SlimeError
 from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError
@@ -278,6 +278,7 @@ class BaseAdapter(ABC):
                 tools_schema=tools,
                 tool_parser_name=self.tool_parser,
                 reasoning_parser_name=self.reasoning_parser,
+                in_reasoning=opens_reasoning(self.tokenizer, prompt_ids),
             )
             facts = {"use_tool": bool(parsed.tool_uses), "ill_formed": parsed.ill_formed}
             reply = self._build_reply(parsed, turn.finish_reason, messages, tools)

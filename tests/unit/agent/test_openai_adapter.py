@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 
@@ -13,7 +14,7 @@ from slime.agent.adapters import OpenAIAdapter, common, engine
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
-from tests.unit.agent.talking_engine import EOS, TalkingEngine
+from tests.unit.agent.talking_engine import EOS, TEMPLATE, TalkingEngine
 
 TOOLS = [
     {
@@ -363,6 +364,19 @@ def test_tools_that_change_between_turns_reach_the_model_and_its_tokens_are_trai
     assert [sample.loss_mask for sample in samples[1:]] == [[1] * len(replies[1]), [1] * len(replies[2])]
     for sample in samples:
         assert len(sample.rollout_log_probs) == sample.response_length == len(sample.loss_mask)
+
+
+def test_thoughts_that_the_template_opened_and_nothing_closed_call_no_tool(setup, tokenizer):
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = TEMPLATE.removesuffix("{% endif -%}") + "<think>\n{% endif -%}"
+    draft = CALL.partition("</think>")[2].strip()
+    world = setup(lambda prompt: f"Perhaps {draft}, or not")
+    world.adapter.tokenizer = thinking
+    answer = ask(world.client(), [{"role": "user", "content": "one"}], tools=TOOLS).choices[0]
+    assert (answer.finish_reason, answer.message.tool_calls, answer.message.content) == ("stop", None, "")
+    assert answer.message.reasoning_content == f"Perhaps {draft}, or not"
+    (sample,) = world.finish()
+    assert (sample.metadata["ill_formed"], sample.metadata["use_tool"]) == (True, False)
 
 
 def test_other_requests_are_served(setup):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime.agent import parsing
-from slime.agent.parsing import parse_model_output, parse_tool_uses, parse_xml_tool_uses
+from slime.agent.parsing import opens_reasoning, parse_model_output, parse_tool_uses, parse_xml_tool_uses
 from slime.backends.sglang_utils import cpu_shim
 from slime.utils.errors import ConfigError
 
@@ -108,6 +108,23 @@ def test_broken_calls_and_unknown_tools_are_ill_formed(text):
 def test_reasoning_is_split_off(raw, reasoning, text, ill_formed):
     parsed = parse_model_output(raw)
     assert (parsed.reasoning, parsed.text, parsed.ill_formed) == (reasoning, text, ill_formed)
+
+
+@pytest.mark.parametrize("begin", ["", "<think>", "\n"])
+def test_an_answer_that_ends_within_the_reasoning_the_template_opened_calls_no_tool(begin):
+    raw = f"{begin}Should I? {HERMES} No, that would"
+    parsed = parse_model_output(raw, tools_schema=TOOLS, in_reasoning=True)
+    assert (parsed.reasoning, parsed.text) == (f"Should I? {HERMES} No, that would", "")
+    assert (parsed.tool_uses, parsed.ill_formed) == ([], True)
+    done = parse_model_output(f"{raw}</think>{HERMES}", tools_schema=TOOLS, in_reasoning=True)
+    assert (done.reasoning, done.tool_uses, done.ill_formed) == (parsed.reasoning, [USE], False)
+
+
+def test_a_prompt_opens_reasoning_when_an_open_mark_ends_it(tokenizer):
+    for end, is_open in (("<think>\n", True), ("<think>", True), ("<think>\n\n</think>\n\n", False), ("", False)):
+        prompt = tokenizer.encode(f"<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n{end}")
+        assert opens_reasoning(tokenizer, prompt) is is_open, end
+    assert not opens_reasoning(tokenizer, [])
 
 
 def test_a_call_where_no_tool_was_offered_is_text():
