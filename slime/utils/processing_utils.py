@@ -307,7 +307,7 @@ def open_image(source: Any) -> Any:
                     f"The image {name} of a prompt has {image.width} x {image.height} pixels; {MAX_IMAGE_PIXELS} are "
                     "allowed. Make it smaller."
                 )
-            frames = getattr(image, "n_frames", 1)
+            frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)  # MPO: a JPEG, then its previews
             if frames != 1 or image.mode == "CMYK":
                 what = f"has {frames} frames" if frames != 1 else "is in CMYK"
                 raise DataError(f"The image {name} of a prompt {what}; save it as one picture in RGB.")

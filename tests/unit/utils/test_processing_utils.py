@@ -169,6 +169,8 @@ FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
         (encoded(Image.new("1", (20_000, 20_000))), "is too large"),
         (encoded(Image.new("CMYK", (4, 4)), "JPEG"), "is in CMYK; save it as one picture in RGB"),
         (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "has 2 frames"),
+        (encoded(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "has 2 frames"),
+        (encoded(FRAMES[0], "TIFF", save_all=True, append_images=FRAMES[1:]), "has 2 frames"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be decoded"),
         ("data:image/png;base64,@@@", "is no base64"),
         ("no/such.png", "'no/such.png' of a prompt cannot be opened"),
@@ -183,6 +185,13 @@ FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
 def test_an_image_that_cannot_be_used_is_refused(source, message):
     with pytest.raises(DataError, match=message):
         open_image(source)
+
+
+def test_of_the_pictures_that_a_phone_puts_into_one_jpeg_the_first_is_taken():
+    photo, preview = FRAMES
+    taken = open_image(encoded(photo, "MPO", save_all=True, append_images=[preview.resize((2, 2))]))
+    assert taken.mode == "RGB" and taken.size == photo.size
+    assert taken.getpixel((0, 0))[0] > 200
 
 
 def test_an_image_may_be_a_path_bytes_base64_or_a_dict(tmp_path):
