@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
 import secrets
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -121,9 +123,7 @@ def secret_of_file(path: Path, flag: str, *, make: bool = True) -> str:
     """
     try:
         if make and not path.exists():
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(new_secret() + "\n")
+            _make_secret(path)
         text = path.read_text(encoding="utf-8").strip()
         mode = path.stat().st_mode & 0o777
     except (OSError, UnicodeDecodeError) as error:
@@ -133,6 +133,18 @@ def secret_of_file(path: Path, flag: str, *, make: bool = True) -> str:
     if mode & 0o077:
         raise ConfigError(f"{flag} {path} has mode {mode:04o}: other users may read it; chmod 600 {path}.")
     return text
+
+
+def _make_secret(path: Path) -> None:
+    """Write a new secret to ``path``, with its content from the first moment on; one that is there stays."""
+    handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # for its owner alone
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(new_secret() + "\n")
+        with contextlib.suppress(FileExistsError):  # another process was first, and its secret counts
+            os.link(unfinished, path)
+    finally:
+        os.unlink(unfinished)
 
 
 def check_security(args: Namespace) -> Iterator[str]:

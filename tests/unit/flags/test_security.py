@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import stat
+import threading
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -55,6 +57,20 @@ def test_a_file_is_made_for_its_owner_alone_and_read_by_the_next_job(tmp_path):
     made = derived(job_secret_file=str(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert derived(job_secret_file=str(path)) == made == path.read_text().strip()
+
+
+def test_jobs_that_start_at_once_make_one_secret(tmp_path):
+    together = threading.Barrier(4)
+
+    def start(path):
+        together.wait(20)
+        return derived(job_secret_file=str(path))
+
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(200):
+            path = tmp_path / f"secret-{number}"
+            assert set(threads.map(start, [path] * 4)) == {path.read_text().strip()}
+    assert len(list(tmp_path.iterdir())) == 200  # nothing is left beside them
 
 
 @pytest.mark.parametrize(
