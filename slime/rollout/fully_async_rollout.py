@@ -187,7 +187,9 @@ class AsyncRolloutWorker:
         """Start groups while engines, queue and staleness bound have room for them."""
         pool, group_size = self.pool, self.config.n_samples_per_prompt
         unfinished = sum(not is_finished(s) for f in pool.in_flight.values() for s in leaf_samples(f.group))
-        while not pool.has_failed and not self._is_held_back() and len(pool.kept) < self._concurrency:
+        # A batch may have more groups than the engines take at a time; collect waits for all of them.
+        max_kept = max(self._concurrency, self.config.rollout_batch_size)
+        while not pool.has_failed and not self._is_held_back() and len(pool.kept) < max_kept:
             is_full = pool.in_flight and unfinished + group_size > self._concurrency
             if is_full or len(pool.in_flight) >= self._concurrency or not self.spare and not self._ask_source(1):
                 return

@@ -356,6 +356,12 @@ def test_requests_in_flight_keep_to_the_engines_concurrency(start_job):
     assert job.engine.max_in_flight <= 8
 
 
+def test_a_batch_of_more_groups_than_requests_at_a_time_is_collected(start_job):
+    job = start_job(rollout_batch_size=4, n_samples_per_prompt=1, sglang_server_concurrency=2, rollout_timeout_s=20.0)
+    assert len(job.generate(0).samples) == 4
+    assert job.engine.max_in_flight <= 2
+
+
 def test_it_does_not_evaluate(start_job):
     job = start_job()
     with pytest.raises(ValueError, match="--eval-function-path"):
