@@ -49,9 +49,9 @@ class Toolbox:
         """Return what a tool answers, as the policy reads it; a call that fails is answered with its error."""
         try:
             answer = await call_in_time(self.functions[name], timeout_s, **arguments)
+            return answer if isinstance(answer, str) else json.dumps(answer, default=str)
         except Exception as error:  # what the policy asks for may break a tool in any way
             return f"Error: {type(error).__name__}: {error}"
-        return answer if isinstance(answer, str) else json.dumps(answer, default=str)
 
 
 @functools.cache
@@ -90,11 +90,29 @@ async def call_in_time(function: Callable[..., Any], timeout_s: float, *values: 
     """Call a function of the user's, in a thread of its own unless it is a coroutine; returns or raises what it does.
 
     Raises:
+        RuntimeError: it called ``exit``.
         TimeoutError: it took more than ``timeout_s`` seconds.
     """
     inspect.signature(function).bind(*values, **named)  # a call that does not fit costs no thread
-    call = functools.partial(function, *values, **named)
     late = "no answer within {:g} s (--turn-timeout-s)"
+
+    # SystemExit is caught where it is raised: it would end the event loop, and with it the run.
+    async def await_call() -> Any:
+        try:
+            return await function(*values, **named)
+        except SystemExit as error:
+            raise _exited(error) from error
+
+    def call() -> Any:
+        try:
+            return function(*values, **named)
+        except SystemExit as error:
+            raise _exited(error) from error
+
     if inspect.iscoroutinefunction(function):
-        return await within(timeout_s, call(), late)
+        return await within(timeout_s, await_call(), late)
     return await _THREADS.run(call, timeout_s=timeout_s, late=late)
+
+
+def _exited(error: SystemExit) -> RuntimeError:
+    return RuntimeError(f"it called exit({'' if error.code is None else repr(error.code)})")

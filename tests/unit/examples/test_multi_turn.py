@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import time
 from argparse import Namespace
 
@@ -197,6 +198,45 @@ async def search_slowly(number: int) -> str:
     return search(number)
 
 
+def leave(number: int) -> str:
+    """End the process.
+
+    Args:
+        number: any.
+    """
+    sys.exit(number)
+
+
+async def leave_slowly(number: int) -> str:
+    """End the process.
+
+    Args:
+        number: any.
+    """
+    await asyncio.sleep(0)
+    sys.exit(number)
+
+
+def grid(number: int) -> dict:
+    """Return what JSON has no text for.
+
+    Args:
+        number: any.
+    """
+    return {(0, number): "x"}
+
+
+def tree(number: int) -> dict:
+    """Return what holds itself.
+
+    Args:
+        number: any.
+    """
+    node: dict = {number: None}
+    node[number] = node
+    return node
+
+
 BARRIER = []
 HERE = __name__
 
@@ -256,6 +296,21 @@ def test_a_tool_that_takes_too_long_is_answered_with_that(talk, ask):
 def test_a_timeout_of_the_tool_s_own_is_not_taken_for_the_flag_s(talk, ask, tool):
     args = talk(turns(call_text(tool, number=1), "done"), rollout_tools=[f"{HERE}.{tool}"])[0]
     assert "Error: TimeoutError: the server is busy" in generated(args, ask("?")).response
+
+
+@pytest.mark.parametrize(
+    ("tool", "answer"),
+    [
+        ("leave", "Error: RuntimeError: it called exit(3)"),
+        ("leave_slowly", "Error: RuntimeError: it called exit(3)"),
+        ("grid", "Error: TypeError: keys must be str"),
+        ("tree", "Error: ValueError: Circular reference detected"),
+    ],
+)
+def test_a_tool_that_exits_or_answers_what_json_cannot_say_is_answered_with_its_error(talk, ask, tool, answer):
+    args = talk(turns(call_text(tool, number=3), "done"), rollout_tools=[f"{HERE}.{tool}"])[0]
+    sample = generated(args, ask("?"))
+    assert answer in sample.response and sample.response.endswith("done<|im_end|>")
 
 
 def test_what_is_offered_comes_from_signature_and_docstring():
@@ -358,6 +413,8 @@ class Breaks(GuessNumber):
     def step(self, action):
         if self.at == "step":
             raise RuntimeError("no chair")
+        if self.at == "exit":
+            sys.exit("no room")
         if self.at == "shape":
             return "only text"
         if self.at == "hang":
@@ -373,6 +430,7 @@ class Breaks(GuessNumber):
     [
         ("reset", "Breaks.reset: RuntimeError: no table"),
         ("step", "Breaks.step: RuntimeError: no chair"),
+        ("exit", "Breaks.step: RuntimeError: it called exit('no room')"),
         ("shape", "Breaks.step returned 'only text', not a tuple of 5 values"),
         ("hang", "no answer within 1 s"),
     ],
