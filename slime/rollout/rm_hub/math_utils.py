@@ -130,9 +130,7 @@ def _symbolic_form(answer: str) -> str:
     if text.startswith("{") and text.endswith("}"):
         text = text[1:-1]
     text = re.sub(r",\\! *", "", text)
-    value = _as_float(text)
-    if value is not None and _is_integral(value):
-        text = str(round(value))
+    text = _as_integer(text.strip()) or text
     if "\\" in text:
         text = _latex_to_text(text)
     text = re.sub(r"- *", "-", text)

@@ -97,6 +97,10 @@ def test_strict_box_of_dapo_reads_the_box_only():
         ("\\boxed{x=5}", "5", True),
         ("\\boxed{2\\pi r}", "\\pi 2 r", False),
         ("\\boxed{2\\pi}", "\\pi*2", True),
+        ("\\boxed{9007199254740993}", "9007199254740992", False),
+        ("\\boxed{123456789012345678901}", "123456789012345678900", False),
+        ("\\boxed{123456789012345678901}", "+123456789012345678901 \\text{ cm}", True),
+        ("\\boxed{1,234}", "1234.0", True),
     ],
 )
 def test_math_grades_by_box(response, label, is_right):
