@@ -90,8 +90,9 @@ class WorkerPicker(metaclass=SingletonMeta):
     def __init__(self, config: RolloutConfig) -> None:
         self._list_url = f"{config.router_url}/workers"
         self._policy = config.router_policy or "least_loaded"
-        self._abs_threshold = config.router_balance_abs_threshold or 10
-        self._rel_threshold = config.router_balance_rel_threshold or 1.2
+        absolute, relative = config.router_balance_abs_threshold, config.router_balance_rel_threshold
+        self._abs_threshold = 10 if absolute is None else absolute  # 0 is a threshold too
+        self._rel_threshold = 1.2 if relative is None else relative
         self._random = random.Random(config.rollout_seed)
         self._urls: list[str] = []
         self._listed_at = float("-inf")

@@ -208,6 +208,21 @@ def test_the_router_tells_that_it_has_no_engine_by_a_code_that_requests_wait_for
     assert http_utils.waits_for_engines(error), error
 
 
+def test_a_threshold_of_zero_is_a_threshold():
+    thresholds = dict(router_balance_abs_threshold=0, router_balance_rel_threshold=0.0)
+    args = Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="cache_aware")
+    request = {"input_ids": [7] * 70}
+    chosen = []
+    for flags in ({}, thresholds):
+        WorkerPicker.clear_instances()
+        picker = WorkerPicker(rollout_config(Namespace(**vars(args), **flags)))
+        home = picker.choose(["a", "b"], None, request)
+        picker.in_flight[home] = 1
+        chosen.append(picker.choose(["a", "b"], None, request) == home)
+    WorkerPicker.clear_instances()
+    assert chosen == [True, False]
+
+
 def test_counts_are_those_of_requests_in_flight():
     WorkerPicker.clear_instances()
     picker = WorkerPicker(rollout_config(Namespace(sglang_router_ip="h", sglang_router_port=1)))
