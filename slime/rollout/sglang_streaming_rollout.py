@@ -93,7 +93,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
 async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[str, Any], state: Any) -> dict[str, Any]:
     """Return the answer, as an aborted one if the rollout ended before it was complete.
 
-    When the stream breaks, what had arrived is appended to the sample before the error is raised.
+    When the stream breaks before its last event, what had arrived is appended to the sample, and the error is raised.
     """
     latest: bytes | None = None  # the last event repeats all earlier ones; it is decoded when the stream is over
 
@@ -108,10 +108,13 @@ async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[st
         output = _decode(latest)
         if not state.aborted and not output["meta_info"].get("finish_reason"):
             raise EngineError(f"The stream of sample {sample.index} ended without a finish_reason.")
-    except (ProcessError, asyncio.CancelledError):
-        if latest is not None:
-            append_output(context.args, sample, _cut_off(_decode(latest)))
-        raise
+    except (ProcessError, asyncio.CancelledError) as error:
+        output = _decode(latest)
+        # With its last event the answer is whole: only the end of the stream was lost.
+        if not isinstance(error, ProcessError) or not _is_whole(output):
+            if latest is not None:
+                append_output(context.args, sample, _cut_off(output))
+            raise
     output = _cut_off(output)
     check_answer(context.config, sample, output, payload)
     return output
@@ -137,6 +140,12 @@ def _decode(event: bytes | None) -> dict[str, Any]:
     if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
         raise EngineError(f"An engine streamed {str(output)[:300]!r}; an event must have 'text' and 'meta_info'.")
     return output
+
+
+def _is_whole(output: dict[str, Any]) -> bool:
+    """Return True for an answer that has come to its end, and that no engine broke off."""
+    reason = output["meta_info"].get("finish_reason")
+    return isinstance(reason, dict) and reason.get("type") not in (None, "abort")
 
 
 def _cut_off(output: dict[str, Any]) -> dict[str, Any]:

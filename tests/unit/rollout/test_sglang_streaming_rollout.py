@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -128,6 +128,26 @@ def test_a_stream_that_breaks_goes_on_where_it_broke(serve):
     first, second = engine.payloads[:2]
     kept = len(second["input_ids"]) - len(first["input_ids"])
     assert 0 < kept < 40 and second["sampling_params"]["max_new_tokens"] == 1000 - kept
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+@pytest.mark.parametrize("limit", [1000, 9])
+def test_a_stream_that_breaks_after_its_last_event_was_the_answer(serve, monkeypatch, is_over, limit):
+    engine, args = serve(Script(length=30))
+    post = sglang_streaming_rollout.post_for_events
+
+    async def cut_off_at_the_end(*request: Any) -> AsyncIterator[bytes]:
+        async for event in post(*request):
+            if event == b"[DONE]":
+                GenerateState(args).aborted = is_over
+                raise EngineError("POST was cut off")
+            yield event
+
+    params = PARAMS | {"max_new_tokens": limit}
+    whole = run(generate(args, Sample(index=0, prompt="abc"), dict(params)))
+    monkeypatch.setattr(sglang_streaming_rollout, "post_for_events", cut_off_at_the_end)
+    sample = run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(params)))
+    assert fields(sample) == fields(whole) and len(engine.payloads) == 2
 
 
 def test_a_stream_that_stops_is_left_at_its_deadline_and_goes_on_where_it_stopped(serve, monkeypatch, caplog):
