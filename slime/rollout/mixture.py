@@ -195,12 +195,20 @@ class Mixture(GroupFeedback):
         """Return the next row that is not left out.  It ends: with the epochs every row becomes due again."""
         while True:
             if source.position["offset"] >= len(source.dataset):
-                self._turn_to(source, int(source.position["epoch"]) + 1)
+                self._turn_to(source, self._next_epoch(source))
             sample = source.dataset.samples[int(source.position["offset"])]
             source.position["offset"] += 1
             if source.due.get(sample.metadata["source_row"], 0) <= source.position["epoch"]:
                 return sample
             source.count("left_out")
+
+    def _next_epoch(self, source: _MixedSet) -> int:
+        """Return the next epoch that has a row to take; those before it are not walked through row by row."""
+        following = int(source.position["epoch"]) + 1
+        first_due = min((source.due.get(row, 0) for row in range(len(source.dataset))), default=0)
+        epoch = max(following, first_due)
+        source.count("left_out", (epoch - following) * len(source.dataset))
+        return epoch
 
     def _turn_to(self, source: _MixedSet, epoch: int) -> None:
         if epoch != source.position["epoch"]:

@@ -130,6 +130,29 @@ def test_a_data_set_whose_every_prompt_is_left_out_comes_again(open_source):
     assert source.dataset.state_dict()["a"]["epoch"] == 8
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_epochs_in_which_every_prompt_is_left_out_are_passed_over_at_once(open_source, monkeypatch, shuffle):
+    rewards = {"a0": (1, 1), "a1": (0, 0), "a2": (1, 0), "a3": (1, 1)}
+    seen = []
+    for jumps in (True, False):
+        source = open_source(a=1, b=0, shuffle=shuffle, curriculum={"skip_epochs": 5})
+        mixed, dataset = source.dataset._by_name["a"], source.dataset._by_name["a"].dataset
+        if not jumps:
+            monkeypatch.setattr(source.dataset, "_next_epoch", lambda source: source.position["epoch"] + 1)
+        prompts = solve(source, rewards.__getitem__, 9)  # a2 comes in every epoch, until it is solved too
+        prompts += solve(source, lambda prompt: (1, 1), 12)
+        order = [sample.prompt for sample in dataset.samples]
+        seen.append((prompts, mixed.position, mixed.due, source.dataset.take_metrics(), order))
+    assert seen[0] == seen[1]
+
+    source = open_source(a=1, b=0, shuffle=shuffle, curriculum={"skip_epochs": 10**9})
+    solve(source, lambda prompt: (1, 1), 4)
+    shuffled = []
+    monkeypatch.setattr(source.dataset._by_name["a"].dataset, "shuffle", shuffled.append)
+    assert shares(taken(source, 1)) == {"a": 1}
+    assert shuffled == [10**9 + 1] * shuffle
+
+
 def test_the_run_tells_the_mixture_about_finished_groups(open_source):
     source = open_source()
     source.get_samples(1)
