@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from slime.flags.security import without_credentials
 from slime.rollout.config import RolloutConfig
 from slime.utils.errors import ConfigError, EngineError, GraderError, ProcessError
 from slime.utils.http_utils import LoopSessions, add_job_servers, job_headers
@@ -49,7 +50,7 @@ async def ask_patiently(attempt: Callable[[], Awaitable[Answer]], *, server: str
 
     Args:
         attempt: sends one request; ``UnusableAnswer`` and errors of the connection are met with another try.
-        server: in words, for errors.
+        server: in words, for errors; without credentials.
         max_attempts: at least 1.
 
     Raises:
@@ -59,11 +60,13 @@ async def ask_patiently(attempt: Callable[[], Awaitable[Answer]], *, server: str
         try:
             return await attempt()
         except (UnusableAnswer, aiohttp.ClientError, TimeoutError, ValueError) as error:
-            problem = str(error) if isinstance(error, UnusableAnswer) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, UnusableAnswer) else f"{type(error).__name__}: {error}"
+            problem = without_credentials(text)
             if number == max_attempts:
+                # A traceback shows the text of the cause too.
                 raise GraderError(
                     f"The {server} failed {number} times; last: {problem}. Look at its log, or change --rm-url."
-                ) from error
+                ) from (error if problem == text else None)
         wait_s = min(2.0 ** (number - 1), MAX_WAIT_S) + random.random()
         logger.warning("The %s failed (%s); asking again in %.1f s", server, problem, wait_s)
         await asyncio.sleep(wait_s)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.flags.distillation import ONLY_TEACHER, teacher_config, teachers_of
+from slime.flags.security import without_credentials
 from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
 from slime.train_data.convert import source_name
 from slime.utils.errors import ConfigError, DataError, GraderError
@@ -97,18 +98,19 @@ def teacher_name(args: Namespace, sample: Sample) -> str:
 
 async def _ask(url: str, body: bytes) -> dict[str, Any]:
     headers = {**job_headers(url), "Content-Type": "application/json"}
+    server = f"teacher {without_credentials(url)}"
 
     async def ask() -> dict[str, Any]:
         async with _sessions.current().post(url, data=body, headers=headers) as response:
             raw = await response.read()
         if response.status >= 400 and response.status not in RETRIED_STATUSES:
-            raise GraderError(f"The teacher {url} refused with status {response.status}: {_start_of(raw)}")
+            raise GraderError(f"The {server} refused with status {response.status}: {_start_of(raw)}")
         answer = decode_json(raw)
         if response.status >= 400 or not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
             raise UnusableAnswer(f"status {response.status}: {_start_of(raw)}")
         return answer
 
-    return await ask_patiently(ask, server=f"teacher {url}", max_attempts=MAX_ATTEMPTS)
+    return await ask_patiently(ask, server=server, max_attempts=MAX_ATTEMPTS)
 
 
 def _start_of(raw: bytes) -> str:

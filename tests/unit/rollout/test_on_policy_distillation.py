@@ -120,6 +120,15 @@ def test_a_teacher_that_refuses_is_asked_once(teacher):
     assert len(teacher.payloads) == 1
 
 
+@pytest.mark.parametrize("status", [503, 400])
+def test_credentials_of_the_teacher_are_not_written_down(teacher, caplog, status):
+    teacher.script.faults = [Fault("status", status=status, times=99)]
+    url = teacher.url.replace("http://", "http://user:hidden@") + "/generate"
+    with pytest.raises(GraderError, match=r"The teacher http://\(secret\)@") as caught:
+        run(reward_func(arguments(teacher, rm_url=url), sample()))
+    assert "hidden" not in f"{caught.value}{caplog.text}"
+
+
 def test_the_address_is_needed(teacher):
     with pytest.raises(ConfigError, match="--rm-url"):
         run(reward_func(arguments(teacher, rm_url=None), sample()))

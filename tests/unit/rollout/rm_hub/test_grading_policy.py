@@ -290,6 +290,37 @@ def test_a_reward_server_that_is_down_costs_the_response(monkeypatch):
     assert "failed 10 times" in sample.metadata["reward_error"]
 
 
+@pytest.mark.parametrize("path", ["down", "fails", "says"])
+def test_credentials_of_the_reward_server_are_not_written_down(monkeypatch, caplog, path):
+    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(control_client.random, "random", lambda: 1.0)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=500) if path == "fails" else web.json_response(f"no answer from {url}")
+
+    async def main() -> Any:
+        nonlocal url
+        app = web.Application()
+        app.add_routes([web.post("/{path}", answer)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = 9 if path == "down" else site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        url = f"http://user:hidden@127.0.0.1:{port}/{path}"
+        try:
+            return await async_rm(args(rm_type="remote_rm", rm_url=url, rm_timeout_s=60.0), sample)
+        finally:
+            await close_http_client()
+            await runner.cleanup()
+
+    url, sample = "", Sample(index=0, prompt="p")
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(main()) == 0.0
+    assert "http://(secret)@127.0.0.1" in caplog.text and "failed 10 times" in sample.metadata["reward_error"]
+    assert "hidden" not in caplog.text + sample.metadata["reward_error"]
+
+
 def test_math_verify_is_used_where_it_is_installed():
     flags = args(rm_type="math_verify", rm_timeout_s=120.0)
     sample = Sample(response="so \\boxed{\\frac{2}{4}}", label="\\frac{1}{2}")
