@@ -70,6 +70,8 @@ _NO_LISTS = (str, bytes, Mapping, set, frozenset)
 def check_samples(value: Any, says: Any, *, error: type[Exception] = HookError) -> None:
     """Check the samples that a plug-in made or changed, however deep they are nested in lists.
 
+    ``metadata`` that is None becomes an empty dict, since others look into it.
+
     Args:
         value: what it returned.
         says: beginning of the error, such as the call of the plug-in.
@@ -91,6 +93,8 @@ def check_samples(value: Any, says: Any, *, error: type[Exception] = HookError) 
             is_kind = not isinstance(given, _NO_LISTS)
         if not is_kind or (kinds is _COUNT and (isinstance(given, bool) or given < 0)):
             raise error(f"{says} sample {_shown(value.index)} with {_shown(given)} in {name}; it must be {words}.")
+    if value.metadata is None:
+        value.metadata = {}
 
 
 def _shown(value: Any) -> str:

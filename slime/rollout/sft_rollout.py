@@ -10,6 +10,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.flags.security import trusts_remote_code
+from slime.rollout.base_types import check_samples
 from slime.rollout.generate import processed
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
@@ -50,6 +51,7 @@ def generate_rollout(
         )
     generator = mask_generator(args)
     groups = data_buffer.get_samples(args.rollout_batch_size)
+    check_samples(groups, "The data source (--data-source-path) gave", error=DataError)
     for group in groups:
         for sample in group:
             has_images = bool(sample.multimodal_inputs)

@@ -468,6 +468,55 @@ class LedgeredJob(Job):
         self.ledger.close()
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"custom_generate_function_path": f"{__name__}.without_metadata"},
+        {"custom_rm_path": f"{__name__}.reward_without_metadata"},
+        {"rollout_sample_hook_path": [f"{__name__}.leave_no_metadata"]},
+        {"dynamic_sampling_filter_path": f"{__name__}.leave_no_metadata"},
+        {"rollout_sample_filter_path": f"{__name__}.leave_no_metadata"},
+        {"rollout_all_samples_process_path": f"{__name__}.leave_no_metadata"},
+        {"data_source_path": f"{__name__}.BareSource"},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+@pytest.mark.parametrize("has_ledger", [False, True])
+def test_a_plug_in_may_leave_samples_without_metadata(start_job, tmp_path, monkeypatch, flags, has_ledger):
+    if "data_source_path" in flags:
+        monkeypatch.setitem(globals(), "RolloutDataSourceWithBuffer", BareSource)
+    job = start_job(script=Script(length=2), save=str(tmp_path / "save"), no_rollout_ledger=not has_ledger, **flags)
+    job = LedgeredJob(job.engine, job.args, 0)
+    for rollout_id in range(2):
+        output = job.ledger.make_samples(rollout_id, lambda: generate_rollout(job.args, rollout_id, job.source))  # noqa: B023
+        assert all(sample.metadata is not None for sample in leaf_samples(output.samples))
+    job.ledger.close()
+
+
+class BareSource(RolloutDataSourceWithBuffer):
+    """A data source that leaves metadata out."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = super().get_samples(num_samples)
+        leave_no_metadata(None, groups)
+        return groups
+
+
+def leave_no_metadata(args: Any, samples: Any, *rest: Any, **facts: Any) -> Any:
+    for sample in leaf_samples(samples):
+        sample.metadata = None
+    return samples if isinstance(samples, Sample) else True
+
+
+async def without_metadata(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    return leave_no_metadata(args, await generate(args, sample, sampling_params))
+
+
+async def reward_without_metadata(args: Any, sample: Any, **kwargs: Any) -> Any:
+    leave_no_metadata(args, sample)
+    return 1.0
+
+
 @pytest.mark.parametrize("save_after", [None, 0, 2])
 @pytest.mark.parametrize("policy", ["regenerate", "mask"])
 def test_after_a_crash_no_group_is_lost_and_none_trained_twice(start_job, tmp_path, save_after, policy):

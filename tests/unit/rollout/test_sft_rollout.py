@@ -44,6 +44,14 @@ def turn(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
+def test_a_data_source_may_leave_metadata_out(args):
+    source = Source(*[[turn("user", "a"), turn("assistant", "b")]] * 2)
+    groups = source.get_samples(2)
+    groups[0][0].metadata = None
+    source.get_samples = lambda num: groups
+    assert [group[0].metadata for group in sft_rollout.generate_rollout(args, 0, source)] == [{}, {}]
+
+
 def test_a_conversation_becomes_a_finished_sample_from_its_first_trained_token_on(args):
     one = [turn("user", "a"), turn("assistant", "b")]
     two = [*one, turn("user", "c"), turn("assistant", "d")]

@@ -73,6 +73,12 @@ def test_a_sample_that_a_plug_in_leaves_with_a_field_of_another_kind_is_named(na
         assert kind in ALWAYS, f"{name}: {kind} passes in silence"
 
 
+def test_metadata_that_a_plug_in_leaves_out_is_empty():
+    bare, parts = Sample(metadata=None), [[Sample(metadata=None)], Sample(metadata={"kept": 1})]
+    check_samples([bare, parts], "generate returned")
+    assert [bare.metadata, parts[0][0].metadata, parts[1].metadata] == [{}, {}, {"kept": 1}]
+
+
 @pytest.mark.parametrize("value", FOREIGN.values(), ids=FOREIGN)
 def test_a_rollout_function_that_returns_something_else_is_named(value):
     for evaluation, outputs in (
