@@ -56,11 +56,16 @@ class SourceRecorder:
         """Return the source's next groups, as far as an earlier process had brought them."""
         if self._is_inside:
             return self._get(num_samples)
+        num_ahead = len(self._ahead)
         groups = self.take_unrecorded(num_samples)
         check_samples(groups, "The data source (--data-source-path) gave", error=DataError)
         recovered = [self._recover(group) for group in groups]
         groups = [known or group for known, group in zip(recovered, groups, strict=True)]
         self._journal.record_issued(num_samples, groups, [known is not None for known in recovered])
+        # After that record: the next one tells what differs from it, and so that the error is gone.
+        for number, (group, known) in enumerate(zip(groups, recovered, strict=True)):
+            if known is not None or number < num_ahead:
+                _forget_failed_rewards(group)
         return groups
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
@@ -100,6 +105,19 @@ class SourceRecorder:
     def ahead(self) -> list[list[Any]]:
         """Groups put ahead that were not asked for yet."""
         return list(self._ahead)
+
+
+def _forget_failed_rewards(group: list[Any]) -> None:
+    """Take the rewards of ``--rm-failure-policy zero`` away, so that the pool asks the grader again.
+
+    What the policy ``failed`` changed of a sample is not recorded, and an environment is not asked a second time.
+    """
+    for sample in leaf_samples(group):
+        metadata = sample.metadata or {}
+        can_be_graded = sample.status is not Sample.Status.FAILED and "environment_reward" not in metadata
+        if "reward_error" in metadata and can_be_graded:
+            sample.metadata = {key: value for key, value in metadata.items() if key != "reward_error"}
+            sample.reward = None
 
 
 def _recorded_class(base: type[Any], recorder: SourceRecorder) -> type[Any]:

@@ -14,17 +14,18 @@ import aiohttp
 import pytest
 
 from slime.rollout import data_source as data_source_module
-from slime.rollout import fully_async_rollout, pool, sglang_rollout, state
+from slime.rollout import fully_async_rollout, pool, rm_hub, sglang_rollout, state
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.context import RunState, use_run
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
+from slime.rollout.rm_hub import policy
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, DeadlineError, HookError
+from slime.utils.errors import ConfigError, DeadlineError, GraderError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Request, Script
@@ -466,6 +467,40 @@ class LedgeredJob(Job):
         fully_async_rollout._WORKERS.clear()
         GenerateState.clear_instances()
         self.ledger.close()
+
+
+def graded(samples: Any) -> list[tuple[int, float | None, bool]]:
+    return [(s.index, s.reward, "reward_error" in s.metadata) for s in leaf_samples(samples)]
+
+
+def test_after_a_crash_a_mended_grader_grades_what_the_broken_one_could_not(start_job, tmp_path, monkeypatch):
+    monkeypatch.setattr(policy, "FAILURES", policy.FailureCount())
+    monkeypatch.setitem(rm_hub._GRADERS, "f1", lambda sample: 1 / 0)
+    flags = {"custom_rm_path": None, "rm_type": "f1", "rm_max_failures": 4, "partial_rollout": True}
+    flags |= {"n_samples_per_prompt": 1, "sglang_server_concurrency": 1}
+    job = start_job(script=Script(length=2), save=str(tmp_path / "save"), load=str(tmp_path / "save"), **flags)
+
+    def rollout(job: LedgeredJob, rollout_id: int) -> list[tuple[int, float | None, bool]]:
+        set_current_rollout_id(rollout_id)
+        job.position.begin(rollout_id)
+        make = job.ledger.make_samples
+        return graded(make(rollout_id, lambda: generate_rollout(job.args, rollout_id, job.source)).samples)
+
+    first = LedgeredJob(job.engine, job.args, 0)
+    assert rollout(first, 0) == [(0, 0.0, True), (1, 0.0, True)]
+    with pytest.raises(GraderError):
+        rollout(first, 1)
+    first.ledger.close()
+
+    monkeypatch.setitem(rm_hub._GRADERS, "f1", lambda sample: 0.5)
+    num_drawn = len(job.engine.payloads)
+    for _ in range(3):  # each process takes over what those before recorded
+        GenerateState.clear_instances()
+        again = LedgeredJob(job.engine, job.args, 0)
+        assert rollout(again, 0) == [(0, 0.0, True), (1, 0.0, True)], "it was recorded as a batch"
+        assert rollout(again, 1) == [(2, 0.5, False), (3, 0.5, False)]
+        again.ledger.close()
+    assert len(job.engine.payloads) == num_drawn
 
 
 @pytest.mark.parametrize(

@@ -358,6 +358,56 @@ def test_groups_in_flight_are_given_again_when_the_ledger_is_another_or_gone(tmp
     assert "its 3 groups in flight are generated again" in caplog.text
 
 
+def could_not_grade(process: Process, group: list[Sample], **fields: Any) -> None:
+    for sample in group:
+        process.answer(sample, "stop")
+        sample.reward = 0.0
+        sample.metadata = {"reward_error": "KeyError: 'x'"} | fields.get("metadata", {})
+        sample.status = fields.get("status", sample.status)
+    process.ledger.journal.record_finished(group)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reward"),
+    [
+        ({}, None),
+        ({"metadata": {"kept": 1}}, None),
+        ({"metadata": {"environment_reward": 0.0}}, 0.0),
+        ({"status": Sample.Status.FAILED}, 0.0),
+    ],
+)
+def test_a_reward_that_the_grader_could_not_give_is_taken_away_and_no_other(tmp_path, fields, reward):
+    process = Process(tmp_path)
+    process.ledger.journal.record_begin(0)
+    [group] = process.ledger.data_source.get_samples(1)
+    could_not_grade(process, group, **fields)
+    process.die()
+    process = Process(tmp_path)
+    process.ledger.journal.record_begin(0)
+    [group] = process.ledger.data_source.get_samples(1)
+    error = {} if reward is None else {"reward_error": "KeyError: 'x'"}
+    for sample in group:
+        assert (sample.reward, sample.metadata) == (reward, error | fields.get("metadata", {}))
+        assert sample.status is fields.get("status", Sample.Status.COMPLETED) and sample.tokens == [7, 8]
+
+
+def test_a_reward_that_the_grader_could_not_give_is_taken_away_after_a_checkpoint_too(tmp_path):
+    process = Process(tmp_path)
+    process.rollout(0)
+    could_not_grade(process, process.ledger.data_source.get_samples(3)[1])
+    process.die()
+    process = Process(tmp_path)
+    process.rollout(0)
+    process.ledger.make_samples(1, lambda: RolloutFnTrainOutput([]))
+    assert [group[0].reward for group in process.ledger.data_source.get_samples(3)] == [None] * 3
+    process.save(1)  # these groups are not graded yet
+    process.die()
+    ledger = Process(tmp_path, start=2).ledger
+    ledger.make_samples(2, lambda: RolloutFnTrainOutput([]))
+    groups = {group[0].group_index: group for group in ledger.data_source.get_samples(3)}
+    assert [(s.tokens, s.reward, s.metadata) for s in groups[3]] == [([7, 8], None, {})] * 2
+
+
 def test_a_position_of_an_earlier_version_is_found_beside_its_checkpoint(tmp_path):
     in_flight_after_a_checkpoint(tmp_path / "a")
     path = position_path(str(tmp_path / "a"), 0)
