@@ -116,7 +116,6 @@ class GroupPolicy:
         self._context.run.feedback.observe(group)
         call = PluginCall("--dynamic-sampling-filter-path", self._filter_path, group)
         verdict = call_plugin(call, call_dynamic_filter, self._filter, self._context.args, group)
-        check_samples(group, "--dynamic-sampling-filter-path left")
         if not should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=num_outstanding, target_data_size=self.config.rollout_batch_size
         ):
@@ -370,7 +369,6 @@ class GroupPool:
             call_plugin(PluginCall("--rollout-sample-filter-path", path), load(path), args, batch)
         if path := self.config.rollout_all_samples_process_path:
             call_plugin(PluginCall("--rollout-all-samples-process-path", path), load(path), args, seen, get_samples)
-        check_samples([batch, seen], "--rollout-sample-filter-path or --rollout-all-samples-process-path left")
         ages = self.bound.metrics(batch, self.rollout_id)
         return batch, {
             "rollout/groups/kept": len(batch),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.rollout.base_types import RolloutFnTrainOutput, check_samples
+from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.context import GroupJournal
 from slime.rollout.data_source import groups_from_state, groups_to_state
 from slime.rollout.ledger.frames import Kind, Record, describe_damage, read_folder, segment_number
@@ -189,7 +189,6 @@ class Ledger(NoLedger):
                 return output
         self.journal.record_begin(rollout_id)
         output = generate()
-        check_samples(output.samples, "The rollout function (--rollout-function-path) gave")
         # Whether groups of this rollout function stay in flight from one rollout to the next.
         keeps_open = bool(getattr(load_function(self._args.rollout_function_path), "keeps_groups_in_flight", False))
         self.journal.record_batch(rollout_id, output.samples, output.metrics, keeps_open=keeps_open)

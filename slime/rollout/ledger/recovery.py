@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.rollout import plain_values
-from slime.rollout.base_types import RolloutFnTrainOutput, check_samples, leaf_samples
+from slime.rollout.base_types import RolloutFnTrainOutput, leaf_samples
 from slime.rollout.ledger.frames import Record, describe_damage, read_folder
 from slime.rollout.ledger.journal import Journal, group_name, prompt_start
 from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, ReplayState, RolloutState
@@ -58,7 +58,6 @@ class SourceRecorder:
             return self._get(num_samples)
         num_ahead = len(self._ahead)
         groups = self.take_unrecorded(num_samples)
-        check_samples(groups, "The data source (--data-source-path) gave", error=DataError)
         recovered = [self._recover(group) for group in groups]
         groups = [known or group for known, group in zip(recovered, groups, strict=True)]
         self._journal.record_issued(num_samples, groups, [known is not None for known in recovered])
@@ -71,7 +70,6 @@ class SourceRecorder:
     def add_samples(self, groups: list[list[Sample]]) -> None:
         """Give groups back to the source."""
         is_outer = not self._is_inside
-        check_samples(groups, "The rollout function (--rollout-function-path) gave back")
         self.add_unrecorded(groups)
         if is_outer:
             self._journal.record_returned(groups)

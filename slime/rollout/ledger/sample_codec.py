@@ -114,7 +114,7 @@ def _snapshot_sample(sample: Sample, copy_lists: bool, pack_now: bool) -> Snapsh
     # Our own code changes these in place, and the writer comes to them later.
     values["status"] = sample.status.value
     values["weight_versions"] = sample.weight_versions[:]
-    values["metadata"] = sample.metadata.copy()
+    values["metadata"] = (sample.metadata or {}).copy()  # None where a data source leaves it out
     values["prefix_cache_info"] = sample.prefix_cache_info.to_dict()
     values["spec_info"] = sample.spec_info.to_dict()
     if pack_now:

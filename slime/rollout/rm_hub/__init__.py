@@ -17,7 +17,6 @@ from typing import Any
 
 from slime.flags.reward import BOXED_PREFIX, RewardConfig, reward_config
 from slime.flags.security import without_credentials
-from slime.rollout.base_types import check_samples
 from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
@@ -103,9 +102,7 @@ async def _call_custom(
 ) -> Any:
     """Return what the user's function gives to a sample, or to several."""
     call = PluginCall("--custom-rm-path", path, graded)
-    reward = await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, graded, **kwargs))
-    check_samples(graded, f"{call} left")
-    return reward
+    return await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, graded, **kwargs))
 
 
 async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float) -> Any:

@@ -507,11 +507,7 @@ def test_after_a_crash_a_mended_grader_grades_what_the_broken_one_could_not(star
     "flags",
     [
         {"custom_generate_function_path": f"{__name__}.without_metadata"},
-        {"custom_rm_path": f"{__name__}.reward_without_metadata"},
         {"rollout_sample_hook_path": [f"{__name__}.leave_no_metadata"]},
-        {"dynamic_sampling_filter_path": f"{__name__}.leave_no_metadata"},
-        {"rollout_sample_filter_path": f"{__name__}.leave_no_metadata"},
-        {"rollout_all_samples_process_path": f"{__name__}.leave_no_metadata"},
         {"data_source_path": f"{__name__}.BareSource"},
     ],
     ids=lambda flags: next(iter(flags)),
@@ -545,11 +541,6 @@ def leave_no_metadata(args: Any, samples: Any, *rest: Any, **facts: Any) -> Any:
 
 async def without_metadata(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     return leave_no_metadata(args, await generate(args, sample, sampling_params))
-
-
-async def reward_without_metadata(args: Any, sample: Any, **kwargs: Any) -> Any:
-    leave_no_metadata(args, sample)
-    return 1.0
 
 
 @pytest.mark.parametrize("save_after", [None, 0, 2])

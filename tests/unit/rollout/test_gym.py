@@ -131,7 +131,7 @@ def test_a_wrong_task_or_config_is_refused_by_name(stand_in, path, message):
 
 @pytest.mark.skipif(PACKAGE is not None, reason="the package is installed")
 def test_a_missing_package_is_named():
-    with pytest.raises(ConfigError, match=r"pip install 'slime\[gym\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[gym\]'"):
         rows_of("gym:leg_counting")
 
 
