@@ -112,7 +112,7 @@ _UNITS = (
 )  # matched in this order; each with plural and exponent
 _SYMBOLS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
 _FRACTION = re.compile(r"^-?\d+\.?/0*[1-9]\d*\.?$")
-_THOUSANDS = re.compile(r"(\d),(\d\d\d)(?!\d)")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d\d\d(?!\d))")
 _MIXED_NUMBER = re.compile(r"(\d) +(\d)")
 _REFUSED = re.compile(r"\^\{|\^\(|\^\d+\^|\^\d\d|[_'\"\\;:]")
 
@@ -168,9 +168,7 @@ def _is_integral(value: float) -> bool:
 
 def _as_integer(text: str) -> str | None:
     """Return ``text`` as a plain integer when it is one, thousands commas allowed; else None."""
-    plain = text
-    while (shorter := _THOUSANDS.sub(r"\1\2", plain)) != plain:
-        plain = shorter
+    plain = _THOUSANDS.sub("", text)
     value = _as_float(plain)
     if value is None or not _is_integral(value):
         return None

@@ -101,6 +101,8 @@ def test_strict_box_of_dapo_reads_the_box_only():
         ("\\boxed{123456789012345678901}", "123456789012345678900", False),
         ("\\boxed{123456789012345678901}", "+123456789012345678901 \\text{ cm}", True),
         ("\\boxed{1,234}", "1234.0", True),
+        ("\\boxed{1234567890}", "1,234,567,890", True),
+        ("\\boxed{1,234,567,890}", "1234567891", False),
     ],
 )
 def test_math_grades_by_box(response, label, is_right):
