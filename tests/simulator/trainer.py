@@ -360,8 +360,8 @@ def patch_trainer(patches: Any) -> None:
     actor = __import__("slime.backends.megatron_utils.actor", fromlist=["actor"])
     for module in (checkpoint, checkpoint_writer, state, actor, updater, distributed_utils):
         patches.set(module, "dist", dist)
-    for module in (checkpoint_writer, distributed_utils):
-        patches.set(module, "init_gloo_group", lambda: "gloo")
+    patches.set(checkpoint_writer, "init_file_group", lambda: "files")
+    patches.set(distributed_utils, "init_gloo_group", lambda: "gloo")
     patches.set(state, "get_gloo_group", lambda: "gloo")
     patches.set(actor, "get_gloo_group", lambda: "gloo")
     patches.set(checkpoint_writer, "_split", split)

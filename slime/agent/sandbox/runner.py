@@ -284,7 +284,8 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hos
             while chunk := await source.read(1 << 16):
                 target.write(chunk)
                 await target.drain()
-            target.write_eof()
+            if not target.is_closing():
+                target.write_eof()
         except ConnectionError:  # no end of a stream follows: the other side would wait for one
             writer.transport.abort()
             back.transport.abort()

@@ -237,7 +237,7 @@ def test_an_environment_that_does_not_load_in_time_is_refused(stand_in, monkeypa
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'slime\[verifiers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[verifiers\]'"):
         rows_of("verifiers:products")
 
 

@@ -29,9 +29,14 @@ def test_where_a_job_listens_is_listed(host, verdict, monkeypatch):
     with socket.create_server((host, 0)) as server:
         process = psutil.Process()
         process.info = {"cmdline": ["python", "-m", "slime.backends.sglang_utils.router_main"]}
-        monkeypatch.setattr(psutil, "process_iter", lambda names: [process])
-        found, text = doctor.listening()
-        place = f"{host}:{server.getsockname()[1]} (slime.backends.sglang_utils.router_main)"
+        port = server.getsockname()[1]
+        # Other tests of this process may have left sockets of their own.
+        own = [each for each in process.net_connections("tcp") if each.laddr.port == port]
+        monkeypatch.setattr(process, "net_connections", lambda kind: own)
+        with monkeypatch.context() as patches:
+            patches.setattr(psutil, "process_iter", lambda names: [process])
+            found, text = doctor.listening()
+        place = f"{host}:{port} (slime.backends.sglang_utils.router_main)"
     assert found == verdict and (place in text) == (verdict == "unknown")
 
 
