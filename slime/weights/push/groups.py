@@ -358,5 +358,5 @@ class _OnThread:
         """Return what the call returned, or its error, or that it has not ended in time."""
         self._thread.join(timeout_s)
         if self._result is None and self._error is None:
-            return TimeoutError(f"it took more than {timeout_s:g} s")
+            return TimeoutError(f"it took more than {timeout_s or 0:g} s")
         return self._error or self._result
