@@ -117,7 +117,7 @@ def check_trained_parameters(args: Namespace, chunks: Sequence[torch.nn.Module])
     """Warn of patterns of frozen or trained parameters that match none on any rank.  Collective where one is given.
 
     Raises:
-        ConfigError: ``--only-train-params-name-list`` leaves nothing to train.
+        ConfigError: the lists leave nothing to train.
     """
     only_train, freeze = list(args.only_train_params_name_list or ()), list(args.freeze_params_name_list or ())
     if not only_train and not freeze:

@@ -7,8 +7,9 @@ import logging
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -228,23 +229,29 @@ def test_long_white_space_is_read_in_linear_time():
     assert compute_gpqa_reward(f"final answer{gap}\n{gap}: (B)", "B") == 1.0
 
 
+@asynccontextmanager
+async def served(handle: Callable[[web.Request], Any], route: str = "/") -> AsyncIterator[int]:
+    """A server in this process; gives its port."""
+    app = web.Application()
+    app.add_routes([web.post(route, handle)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    finally:
+        await close_http_client()
+        await runner.cleanup()
+
+
 def ask(handle: Callable[[web.Request], Any], monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Any, Sample]:
     """Grade one sample by a server in this process."""
     sample = Sample(index=0, prompt="p", response="r", label="l")
 
     async def main() -> Any:
-        app = web.Application()
-        app.add_routes([web.post("/", handle)])
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        try:
+        async with served(handle) as port:
             return await async_rm(args(rm_type="remote_rm", rm_url=f"http://127.0.0.1:{port}/", **flags), sample)
-        finally:
-            await close_http_client()
-            await runner.cleanup()
 
     return asyncio.run(main()), sample
 
@@ -300,19 +307,9 @@ def test_credentials_of_the_reward_server_are_not_written_down(monkeypatch, capl
 
     async def main() -> Any:
         nonlocal url
-        app = web.Application()
-        app.add_routes([web.post("/{path}", answer)])
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = 9 if path == "down" else site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        url = f"http://user:hidden@127.0.0.1:{port}/{path}"
-        try:
+        async with served(answer, "/{path}") as port:
+            url = f"http://user:hidden@127.0.0.1:{9 if path == 'down' else port}/{path}"
             return await async_rm(args(rm_type="remote_rm", rm_url=url, rm_timeout_s=60.0), sample)
-        finally:
-            await close_http_client()
-            await runner.cleanup()
 
     url, sample = "", Sample(index=0, prompt="p")
     with caplog.at_level(logging.WARNING):
