@@ -24,7 +24,6 @@ from slime.utils.processing_utils import (
     build_processor_kwargs,
     image_sources,
     open_image,
-    parts_of,
     process_vision_info,
 )
 from slime.utils.types import Sample
@@ -32,8 +31,6 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_BATCH = 1024
-_NOT_SEEN = ("audio", "input_audio", "audio_url", "video_url")
-"""Parts of messages that no model here takes, and that the reader of images would pass over."""
 
 
 def check_prompt_file(
@@ -234,30 +231,25 @@ def _check_images(prompt: list[dict[str, Any]], where: str) -> None:
     Raises:
         DataError: one of them cannot be used; it names the row.
     """
-    for source in image_sources(prompt):
-        if str(source)[:8].lower().startswith(("http://", "https://")):
-            continue
-        try:
-            open_image(source)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
+    try:
+        for source in image_sources(prompt):
+            if not str(source)[:8].lower().startswith(("http://", "https://")):
+                open_image(source)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _multimodal_inputs(prompt: Any, processor: Any, where: str) -> dict[str, Any] | None:
-    """Return images and videos of a prompt; None for a text model or a prompt of text only."""
+    """Return the images of a prompt; None for a text model or a prompt of text only."""
     if processor is None or not isinstance(prompt, list):
         return None
-    if left_out := [part["type"] for message in prompt for part in parts_of(message) if part.get("type") in _NOT_SEEN]:
-        raise DataError(
-            f"{where}: the prompt has a part of type {left_out[0]}; models see images alone. Leave it out."
-        )
     try:
         found = process_vision_info(prompt, processor)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     except Exception as error:  # image readers raise anything
         raise DataError(
-            f"{where}: an image or video of the prompt cannot be read ({said_by(error)[:300]}). Correct the row."
+            f"{where}: an image of the prompt cannot be read ({said_by(error)[:300]}). Correct the row."
         ) from error
     return found if any(found.values()) else None
 

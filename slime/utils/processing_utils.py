@@ -20,7 +20,7 @@ import time
 import urllib.parse
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ MAX_IMAGE_BYTES = 1 << 26
 IMAGE_TIMEOUT_S = 20.0
 MAX_PATH = 4096
 """Characters of a path; a longer text is base64."""
+IMAGE_NAMES = ("image", "image_url", "input_image")
+"""Types of parts of messages that are images, and the keys of their sources."""
+NOT_SEEN = ("video", "video_url", "input_video", "audio", "audio_url", "input_audio")
+"""The same of parts that no model here takes."""
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""What a part may say of the size of its image."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -222,32 +228,29 @@ def join_images(first: Mapping[str, Any] | None, second: Mapping[str, Any] | Non
 
 
 def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dict[str, Any]:
-    """Return ``{"images": [...] | None, "videos": [...] | None}`` found in chat messages, in order.
+    """Return ``{"images": [...] | None, "videos": None}`` found in chat messages, in order.
 
-    qwen_vl_utils, where it is installed, resizes images to multiples of the patch size, and reads videos, which are
-    refused without it.
+    qwen_vl_utils, where it is installed, resizes images to multiples of the patch size.  It would open paths and fetch
+    URLs by itself, so it gets opened images alone.
 
     Raises:
-        DataError: an image cannot be used, see :func:`open_image`.
+        DataError: an image cannot be used, see :func:`open_image`; or there is a video or sound.
     """
-    opened = [_with_open_images(message) for message in prompt]
-    parts = [part for message in opened for part in parts_of(message)]
+    found = [(part, open_image(_source(part))) for part in _image_parts(prompt)]
+    if not found:
+        return {"images": None, "videos": None}
     try:
         from qwen_vl_utils import process_vision_info as qwen_process_vision_info
     except ImportError:
-        if any(part.get("type") == "video" for part in parts):
-            raise DataError("A prompt holds a video; reading videos needs the package qwen_vl_utils.") from None
-        return {"images": [part["image"] for part in parts if part.get("type") == "image"] or None, "videos": None}
+        return {"images": [image for _, image in found], "videos": None}
+    content = [
+        {"type": "image", "image": image} | {name: part[name] for name in SIZES if isinstance(part.get(name), int)}
+        for part, image in found
+    ]
     image_processor = getattr(processor, "image_processor", None)
     patch_size = getattr(image_processor, "patch_size", None) or DEFAULT_PATCH_SIZE
-    images, videos = qwen_process_vision_info(opened, image_patch_size=patch_size)
-    return {"images": images, "videos": videos}
-
-
-def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a message's content; none of text."""
-    content = message.get("content")
-    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    images, _ = qwen_process_vision_info([{"role": "user", "content": content}], image_patch_size=patch_size)
+    return {"images": images, "videos": None}
 
 
 def media_of(sample: Sample) -> list[Any]:
@@ -257,44 +260,58 @@ def media_of(sample: Sample) -> list[Any]:
 
 
 def image_sources(prompt: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return what chat messages name as images, in order: paths, URLs, bytes."""
-    return [_source(part) for message in prompt for part in parts_of(message) if _is_image(part)]
+    """Return what chat messages name as images, in order: paths, URLs, bytes.
+
+    Raises:
+        DataError: there is a video or sound.
+    """
+    return [_source(part) for part in _image_parts(prompt)]
 
 
-def _is_image(part: dict[str, Any]) -> bool:
-    return part.get("type") in ("image", "image_url")
+def _image_parts(prompt: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of messages that are images by their type or by one of their keys; parts may hold parts."""
+    for holder in prompt:
+        content = holder.get("content")
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, Mapping):
+                continue
+            if unseen := _first_name(part, NOT_SEEN):
+                raise DataError(f"A message has a part of type {unseen}; models see images alone. Leave it out.")
+            if _first_name(part, IMAGE_NAMES):
+                yield part
+            else:
+                yield from _image_parts([part])
 
 
-def _source(part: dict[str, Any]) -> Any:
-    return part.get("image", part.get("image_url"))
+def _first_name(part: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Return the first of ``names`` that is the type of a part, or a key with a value."""
+    return next((name for name in names if part.get("type") == name or part.get(name) is not None), None)
 
 
-def _with_open_images(message: dict[str, Any]) -> dict[str, Any]:
-    if not any(map(_is_image, parts_of(message))):
-        return message
-    parts = [
-        {**part, "type": "image", "image": open_image(_source(part))}
-        if isinstance(part, dict) and _is_image(part)
-        else part
-        for part in message["content"]
-    ]
-    return {**message, "content": parts}
+def _source(part: Mapping[str, Any]) -> Any:
+    """Return the source of an image, which is under one of the keys for it, or beside its type."""
+    return _unwrapped(next((part[name] for name in IMAGE_NAMES if part.get(name) is not None), part))
+
+
+def _unwrapped(source: Any) -> Any:
+    if not isinstance(source, Mapping):
+        return source
+    return next((source[key] for key in ("bytes", "path", "url", "base64") if source.get(key)), source)
 
 
 def open_image(source: Any) -> Any:
     """Return a PIL image in RGB, decoded.
 
     Args:
-        source: a path, a ``file:``, ``data:``, ``http:`` or ``https:`` URL, bytes, base64, an image, or a dict with
-            one of these under ``bytes``, ``path`` or ``url``.
+        source: a path, a ``file:``, ``data:``, ``http:`` or ``https:`` URL, bytes, base64, an image, or a map with
+            one of these under ``bytes``, ``path``, ``url`` or ``base64``.
 
     Raises:
         DataError: it cannot be read, is damaged or cut off, of an unknown format, animated, in CMYK, or too large.
     """
     from PIL import Image
 
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path") or source.get("url") or source
+    source = _unwrapped(source)
     if isinstance(source, Image.Image):
         return source.convert("RGB")
     name, data = _image_data(source)

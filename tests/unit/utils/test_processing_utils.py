@@ -20,6 +20,7 @@ from slime.utils.processing_utils import (
     compact_pixels,
     encode_image_for_rollout_engine,
     full_pixels,
+    image_sources,
     load_processor,
     load_tokenizer,
     open_image,
@@ -64,8 +65,44 @@ def test_text_has_no_images_and_bad_images_are_named():
     assert process_vision_info([{"role": "user", "content": "hi"}], None) == {"images": None, "videos": None}
     with pytest.raises(DataError, match="'no.png' of a prompt cannot be opened"):
         process_vision_info([{"role": "user", "content": [{"type": "image", "image": "no.png"}]}], None)
-    with pytest.raises(DataError, match="qwen_vl_utils"):
-        process_vision_info([{"role": "user", "content": [{"type": "video", "video": "x.mp4"}]}], None)
+
+
+def spellings(source):
+    """Parts that some reader of messages takes for the image at ``source``."""
+    yield from ({"type": kind, key: source} for kind in ("image", "image_url") for key in ("image", "image_url"))
+    yield from ({key: source} for key in ("image", "image_url"))
+    yield from ({"type": "text", "text": "", key: source} for key in ("image", "image_url"))
+    yield from ({"type": "image", key: source} for key in ("url", "path", "base64"))
+    yield from ({"type": "image_url", "image_url": {"url": source}}, {"image": {"path": source}})
+    yield {"type": "input_image", "image_url": source}
+    yield {"type": "tool_result", "content": [{"type": "image", "image": source}]}
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_every_spelling_of_an_image_is_opened_by_our_own_reader(tmp_path, role):
+    path = tmp_path / "x.png"
+    Image.new("RGB", (28, 28)).save(path)
+    parts = list(spellings(str(path)))
+    messages = [{"role": role, "content": [part]} for part in parts] + [{"role": role, "content": ["?"]}]
+    found = process_vision_info(messages, None)
+    assert [type(image) for image in found["images"]] == [Image.Image] * len(parts)
+    assert image_sources(messages) == [str(path)] * len(parts)
+
+
+@pytest.mark.parametrize("source", ["http://169.254.169.254/x", "https://127.0.0.1/x", "file:///etc/hostname"])
+def test_no_spelling_of_an_image_leads_to_where_images_are_not(source):
+    for part in spellings(source):
+        with pytest.raises(DataError, match="not a public address|cannot be decoded|cannot be opened"):
+            process_vision_info([{"role": "user", "content": [part]}], None)
+
+
+@pytest.mark.parametrize("kind", ["video", "video_url", "audio", "input_audio"])
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_videos_and_sounds_are_refused_however_they_are_spelt(kind, is_typed):
+    part = {kind: ["http://127.0.0.1/x.png"]} | ({"type": kind} if is_typed else {})
+    for content in ([part], [{"type": "tool_result", "content": [part]}]):
+        with pytest.raises(DataError, match=f"a part of type {kind}; models see images alone"):
+            process_vision_info([{"role": "user", "content": content}], None)
 
 
 def run_beside_torchvision(tmp_path, source: str) -> str:
