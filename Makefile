@@ -26,7 +26,7 @@ test: install
 # The suite has these files of tests/dist, and nothing marked `whole`; all take longer than the suite.  Folders
 # one by one, because pytest drops a file that is named beside a folder around it.
 SUITE = tests/e2e $(DIST_IN_SUITE) $(filter-out tests/dist/ tests/e2e/ tests/real/ tests/__pycache__/,$(wildcard tests/*/))
-DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py weight_push.py shard_buckets.py log_probs_tp.py)
+DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py weight_push.py shard_buckets.py log_probs_tp.py draft_models.py)
 test-dist: install
 	@$(PYTEST) tests/dist/test_*.py tests/e2e/test_nodes_script.py tests/mutations/test_mutations.py
 

@@ -183,7 +183,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     with HfFolderWriter(
         target, assets_from=origin, shard_bytes=options.chunk_size, save_workers=save_workers
     ) as writer:
-        writer.add_all(in_layout_of(origin, weight_map, converted(), verify=options.verify_checkpoint))
+        writer.add_all(in_layout_of(origin, weight_map.is_untrained, converted(), verify=options.verify_checkpoint))
         if origin:
             _drop_quantization(target)
     elapsed = time.monotonic() - start

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
@@ -24,11 +25,14 @@ BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3
 """``quantization_config`` of a checkpoint in block-wise FP8."""
 
 MODELS = {
+    "deepseek_nextn",
     "deepseek_v2",
     "gemma3_causal",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm4_moe_lite_nextn",
+    "glm4_moe_nextn",
     "glm4v",
     "glm4v_moe",
     "gpt_oss",
@@ -39,8 +43,10 @@ MODELS = {
     "qwen2_moe",
     "qwen3",
     "qwen3_5",
+    "qwen3_5_mtp",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_next_mtp",
     "qwen3_vl",
     "qwen3_vl_moe",
 }
@@ -49,6 +55,7 @@ _DEEPSEEK = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "si
 _MINIMAX = {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}
 _QWEN3_NEXT = {"full_attention_interval": 3}
 UNWRITTEN = {
+    "glm4_moe_lite": _DEEPSEEK | {"first_k_dense_replace": 1},
     **{"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "minimax_m2": _MINIMAX},
     "qwen3_next": _QWEN3_NEXT,  # of the tiny models here; transformers writes a list of types instead
 }
@@ -67,6 +74,9 @@ class LoadedRank:
         quantization: takes the place of the config's ``quantization_config``.
         device: "cpu", or "cuda" for a rank on a GPU, where there is one.
     """
+
+    draft: torch.nn.Module | None = None
+    """The model of the checkpoint's MTP layers, after :meth:`add_draft`."""
 
     def __init__(
         self,
@@ -87,7 +97,7 @@ class LoadedRank:
 
     def swap(self, folder: str | Path, dtype: str, quantization: dict[str, Any] | None) -> None:
         """Put a fresh model in the place of the old one."""
-        self.model = None  # type: ignore[assignment]
+        self.model = self.draft = None  # type: ignore[assignment]
         gc.collect()  # models are parts of cycles
         self.weight_version = "default"
         with _config_folder(folder, quantization) as configured:
@@ -95,6 +105,17 @@ class LoadedRank:
         _enter_world(server_args, model_config, self.tp_rank, self.tp_size, self._store)
         self.model = _build(model_config, self._device)
         self.loaders = tuple(server_args.custom_weight_loader)
+
+    def add_draft(self, folder: str, dtype: str) -> None:
+        """Add the draft of EAGLE, which shares embedding and output layer with the model, as SGLang's worker does."""
+        with _config_folder(folder, None) as configured:
+            _, model_config = _describe(configured, self.tp_size, dtype, self._device, is_draft=True)
+        self.draft = _build(model_config, self._device, is_draft=True)
+        share = getattr(self.draft, "set_embed_and_head", None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "synchronize", lambda: None)  # of no use on a CPU
+            if share is not None:
+                share(*self.model.get_embed_and_head())
 
     def answer(self, method: str, path: str, payload: Any) -> Any:
         """What the server would answer; every rank must be asked the same."""
@@ -116,12 +137,13 @@ class LoadedRank:
 
         named_tensors = MultiprocessingSerializer.deserialize(payload["serialized_named_tensors"][self.tp_rank])
         load_format = payload.get("load_format")
-        if load_format is None:
-            self.model.load_weights(named_tensors)
-        elif load_format in self.loaders:
-            dynamic_import(load_format)(self.model, [(name, tensor.to("cpu")) for name, tensor in named_tensors])
-        else:
-            raise ValueError(f"the loaded model knows no load_format {load_format!r}")
+        for model in [model for model in (self.draft, self.model) if model is not None]:
+            if load_format is None:
+                model.load_weights(named_tensors)
+            elif load_format in self.loaders:
+                dynamic_import(load_format)(model, [(name, tensor.to("cpu")) for name, tensor in named_tensors])
+            else:
+                raise ValueError(f"the loaded model knows no load_format {load_format!r}")
         if "weight_version" in payload:
             self.weight_version = payload["weight_version"]
 
@@ -151,7 +173,7 @@ def _config_folder(folder: str | Path, quantization: dict[str, Any] | None) -> I
         yield changed
 
 
-def _describe(folder: str | Path, tp_size: int, dtype: str, device: str) -> tuple[Any, Any]:
+def _describe(folder: str | Path, tp_size: int, dtype: str, device: str, *, is_draft: bool = False) -> tuple[Any, Any]:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
@@ -169,7 +191,7 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str) -> tupl
         custom_weight_loader=list(WEIGHT_LOADERS),
     )
     set_global_server_args_for_scheduler(server_args)
-    model_config = ModelConfig.from_server_args(server_args)
+    model_config = ModelConfig.from_server_args(server_args, is_draft_model=is_draft)
     for key in ("linear_num_key_heads", "linear_num_value_heads"):
         if hasattr(model_config.hf_text_config, key):
             # On a CPU, SGLang's server notes here how many there are with padding.
@@ -195,7 +217,7 @@ def _enter_world(server_args: Any, model_config: Any, tp_rank: int, tp_size: int
     initialize_dp_attention(server_args=server_args, model_config=model_config)
 
 
-def _build(model_config: Any, device: str) -> torch.nn.Module:
+def _build(model_config: Any, device: str, *, is_draft: bool = False) -> torch.nn.Module:
     """As ``DummyModelLoader``, which fills the model with random numbers.
 
     On a CPU without AMX, SGLang refuses to *run* FP8 and says so when it prepares weights for its kernels; that step
@@ -216,7 +238,8 @@ def _build(model_config: Any, device: str) -> torch.nn.Module:
         with torch.device(device):
             model = _initialize_model(model_config, load_config, _get_quantization_config(model_config, load_config))
         initialize_dummy_weights(model)
-        _post_load_weights(model)
+        if not is_draft:  # it fails for drafts that inherit the target's; they are given their weights right away
+            _post_load_weights(model)
         for module in model.modules():
             method = getattr(module, "quant_method", None)
             if method is not None and not isinstance(method, (Fp8LinearMethod, Fp8MoEMethod)):

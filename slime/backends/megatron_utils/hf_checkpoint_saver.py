@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from argparse import Namespace
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
@@ -42,7 +44,7 @@ def save_hf_model_to_path(
     """Write the model under its HF names, in the dtype of ``--hf-checkpoint``'s config.  Collective; rank 0 writes.
 
     What ``--hf-checkpoint`` has quantized is quantized here, after the cast to that dtype, as the config says that is
-    copied beside it; its tensors that are not trained (a vision tower) are copied.
+    copied beside it; its tensors that the trainer does not have (a vision tower, MTP layers) are copied.
 
     Args:
         args: complete flags.
@@ -72,8 +74,8 @@ def save_hf_model_to_path(
     else:
         with tqdm(desc=progress_desc, unit="B", unit_scale=True, disable=None) as bar:
             stored = _as_stored(tensors, quantizer, bar)
-            family = find_weight_map(model_name)
-            writer.add_all(in_layout_of(source, family, stored, verify=args.verify_checkpoint))
+            is_left_out = functools.partial(find_weight_map(model_name).is_left_out, shape=model_dims(args))
+            writer.add_all(in_layout_of(source, is_left_out, stored, verify=args.verify_checkpoint))
         writer.close()
         logger.info(
             "wrote the HF model %s: %.2f GiB in %.1f s",

@@ -8,6 +8,7 @@ Slices of tensors that a loader wants whole, or together with others, are held u
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Collection, Mapping, Set
@@ -221,10 +222,9 @@ class ModelLoad:
         """Rebuild what the model derives from its weights; wait for the device; collect what is wrong."""
         plan, held = self._begun()
         self.problems += [f"{name} did not come, or not all that belongs to it" for name in held.incomplete]
-        rebuild = getattr(self.model, "post_load_weights", None)
-        if rebuild is not None:
+        if hasattr(self.model, "post_load_weights"):
             with torch.no_grad():
-                rebuild()
+                self.model.post_load_weights(**_options_of_draft(self.model))
         self.problems += find_nan_in(self.model, plan.unaccounted)
         for planned, counts in self._pending:
             self.problems += _differences(planned, counts)
@@ -325,6 +325,14 @@ class ModelLoad:
             logger.warning(
                 "%d tensors are served unverified: comparing them takes more memory than there is", len(named_tensors)
             )
+
+
+def _options_of_draft(model: nn.Module) -> dict[str, bool]:
+    """Return ``is_nextn=True`` for a draft of SGLang's: some inherit ``post_load_weights`` from their target, which
+    looks for the target's layers unless this says otherwise.
+    """
+    takes_option = "is_nextn" in inspect.signature(model.post_load_weights).parameters
+    return {"is_nextn": True} if takes_option and type(model).__name__.endswith("NextN") else {}
 
 
 def make_table(

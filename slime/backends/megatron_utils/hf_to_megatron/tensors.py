@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime.backends.megatron_utils.models import WeightMap
+from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_config
 from slime.weights.file_digests import OVERLAP_BYTES, FolderDigests, check_header, check_tensor
@@ -49,16 +50,18 @@ def tensor_names(folder: str) -> frozenset[str]:
         return frozenset(tensors.names())
 
 
-def untrained_tensors(folder: str, weight_map: WeightMap, pushed: Manifest) -> tuple[TensorEntry, ...]:
+def left_out_tensors(
+    folder: str, weight_map: WeightMap, shape: ModelDims, pushed: Manifest
+) -> tuple[TensorEntry, ...]:
     """Return the tensors of a checkpoint that belong to parts that the trainer does not have, and so does not push."""
-    if not weight_map.untrained or not stored_names(folder):
+    if not (weight_map.untrained or weight_map.mtp) or not stored_names(folder):
         return ()
     own = {entry.name for entry in pushed.tensors}
     dtypes = {code: name for name, code in STORED_DTYPES.items()}
     return tuple(
         TensorEntry(name, tuple(stored.shape), dtypes[stored.dtype])
         for name, stored in sorted(read_layout(folder).items())
-        if weight_map.is_untrained(name) and name not in own
+        if weight_map.is_left_out(name, shape) and name not in own
     )
 
 
@@ -221,13 +224,17 @@ class HfTensors:
 
 
 def in_layout_of(
-    source: Path | None, weight_map: WeightMap, tensors: Iterable[tuple[str, Tensor]], *, verify: bool = True
+    source: Path | None,
+    is_left_out: Callable[[str], bool],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    verify: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors as the folder ``source`` has them, and behind them those of its parts that did not come.
 
     Args:
         source: the folder whose config goes with them; None, or one without safetensors, changes nothing.
-        weight_map: of the family.
+        is_left_out: True for the name of a tensor that is copied from ``source`` unless it comes.
         tensors: with names as pushes have them.
         verify: compare what is read of ``source`` with its digests.
 
@@ -239,7 +246,7 @@ def in_layout_of(
         return
     with HfTensors(source, verify=verify) as stored:
         stacker = ExpertStacker(stored.stacks)
-        missing = {name for name in stored.stored_names() if weight_map.is_untrained(name)}
+        missing = {name for name in stored.stored_names() if is_left_out(name)}
         for name, tensor in stacker.stack(tensors):
             missing.discard(name)
             yield name, tensor

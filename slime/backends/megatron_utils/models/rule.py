@@ -113,17 +113,27 @@ class WeightMap:
         """Return True for a HF tensor of a part that a trainer may go without."""
         return any(re.fullmatch(pattern, hf_name) for pattern in self.untrained)
 
+    def is_left_out(self, hf_name: str, shape: ModelDims) -> bool:
+        """Return True for a HF tensor of a part that this model may lack: a vision tower, or its missing MTP layers."""
+        return self.is_untrained(hf_name) or self._is_in_mtp(hf_name, shape, first=shape.num_mtp_layers)
+
+    def _is_in_mtp(self, hf_name: str, shape: ModelDims, *, first: int = 0) -> bool:
+        """Return True for a HF tensor of an MTP layer, counted from ``first``."""
+        if not self.mtp or (self.own_mtp_prefix and "{index}" not in self.own_mtp_prefix and first):
+            return False
+        prefixes: list[str] = []
+        for index in range(first, MAX_MTP_LAYERS):
+            prefix = self.mtp_prefix(index, shape)
+            prefixes += [prefix, self.mtp_layer_prefix.format(index=index) or prefix]
+        return hf_name.startswith(tuple(prefixes))
+
     def has_place(self, hf_name: str, shape: ModelDims) -> bool:
         """Return False for a HF tensor that belongs to no layer of the model, nor to anything else of the family."""
         if hf_name in {name for rule in self.top for name in rule.hf} or self.is_untrained(hf_name):
             return True
         if self.tower and hf_name.startswith(self.tower):
             return True
-        mtp: list[str] = []
-        for index in range(MAX_MTP_LAYERS if self.mtp else 0):
-            prefix = self.mtp_prefix(index, shape)
-            mtp += [prefix, self.mtp_layer_prefix.format(index=index) or prefix]
-        if hf_name.startswith(tuple(mtp)) or any(re.fullmatch(pattern, hf_name) for pattern in self.ignored):
+        if self._is_in_mtp(hf_name, shape) or any(re.fullmatch(pattern, hf_name) for pattern in self.ignored):
             return True
         before, _, behind = self.layer_prefix.partition("{layer}")
         layer = re.match(rf"{re.escape(before)}(\d+){re.escape(behind)}", hf_name)

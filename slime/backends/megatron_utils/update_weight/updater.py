@@ -18,7 +18,8 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory, sglang
 from slime.backends.megatron_utils.adapters import peft_tensors
-from slime.backends.megatron_utils.hf_to_megatron.tensors import untrained_tensors
+from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.hf_to_megatron.tensors import left_out_tensors
 from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
@@ -175,8 +176,13 @@ class WeightUpdater:
             takes_slices = self._takes_slices and not has_adapters(self._model)  # slices are read from the weights
             source = self._slices() if takes_slices else self.make_plain_source()
             weight_map = find_weight_map(model_name(self.args, self._hf_config))
-            beside = untrained_tensors(self.args.hf_checkpoint, weight_map, source.manifest)
-            self._buckets = DigestedBuckets(source, beside)
+            kept = left_out_tensors(self.args.hf_checkpoint, weight_map, model_dims(self.args), source.manifest)
+            if kept and dist.get_rank() == 0:
+                logger.info(
+                    "engines keep %d tensors of %s that this trainer does not have, such as %s",
+                    len(kept), self.args.hf_checkpoint, kept[0].name,
+                )  # fmt: skip
+            self._buckets = DigestedBuckets(source, kept)
             if isinstance(source, ShardBuckets):
                 source.record_digests = self._buckets.record
             memory.freeze_long_lived_objects()  # some for each of the model's tensors

@@ -67,6 +67,26 @@ def test_names_of_mtp_tensors(model: str, name: str, hf_names: list[str]) -> Non
     assert list(find_weight_map(model).find(name, shape_of(92, 2))[1]) == hf_names
 
 
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("deepseek_v3", ["model.layers.92.eh_proj.weight", "model.layers.92.mlp.experts.3.up_proj.weight_scale_inv"]),
+        ("glm4_moe", ["model.layers.92.enorm.weight"]),
+        ("glm4_moe_lite", ["model.layers.92.shared_head.norm.weight"]),
+        ("glm_moe_dsa", ["model.layers.92.self_attn.indexer.wk.weight"]),
+        ("mimo", ["model.mtp_layers.0.input_proj.weight"]),
+        ("qwen3_next", ["mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"]),
+        ("qwen3_5", ["mtp.norm.weight"]),
+    ],
+)
+def test_tensors_of_mtp_layers_are_left_out_by_a_model_without_them_alone(model: str, names: list[str]) -> None:
+    weight_map = find_weight_map(model)
+    for name in names:
+        assert weight_map.is_left_out(name, shape_of(92, 0))
+        assert not weight_map.is_left_out(name, shape_of(92, 1))
+    assert not weight_map.is_left_out("model.layers.91.self_attn.o_proj.weight", shape_of(92, 0))
+
+
 def test_mimo_joins_hidden_and_embedding_the_other_way_round() -> None:
     rule, _ = find_weight_map("mimo").find("mtp.layers.0.eh_proj.weight", shape_of(3, 1))
     ours, theirs = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[3, 4, 1, 2]])
