@@ -13,7 +13,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from types import FrameType
 
-import ray
 from ray.exceptions import RayError
 
 from slime.arguments import parse_args
@@ -21,7 +20,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.run_record import event, stop_recording
 from slime.planning.command import asks_for_plan, asks_to_fit, plan_of_train
 from slime.planning.fit import fitted_here
-from slime.ray.connect import connect
+from slime.ray.connect import connect, disconnect
 from slime.ray.preemption import NOTICE, Interrupted, RanksLeave
 from slime.ray.supervisor import FLAG, supervise
 from slime.ray.waiting import forget_all
@@ -73,8 +72,7 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
             event("failed", code=code)
         stop_recording()
         forget_all()
-        if ray.is_initialized():
-            ray.shutdown()
+        disconnect(keeps_logs=code != 0)
     sys.exit(code)
 
 

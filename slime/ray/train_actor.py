@@ -32,6 +32,7 @@ from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.utils import env
 from slime.utils.env import visible_index
 from slime.utils.misc import Box
+from slime.utils.private_folder import user_folder
 
 FETCH_TIMEOUT_S = 3600
 """Deadline for one rank's train data to arrive through the object store; it may be tens of gigabytes."""
@@ -45,6 +46,8 @@ class TrainRayActor(CopyingRank, Watched, RayActor):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.heed_sigterm()
+        if env.get_str("TORCHINDUCTOR_CACHE_DIR") is None:  # torch runs what lies in one that any user could make
+            env.export({"TORCHINDUCTOR_CACHE_DIR": str(user_folder() / "torchinductor")})
         super().__init__(*arguments, **keywords)
 
     def set_rendezvous(self, world_size: int, rank: int, master_addr: str, master_port: int, gpu_id: int) -> None:

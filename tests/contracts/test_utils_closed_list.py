@@ -23,6 +23,7 @@ KIT = {
     "json_file",
     "atomic_file",
     "safe_pickle",
+    "private_folder",
 }
 OLD_PATHS = {
     facade.removeprefix("slime.utils.").split(".")[0] for facade in FACADES if facade.startswith("slime.utils.")

@@ -21,6 +21,7 @@ from typing import Any
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.misc import exec_command
+from slime.utils.private_folder import user_folder
 
 __all__ = [
     "NUM_GPUS_OF_HARDWARE",
@@ -147,7 +148,7 @@ def execute_train(
     variables = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "NCCL_NVLS_ENABLE": str(int(check_has_nvlink())),
-        **(_CORE_DUMP if config.cuda_core_dump else {}),
+        **(_core_dump_variables() if config.cuda_core_dump else {}),
         **(extra_env_vars or {}),
         **_words(config.extra_env_vars),
     }
@@ -165,13 +166,14 @@ def execute_train(
     )
 
 
-_CORE_DUMP = {
-    "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
-    "CUDA_COREDUMP_SHOW_PROGRESS": "1",
-    "CUDA_COREDUMP_GENERATION_FLAGS": "skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,"
-    "skip_local_memory,skip_constbank_memory",
-    "CUDA_COREDUMP_FILE": "/tmp/cuda_coredump_%h.%p.%t",
-}
+def _core_dump_variables() -> dict[str, str]:
+    return {
+        "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
+        "CUDA_COREDUMP_SHOW_PROGRESS": "1",
+        "CUDA_COREDUMP_GENERATION_FLAGS": "skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,"
+        "skip_local_memory,skip_constbank_memory",
+        "CUDA_COREDUMP_FILE": f"{user_folder()}/cuda_coredump_%h.%p.%t",
+    }
 
 
 def _enter(megatron_model_type: str | None) -> str:

@@ -31,10 +31,11 @@ TIMEOUT_S = 60.0
 class TransferEngine:
     """Memory of this process that others may write to, and writes into theirs.
 
-    Invariant: a peer's session is ``host:number``; the number names its socket, and is its process id.
+    Invariant: a peer's session is ``host:number``; the number names its socket.
     """
 
     def __init__(self) -> None:
+        self._number = -1
         self._regions: dict[int, int] = {}
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[socket.socket, threading.Lock]] = {}
@@ -42,14 +43,15 @@ class TransferEngine:
     def initialize(self, hostname: str, metadata_server: str, protocol: str, device_name: str) -> int:
         """Listen for writes; 0 when that worked, as all methods here."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(_socket_name(os.getpid()))
+        listener.bind("")  # the kernel chooses a name that nobody has: five hexadecimal digits
+        self._number = int(listener.getsockname()[1:], 16)
         listener.listen()
         threading.Thread(target=self._accept, args=(listener,), name="kv-listen", daemon=True).start()
         return 0
 
     def get_rpc_port(self) -> int:
         """Return the number in this process's session."""
-        return os.getpid()
+        return self._number
 
     # --- memory that others may write to --------------------------------------------------------------------------
 
@@ -120,6 +122,8 @@ class TransferEngine:
                 connection.settimeout(TIMEOUT_S)
                 try:
                     connection.connect(_socket_name(int(session.rpartition(":")[2])))
+                    if not _is_same_user(connection):
+                        raise PermissionError(f"the peer {session} is another user's")
                 except OSError:
                     connection.close()
                     raise
@@ -156,7 +160,7 @@ class TransferEngine:
 
 def _socket_name(number: int) -> str:
     """Return the name of an abstract socket, which has no file and vanishes with its process."""
-    return f"\0slime-kv-{number}"
+    return f"\0{number:05x}"
 
 
 def _is_same_user(connection: socket.socket) -> bool:

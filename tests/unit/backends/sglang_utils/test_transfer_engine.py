@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -57,6 +59,27 @@ def test_memory_that_was_unregistered_is_not_written(engine, session):
 
 def test_a_peer_that_is_gone_fails_the_write(engine):
     assert engine.send_probe(f"127.0.0.1:{os.getpid() + 4_000_000}") == FAILED
+
+
+LISTEN_AS = """
+import os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.bind("")
+os.setuid(54321)
+server.listen()
+print(int(server.getsockname()[1:], 16), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_nothing_is_written_to_a_peer_of_another_user(engine):
+    other = subprocess.Popen([sys.executable, "-c", LISTEN_AS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    session = f"127.0.0.1:{int(other.stdout.readline())}"
+    with pytest.raises(PermissionError, match="another user's"):
+        engine._connect(session)
+    assert engine.send_probe(session) == FAILED
+    other.communicate(timeout=20)
 
 
 def test_only_processes_of_the_same_user_are_let_in():
