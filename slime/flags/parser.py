@@ -8,10 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from slime.flags.kinds import any_float, any_int, text
+from slime.flags.kinds import Number, WholeNumber, any_float, any_int, text
 from slime.utils.errors import ConfigError
 
 _LONG_WORD = re.compile(r"\S{400,}")
+UNSET = "none"
+"""Value that takes back a number, or a setting of the engines, which an earlier flag of the command gave."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,12 +33,18 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Return as argparse does; a type may fail in more ways than it expects."""
+        if arg_string == UNSET and _can_be_unset(action):
+            return None
         try:
             return super()._get_value(action, arg_string)
         except (ArithmeticError, AssertionError, LookupError, AttributeError, RecursionError, MemoryError) as error:
             raise argparse.ArgumentError(
                 action, f"{arg_string[:200]!r} is no value of this flag ({type(error).__name__}: {error})"
             ) from error
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value is not None:  # it was taken back
+            super()._check_value(action, value)
 
     def flag_with(self, attribute: str) -> argparse.Action | None:
         """Return the flag that sets an attribute; of several the one that takes a value."""
@@ -93,6 +101,14 @@ def _word(action: argparse.Action, value: Any) -> str:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise argparse.ArgumentError(action, f"it cannot be written as JSON ({error})") from error
+
+
+def _can_be_unset(action: argparse.Action) -> bool:
+    """Return True for a flag without a default that is a number, or a setting of engines with no such value."""
+    if action.default is not None or UNSET in (action.choices or ()):
+        return False
+    is_number = action.type in (int, float) or isinstance(action.type, WholeNumber | Number)
+    return is_number or action.dest.startswith("sglang_")
 
 
 def _one_line(message: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 from slime.arguments.parser import (
     Parser,
     add_slime_arguments,
+    build_parser,
     engine_flags_are_idle,
     refuse_unknown,
     reset_arg,
@@ -108,3 +109,21 @@ def test_reset_arg_changes_an_existing_default_and_adds_a_missing_flag():
     reset_arg(parser, "--steps", type=int, default=7)
     reset_arg(parser, "--colour", default="red")
     assert vars(parser.parse_args([])) == {"steps": 7, "colour": "red"}
+
+
+def test_none_takes_back_a_number_without_a_default_and_nothing_else(parser):
+    args, _ = parser.parse_known_args("--num-rollout 3 --num-rollout none --wandb-group none".split())
+    assert (args.num_rollout, args.wandb_group) == (None, "none")
+    with pytest.raises(ConfigError, match="--n-samples-per-prompt: 'none' is not a whole number"):
+        parser.parse_known_args(["--n-samples-per-prompt", "none"])
+
+
+def test_none_takes_back_the_cut_of_a_pipeline_and_settings_of_engines():
+    words = [
+        *"--decoder-last-pipeline-num-layers 13 --sglang-moe-dense-tp-size 1".split(),
+        *"--sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 4".split(),
+    ]
+    back = [word if word.startswith("--") else "none" for word in words]
+    args, _ = build_parser(with_engine_flags=True).parse_known_args([*words, *back])
+    assert (args.decoder_last_pipeline_num_layers, args.sglang_moe_dense_tp_size) == (None, None)
+    assert (args.sglang_speculative_algorithm, args.sglang_speculative_num_steps) == (None, None)

@@ -96,6 +96,12 @@ DEFAULTS: dict[str, Any] = {
 }
 """Attribute -> default.  Dropout is off because a policy's log-probs must not be random."""
 
+HELP: dict[str, str] = dict.fromkeys(
+    ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "Layers of that stage; none: as many as the others, also where a recipe has given a number.",
+)
+"""Attribute -> what its flag's help says behind the field that it sets."""
+
 NOT_FLAGS: dict[str, str] = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), "follows --bf16, --fp16 or --fp32"),
     **dict.fromkeys(
@@ -233,9 +239,8 @@ def add_config_flag(
             help=f"Sets {target} to False.",
         )
         return
-    add_unless_present(
-        parser, group, options, dest=attribute, default=default, help=f"Sets {target}.", **value_kind(annotation)
-    )
+    text = " ".join((f"Sets {target}.", *([HELP[attribute]] if attribute in HELP else [])))
+    add_unless_present(parser, group, options, dest=attribute, default=default, help=text, **value_kind(annotation))
 
 
 def add_unless_present(parser: argparse.ArgumentParser, group: Any, options: list[str], **settings: Any) -> None:

@@ -1,0 +1,182 @@
+"""Run the recipes of the project's documents in miniature, as whole jobs, one seed after the other.
+
+    python -m tests.seeds                                    all, on a CPU (DEVICE=cpu of `make seeds`)
+    python -m tests.seeds --device gpu --parallel 2          on GPUs of one host, two seeds side by side
+    python -m tests.seeds --only deepseek-r1 --keep          one seed, whose folder stays
+
+Each seed: a small random model of the family, the conversions, the recipe's script unmodified with the flags of a
+small machine behind its own, and the same again from its checkpoint in another parallel layout.  Prints a table; exit
+code 1 when a job failed, or does not show what its recipe is for.  Folders of failed seeds stay in --work-dir.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from benchmarks import results_page
+from tests.seeds import jobs, outcome
+from tests.seeds.outcome import Outcome
+from tests.seeds.recipes import SEEDS, Form, Job, Seed
+
+COLUMNS = (
+    *("seed", "layout of trainer; engine", "from", "steps", "abs(dlogp), largest", "pushes compared", "eval"),
+    *("drafts accepted", "groups dropped, answers carried on", "s", "result"),
+)
+
+
+@dataclass
+class Row:
+    """One job of a seed, and what became of it."""
+
+    seed: str
+    layout: str
+    goes_on: bool = False
+    outcome: Outcome = field(default_factory=Outcome)
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+    def cells(self) -> list[str]:
+        """Return the row of the table."""
+        of = self.outcome
+        result = self.skipped or ("**FAIL**: " + "; ".join(self.problems) if self.problems else "ok")
+        return [
+            self.seed,
+            self.layout,
+            "its checkpoint" if self.goes_on else "reference",
+            str(len(of.steps)),
+            f"{max(of.steps):.1e}" if of.steps else "-",
+            str(of.num_pushes),
+            ", ".join(f"{value:.2f}" for value in of.eval) or "-",
+            ", ".join(f"{value:.2f}" for value in of.acceptance) or "-",
+            f"{of.dropped}, {of.partial}",
+            f"{self.seconds:.0f}",
+            result.replace("|", "/"),
+        ]
+
+
+def run_seed(seed: Seed, form: Form, base: Path, options: argparse.Namespace) -> list[Row]:
+    """Run all jobs of a seed; after a failure those that go on from it are left out."""
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    start = time.monotonic()
+    try:
+        jobs.prepare(seed, form, base, dtype)
+    except (jobs.CommandFailed, OSError, ValueError) as error:
+        return [Row(seed.title, "preparation", seconds=time.monotonic() - start, problems=[str(error)])]
+    rows: list[Row] = []
+    save, first = base, 0
+    for number, job in enumerate(form.jobs[: options.jobs]):
+        if not job.goes_on:
+            save, first = base / f"run{number}", 0
+        row = Row(seed.title, job.layout, job.goes_on)
+        rows.append(row)
+        if job.num_gpus > options.num_gpus:
+            row.skipped = f"needs {job.num_gpus} GPUs"
+        elif job.goes_on and (rows[-2].problems or rows[-2].skipped):
+            row.skipped = "not run: the job before it did not end well"
+        else:
+            _run_job(row, seed, form, job, base, save, first, options.limit_s)
+            first += job.num_rollouts
+            print(" | ".join(row.cells()), flush=True)
+    return rows
+
+
+def _run_job(row: Row, seed: Seed, form: Form, job: Job, base: Path, save: Path, first: int, limit_s: float) -> None:
+    num_records, start = outcome.count_records(save), time.monotonic()
+    try:
+        log = jobs.run_job(seed, form, job, base, save, first + job.num_rollouts, limit_s)
+        row.outcome = outcome.read(save, log, num_records, first)
+        row.problems = outcome.problems(job, row.outcome, first)
+    except jobs.CommandFailed as error:
+        row.problems = [str(error)]
+    row.seconds = time.monotonic() - start
+
+
+def try_seed(name: str, options: argparse.Namespace) -> list[Row]:
+    """Run a seed, whatever becomes of it; its folder goes when all is well."""
+    seed, base = SEEDS[name], options.work_dir / options.device / name
+    form = getattr(seed, options.device)
+    try:
+        rows = run_seed(seed, form, base, options)
+    except Exception as error:  # noqa: BLE001 - the other seeds are not concerned
+        traceback.print_exc()
+        rows = [Row(seed.title, "-", problems=[f"{type(error).__name__}: {error}"])]
+    if not any(row.problems for row in rows) and not options.keep:
+        shutil.rmtree(base)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as Markdown."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *(row.cells() for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def notes(names: Sequence[str], device: str) -> str:
+    """Return what this machine leaves out of the recipes."""
+    lines = [
+        f"{SEEDS[name].title}: {form.gpu_only}" for name in names if (form := getattr(SEEDS[name], device)).gpu_only
+    ]
+    return f"On GPUs only: {'; '.join(lines)}." if lines else ""
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.seeds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--only", nargs="+", choices=SEEDS, default=list(SEEDS), metavar="NAME", help=", ".join(SEEDS))
+    parser.add_argument("--jobs", type=int, help="only so many jobs of each seed, from the first")
+    parser.add_argument("--parallel", type=int, default=1, help="seeds side by side, each in a Ray of its own")
+    parser.add_argument("--limit-s", type=float, default=900, help="seconds that one job may take")
+    parser.add_argument("--work-dir", type=Path, default=Path("runs/seeds"))
+    parser.add_argument("--keep", action="store_true", help="keep all folders, not only those of failed seeds")
+    parser.add_argument("--write-docs", action="store_true", help="record the table in benchmarks/results")
+    options = parser.parse_args(argv)
+    if (options.device == "gpu") != torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch sees {torch.cuda.device_count()} GPUs here")
+    if options.write_docs and not (results_page.FOLDER / f"seeds_{options.device}.json").exists():
+        parser.error(f"--write-docs: there is no benchmarks/results/seeds_{options.device}.json to write into")
+    options.work_dir = options.work_dir.resolve()
+    # Those of a CPU are logical, and there are enough.
+    options.num_gpus = torch.cuda.device_count() if options.device == "gpu" else 99
+    return options
+
+
+def stop(signum: int, frame: FrameType | None) -> None:
+    """End every command, and this process with whatever its threads wait for."""
+    for process in list(jobs.RUNNING):
+        jobs.stop(process)
+    os._exit(128 + signum)
+
+
+def main() -> int:
+    """Run the seeds; return 1 when one of them failed."""
+    options = parse()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    with ThreadPoolExecutor(options.parallel) as pool:
+        rows = [row for rows in pool.map(lambda name: try_seed(name, options), options.only) for row in rows]
+    text = f"{notes(options.only, options.device)}\n\n{table(rows)}\n"
+    print(f"\n{text}")
+    if options.write_docs:
+        results_page.record(f"seeds_{options.device}", text)
+    return int(any(row.problems for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Prepare a seed's folder and run its recipe's script, each command with a deadline and a log."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from slime.utils import env
+from slime.utils.net import get_free_port
+from tests.matrix.flags import model_flags
+from tests.seeds import inputs
+from tests.seeds.recipes import ALL, Form, Job, Seed
+
+REPO = Path(__file__).resolve().parents[2]
+PREPARE_S = 300
+"""Deadline of one conversion."""
+STOP_S = 60
+"""For a command that is told to stop; then it is killed."""
+START_APART_S = 5.0
+"""Between two starts: clusters of Ray that look for free ports at the same moment find the same ones."""
+IN_A_RAY = 'source scripts/lib.sh; start_ray "$1"; shift; bash "$@"'
+"""A cluster with as many GPUs as the job takes: the scripts of several nodes would take fixed ports."""
+ENGINES = """\
+sglang:
+  - name: default
+    server_groups:
+      - {worker_type: prefill, num_gpus: 1, num_gpus_per_engine: 1, overrides: {disaggregation_ib_device: null}}
+      - {worker_type: decode, num_gpus: 1, num_gpus_per_engine: 1, overrides: {disaggregation_ib_device: null}}
+"""
+RUNNING: set[subprocess.Popen[bytes]] = set()
+_STARTING = Lock()
+
+
+class CommandFailed(Exception):
+    """A command ended badly, or did not end in time; the message names its log."""
+
+
+def prepare(seed: Seed, form: Form, base: Path, dtype: torch.dtype) -> None:
+    """Write the model and the questions, and convert; what an earlier call left is made again."""
+    inputs.clear(base)
+    base.mkdir(parents=True)
+    inputs.write_questions(base)
+    inputs.write_model(base / seed.folder, seed.family, dict(form.sizes), weight_std=form.weight_std, dtype=dtype)
+    (base / "engines.yaml").write_text(ENGINES)
+    for number, command in enumerate(form.prepare):
+        words = command.format(base=base, model=_model_flags(seed, base), port=get_free_port(20000))
+        run(["bash", "-e", "-c", words], base / f"prepare-{number}.log", limit_s=PREPARE_S)
+
+
+def run_job(seed: Seed, form: Form, job: Job, base: Path, save: Path, num_rollout: int, limit_s: float) -> Path:
+    """Run the script with the job's flags; return its log.
+
+    Args:
+        save: the job's folder of checkpoints.
+        num_rollout: the value of the flag, rollouts of earlier jobs included.
+    """
+    log = base / f"{save.name}-{num_rollout}.log"
+    text = " ".join((ALL, form.flags, job.flags)).format(base=base, save=save, model=_model_flags(seed, base))
+    flags = [*shlex.split(text), "--num-rollout", str(num_rollout)]
+    variables = {
+        **{"BASE_DIR": str(base), "ACTOR_NUM_NODES": "1", "MASTER_ADDR": "127.0.0.1", "SOCKET_IFNAME": "lo"},
+        **form.environment,
+        "JOB_EXTRA_ENV": " ".join(form.environment),
+    }
+    words = ["bash", "-c", IN_A_RAY, "seeds", str(job.num_gpus), f"scripts/{seed.script}", *flags]
+    run(words, log, limit_s=limit_s, variables=variables)
+    return log
+
+
+def _model_flags(seed: Seed, base: Path) -> str:
+    return shlex.join(model_flags(base / seed.folder))
+
+
+def run(words: Sequence[str], log: Path, *, limit_s: float, variables: Mapping[str, str] | None = None) -> None:
+    """Run a command in the repository, with this interpreter first on PATH.
+
+    Raises:
+        CommandFailed: its exit code is not 0, or time was up.
+    """
+    environment = {
+        **env.copy(),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), env.get_str("PATH") or ""]),
+        "OMP_NUM_THREADS": "1",
+        **(variables or {}),
+    }
+    with open(log, "wb") as file:
+        with _STARTING:
+            process = subprocess.Popen(
+                words, cwd=REPO, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            RUNNING.add(process)
+            time.sleep(0 if variables is None else START_APART_S)
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise CommandFailed(f"no end within {limit_s:.0f} s; see {log}") from error
+        finally:
+            stop(process)
+            RUNNING.discard(process)
+    if code != 0:
+        raise CommandFailed(f"exit code {code}; see {log}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a command and its children: the scripts stop their Ray when they are told to."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            continue
