@@ -99,7 +99,7 @@ start_ray() {
 # _show_cause: what Ray's logs say of a failed start.  The end of ray-start.log has the consequences; the cause is an error
 # further up in it, or in the log of the process that ended first.
 _show_cause() {
-    local file lines found="" logs="${_RAY_DIR}/session_latest/logs"
+    local file lines found="" logs="${_RAY_DIR}/ray/session_latest/logs"
     local error='^[EF][0-9]{4} |^.{0,40} [EFC] |\b(ERROR|CRITICAL|FATAL)\b|^ *[A-Za-z_.]*(Error|Exception)\b|Check failed|exited unexpectedly'
     local cause='[Nn]o space left|[Aa]ddress already in use|[Pp]ermission denied|[Tt]oo many open files|exit code'
     for file in "${_RAY_DIR}/ray-start.log" "${logs}"/{gcs_server,raylet,dashboard,dashboard_agent}.{err,out,log}; do
@@ -128,7 +128,7 @@ make_token() {
 _start_ray_once() {
     local num_gpus="$1" ports start=${SECONDS}
     shift
-    _RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray-XXXXXX")"
+    _RAY_DIR="$(python3 -m slime.utils.private_folder)"
     make_token
     mapfile -t ports < <(free_ports 6)
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${ports[1]}"
@@ -136,7 +136,7 @@ _start_ray_once() {
     echo "ray: starting a cluster with ${num_gpus} GPUs (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
     # Workers take any free port: with a fixed range, two clusters on one machine would try the same ports.
     # A bundle of the job has one GPU and one CPU; engines, managers and the job itself need CPUs too.
-    setsid ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" --node-ip-address 127.0.0.1 \
+    setsid ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}/ray" --node-ip-address 127.0.0.1 \
         --num-gpus "${num_gpus}" --num-cpus "$((2 * num_gpus + 8))" \
         --port "${ports[0]}" --min-worker-port 0 --max-worker-port 0 \
         --dashboard-host 127.0.0.1 --dashboard-port "${ports[1]}" \
@@ -235,7 +235,7 @@ _clean_up() {
     if [[ -n "${_RAY_PID}" ]]; then
         _stop_ray
         if ((status == 0)); then
-            rm -rf "${_RAY_DIR}" 2>/dev/null || true
+            rm -rf "$(readlink -f "${_RAY_DIR}/ray")" "${_RAY_DIR}" 2>/dev/null || true
         else
             echo "ray: stopped; logs are kept in ${_RAY_DIR}" >&2
         fi

@@ -12,9 +12,11 @@
 # Everything that is started here, on any node, ends with this script, and nothing else.  SLIME_SCRIPT_EXTERNAL_RAY=1
 # uses a running cluster.
 
-# join_command NODE_ADDRESS NUM_GPUS: print the command that joins a node.
+# join_command NODE_ADDRESS NUM_GPUS: print the command that joins a node.  Ray opens its folder to every user, so it is in one
+# that only this user enters.
 join_command() {
-    echo "ray start --address=${MASTER_ADDR}:${RAY_PORT} --num-gpus $2 --node-ip-address $1 --disable-usage-stats"
+    echo "ray start --address=${MASTER_ADDR}:${RAY_PORT} --num-gpus $2 --node-ip-address $1 --disable-usage-stats" \
+        '--temp-dir "$(mktemp -d)/ray"'
 }
 
 start_nodes() {
@@ -29,7 +31,7 @@ start_nodes() {
     fi
     export RAY_PORT="${RAY_PORT:-6379}" RAY_DASHBOARD_PORT="${RAY_DASHBOARD_PORT:-8265}"
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${RAY_DASHBOARD_PORT}"
-    _RAY_DIR="$(mktemp -d "${TMPDIR:-/tmp}/slime-ray-XXXXXX")"
+    _RAY_DIR="$(python3 -m slime.utils.private_folder)"
     if [[ -n "${HOSTFILE:-}${RAY_AUTH_TOKEN:-}" ]]; then
         make_token
     else
@@ -73,7 +75,7 @@ _node_addresses() {
 _run_nodes() {
     local num_gpus="$1" address head mine
     # With Ray's default folder, later programs would join this cluster.
-    ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}" \
+    ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}/ray" \
         --node-ip-address "${MASTER_ADDR}" --port "${RAY_PORT}" \
         --num-gpus "${num_gpus}" --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT}" &
     head=$!
@@ -102,7 +104,7 @@ echo "$token" >"$RAY_AUTH_TOKEN_PATH"
 exec 3<&0
 [ -x "$REPO_DIR/.venv/bin/ray" ] && PATH="$REPO_DIR/.venv/bin:$PATH"
 for attempt in 1 2 3 4 5 6; do
-    $JOIN &
+    eval "exec $JOIN" &
     node=$!
     (cat <&3 >/dev/null; kill -TERM $node $$) &
     watcher=$!

@@ -72,9 +72,9 @@ def test_a_private_cluster_is_in_a_folder_of_this_user_alone_which_ends_with_the
         assert options.pop()["_temp_dir"] == str(folder / "ray")
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.geteuid()
         connect.disconnect(keeps_logs=keeps_logs)
-        assert not (folder / "token").exists() and (folder / "ray").is_dir() == keeps_logs
+        assert not (folder / "token").exists() and (folder / "ray").is_dir() == folder.exists() == keeps_logs
+        remove_ray_folder(folder)
         env.unset("RAY_AUTH_TOKEN_PATH")
-    assert not folder.exists()
 
 
 def test_without_ray_s_authentication_there_is_no_token(monkeypatch, folder):

@@ -103,7 +103,7 @@ GCS_LOG = "E1122 19:15:20.683 1392 chttp2.cc:1059] UNKNOWN:No address added for 
 
 
 def test_the_cause_of_a_failed_start_is_shown_wherever_ray_wrote_it(tmp_path: Path) -> None:
-    logs = tmp_path / "session_latest/logs"
+    logs = tmp_path / "ray/session_latest/logs"
     logs.mkdir(parents=True)
     (tmp_path / "ray-start.log").write_text(START_LOG)
     (logs / "gcs_server.err").write_text(GCS_LOG * 3)
