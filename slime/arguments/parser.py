@@ -25,10 +25,11 @@ from slime.flags.observability import add_observability_arguments
 from slime.flags.parser import Parser
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
-from slime.flags.security import REDACTED, add_security_arguments, is_secret
+from slime.flags.security import add_security_arguments
 from slime.flags.train import add_train_arguments
 from slime.flags.weight_sync import add_weight_sync_arguments
 from slime.utils.errors import ConfigError
+from slime.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -196,8 +197,7 @@ def note_repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
             found.setdefault(action.option_strings[0], []).append(said)
     for name, values in found.items():
         if len(set(values)) > 1:
-            shown = ", then ".join(" ".join(value) or "nothing" for value in values)
-            shown = REDACTED if is_secret(name) else shown
+            shown = redacted(", then ".join(" ".join(value) or "nothing" for value in values), name)
             logger.info("%s is given %d times (%s); the last one counts.", name, len(values), shown)
 
 

@@ -1,4 +1,4 @@
-"""Secrets: the job's own, which guards its servers (docs/security.md), and what is never written down."""
+"""The job's own secret, which guards its servers (docs/security.md)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 import contextlib
 import logging
 import os
-import re
 import secrets
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,6 @@ from slime.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-REDACTED = "(secret)"
-_SECRET_NAME = re.compile(
-    r"(^|[-_])(api[-_]keys?|wandb[-_]key|secret|password|access[-_]token|auth[-_]token|postgres[-_]db[-_]url"
-    r"|redis[-_]url|oracle[-_]connect[-_]descriptor)$"
-)
-"""Flags and attributes whose values are secrets, ours, the engines' or a plug-in's."""
-_SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET)_?KEY)$")
-"""Environment variables whose values are secrets, such as HF_TOKEN."""
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
-_JSON_PAIR = re.compile(r'"([^"\\]*)"\s*:\s*("(?:[^"\\]|\\.)*"|[^\s",}\]]+)')
-"""A name and its value, a text or a number, in the JSON of a flag such as --train-env-vars."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,47 +149,3 @@ def check_security(args: Namespace) -> Iterator[str]:
     unguarded = {"--sglang-enable-http2": flags.sglang_enable_http2, "--sglang-grpc-mode": flags.sglang_grpc_mode}
     for flag in (flag for flag, is_given in unguarded.items() if is_given and not flags.no_job_secret):
         yield f"{flag} starts a server that no secret can guard; drop it, or add --no-job-secret."
-
-
-# What is written down
-
-
-def is_secret(name: str) -> bool:
-    """Return True when the flag, attribute or environment variable ``name`` holds a secret."""
-    return bool(_SECRET_NAME.search(name.lower()) or _SECRET_VARIABLE.search(name))
-
-
-def redacted(args: Namespace) -> dict[str, Any]:
-    """Return the attributes of ``args``, of nested ones and maps too, for files and logs: secrets are replaced."""
-    return {name: _without_secrets(name, value) for name, value in vars(args).items()}
-
-
-def _without_secrets(name: Any, value: Any) -> Any:
-    if value and is_secret(str(name)):
-        return REDACTED
-    if isinstance(value, Namespace):
-        return Namespace(**redacted(value))
-    return {key: _without_secrets(key, one) for key, one in value.items()} if isinstance(value, dict) else value
-
-
-def without_credentials(text: str) -> str:
-    """Return ``text`` without the credentials of URLs, ``scheme://user:password@host``, and the secrets in JSON."""
-    return _JSON_PAIR.sub(_without_secret, _CREDENTIALS.sub(REDACTED, text))
-
-
-def redacted_words(words: Sequence[str]) -> list[str]:
-    """Return a command line in which secrets are replaced."""
-    shown: list[str] = []
-    flag = ""
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name.startswith("--"):
-            flag = name
-            shown.append(f"{name}={REDACTED}" if equals and is_secret(name) else word)
-        else:
-            shown.append(REDACTED if is_secret(flag) else word)
-    return [without_credentials(word) for word in shown]
-
-
-def _without_secret(pair: re.Match[str]) -> str:
-    return f'"{pair[1]}": "{REDACTED}"' if is_secret(pair[1]) else pair[0]

@@ -20,6 +20,7 @@ from slime.observability.metrics_file import START_KEY, MetricsFile, append_reco
 from slime.observability.rollout_metrics import compute_eval_record, compute_rollout_record
 from slime.utils.errors import DataError
 from slime.utils.misc import call_hook
+from slime.utils.redaction import redacted_text
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -61,19 +62,23 @@ class _Process:
     trackers: list[Tracker] | None = None
 
 
+class RedactingFormatter(logging.Formatter):
+    """Writes lines, and what follows them of an error, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted_text(super().format(record))
+
+
 def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
     """Log INFO and above to stderr as ``[time prefix] file:line - message``.  Only a process's first call acts."""
     if _Process.is_logging_configured:
         return
     _Process.is_logging_configured = True
     tag = f" {prefix}" if prefix else ""
-    logging.basicConfig(
-        level=level,
-        format=f"[%(asctime)s{tag}] %(filename)s:%(lineno)d - %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    line = f"[%(asctime)s{tag}] %(filename)s:%(lineno)d - %(message)s"
+    handler.setFormatter(RedactingFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # Lines about FSDP at the import of Megatron, which nothing here uses.

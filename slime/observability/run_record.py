@@ -33,11 +33,11 @@ import psutil
 import torch
 
 from slime.flags.observability import record_config
-from slime.flags.security import REDACTED, is_secret, redacted, redacted_words, without_credentials
 from slime.observability.metrics_file import append_line, append_record, plain, run_folder
 from slime.observability.timer import Timer
 from slime.utils import env
 from slime.utils.atomic_file import replace_file
+from slime.utils.redaction import hide_values, redacted, redacted_words
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class _RecordWriter:
         identity = {"name": name, "ph": "X", "pid": self.process, "tid": threading.current_thread().name}
         times = {"ts": round(start * 1e6), "dur": round((end - start) * 1e6)}
         with self._guard:
-            self._spans.append(identity | times | {"args": plain(dict(attrs))})
+            self._spans.append(identity | times | {"args": redacted(plain(dict(attrs)))})
 
     def flush(self) -> None:
         """Wait until what was submitted is written, twice ``FLUSH_TIMEOUT_S`` at most."""
@@ -132,8 +132,6 @@ class _Recorder:
 
     writer: _RecordWriter | None = None
     handler: logging.Handler | None = None
-    secrets: tuple[str, ...] = ()
-    """Values of this process's args that are in no event."""
 
 
 class _Warnings(logging.Handler):
@@ -159,6 +157,7 @@ def start_recording(args: Namespace, process: str, *, primary: bool = False) -> 
         primary: the driver, which begins the record and describes the run.
     """
     stop_recording()
+    hide_values(args)
     folder = run_folder(args)
     if folder is None or not record_config(args).record or not (primary or (folder / CONFIG_FILE).exists()):
         return False
@@ -169,7 +168,6 @@ def start_recording(args: Namespace, process: str, *, primary: bool = False) -> 
     except OSError as error:
         logger.error("This run is not recorded: %s", error)
         return False
-    _Recorder.secrets = tuple(v for name, v in vars(args).items() if is_secret(name) and isinstance(v, str) and v)
     _Recorder.writer = _RecordWriter(folder, process)
     _Recorder.handler = _Warnings()
     logging.getLogger("slime").addHandler(_Recorder.handler)
@@ -183,6 +181,7 @@ def stop_recording() -> None:
         logging.getLogger("slime").removeHandler(_Recorder.handler)
         _Recorder.handler = None
     Timer().on_end = None
+    hide_values(Namespace())
     if _Recorder.writer is not None:
         _Recorder.writer.close()  # its thread still records what its files cost
         _Recorder.writer = None
@@ -203,18 +202,12 @@ def event(kind: str, **facts: Any) -> None:
     """Record that something happened, now: of texts the first line, since the others are often the end of a log."""
     if (writer := _Recorder.writer) is None:
         return
-    shown = {name: _safe_line(value) if isinstance(value, str) else value for name, value in facts.items()}
+    lines = {name: fact.strip().partition("\n")[0] if isinstance(fact, str) else fact for name, fact in facts.items()}
+    record = {"event": kind, "process": writer.process, **redacted(plain(lines))}
     try:
-        append_record(writer.folder / EVENTS_FILE, {"event": kind, "process": writer.process, **shown})
+        append_record(writer.folder / EVENTS_FILE, record)
     except OSError as error:
         logger.debug("the event %s is lost: %s", kind, error)
-
-
-def _safe_line(text: str) -> str:
-    line = without_credentials(text.strip().partition("\n")[0])
-    for secret in _Recorder.secrets:
-        line = line.replace(secret, REDACTED)
-    return line
 
 
 def span(name: str, start: float, end: float, **attrs: Any) -> None:
@@ -243,8 +236,9 @@ def submit(work: Callable[[Path], None]) -> None:
 
 
 def _write_config(args: Namespace, folder: Path) -> None:
-    shown = redacted(args)
-    origins = shown.pop("value_origins", {})
+    shown = vars(redacted(args))
+    shown.pop("value_origins", None)
+    origins = vars(args).get("value_origins", {})  # the names of settings, those of secrets too
     values = {
         name: {"value": _shown(value), "origin": origins.get(name, "default")} for name, value in sorted(shown.items())
     }
@@ -256,7 +250,7 @@ def _write_config(args: Namespace, folder: Path) -> None:
         "command": redacted_words(sys.argv),
         "folder": str(Path.cwd()),
         "values": values,
-        "environment": {name: without_credentials(v) for name, v in redacted(Namespace(**variables)).items()},
+        "environment": redacted(variables),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "git": _git(),
         "hardware": _hardware(),
@@ -270,8 +264,7 @@ def _shown(value: Any) -> Any:
     """Return ``value`` as JSON has it; what is no plain value becomes text."""
     if isinstance(value, Namespace):
         return {name: _shown(one) for name, one in vars(value).items()}
-    value = plain(value)
-    return without_credentials(value) if isinstance(value, str) else value
+    return plain(value)
 
 
 def _version(package: str) -> str | None:

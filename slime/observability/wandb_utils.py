@@ -18,7 +18,7 @@ from typing import Any
 import wandb
 
 from slime.flags.observability import tracking_config
-from slime.flags.security import redacted, redacted_words
+from slime.utils.redaction import redacted, redacted_words
 
 AXES = {
     "train/step": ("train/*",),
@@ -38,7 +38,7 @@ def run_name(args: Namespace) -> tuple[str | None, str]:
 
 def _config(args: Namespace) -> dict[str, Any]:
     """Return the arguments without secrets, a critic's as a table of their own."""
-    shown = redacted(args)
+    shown = vars(redacted(args))
     return {name: dict(vars(value)) if isinstance(value, Namespace) else value for name, value in shown.items()}
 
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from slime.flags.security import without_credentials
 from slime.rollout.config import RolloutConfig
 from slime.utils.errors import ConfigError, EngineError, GraderError, ProcessError
 from slime.utils.http_utils import LoopSessions, add_job_servers, job_headers
+from slime.utils.redaction import redacted_text
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ async def ask_patiently(attempt: Callable[[], Awaitable[Answer]], *, server: str
             return await attempt()
         except (UnusableAnswer, aiohttp.ClientError, TimeoutError, ValueError) as error:
             text = str(error) if isinstance(error, UnusableAnswer) else f"{type(error).__name__}: {error}"
-            problem = without_credentials(text)
+            problem = redacted_text(text)
             if number == max_attempts:
                 # A traceback shows the text of the cause too.
                 raise GraderError(

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.flags.distillation import ONLY_TEACHER, teacher_config, teachers_of
-from slime.flags.security import without_credentials
 from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
 from slime.train_data.convert import source_name
 from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json, job_headers
 from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.utils.redaction import redacted_text
 from slime.utils.types import Sample
 
 __all__ = ["post_process_rewards", "reward_func", "teacher_name"]
@@ -98,7 +98,7 @@ def teacher_name(args: Namespace, sample: Sample) -> str:
 
 async def _ask(url: str, body: bytes) -> dict[str, Any]:
     headers = {**job_headers(url), "Content-Type": "application/json"}
-    server = f"teacher {without_credentials(url)}"
+    server = f"teacher {redacted_text(url)}"
 
     async def ask() -> dict[str, Any]:
         async with _sessions.current().post(url, data=body, headers=headers) as response:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from slime.utils.errors import HookError
 from slime.utils.net import get_current_node_ip, get_free_port
 from slime.utils.plugins import PluginCall, call_plugin, import_plugin
+from slime.utils.redaction import redacted_text
 from slime.utils.sglang_meta import decode_int32_meta_array
 
 __all__ = [
@@ -130,7 +131,7 @@ def exec_command(cmd: str, capture_output: bool = False) -> str | None:
     Raises:
         subprocess.CalledProcessError: the command failed.
     """
-    print(f"EXEC: {cmd}", flush=True)
+    print(f"EXEC: {redacted_text(cmd)}", flush=True)
     done = subprocess.run(["bash", "-c", cmd], check=True, capture_output=capture_output, text=capture_output)
     return done.stdout if capture_output else None
 

@@ -7,14 +7,17 @@ from tests.contracts.source_tree import FACADES, REPO, module_name
 KIT = {
     "answer_checks",
     "plugins",
+    "redaction",
     "types",
     "misc",
+    "http_door",
     "http_utils",
     "mask_utils",
     "processing_utils",
     "async_utils",
     "sglang_meta",
     "net",
+    "page_server",
     "distributed_utils",
     "accelerator",
     "memory_utils",
@@ -23,6 +26,8 @@ KIT = {
     "json_file",
     "atomic_file",
     "safe_pickle",
+    "pickle_types",
+    "outside_file",
     "private_folder",
 }
 OLD_PATHS = {

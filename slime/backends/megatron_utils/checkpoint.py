@@ -47,10 +47,10 @@ from slime.backends.megatron_utils.parameters import is_of_adapter
 from slime.flags.checkpoint import TRACKER as TRACKER_FILE
 from slime.flags.checkpoint import read_tracker as read_tracker_file
 from slime.flags.lora import lora_base
-from slime.flags.security import redacted
 from slime.utils.atomic_file import write_atomically
 from slime.utils.distributed_utils import object_of_first
 from slime.utils.errors import DataError
+from slime.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -219,9 +219,10 @@ def _remove_old(root: Path, iteration: int, keep_last: int) -> None:
 
 def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
     """Return the content of a checkpoint beside its tensors."""
+    shown = vars(redacted(args))
     return {
         # A critic's are in the critic's own checkpoint.
-        "args": Namespace(**{name: _plain(value) for name, value in redacted(args).items() if name != "critic_args"}),
+        "args": Namespace(**{name: _plain(value) for name, value in shown.items() if name != "critic_args"}),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 1 if iteration == RELEASE else iteration,
         "num_floating_point_operations_so_far": 0,

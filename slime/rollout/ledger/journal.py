@@ -19,6 +19,7 @@ from slime.rollout.ledger.frames import Kind, pack_frame
 from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS
 from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot
 from slime.rollout.ledger.segments import JournalWriter
+from slime.utils.redaction import redacted
 from slime.utils.types import Sample
 
 PROMPT_CHARS = 160
@@ -78,7 +79,10 @@ _HOOKS = ("custom_generate_function_path", "custom_rm_path", "rollout_sample_hoo
 
 def config_fingerprint(args: Namespace) -> dict[str, dict[str, str]]:
     """Return the flags, as text, that must be the same for samples of an earlier process to be of use."""
-    return {part: {name: str(getattr(args, name)) for name in names} for part, names in _FINGERPRINT_FLAGS.items()}
+    return {
+        part: {name: str(redacted(getattr(args, name), name)) for name in names}
+        for part, names in _FINGERPRINT_FLAGS.items()
+    }
 
 
 class UserCode(NamedTuple):

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.flags.reward import BOXED_PREFIX, RewardConfig, reward_config
-from slime.flags.security import without_credentials
 from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
@@ -30,6 +29,7 @@ from slime.rollout.rm_hub.policy import GRADER_THREADS, grade_by_policy, within
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, await_plugin
+from slime.utils.redaction import redacted_text
 from slime.utils.types import Sample
 
 __all__ = [
@@ -159,4 +159,4 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
             raise UnusableAnswer(f"it answered {str(reward)[:200]!r}, which is neither a number nor an object")
         return reward
 
-    return await ask_patiently(ask, server=f"reward server {without_credentials(url)}", max_attempts=max_retries)
+    return await ask_patiently(ask, server=f"reward server {redacted_text(url)}", max_attempts=max_retries)
