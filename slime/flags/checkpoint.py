@@ -21,6 +21,7 @@ from slime.flags.kinds import file_path, non_negative_int, positive_int
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_config, read_object
+from slime.utils.outside_file import check_inside, read_outside_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Written last by a save: its presence means that the save it names is complete."""
@@ -29,6 +30,9 @@ LFS_NOTE = b"version https://git-lfs"
 """Beginning of the pointer that git-lfs leaves in place of a large file."""
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "preprocessor_config.json")
 """Files beside config.json that transformers reads later."""
+READ_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".safetensors", ".bin")
+MAX_TRACKER_BYTES = 4096
+"""Of a file that names an iteration."""
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +140,9 @@ def is_release(folder: str | None) -> bool:
     if folder is None:
         return False
     tracker = Path(folder) / TRACKER
-    return Path(folder).name == "release" or (tracker.is_file() and tracker.read_bytes().strip() == b"release")
+    return Path(folder).name == "release" or (
+        tracker.is_file() and read_outside_file(tracker, max_bytes=MAX_TRACKER_BYTES).strip() == b"release"
+    )
 
 
 def is_iteration_folder(folder: str) -> bool:
@@ -199,9 +205,9 @@ def read_tracker(file: Path, flag: str) -> int | Literal["release"]:
         ConfigError: it holds neither a number nor the word release.
     """
     try:
-        text = file.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError as error:
-        raise ConfigError(f"{flag}: {file} cannot be read ({error.strerror}); it must be a file.") from error
+        text = read_outside_file(file, max_bytes=MAX_TRACKER_BYTES).decode(errors="replace").strip()
+    except DataError as error:
+        raise ConfigError(f"{flag}: {error}") from error
     if text == "release":
         return "release"
     if not re.fullmatch("[0-9]{1,9}", text):  # str.isdigit also takes digits that int() does not
@@ -238,6 +244,7 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
             f"{flag}: {folder} holds an adapter (adapter_config.json), not a model; merge it into its base model "
             "first."
         )
+    _check_are_files(path, flag)
     config = read_model_config(path, flag=flag)
     for name in SETTINGS:
         if (path / name).is_file():
@@ -245,6 +252,17 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
     if weights:
         _check_weight_files(path, flag)
     return config
+
+
+def _check_are_files(path: Path, flag: str) -> None:
+    """Refuse links out of the folder, pipes and devices among what transformers opens by itself."""
+    for file in sorted(file for file in path.iterdir() if file.suffix in READ_SUFFIXES and not file.is_dir()):
+        try:
+            check_inside(file)
+        except DataError as error:
+            raise ConfigError(f"{flag}: {error}") from error
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{flag}: {file} is a pipe or a device, not a file; download the model again.")
 
 
 def _check_weight_files(path: Path, flag: str) -> None:

@@ -6,7 +6,6 @@ versions wrote what ``torch.save`` does; that is read without running code (``sl
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ from typing import Any
 import xxhash
 
 from slime.rollout import plain_values
+from slime.utils import safe_pickle
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
+from slime.utils.outside_file import read_outside_file
 
 REMEDY = "Load an earlier checkpoint with --ckpt-step, or copy the file again."
 _MARK = b"slime xxh3 "
@@ -47,11 +48,9 @@ def read_state(path: Path, *, what: str) -> dict[str, Any]:
         DataError: it is cut, damaged, or asks for more than plain data.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "it is a folder or a device")
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{what} {path} cannot be read ({error.strerror}). {REMEDY}") from error
+        data = read_outside_file(path, max_bytes=safe_pickle.MAX_BYTES)
+    except DataError as error:
+        raise DataError(f"{what} cannot be read: {error} {REMEDY}") from error
     if data.startswith(b"PK"):
         is_whole = data[-_END_BYTES:].startswith(b"PK\5\6") or data.endswith(_seal(data[:-_SEAL_BYTES]))
     else:
@@ -59,7 +58,7 @@ def read_state(path: Path, *, what: str) -> dict[str, Any]:
         is_whole = data.startswith(b"\x80") or head + newline == _head(body)
         data = data if data.startswith(b"\x80") else body
     if not is_whole:
-        raise DataError(f"{what} {path} cannot be read: its {path.stat().st_size} bytes are cut or damaged. {REMEDY}")
+        raise DataError(f"{what} {path} cannot be read: its {len(data)} bytes are cut or damaged. {REMEDY}")
     state = plain_values.loads(data, where=path, remedy=REMEDY)
     if not isinstance(state, dict):
         raise DataError(f"{what} {path} holds a {type(state).__name__}, where a dict is expected. {REMEDY}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import ConfigError, DataError, SlimeError
+from slime.utils.outside_file import read_outside_file
 
 COPY_AGAIN = "Download or copy it again."
 MAX_DEPTH = 100
@@ -77,8 +78,8 @@ def read_object(
     if not Path(path).is_file():
         raise ConfigError(f"{place} does not exist, or is no file; give the folder that it belongs to.")
     try:
-        return parse_object(Path(path).read_bytes())
-    except (OSError, ValueError) as reason:
+        return parse_object(read_outside_file(Path(path)))
+    except ValueError as reason:
         raise error(f"{place} is not JSON as it is needed: {reason}. {remedy}") from reason
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, uint8
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
 from slime.utils.json_file import parse_object
+from slime.utils.outside_file import opened, read_outside_file
 from slime.weights.stored_tensors import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -131,16 +132,16 @@ class FolderDigests:
             DataError: the file of digests is itself damaged.
         """
         path = folder / DIGEST_FILE
+        if not os.path.lexists(path):
+            return None
         try:
-            content = parse_object(path.read_bytes())
+            content = parse_object(read_outside_file(path))
             files = {
                 str(name): [(int(begin), int(size), str(digest)) for begin, size, digest in pieces]
                 for name, pieces in content["files"].items()
             }
             is_whole = content["digest"] == digest_of(_canonical(files)) and content["algorithm"] == ALGORITHM
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path} is damaged ({type(error).__name__}: {error}). {REMEDY}") from error
         if not is_whole:
             raise DataError(f"{path} is damaged: its digest is not that of its content. {REMEDY}")
@@ -307,7 +308,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 def _header(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             length = file.read(LENGTH_BYTES)
             return length + file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
     except OSError as error:

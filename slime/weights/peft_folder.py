@@ -19,6 +19,7 @@ from slime.flags.lora import LoraConfig
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
 from slime.utils.json_file import parse_object
+from slime.utils.outside_file import read_outside_file
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -79,7 +80,7 @@ def read_peft_config(folder: str | Path, *, flag: str) -> dict[str, Any]:
         DataError: it is missing or damaged, or means another formula than plain LoRA.
     """
     try:
-        content = parse_object((Path(folder) / CONFIG_FILE).read_bytes())
+        content = parse_object(read_outside_file(Path(folder) / CONFIG_FILE))
     except (OSError, ValueError) as error:
         raise DataError(f"{flag}: {CONFIG_FILE} cannot be read: {error}") from error
     if content.get("peft_type") != "LORA" or content.get("bias", "none") != "none":

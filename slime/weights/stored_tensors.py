@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 
 from slime.utils.errors import DataError
 from slime.utils.json_file import COPY_AGAIN, parse_object
+from slime.utils.outside_file import opened, read_outside_file
 from slime.weights.delta import Bytes
 
 SUFFIX = ".safetensors"
@@ -88,10 +90,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         DataError: the file is missing, is no safetensors file, or is shorter or longer than its header says.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is a folder or a device")
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
                 raise ValueError(f"its header claims {length} bytes, and it has {size}")
@@ -128,13 +128,13 @@ def read_index(index: Path) -> dict[str, str]:
         DataError: the index cannot be read, or is something else.
     """
     try:
-        weight_map = parse_object(index.read_bytes()).get("weight_map")
+        weight_map = parse_object(read_outside_file(index)).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError("it has no weight_map")
         for name in weight_map.values():
             if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
                 raise ValueError(f"it names {str(name)[:80]!r}, which is no file beside it")
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"{index} is no index of safetensors files: {error}. {COPY_AGAIN}") from error
     return weight_map
 
@@ -151,20 +151,6 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(read_index(index).values()))]
 
 
-def check_inside(path: Path) -> None:
-    """Refuse a weight file that is a link out of its folder; the hub's cache keeps its files in ``blobs`` nearby.
-
-    Raises:
-        DataError: it leads elsewhere.
-    """
-    if not path.is_symlink():
-        return
-    folder, target = path.parent.resolve(), path.resolve()
-    allowed = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
-    if target.parent not in allowed:
-        raise DataError(f"{path} is a link to {target}, outside of the model's folder; put the file itself there")
-
-
 def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
     """Return all tensors of a model folder by name.
 
@@ -173,7 +159,6 @@ def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
     """
     layout: dict[str, StoredTensor] = {}
     for path in weight_files(Path(folder)):
-        check_inside(path)
         for name, stored in read_header(path)[0].items():
             if name in layout:
                 raise DataError(f"{name} is stored twice, in {layout[name].file} and in {path}")

@@ -33,6 +33,7 @@ from torch import Tensor
 from slime.utils.atomic_file import replace_file, sync_to_disk
 from slime.utils.errors import DataError, WeightSyncError
 from slime.utils.json_file import parse_object
+from slime.utils.outside_file import read_outside_file
 from slime.weights.delta import COMPRESSION, ENCODINGS
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.named_tensors import tensor_bytes
@@ -86,7 +87,7 @@ def read_version(folder: Path) -> Version:
         raise WeightSyncError(f"{folder} is no weight version; their names are {PREFIX}000001 and so on")
     index = folder / INDEX_FILE
     try:
-        metadata = parse_object(index.read_bytes())["metadata"]
+        metadata = parse_object(read_outside_file(index))["metadata"]
         number, chain = int(match[1]), str(metadata.get(CHAIN, ""))
         if "delta_encoding" not in metadata:
             return Version(number, folder, chain)

@@ -15,7 +15,9 @@ was cut short or is gone is told like a flipped byte.  Segments that an index co
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 import struct
 import zlib
@@ -28,6 +30,7 @@ from typing import IO, Any
 import msgspec
 
 from slime.utils.errors import DataError
+from slime.utils.outside_file import opened
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +148,14 @@ def read_segment(
         verify_blobs: read the blobs, too; a damaged one is told after its record, and the reading goes on.
         progress: called with the bytes passed since its last call.
     """
-    size = path.stat().st_size
     passed = progress or (lambda num_bytes: None)
-    with open(path, "rb", buffering=1 << 16) as file:
-        offset = 0
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(opened(path))
+        except (OSError, DataError) as error:
+            yield damage(path, 0, str(error), is_gap=True)
+            return
+        size, offset = os.fstat(file.fileno()).st_size, 0
         while offset < size:
             try:
                 record = _read_frame(file, path, size)
@@ -298,4 +305,4 @@ def is_cut(path: Path, last: Record | None) -> bool:
 
 def folder_bytes(folder: Path) -> int:
     """Return the number of bytes that ``read_folder`` passes over."""
-    return sum(path.stat().st_size for path in segment_files(folder))
+    return sum(path.lstat().st_size for path in segment_files(folder))

@@ -30,7 +30,8 @@ from torch.futures import Future
 
 from slime.utils.errors import DataError
 from slime.utils.json_file import parse_object
-from slime.utils.safe_pickle import DAMAGE, load_pickle, load_torch
+from slime.utils.outside_file import opened, read_outside_file
+from slime.utils.safe_pickle import load_pickle, load_torch
 from slime.weights.file_digests import OVERLAP_BYTES, FolderDigests
 
 COMMON_FILE = "common.pt"
@@ -38,6 +39,8 @@ TENSOR_FILE = ".metadata"
 FORMAT_FILE = "metadata.json"
 FORMAT = "torch_dist"
 FORMAT_KEYS = {"sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version"}
+MAX_BYTES = 4 << 30
+"""Of the files about a checkpoint, which are read whole."""
 OTHER_CHECKPOINT = "Copy the checkpoint again, or use another one."
 
 
@@ -78,9 +81,9 @@ class CheckpointReader(dcp.FileSystemReader):
         if self.digests is not None:
             self.digests.check_size(name)
         try:
-            data = (self.folder / name).read_bytes()
-        except OSError as error:
-            raise DataError(f"{self.folder / name} cannot be read ({error.strerror}). {OTHER_CHECKPOINT}") from error
+            data = read_outside_file(self.folder / name, max_bytes=MAX_BYTES)
+        except DataError as error:
+            raise DataError(f"{error} {OTHER_CHECKPOINT}") from error
         if self.digests is not None:
             self.digests.check(name, 0, data)
         return data
@@ -138,6 +141,8 @@ class CheckpointReader(dcp.FileSystemReader):
         ):
             raise DataError(f"{path} does not list the tensors' files. {OTHER_CHECKPOINT}")
         for index, place in places.items():
+            if not isinstance(index, MetadataIndex) or not isinstance(getattr(index, "fqn", None), str):
+                raise DataError(f"{path} has {str(index)[:80]!r} in the place of a tensor's name. {OTHER_CHECKPOINT}")
             name = getattr(place, "relative_path", None)
             if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
                 raise DataError(f"{path} puts {index.fqn} into {name!r}, which is no file of {self.folder}.")
@@ -222,12 +227,8 @@ class CheckpointReader(dcp.FileSystemReader):
     @contextmanager
     def _opened(self, name: str, item: ReadItem) -> Iterator[Any]:
         path = self.folder / name
-        if path.is_symlink() and path.resolve().parent != self.folder.resolve():
-            raise DataError(
-                f"{path} is a link to {path.resolve()}, outside of the checkpoint; put the file itself there."
-            )
         try:
-            with path.open("rb", buffering=0) as file:
+            with opened(path) as file:
                 yield file
         except OSError as error:
             raise DataError(
@@ -236,7 +237,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
     def _read_piece(self, file: Any, name: str, place: Any, item: ReadItem) -> bytes:
         key = item.storage_index.fqn
-        size = (self.folder / name).stat().st_size
+        size = os.fstat(file.fileno()).st_size
         if not 0 <= place.offset <= place.offset + place.length <= size:
             raise DataError(
                 f"{self.folder / name} has {size} bytes, and {key} would be the {place.length} at {place.offset}; the "
@@ -248,11 +249,12 @@ class CheckpointReader(dcp.FileSystemReader):
         """Return the tensor of a piece, or its bytes where it is an object."""
         key = item.storage_index.fqn
         if item.type is LoadItemType.BYTE_IO:
-            load_torch(data, where=f"{self.folder / name}: {key}")  # torch's planner would run what is in it
-            return data
+            again = io.BytesIO()  # torch's planner runs what is in the bytes that it gets
+            torch.save(load_torch(data, where=f"{self.folder / name}: {key}"), again)
+            return again.getvalue()
         try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except DAMAGE as error:
+            tensor = load_torch(data, where=f"{self.folder / name}: {key}")
+        except DataError as error:
             raise DataError(
                 f"{self.folder / name}: the {place.length} bytes at {place.offset} are not the tensor {key}; the file "
                 f"is damaged, or of another checkpoint. {OTHER_CHECKPOINT}"
@@ -295,11 +297,13 @@ def _problem_with_entry(key: Any, entry: Any, places: Mapping[Any, Any]) -> str 
         return None if MetadataIndex(key) in places else "is in no file"
     if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):
         return f"is a {type(entry).__name__}, neither a tensor nor an object"
-    size, dtype = entry.size, getattr(entry.properties, "dtype", None)
-    if not _is_shape(size) or not isinstance(dtype, torch.dtype) or not isinstance(entry.chunks, list):
-        return f"has the shape {str(size)[:80]}, the dtype {str(dtype)[:80]}, {str(entry.chunks)[:80]} for chunks"
+    size: Any
+    size, properties, chunks = (getattr(entry, name, None) for name in ("size", "properties", "chunks"))
+    dtype = getattr(properties, "dtype", None)
+    if not _is_shape(size) or not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
+        return f"has the shape {str(size)[:80]}, the dtype {str(dtype)[:80]}, {str(chunks)[:80]} for chunks"
     num_elements = 0
-    for chunk in entry.chunks:
+    for chunk in chunks:
         offsets: Any = getattr(chunk, "offsets", None)
         sizes: Any = getattr(chunk, "sizes", None)
         is_part = _is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(size)
@@ -307,6 +311,8 @@ def _problem_with_entry(key: Any, entry: Any, places: Mapping[Any, Any]) -> str 
             return f"has a part of {str(sizes)[:80]} at {str(offsets)[:80]}, and {list(size)} in all"
         if MetadataIndex(key, offsets) not in places:
             return f"has a part at {list(offsets)} that is in no file"
+        if sizes.numel() * dtype.itemsize > (length := places[MetadataIndex(key, offsets)].length):
+            return f"has a part of {list(sizes)} {dtype} in {length} bytes"
         num_elements += sizes.numel()
     return f"has {num_elements} elements in its parts, and is {list(size)}" if num_elements < size.numel() else None
 

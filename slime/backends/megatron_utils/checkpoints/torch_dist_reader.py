@@ -91,7 +91,10 @@ class TorchDistFolder:
         key, part = stored.key, stored.slice
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
-        tensor = torch.empty(part.sizes, dtype=entry.properties.dtype)
+        try:
+            tensor = torch.empty(part.sizes, dtype=entry.properties.dtype)
+        except RuntimeError as error:
+            raise DataError(f"{self.folder}: {key} is {list(part.sizes)}, which does not fit into memory") from error
         chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
         planner = _Into(tensor)
         self._reader.read_data(LoadPlan(create_read_items_for_chunk_list(key, entry, [chunk])), planner).wait()
