@@ -25,6 +25,7 @@ from slime.ray.preemption import NOTICE, Interrupted, RanksLeave
 from slime.ray.supervisor import FLAG, supervise
 from slime.ray.waiting import forget_all
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
+from slime.utils.redaction import redacted_text
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -63,7 +64,7 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
         NOTICE.leave()
         code = _interrupted()
     except Exception as error:  # the edge of the process: everything that is not foreseen ends here
-        traceback.print_exc()
+        print(redacted_text(traceback.format_exc()), file=sys.stderr)
         _report("slime job failed", error)
     finally:
         if code in (EXIT_FAILED, EXIT_BAD_INPUT) and NOTICE.has_come:
@@ -93,9 +94,9 @@ def _report(title: str, error: BaseException) -> None:
         cause = cause.__cause__
     event("error", title=title, text=f"{type(cause).__name__}: {cause}"[:4000])
     bar = "-" * 100
-    print(f"\n{bar}\n{title}: {type(error).__name__}: {error}", file=sys.stderr)
+    lines = [f"{title}: {type(error).__name__}: {error}"]
     if cause is not error and str(cause) not in str(error):
-        print(f"first cause: {type(cause).__name__}: {cause}", file=sys.stderr)
-    for note in dict.fromkeys(getattr(error, "__notes__", []) + getattr(cause, "__notes__", [])):
-        print(note, file=sys.stderr)  # of a plug-in: flag, path, sample and its own frames
-    print(bar, file=sys.stderr, flush=True)
+        lines.append(f"first cause: {type(cause).__name__}: {cause}")
+    # Notes are of a plug-in: flag, path, sample and its own frames.
+    lines += dict.fromkeys(getattr(error, "__notes__", []) + getattr(cause, "__notes__", []))
+    print(f"\n{bar}", *map(redacted_text, lines), bar, sep="\n", file=sys.stderr, flush=True)
