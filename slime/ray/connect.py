@@ -17,6 +17,7 @@ from ray._private.authentication import authentication_token_setup as ray_token
 
 from slime.planning.layout import plan_gpus
 from slime.ray.own_cluster import own_cluster
+from slime.ray.ray_servers import leave_ray
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.private_folder import RAY, new_ray_folder, remove_ray_folder
@@ -42,7 +43,7 @@ def connect(args: Namespace) -> None:
         return
     if args.wandb_key is not None:
         env.unset("WANDB_API_KEY")  # in the environment of every process it would be there for model-written code
-    address = env.get_str("RAY_ADDRESS", "auto")
+    address = env.get_str("RAY_ADDRESS") or "auto"
     is_named = address != "auto"
     if not is_named:
         address = own_cluster() or "local"
@@ -71,7 +72,7 @@ def connect(args: Namespace) -> None:
 def disconnect(*, keeps_logs: bool) -> None:
     """Leave the cluster; a private one ends, and its folder goes unless it has the logs of a failure."""
     if ray.is_initialized():
-        ray.shutdown()
+        leave_ray()
     while _FOLDERS:
         folder = _FOLDERS.pop()
         if keeps_logs:

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 import psutil
-from ray._common.utils import get_ray_address_file
+from ray._private.utils import get_ray_address_file
 
 from slime.utils.private_folder import problem_of
 

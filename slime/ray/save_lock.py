@@ -1,4 +1,4 @@
-"""One job at a time writes to a ``--save`` folder.
+"""One job at a time writes what is read back later: ``--save``, the ledger, versions of the weights, exports.
 
 The lock is the kernel's, on ``job.lock`` in the folder: it ends with the process that holds it, however that ends.
 The file says who holds it.  A file system whose locks do not reach other hosts guards against jobs of one host only.
@@ -12,27 +12,59 @@ import logging
 import os
 import socket
 import time
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
+from slime.observability.metrics_file import run_folder
+from slime.rollout.ledger.ledger import ledger_folder
 from slime.utils.errors import ConfigError
 
 LOCK_FILE = "job.lock"
 logger = logging.getLogger(__name__)
 
 
-def lock_folders(folders: Mapping[str, str | None]) -> list[SaveLock]:
-    """Take the locks of the folders that a job writes to, by the flags that name them.
+def lock_outputs(args: Namespace) -> list[SaveLock]:
+    """Take the locks of everything that this job writes and that a job reads back.
 
     Raises:
         ConfigError: another job holds one of them; no lock is held then.
     """
+    folders = {
+        "--save": args.save,
+        "save of the critic (--megatron-config-path)": args.critic_args.save if args.critic_args is not None else None,
+        "--rollout-ledger-dir": ledger_folder(args),
+        "--update-weight-disk-dir": args.update_weight_disk_dir,
+        "--wandb-run-id (the folder of the run)": run_folder(args),
+    }
+    outputs = {
+        "--update-weight-local-checkpoint-dir": args.update_weight_local_checkpoint_dir,
+        "--save-hf": args.save_hf,
+        "--lora-save": args.lora_save,
+        "--save-debug-rollout-data": args.save_debug_rollout_data,
+        "--save-debug-train-data": args.save_debug_train_data,
+    }
+    return lock_folders(folders, outputs)
+
+
+def lock_folders(folders: Mapping[str, str | Path | None], outputs: Mapping[str, str | None]) -> list[SaveLock]:
+    """Take several locks; what two flags name is locked once.
+
+    Args:
+        folders: by the flags that name them.
+        outputs: files and folders that are exchanged as a whole, maybe with ``{rollout_id}`` in their names.
+
+    Raises:
+        ConfigError: another job holds one of them; no lock is held then.
+    """
+    wanted = [(flag, place, Path(place, LOCK_FILE)) for flag, place in folders.items() if place is not None]
+    wanted += [(flag, place, _lock_beside(place)) for flag, place in outputs.items() if place is not None]
     locks: list[SaveLock] = []
-    for flag, folder in folders.items():
-        if folder is None or any(Path(folder).resolve().is_relative_to(lock.path.parent.resolve()) for lock in locks):
+    for flag, place, path in wanted:
+        if any(path.resolve() == lock.path.resolve() for lock in locks):
             continue
         try:
-            locks.append(SaveLock(folder, flag))
+            locks.append(SaveLock(place, flag, path=path))
         except ConfigError:
             for lock in locks:
                 lock.release()
@@ -40,20 +72,27 @@ def lock_folders(folders: Mapping[str, str | None]) -> list[SaveLock]:
     return locks
 
 
+def _lock_beside(output: str) -> Path:
+    """Return the file of the lock, in the folder of the first part of the name that changes."""
+    folder = os.path.dirname(output.rstrip("/").partition("{")[0])
+    return Path(folder, f".{os.path.relpath(output, folder or '.').replace('/', '_')}.lock")
+
+
 class SaveLock:
     """The right to write to one folder, until :meth:`release` or the end of the process."""
 
-    def __init__(self, folder: str | Path, flag: str = "--save") -> None:
+    def __init__(self, folder: str | Path, flag: str = "--save", *, path: Path | None = None) -> None:
         """Take the lock; one that a dead job left behind is taken over.
 
         Args:
-            folder: made when it is missing.
+            folder: what the lock is for.
             flag: that names it, for errors.
+            path: of the lock's file, by default ``LOCK_FILE`` in the folder; its folder is made when it is missing.
 
         Raises:
             ConfigError: another job holds it, or the folder cannot be written.
         """
-        self.path = Path(folder) / LOCK_FILE
+        self.path = path or Path(folder) / LOCK_FILE
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._open()
@@ -65,8 +104,8 @@ class SaveLock:
             os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
         except BlockingIOError:
             raise ConfigError(
-                f"{flag} {folder} belongs to a job that is running: {self._holder()}. Two jobs would remove each "
-                f"other's checkpoints; wait for its end, end it, or give another {flag}."
+                f"{flag} {folder} belongs to a job that is running: {self._holder()}. Two jobs would write over each "
+                f"other's files; wait for its end, end it, or give another {flag}."
             ) from None
         except OSError as error:
             raise ConfigError(f"{flag} {folder} cannot be written ({error.strerror}); give another folder.") from error

@@ -29,7 +29,7 @@ from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import create_placement_groups
 from slime.ray.preemption import NOTICE
 from slime.ray.released_trainer import RELEASE_GRACE_S
-from slime.ray.save_lock import lock_folders
+from slime.ray.save_lock import lock_outputs
 from slime.ray.startup import (
     MANAGER,
     create_manager_again,
@@ -68,10 +68,7 @@ class TrainJob:
     def __init__(self, args: Namespace) -> None:
         configure_logger()
         self.args = args
-        critic_save = args.critic_args.save if args.critic_args is not None else None
-        self._save_locks = lock_folders(
-            {"--save": args.save, "save of the critic (--megatron-config-path)": critic_save}
-        )
+        self._locks = lock_outputs(args)
         gpus = create_placement_groups(args)
         start_recording(Namespace(**vars(args) | init_tracking(args)), "driver", primary=True)
         self._step_began = time.time()
@@ -340,7 +337,7 @@ class TrainJob:
         event("finish")
         stop_recording()
         finish_tracking(self.args)
-        for lock in self._save_locks:
+        for lock in self._locks:
             lock.release()
 
     @contextmanager

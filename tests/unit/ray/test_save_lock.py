@@ -1,4 +1,4 @@
-"""Two jobs on one ``--save`` folder."""
+"""Two jobs on one ``--save``, one ledger, or anything else that is read back."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from slime.ray.save_lock import LOCK_FILE, SaveLock, lock_folders
+from slime.ray.save_lock import LOCK_FILE, SaveLock, lock_folders, lock_outputs
 from slime.utils.errors import ConfigError
 
 HOLD = """
@@ -84,13 +85,62 @@ def test_a_full_disk_is_an_error_of_the_flag(tmp_path, monkeypatch):
         SaveLock(tmp_path)
 
 
-def test_the_critic_has_a_lock_where_its_folder_is_another(tmp_path):
-    actor, inside, outside = tmp_path / "run", tmp_path / "run/critic", tmp_path / "critic"
-    [lock] = lock_folders({"--save": str(actor), "critic": str(inside)})
-    lock.release()
-    assert lock_folders({"--save": None, "critic": None}) == []
-    held = lock_folders({"--save": str(actor), "critic": str(outside)})
+def test_each_folder_has_a_lock_inside_another_one_too_and_a_folder_of_two_flags_has_one(tmp_path):
+    actor, inside = tmp_path / "run", tmp_path / "run/critic"
+    locks = lock_folders({"--save": str(actor), "critic": str(inside), "--other": f"{actor}/", "--none": None}, {})
+    assert [lock.path.parent for lock in locks] == [actor, inside]
     with pytest.raises(ConfigError, match=f"critic .*critic belongs to a job that is running.*pid {os.getpid()}"):
-        lock_folders({"--save": str(tmp_path / "other"), "critic": str(outside)})
-    for lock in (*held, SaveLock(tmp_path / "other")):  # the refused job holds nothing
+        lock_folders({"--save": str(tmp_path / "other"), "critic": inside}, {})
+    for lock in (*locks, SaveLock(tmp_path / "other")):  # the refused job holds nothing
+        lock.release()
+
+
+def test_files_and_folders_that_are_exchanged_whole_are_locked_by_name(tmp_path):
+    for name, lock_path in {
+        "hf_{rollout_id}": ".hf_{rollout_id}.lock",
+        "{rollout_id}/hf": ".{rollout_id}_hf.lock",
+        "copy/": ".copy.lock",
+        "dump/{rollout_id}.pt": "dump/.{rollout_id}.pt.lock",
+    }.items():
+        [lock] = lock_folders({}, {"--flag": f"{tmp_path}/{name}"})
+        assert lock.path == tmp_path / lock_path and not (tmp_path / "copy").exists()
+        [neighbour] = lock_folders({}, {"--flag": f"{tmp_path}/another_{name}"})
+        with pytest.raises(ConfigError, match="--mine .*belongs to a job that is running"):
+            lock_folders({}, {"--mine": f"{tmp_path}/./{name}"})
+        lock.release()
+        neighbour.release()
+
+
+OUTPUTS = {
+    "save": "a", "rollout_ledger_dir": "ledger", "update_weight_disk_dir": "versions",
+    "update_weight_local_checkpoint_dir": "copy", "save_hf": "hf_{rollout_id}", "lora_save": "lora_{rollout_id}",
+    "save_debug_rollout_data": "dump/r{rollout_id}.pt", "save_debug_train_data": "dump/t{rollout_id}.pt",
+}  # fmt: skip
+
+
+def job(folder: Path, **outputs: str | None) -> Namespace:
+    named = {name: value and f"{folder}/{value}" for name, value in outputs.items()}
+    return Namespace(
+        critic_args=None, no_rollout_ledger=False, debug_train_only=False, debug_rollout_only=False, **named
+    )
+
+
+@pytest.mark.parametrize("shared", list(OUTPUTS))
+def test_two_jobs_that_share_what_either_reads_back_are_not_both_started(tmp_path, shared):
+    locks = lock_outputs(job(tmp_path, **OUTPUTS))
+    other = {name: value and f"other/{value}" for name, value in OUTPUTS.items()}
+    assert [lock.release() for lock in lock_outputs(job(tmp_path, **other))]
+    flag = "--" + shared.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"^{flag} .*belongs to a job that is running"):
+        lock_outputs(job(tmp_path, **other | {shared: OUTPUTS[shared]}))
+    for lock in locks:
+        lock.release()
+
+
+def test_the_ledger_beside_a_checkpoint_is_not_the_ledger_of_another_job(tmp_path):
+    alone = dict.fromkeys(OUTPUTS) | {"save": "a"}
+    locks = lock_outputs(job(tmp_path, **alone))
+    with pytest.raises(ConfigError, match="^--rollout-ledger-dir .*belongs to a job that is running"):
+        lock_outputs(job(tmp_path, **alone | {"save": "b", "rollout_ledger_dir": "a/ledger"}))
+    for lock in locks:
         lock.release()

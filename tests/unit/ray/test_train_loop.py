@@ -42,7 +42,7 @@ def test_while_the_last_evaluation_is_awaited_deaths_of_the_trainer_do_not_count
     job = TrainJob.__new__(TrainJob)
     job._recovery = SimpleNamespace(names=["rank 0 of the actor"])
     job._background = SimpleNamespace(finish=lambda: watched.append(list(waiting._sentinels.values())))
-    job._metrics_page, job.actor, job.critic, job._save_locks = None, None, None, []
+    job._metrics_page, job.actor, job.critic, job._locks = None, None, None, []
     job.args = Namespace(shutdown_timeout_s=1)
     monkeypatch.setattr(job, "_ask", lambda *_, **__: None)
     job.finish()
