@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 from aiohttp import web
 
-from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.aiohttp_threaded import door, run_app_in_thread
 from slime.flags.config import read_config
 from slime.flags.distillation import TeacherServerConfig
 from slime.flags.security import secret_of_file
@@ -79,7 +79,7 @@ def _answer_unready(port: int | None) -> Iterator[None]:
     async def not_yet(request: web.Request) -> web.Response:
         return web.json_response({"status": "warming up"}, status=503)
 
-    app = web.Application()
+    app = web.Application(middlewares=[door()])
     app.add_routes([web.get("/healthz", not_yet)])
     handle = run_app_in_thread(app, host=HOST, port=port, thread_name="warm-up")
     try:

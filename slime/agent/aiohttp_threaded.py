@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,15 +17,35 @@ from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
 from slime.utils.errors import DeadlineError, ProcessError
+from slime.utils.http_door import own_names, refusal, with_address
 from slime.utils.http_utils import close_http_client
 from slime.utils.net import format_host_port
 
-__all__ = ["AppHandle", "FilteredAccessLogger", "run_app_in_thread"]
+__all__ = ["AppHandle", "FilteredAccessLogger", "door", "run_app_in_thread"]
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
+KEEPALIVE_S = 30.0
+"""A connection without a request, or with a part of its headers, is closed after it; clients drop theirs earlier."""
 _QUIET_PATHS = ("/healthz", "/v1/messages/count_tokens")
+
+
+def door() -> Any:
+    """Return the middleware that lets in whom :mod:`slime.utils.http_door` does not refuse."""
+    own = own_names()
+
+    @web.middleware
+    async def refuse_strangers(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        at = with_address(own, request.get_extra_info("sockname"))
+        refused = refusal(request.method, request.headers.items(), at)
+        if refused is None:
+            return await handler(request)
+        return web.json_response({"error": {"message": refused.reason}}, status=refused.status)
+
+    return refuse_strangers
 
 
 class FilteredAccessLogger(AbstractAccessLogger):
@@ -92,7 +112,8 @@ def run_app_in_thread(
     started: Future[AppHandle] = Future()
 
     async def serve() -> None:
-        options = {"access_log_class": FilteredAccessLogger, "shutdown_timeout": 1.0, **(runner_kwargs or {})}
+        options: dict[str, Any] = {"access_log_class": FilteredAccessLogger, "shutdown_timeout": 1.0}
+        options |= {"keepalive_timeout": KEEPALIVE_S, **(runner_kwargs or {})}
         runner = web.AppRunner(app, **options)
         finished = asyncio.Event()
         await runner.setup()

@@ -11,12 +11,10 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slime.observability.job_state import JobState, PageSource, read_page
 from slime.observability.metrics_file import NewRecords
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DeadlineError
 from slime.utils.http_utils import has_secret
-from slime.utils.net import format_host_port, is_ipv6, is_loopback
+from slime.utils.net import format_host_port, is_loopback
+from slime.utils.page_server import PageHandler, PageServer
 
 logger = logging.getLogger(__name__)
 
 NUM_SCRAPERS = 16
 SHUTDOWN_TIMEOUT_S = 5.0
+PAGE_S = 30.0
+"""For the page that another request has asked for."""
+OWN = "slime_"
+"""Begins the names of the job's own figures and labels; no page of an engine can show any."""
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*", re.ASCII)
 
 COUNTS = re.compile(
     r"rollout/(groups/(issued|kept|dropped|discarded)|dynamic_filter/drop_.+"
@@ -113,19 +117,32 @@ def state_families(state: JobState) -> Iterator[Metric]:
 
 
 def scraped_families(sources: Sequence[PageSource], secret: str | None = None) -> Iterator[Metric]:
-    """Yield the families of all pages, those of one name as one; and which pages answered."""
+    """Yield the families of all pages, those of one name as one; and which pages answered.
+
+    A page has no say in what the job says itself: figures with a name of the job's, and labels that name a server.
+    """
     scrape = functools.partial(_scrape, secret=secret)
+    labels_of_job = {name for source in sources for name in source.labels}
     found: dict[str, Metric] = {}
     answered = Metric("slime_scrape_success", "1 where an engine or router showed its metrics", "gauge")
     with ThreadPoolExecutor(NUM_SCRAPERS, thread_name_prefix="scrape") as pool:
         for source, families in zip(sources, pool.map(scrape, sources), strict=True):
             answered.add_sample("slime_scrape_success", {"source": source.name}, float(families is not None))
             for family in families or ():
+                if not _is_foreign(family.name):
+                    continue
                 known = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
-                    known.samples.append(sample._replace(labels={**sample.labels, **source.labels}))
+                    labels = {k: v for k, v in sample.labels.items() if k not in labels_of_job and _is_foreign(k)}
+                    if _is_foreign(sample.name):
+                        known.add_sample(sample.name, {**labels, **source.labels}, sample.value)
     yield from found.values()
     yield answered
+
+
+def _is_foreign(name: str) -> bool:
+    """Return True for a name of a metric or a label that an engine's page may use."""
+    return _NAME.fullmatch(name) is not None and not name.startswith(OWN)
 
 
 def _scrape(source: PageSource, secret: str | None) -> list[Metric] | None:
@@ -164,30 +181,23 @@ class MetricsPage:
         """
         self._logged, self._state = logged, state
         self._secret = secret
-        self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._wanted = None if is_loopback(host) else secret
-        host = host.strip("[]")
         try:
-            listening = socket.create_server((host, port), family=socket.AF_INET6 if is_ipv6(host) else socket.AF_INET)
+            self._server = PageServer(host, port, _handler(self))
         except OSError as error:
             raise ConfigError(
                 f"--prometheus-port is {port}, which cannot be opened here ({error.strerror}); choose a free port."
             ) from error
-        self.port: int = listening.getsockname()[1]
-        self._server = ThreadingHTTPServer((host, self.port), _handler(self), bind_and_activate=False)
-        self._server.socket.close()
-        self._server.socket = listening
-        self._server.daemon_threads = True
+        self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics-page", daemon=True)
         self._thread.start()
         logger.info("metrics of the whole job: http://%s/metrics", format_host_port(host, self.port))
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family of the page."""
-        with self._lock:
-            self._logged.read()
-            logged = list(self._logged.families())
-        yield from logged
+        self._logged.read()
+        yield from self._logged.families()
         try:
             state = self._state()
         except Exception as error:  # the edge of a thread: the manager may be ending, and the rest of the page is due
@@ -201,8 +211,17 @@ class MetricsPage:
         return self._wanted is None or has_secret(authorization, self._wanted)
 
     def text(self) -> bytes:
-        """Return the page, in Prometheus' text format."""
-        return generate_latest(self)
+        """Return the page, in Prometheus' text format; it is made for one client at a time.
+
+        Raises:
+            DeadlineError: others wait for it, too, and it takes too long.
+        """
+        if not self._making.acquire(timeout=PAGE_S):
+            raise DeadlineError(f"The page was not ready within {PAGE_S:.0f} s.")
+        try:
+            return generate_latest(self)
+        finally:
+            self._making.release()
 
     def stop(self) -> None:
         """Close the page."""
@@ -211,23 +230,17 @@ class MetricsPage:
         self._server.server_close()
 
 
-def _handler(page: MetricsPage) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def _handler(page: MetricsPage) -> type[PageHandler]:
+    class Handler(PageHandler):
         def do_GET(self) -> None:  # noqa: N802  # the name is http.server's
             if self.path.split("?")[0] != "/metrics":
                 self.send_error(404, "the page is /metrics")
-                return
-            if not page.allows(self.headers.get("Authorization")):
+            elif not page.allows(self.headers.get("Authorization")):
                 self.send_error(401, "the page needs the job's secret (--job-secret-file)")
-                return
-            text = page.text()
-            self.send_response(200)
-            self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log no request: Prometheus makes one every few seconds."""
+            else:
+                try:
+                    self.send(200, CONTENT_TYPE_PLAIN_0_0_4, page.text())
+                except DeadlineError as error:
+                    self.send_error(503, explain=str(error))
 
     return Handler

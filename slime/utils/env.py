@@ -88,6 +88,11 @@ def host_ip_override() -> str | None:
     return host
 
 
+def host_names() -> list[str]:
+    """Return ``SLIME_HOST_NAMES``: further names and addresses by which clients call the servers of this machine."""
+    return (get_str("SLIME_HOST_NAMES") or "").split()
+
+
 def prefer_ipv6() -> bool:
     """Return ``SLIME_PREFER_IPV6``: probe the host address over IPv6 first."""
     return get_bool("SLIME_PREFER_IPV6")

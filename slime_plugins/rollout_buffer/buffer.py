@@ -5,8 +5,9 @@ POST /get_rollout_data   -> {success, message, data: {data: [item, ...], meta_in
 POST /start_rollout      runs the generator of ``task_type`` in a process of its own
 GET  /status             groups that wait, and whether the generator runs
 
-Who writes an item decides what is trained, and who starts a generator reads files of this host: beyond loopback every
-request needs the secret of ``--secret-file``, which is the job's ``--job-secret-file``.
+Who writes an item decides what is trained: bodies are JSON, pages in a browser are refused
+(``slime.utils.http_door``), and beyond loopback every request needs the secret of ``--secret-file``, which is the
+job's ``--job-secret-file``.  Who starts a generator names the file that it reads, in a folder of ``--data-dir``.
 """
 
 from __future__ import annotations
@@ -24,25 +25,34 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 
 from slime.flags.kinds import port_number, positive_int
 from slime.flags.security import secret_of_file
+from slime.rollout import gym
+from slime.rollout.prompt_files import VERIFIERS_PREFIXES, split_path
 from slime.utils import env
 from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.http_door import AsgiDoor
 from slime.utils.http_utils import has_secret
 from slime.utils.json_file import parse_object
 from slime.utils.net import is_loopback
 from slime_plugins.rollout_buffer.registry import Generator, Item, load_generators
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8889
 DEFAULT_TASK_TYPE = "math"
 STOP_WAIT_S = 5.0
-SECRET_FLAG = "--secret-file"
+REQUEST_S = 30.0
+"""For a client to send its headers, and its body."""
+MAX_BODY_BYTES = 256 << 20
+SECRET_FLAG, DATA_FLAG = "--secret-file", "--data-dir"
 _REQUIRED = ("instance_id", "messages", "reward")
 
 
@@ -168,11 +178,21 @@ class GeneratorProcess:
         self._process.poll()
 
 
-def create_app(folders: Iterable[Path] = (), group_size: int = 1, secret_file: Path | None = None) -> FastAPI:
-    """Create the service, with the generators of the package and of ``folders``.
+def create_app(
+    folders: Iterable[Path] = (),
+    group_size: int = 1,
+    secret_file: Path | None = None,
+    data_folders: Iterable[Path] = (Path(),),
+) -> FastAPI:
+    """Create the service.
 
-    With a ``secret_file`` every request needs its secret.
+    Args:
+        folders: of generators beside those of the package.
+        group_size: items of a group until a start says otherwise.
+        secret_file: every request needs its secret.
+        data_folders: a generator reads no file outside of them.
     """
+    data_folders = [folder.resolve() for folder in data_folders]
     generators = load_generators(folders)
     buffer = RolloutBuffer(generators[DEFAULT_TASK_TYPE], group_size)
     process = GeneratorProcess(secret_file)
@@ -190,6 +210,7 @@ def create_app(folders: Iterable[Path] = (), group_size: int = 1, secret_file: P
 
     # No pages that describe the service: they would be open to everybody.
     app = FastAPI(title="slime rollout buffer", lifespan=lifespan, dependencies=[Depends(check)], openapi_url=None)
+    app.add_middleware(AsgiDoor)
     app.state.buffer = buffer
 
     @app.post("/buffer/write")
@@ -221,8 +242,10 @@ def create_app(folders: Iterable[Path] = (), group_size: int = 1, secret_file: P
             raise HTTPException(422, f"num_repeat_per_sample: {error}.") from error
         if not isinstance(data.get("skip_instance_ids"), list | None):
             raise HTTPException(422, f"skip_instance_ids is {str(data['skip_instance_ids'])[:80]!r}; it is a list.")
+        source = str(data.get("input_file", ""))
+        _check_source(source, data_folders)
         await asyncio.to_thread(process.stop)  # before the buffer is looked at: it still writes
-        waiting = buffer.restart(generators[task_type], repeats, str(data.get("input_file", "")))
+        waiting = buffer.restart(generators[task_type], repeats, source)
         data["skip_instance_ids"] = [*(data.get("skip_instance_ids") or []), *waiting]
         return {"message": "Rollout started", "process": process.start(generators[task_type], data)}
 
@@ -240,10 +263,64 @@ def create_app(folders: Iterable[Path] = (), group_size: int = 1, secret_file: P
 
 
 async def _object(request: Request) -> dict[str, Any]:
+    body = bytearray()
     try:
-        return parse_object(await request.body())
+        async with asyncio.timeout(REQUEST_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise HTTPException(413, f"The body has more than {MAX_BODY_BYTES} bytes.")
+        return parse_object(bytes(body))
+    except TimeoutError as error:
+        raise HTTPException(408, f"The body was not sent within {REQUEST_S:.0f} s.") from error
     except ValueError as error:
         raise HTTPException(422, f"The body is not a JSON object: {error}.") from error
+
+
+def _check_source(source: str, folders: list[Path]) -> None:
+    """Refuse what is no file in one of ``folders``: for another source code of that name would be imported."""
+    try:
+        file = Path(split_path(source)[0]).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise HTTPException(422, f"input_file is {source[:200]!r}: {error}.") from error
+    is_inside = any(file.is_relative_to(folder) for folder in folders)
+    if source and (not is_inside or source.startswith((gym.PREFIX, *VERIFIERS_PREFIXES))):
+        allowed = ", ".join(map(str, folders))
+        raise HTTPException(
+            403, f"input_file is {source[:200]!r}; it must be a file in {allowed} ({DATA_FLAG} of the buffer)."
+        )
+
+
+def patient_protocol() -> type[H11Protocol]:
+    """Return uvicorn's protocol with a deadline for the headers of a request, which uvicorn has not."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._expect()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._late is not None:
+                self._late.cancel()
+
+        def _expect(self) -> None:
+            """Close the connection ``REQUEST_S`` after it began to wait for headers, unless they come."""
+            is_answered = self.cycle is not None and not self.cycle.response_complete
+            if is_answered and self._late is not None:
+                self._late.cancel()
+                self._late = None
+            elif not is_answered and self._late is None:
+                self._late = self.loop.call_later(REQUEST_S, self.transport.close)
+
+    return Protocol
 
 
 def main() -> None:
@@ -258,21 +335,24 @@ def main() -> None:
         "--group-size", type=positive_int, default=1, help="items of a group until a start says otherwise"
     )
     parser.add_argument(SECRET_FLAG, type=Path, help="every request needs the secret in this file, made when missing")
+    parser.add_argument(
+        DATA_FLAG, type=Path, action="append", help="a start names files in it alone; default: the working directory"
+    )
     parser.add_argument("--no-job-secret", action="store_true", help="listen beyond loopback without a secret")
     flags = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     if not is_loopback(flags.host) and flags.secret_file is None:
         if not flags.no_job_secret:
             parser.error(
-                f"--host {flags.host}: whoever reaches it would read files of this host and write what is trained; "
+                f"--host {flags.host}: whoever reaches it would read files of {DATA_FLAG} and write what is trained; "
                 f"give {SECRET_FLAG}, with the file of the job's --job-secret-file, or --no-job-secret"
             )
-        logger.warning("--no-job-secret: whoever reaches %s reads files of this host.", flags.host)
+        logger.warning("--no-job-secret: whoever reaches %s writes what is trained.", flags.host)
     try:
-        app = create_app(flags.generator_dir, flags.group_size, flags.secret_file)
+        app = create_app(flags.generator_dir, flags.group_size, flags.secret_file, flags.data_dir or [Path()])
     except SlimeError as error:
         parser.error(str(error))
-    uvicorn.run(app, host=flags.host, port=flags.port)
+    uvicorn.run(app, host=flags.host, port=flags.port, http=patient_protocol())
 
 
 if __name__ == "__main__":

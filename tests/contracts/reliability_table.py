@@ -1099,6 +1099,31 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=OTHERS,
+        waits="Server for a client to send its request: pages, rollout buffer, adapter, teacher",
+        code=(
+            "slime.utils.page_server.PageHandler",
+            "slime_plugins.rollout_buffer.buffer.patient_protocol",
+            "slime.agent.aiohttp_threaded.run_app_in_thread",
+            "slime.backends.megatron_utils.server.megatron_server.MegatronServer",
+        ),
+        bounds=(
+            "slime.utils.page_server.REQUEST_S",
+            "slime.utils.page_server.ANSWER_S",
+            "slime_plugins.rollout_buffer.buffer.REQUEST_S",
+            "slime.agent.aiohttp_threaded.KEEPALIVE_S",
+            "slime.backends.megatron_utils.server.megatron_server.BODY_S",
+        ),
+        deadline="headers, and a body but the adapter's; from the first byte to the last",
+        raises="",
+        log="nobody",
+        outcome="the connection is closed; a page serves MAX_CLIENTS at a time, and closes further ones at once",
+        tests=(
+            "tests/unit/utils/test_http_door.py::test_a_client_that_does_not_finish_its_request_is_sent_away",
+            "tests/unit/utils/test_http_door.py::test_a_page_keeps_few_threads_for_silent_clients_and_serves_when_they_are_gone",
+        ),
+    ),
+    Edge(
+        area=OTHERS,
         waits="Agent for a command in a sandbox",
         code=("slime.agent.sandbox.runner.IsolatedRunner.run", "slime.agent.sandbox.e2b.E2BSandbox.exec"),
         bounds=("slime.agent.sandbox.runner.KILL_WAIT_S", "slime.agent.sandbox.e2b.RPC_TIMEOUT_S"),

@@ -30,6 +30,7 @@ from slime.agent.adapters.messages import (
     with_named_tools,
 )
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook, is_trusted
+from slime.agent.aiohttp_threaded import door
 from slime.agent.parsing import ParsedModelOutput, check_parsers, opens_reasoning, parse_model_output
 from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
 from slime.utils.errors import SlimeError
@@ -108,7 +109,7 @@ class BaseAdapter(ABC):
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.manager = TrajectoryManager(fork_threshold_tokens=fork_threshold_tokens)
         self._sessions = SessionBook(max_turns_per_sid)
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[door()])
         self.app.router.add_get("/healthz", self._healthz)
         self.app.router.add_get("/v1/models", self._models)
         self._register_routes(self.app)

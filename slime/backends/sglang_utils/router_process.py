@@ -157,6 +157,8 @@ def build_router_args(
         # And a probe that generates a token kills an engine whose memory is released.
         "disable_health_check": True,
     }
+    # Without any, the router lets every page in a browser ask it, and read the answers.
+    settings["cors_allowed_origins"] = settings["cors_allowed_origins"] or [f"http://{format_host_port(host, port)}"]
     if secret is not None:
         settings["control_plane_api_keys"] = [*settings["control_plane_api_keys"], ("slime", "slime", secret, "admin")]
         settings["api_key"] = None if is_loopback(host) else secret

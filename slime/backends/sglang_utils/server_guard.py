@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from slime.utils import env
+from slime.utils.http_door import AsgiDoor
 from slime.utils.net import is_loopback
 
 Asgi = Callable[[Mapping[str, Any], Any, Any], Awaitable[None]]
@@ -55,15 +56,18 @@ class ServerGuard:
 
     def __init__(self, app: Asgi, *, secret: str, is_local: bool, is_encoder: bool = False) -> None:
         self.app = app
+        self._door = AsgiDoor(app, needs_json=False)  # sounds are sent as forms
         self._secret = secret.encode()
         self._generation_key = generation_key(secret).encode()
         self._is_local = is_local
         self._is_encoder = is_encoder
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass the request on, or answer 401."""
-        if scope["type"] == "lifespan" or self.allows(scope["path"], _key_of(scope["headers"])):
+        """Pass the request on, or answer 401; what needs no key is not for pages in a browser (403)."""
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
+        elif self.allows(scope["path"], key := _key_of(scope["headers"])):
+            await (self.app if key in (self._secret, self._generation_key) else self._door)(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:

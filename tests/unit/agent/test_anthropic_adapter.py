@@ -163,7 +163,8 @@ def test_errors_have_anthropics_form(world, change, words):
 
 
 def test_a_body_that_is_not_json_is_refused(world):
-    assert world().http.post("/v1/messages", content=b"{").status_code == 400
+    answer = world().http.post("/v1/messages", content=b"{", headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
 
 
 def test_a_dead_engine_is_an_error_of_the_server_within_the_deadline(world):

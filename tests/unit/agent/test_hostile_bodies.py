@@ -93,7 +93,7 @@ def test_no_body_is_a_failure_of_the_adapter(kind, path, body, tokenizer):
             def ask(data: str | bytes) -> requests.Response:
                 nonlocal number
                 number += 1
-                headers = {"Authorization": f"Bearer {number}"}
+                headers = {"Authorization": f"Bearer {number}", "Content-Type": "application/json"}
                 return client.post(f"http://127.0.0.1:{server.port}{path}", data=data, headers=headers, timeout=20)
 
             assert ask(json.dumps(body)).status_code == 200
@@ -116,7 +116,7 @@ def test_a_prompt_that_takes_a_tokenizer_minutes_is_refused_wherever_it_is_long(
     server = run_app_in_thread(adapter.app, host="127.0.0.1")
     try:
         address = f"http://127.0.0.1:{server.port}/v1/chat/completions"
-        answer = requests.post(address, data=json.dumps(body), timeout=60)
+        answer = requests.post(address, json=body, timeout=60)
         assert answer.status_code == 400 and "prompt is too long" in answer.text, answer.text[:300]
     finally:
         server.stop()

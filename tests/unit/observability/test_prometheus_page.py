@@ -138,6 +138,42 @@ def test_pages_of_engines_are_put_in_with_their_labels(tmp_path):
     assert found["slime_engine_evictions_total"] == 4
 
 
+HOSTILE_PAGE = """\
+slime_train_loss 5
+slime_rollout_raw_reward{dataset="x"} 6
+# TYPE slime_engines gauge
+slime_engines{state="serving"} 99
+# TYPE slime counter
+slime_total 7
+slime_scrape_success{source="0 regular"} 0
+# TYPE sglang:ok gauge
+sglang:ok{engine="1",router="default",slime_model="other",worker_type="x",kind="a"} 1 4102444800000
+{"sglang:x\\nslime_train_loss 8"} 1
+sglang:y{"a\\nslime_train_loss"="9"} 1
+"""
+
+
+def test_a_page_of_an_engine_shows_no_figures_of_the_job_and_none_of_another_server(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    labels = {"engine": "0", "worker_type": "regular", "slime_model": "default"}
+    pages = [PageSource("", labels, HOSTILE_PAGE), PageSource("", {"router": "default"}, "")]
+    with page_of(path, lambda: JobState(pages, {"serving": 1})) as page:
+        append_record(path, {"train/step": 1, "train/loss": 0.5})
+        text = fetch(page)
+    found = samples(text)
+    assert {name: value for name, value in found.items() if not name.startswith("slime_scrape")} == {
+        "slime_train_step": 1,
+        "slime_train_loss": 0.5,
+        "slime_last_record_timestamp_seconds": found["slime_last_record_timestamp_seconds"],
+        'slime_engines{state="serving"}': 1,
+        "slime_engine_evictions_total": 0,
+        'sglang:ok{engine="0",kind="a",slime_model="default",worker_type="regular"}': 1,
+        'sglang:y{engine="0",slime_model="default",worker_type="regular"}': 1,
+    }
+    assert text.count("slime_train_loss") == 3  # help, type and value
+    assert "4102444800000" not in text
+
+
 def test_a_page_that_is_cut_off_is_left_out(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.aiohttp_threaded import door, run_app_in_thread
 from slime.backends.megatron_utils.server.scorer import Scorer, ScoreRequest, Scores
 from slime.flags.distillation import TeacherServerConfig
 from slime.utils.errors import DataError, SlimeError
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 60.0
 """Between two messages to the other ranks; their waits end at ``--distributed-timeout-minutes``."""
 MAX_BODY_BYTES = 64 * 2**20
+BODY_S = 60.0
+"""For a client to send it."""
 OPEN = frozenset({"/healthz", "/detect", "/info", "/get_loads", "/generate"})
 """Paths for everybody."""
 _STOP = object()
@@ -106,8 +108,8 @@ class MegatronServer:
             self._scorer.stop()
 
     def application(self) -> web.Application:
-        """Return the routes behind their guard."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        """Return the routes behind their guards."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[door(), self._guard])
         app.add_routes(
             [
                 web.get("/healthz", self._health),
@@ -330,7 +332,10 @@ def _each(body: dict[str, Any], name: str, count: int) -> list[Any]:
 
 async def _object_of(request: web.Request) -> dict[str, Any]:
     try:
-        body = json.loads(await request.read())
+        async with asyncio.timeout(BODY_S):
+            body = json.loads(await request.read())
+    except TimeoutError:
+        raise DataError(f"The body was not sent within {BODY_S:.0f} s.") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"The body is no JSON: {error}.") from None
     if not isinstance(body, dict):

@@ -44,7 +44,7 @@ def status(guard: ServerGuard, path: str, authorization: bytes = NOTHING, kind: 
     async def receive():
         return {}
 
-    headers = [(b"host", b"x")] + ([(b"authorization", authorization)] if authorization else [])
+    headers = [(b"host", b"127.0.0.1:30000")] + ([(b"authorization", authorization)] if authorization else [])
     asyncio.run(guard({"type": kind, "path": path, "headers": headers}, receive, send))
     return seen[0]
 

@@ -18,6 +18,8 @@ from slime_plugins.rollout_buffer.buffer import RolloutBuffer, create_app
 from slime_plugins.rollout_buffer.registry import load_generators
 from tests.unit.utils.test_hostile_input import DEEP, DIGITS, ODD
 
+JSON = {"Content-Type": "application/json"}
+
 
 def item(instance_id, reward=1.0, **more):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -46,12 +48,12 @@ def test_a_group_leaves_when_it_is_complete_and_only_once():
 def test_an_item_that_cannot_be_used_is_refused_when_it_is_written(broken):
     client = TestClient(create_app())
     body = json.dumps(item("a") | broken)  # httpx refuses to send Infinity
-    assert client.post("/buffer/write", content=body).status_code == 422
+    assert client.post("/buffer/write", content=body, headers=JSON).status_code == 422
 
 
 def test_bodies_that_are_no_objects_and_unknown_tasks_are_refused():
     client = TestClient(create_app())
-    assert client.post("/buffer/write", content=b"nonsense").status_code == 422
+    assert client.post("/buffer/write", content=b"nonsense", headers=JSON).status_code == 422
     refused = client.post("/start_rollout", json={"task_type": "chess"})
     assert refused.status_code == 422 and "math" in refused.json()["detail"]
 
@@ -77,7 +79,7 @@ def get_group_data_meta_info(temp_data):
 def test_a_generator_of_ones_own_is_run_and_judges_its_groups(tmp_path):
     (tmp_path / "own_generator.py").write_text(OWN)
     written = tmp_path / "seen.txt"
-    with TestClient(create_app([tmp_path])) as client:
+    with TestClient(create_app([tmp_path], data_folders=[tmp_path])) as client:
         start = {"task_type": "own", "num_repeat_per_sample": "2", "input_file": str(written)}
         assert client.post("/start_rollout", json=start).json()["message"] == "Rollout started"
         client.post("/buffer/write", json=item("a", 0.5))
@@ -138,7 +140,7 @@ def test_a_buffer_with_a_secret_answers_nobody_else(tmp_path):
 def test_no_body_is_a_failure_of_the_buffer(path):
     with TestClient(create_app()) as client:
         for data in ("", DEEP, f'{{"reward": {DIGITS}}}', "[1]", '{"a": NaN}', '{"reward": 1, "reward": 2}', b"\xff"):
-            assert client.post(path, content=data).status_code == 422
+            assert client.post(path, content=data, headers=JSON).status_code == 422
         keys = ("instance_id", "messages", "reward") if path == "/buffer/write" else ("task_type", "skip_instance_ids")
         for key in (*keys, "num_repeat_per_sample"):
             for odd in (*ODD.values(), 10**400, None):
@@ -161,7 +163,7 @@ def run_rollout(data):
     )
     out = tmp_path / "out"
     data = {"task_type": "own", "input_file": str(out), "remote_engine_url": "http://10.0.0.1:3"}
-    with TestClient(create_app([tmp_path], secret_file=tmp_path / "secret")) as client:
+    with TestClient(create_app([tmp_path], 1, tmp_path / "secret", [tmp_path])) as client:
         client.headers["Authorization"] = f"Bearer {(tmp_path / 'secret').read_text().strip()}"
         assert client.post("/start_rollout", json=data | {"remote_buffer_url": "http://10.0.0.2:4"}).is_success
         deadline = time.monotonic() + 60

@@ -1,0 +1,129 @@
+"""Who may ask a server of slime.  Pages of other sites may not, though they ask from the browser of a user who may.
+
+A page sends simple requests to whatever address the browser reaches, as text or as a form (``Origin`` and
+``Sec-Fetch-Site`` tell); and it may have a name of its own lead to this machine, for the browser to take this server
+for the page's own (``Host`` tells).  Programs send no ``Origin``, and the address of their URL as ``Host``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from slime.utils import env
+from slime.utils.net import is_loopback
+
+_ONCE = (
+    "host", "origin", "authorization", "content-type", "content-length", "transfer-encoding", "sec-fetch-site",
+    "sec-fetch-mode", "sec-fetch-dest",
+)  # fmt: skip
+"""Headers that two programs could read differently when they are there twice."""
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?", re.ASCII)
+
+
+class Refusal(NamedTuple):
+    """The answer to a request that is not let in."""
+
+    status: int
+    reason: str
+
+
+def refusal(
+    method: str, headers: Iterable[tuple[str, str]], own: Collection[str], *, needs_json: bool = True
+) -> Refusal | None:
+    """Return why a request is not let in; None for one that is.
+
+    Args:
+        method: of the request.
+        headers: pairs of a name and a value.
+        own: names and addresses of this machine, as :func:`own_names` gives them; loopback is always its own.
+        needs_json: a body must be JSON.
+    """
+    given: dict[str, list[str]] = {}
+    for key, value in headers:
+        given.setdefault(key.lower(), []).append(value.strip())
+    if twice := [key for key in _ONCE if len(given.get(key, ())) > 1]:
+        return Refusal(400, f"The header {twice[0]} is there twice; send it once.")
+    found = {key: values[0] for key, values in given.items()}
+    if "content-length" in found and "transfer-encoding" in found:
+        return Refusal(400, "Content-Length and Transfer-Encoding are both there; send one of them.")
+    if "host" not in found:
+        return Refusal(400, "The request has no header Host; send the address of the URL.")
+    name, host = _name_of(found["host"]), found["host"]
+    origin, site = found.get("origin"), found.get("sec-fetch-site", "none")
+    if name is None or not (is_loopback(name) or name in own):
+        return Refusal(
+            403,
+            f"Host is {host[:80]!r}, which is no name of this machine; ask by its address or its host name, or start "
+            "the server with the environment variable SLIME_HOST_NAMES, which holds further names.",
+        )
+    if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
+        return Refusal(403, f"Origin is {origin[:80]!r}; pages of other sites may not ask this server.")
+    is_link = found.get("sec-fetch-mode") == "navigate" and found.get("sec-fetch-dest") == "document"
+    if site not in ("none", "same-origin") and not (is_link and method in ("GET", "HEAD")):
+        return Refusal(403, f"Sec-Fetch-Site is {site[:80]!r}; pages of other sites may not ask this server.")
+    has_body = found.get("content-length", "0") != "0" or "transfer-encoding" in found
+    kind = found.get("content-type", "").partition(";")[0].strip().lower()
+    if needs_json and has_body and method not in ("GET", "HEAD") and kind != "application/json":
+        return Refusal(415, f"Content-Type is {kind[:80]!r}; it must be application/json.")
+    return None
+
+
+def own_names() -> frozenset[str]:
+    """Return the names by which clients call this machine, ``SLIME_HOST_IP`` and ``SLIME_HOST_NAMES`` among them."""
+    host_name = socket.gethostname()
+    names = [host_name, host_name.partition(".")[0], socket.getfqdn(), env.host_ip_override(), *env.host_names()]
+    return frozenset(_canonical(name) for name in names if name)
+
+
+def with_address(own: frozenset[str], address: Any) -> frozenset[str]:
+    """Return ``own`` and the address at which a connection arrived: the first item of a pair, or no IP address."""
+    return own | {_canonical(str(address[0]))} if isinstance(address, tuple | list) else own
+
+
+def _name_of(authority: str) -> str | None:
+    """Return the name or address in ``host:port``; None for anything else."""
+    match = _AUTHORITY.fullmatch(authority)
+    return None if match is None else _canonical(match[1])
+
+
+def _canonical(name: str) -> str:
+    """Return one spelling for all of a name or an address."""
+    name = name.strip("[]").partition("%")[0].removesuffix(".").lower()
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return name
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+class AsgiDoor:
+    """An ASGI application in front of ``app``."""
+
+    def __init__(self, app: Any, *, needs_json: bool = True) -> None:
+        self.app = app
+        self._own = own_names()
+        self._needs_json = needs_json
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Pass the request on, or answer why not."""
+        refused = None if scope["type"] == "lifespan" else self.refusal(scope)
+        if refused is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            text = json.dumps({"error": refused.reason}).encode()
+            fields = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
+            await send({"type": "http.response.start", "status": refused.status, "headers": fields})
+            await send({"type": "http.response.body", "body": text})
+
+    def refusal(self, scope: Mapping[str, Any]) -> Refusal | None:
+        """Return why a request is not let in; None for one that is."""
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        own = with_address(self._own, scope.get("server"))
+        return refusal(scope.get("method", "GET"), headers, own, needs_json=self._needs_json)
