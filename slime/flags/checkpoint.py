@@ -21,7 +21,7 @@ from slime.flags.kinds import file_path, non_negative_int, positive_int
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_config, read_object
-from slime.utils.outside_file import check_inside, read_outside_file
+from slime.utils.outside_file import MAX_TEXT_BYTES, check_inside, read_outside_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Written last by a save: its presence means that the save it names is complete."""
@@ -30,7 +30,8 @@ LFS_NOTE = b"version https://git-lfs"
 """Beginning of the pointer that git-lfs leaves in place of a large file."""
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "preprocessor_config.json")
 """Files beside config.json that transformers reads later."""
-READ_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".safetensors", ".bin")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+READ_SUFFIXES = (".json", ".txt", ".model", ".jinja", *WEIGHT_SUFFIXES)
 MAX_TRACKER_BYTES = 4096
 """Of a file that names an iteration."""
 
@@ -263,6 +264,10 @@ def _check_are_files(path: Path, flag: str) -> None:
             raise ConfigError(f"{flag}: {error}") from error
         if file.exists() and not file.is_file():
             raise ConfigError(f"{flag}: {file} is a pipe or a device, not a file; download the model again.")
+        if file.suffix not in WEIGHT_SUFFIXES and file.exists() and file.stat().st_size > MAX_TEXT_BYTES:
+            raise ConfigError(
+                f"{flag}: {file} has {file.stat().st_size} bytes, and at most {MAX_TEXT_BYTES} are read."
+            )
 
 
 def _check_weight_files(path: Path, flag: str) -> None:

@@ -21,7 +21,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from slime.utils import pickle_types
 from slime.utils.errors import DataError
@@ -157,7 +157,7 @@ def _load_legacy(data: bytes, tolerant: bool) -> Any:
     value = _Reader(file, tolerant=tolerant, storage=storage).load()
     for key in _Reader(file).load():
         content = loaded.pop(key)
-        if int.from_bytes(file.read(8), "little") != sizes[key] or file.readinto(memoryview(content.numpy())) != len(
+        if int.from_bytes(file.read(8), "little") != sizes[key] or file.readinto(cast(Any, content.numpy())) != len(
             content
         ):
             raise EOFError(f"the bytes of storage {key} are cut")

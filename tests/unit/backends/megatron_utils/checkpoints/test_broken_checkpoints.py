@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -320,6 +321,49 @@ def test_a_shard_that_is_a_link_out_of_the_folder_is_refused(read, good, folder)
     path.rename(folder.parent / "elsewhere.distcp")
     path.symlink_to(folder.parent / "elsewhere.distcp")
     assert "is a link" in error_of(read, good, folder)
+
+
+@READERS
+def test_a_pipe_in_the_place_of_a_shard_is_named(read, good, folder):
+    (folder / DIGEST_FILE).unlink()
+    path = shards(folder)[0]
+    path.unlink()
+    os.mkfifo(path)
+    assert f"{path.name} is a folder, a pipe or a device" in error_of(read, good, folder)
+
+
+@READERS
+def test_a_shard_that_unpacks_to_more_than_it_has_is_refused(read, good, folder):
+    (folder / DIGEST_FILE).unlink()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata[WORDS]
+    file, packed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(entry.size, dtype=entry.properties.dtype), file)
+    with zipfile.ZipFile(file) as before, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as after:
+        for name in before.namelist():
+            after.writestr(name, before.read(name))
+    (index,) = [index for index in metadata.storage_data if index.fqn == WORDS]
+    content = packed.getvalue().ljust(len(file.getvalue()) + (1 << 16), b"\0")
+    metadata.storage_data[index] = type(metadata.storage_data[index])("__9_9.distcp", 0, len(content))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "__9_9.distcp").write_bytes(content)
+    assert "are not the tensor" in error_of(read, good, folder)
+
+
+@pytest.mark.parametrize("part", ["entry", "place", "name of a place"])
+def test_metadata_without_its_fields_is_named(part, good, folder):
+    (folder / DIGEST_FILE).unlink()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index, place = next(iter(metadata.storage_data.items()))
+    if part == "entry":
+        metadata.state_dict_metadata[WORDS] = object.__new__(type(metadata.state_dict_metadata[WORDS]))
+    elif part == "place":
+        metadata.storage_data[index] = object.__new__(type(place))
+    else:
+        metadata.storage_data[5] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DataError, match=r"\.metadata"):
+        CheckpointReader(folder)
 
 
 def test_a_tensor_that_is_missing_or_misshapen_is_named(good, folder):
