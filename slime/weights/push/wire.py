@@ -69,9 +69,14 @@ def as_text(content: Any) -> str:
 
 
 class _ByValue(pickle.Pickler):
-    """Pickler that sends eight-bit floats as bytes with a change of view: torch cannot read back what it pickles."""
+    """Pickler that sends of a view only what it shows, where torch would send the whole memory below each view.
+
+    Eight-bit floats go as bytes with a change of view: torch cannot read back what it pickles.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and obj.untyped_storage().nbytes() > obj.nbytes:
+            return operator.methodcaller("view", obj.shape), (obj.detach().flatten().clone(),)
         if isinstance(obj, Tensor) and obj.is_floating_point() and obj.element_size() == 1:
             return operator.methodcaller("view", obj.dtype), (obj.contiguous().view(torch.uint8),)
         return NotImplemented

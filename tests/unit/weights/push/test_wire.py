@@ -20,6 +20,12 @@ def test_what_travels_by_value_comes_back_in_its_dtype_and_shape(dtype: torch.dt
     assert torch.equal(back.float(), tensor.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_views_of_one_buffer_travel_once_each_not_the_buffer_for_each(dtype: torch.dtype) -> None:
+    views = [(str(index), row) for index, row in enumerate(torch.randn(64, 1024).to(dtype))]
+    assert len(by_value(views)) < 2 * 64 * 1024 * dtype.itemsize
+
+
 def test_a_handle_opens_the_very_memory() -> None:
     sglang.prepare()
     buffer = torch.arange(100, dtype=torch.uint8)
