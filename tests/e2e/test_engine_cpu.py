@@ -16,6 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from slime.utils.processing_utils import full_pixels, load_processor
 from slime.utils.types import Sample
 from slime.weights.push.verbs import COMPARE, FILL_WITH_NAN, FIND_NAN
 from tests.loaded_model.buckets import digests, fill, whole_buckets
+from tests.unit.backends.sglang_utils.hostile_requests import ODD_STATUS, RAW, REQUESTS
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -438,6 +440,38 @@ def test_requests_in_parallel_are_served_together(running: Running) -> None:
     rate = 64 * 64 / (time.monotonic() - started)
     print(f"\n{rate:.0f} tokens/s", file=sys.stderr)
     assert all(len(answer["output_ids"]) == 64 for answer in answers)
+
+
+def test_no_request_of_a_stranger_ends_the_engine(running: Running) -> None:
+    normal = json.dumps({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}).encode()
+    requests_to = [(name, path, json.dumps(body).encode()) for name, (path, body) in REQUESTS.items()]
+    requests_to += [(name, "/generate", body) for name, body in RAW.items()]
+
+    def answer(path: str, body: bytes) -> requests.Response:
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        return requests.post(f"{running.engine.get_url()}{path}", data=body, headers=headers, timeout=60)
+
+    for name, path, body in requests_to:
+        status = answer(path, body).status_code
+        assert status in ({ODD_STATUS[name]} if name in ODD_STATUS else {200, 400, 422}), (name, status)
+        assert answer("/generate", normal).status_code == 200, name
+
+
+def test_a_client_that_hangs_up_and_asks_again_ends_nothing(running: Running) -> None:
+    """Two sequences of one id, and ones whose neighbours in a batch are refused, used to end the detokenizer."""
+    long = {"max_new_tokens": 400, "ignore_eos": True}
+    bodies: list[dict[str, Any]] = [
+        {"input_ids": PROMPT, "rid": "mine", "sampling_params": long},
+        {"text": ["a", "b"], "rid": ["mine", "mine2"], "sampling_params": [long, {"top_k": 2**40}]},
+    ]
+
+    def hang_up(number: int) -> None:
+        with suppress(requests.RequestException):
+            requests.post(f"{running.engine.get_url()}/generate", json=bodies[number % 2], timeout=0.3)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(hang_up, range(64)))
+    assert len(running.generate(8)["output_ids"]) == 8
 
 
 def test_no_process_outlives_its_killed_owner(running: Running) -> None:

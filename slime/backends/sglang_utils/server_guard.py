@@ -25,13 +25,16 @@ OPEN = frozenset({"/health", "/ping"})
 released, ends SGLang's scheduler, and one on its way holds up a push."""
 GENERATION = frozenset(
     "/generate /health_generate /encode /classify /tokenize /detokenize /invocations /vertex_generate "
-    "/parse_function_call /separate_reasoning /open_session /close_session /v1/completions /v1/chat/completions "
-    "/v1/embeddings /v1/classify /v1/tokenize /v1/detokenize /v1/audio/transcriptions /v1/realtime /v1/models "
-    "/v1/score /v1/rerank /v1/responses /v1/messages /v1/messages/count_tokens /api/chat /api/generate /api/tags "
-    "/api/show /model_info /get_model_info /weight_version /get_weight_version /server_info /get_server_info "
-    "/get_load /v1/loads".split()
+    "/v1/completions /v1/chat/completions /v1/embeddings /v1/classify /v1/tokenize /v1/detokenize "
+    "/v1/audio/transcriptions /v1/realtime /v1/models /v1/score /v1/rerank /v1/responses /v1/messages "
+    "/v1/messages/count_tokens /model_info /get_model_info /weight_version /get_weight_version /server_info "
+    "/get_server_info /get_load /v1/loads".split()
 )
-"""For clients of the router, too; and without any key at an engine that listens on loopback."""
+"""For clients of the router, too; and without any key at an engine that listens on loopback.
+
+Not parsers of text, which one text can hold up for minutes (``/parse_function_call``, ``/separate_reasoning``), nor
+SGLang's sessions, whose requests engines refuse, nor Ollama's doors, which answer 500 to what is refused.
+"""
 GENERATION_FOLDERS = ("/v1/models/", "/v1/responses/")
 METRICS = ("/metrics", "/metrics/")
 """Open on loopback.  Not for clients of the router, which passes ``/engine_metrics`` on for everybody."""

@@ -30,6 +30,14 @@ import torch
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
+from slime.backends.sglang_utils.request_check import (
+    LOADING,
+    UNREADABLE,
+    check_request,
+    check_sequence,
+    check_text,
+    give_own_ids,
+)
 from slime.utils.sglang_meta import TOP_P_ASK
 from slime.weights.push.adapter import ADAPTER_PREFIX, IN_ONE_BUFFER, named_parts
 
@@ -50,6 +58,7 @@ PAUSE_LOOK_S = 0.01
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_TOKENIZER = "transformers.PreTrainedTokenizerBase"
 _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 _ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
@@ -72,10 +81,16 @@ def register() -> None:
         (f"{_BATCH_INFO}.filter_batch", _filter, HookType.AFTER),
         (f"{_BATCH_INFO}.merge_batch", _merge, HookType.AROUND),
         (f"{_BATCH_INFO}.copy_for_forward", _copy, HookType.AFTER),
+        (f"{_BATCH_INFO}.apply_logits_bias", _leave_a_token, HookType.AFTER),
         (f"{_SAMPLER}.forward", _forward, HookType.AROUND),
         (f"{_SAMPLER}._sample_from_probs", _sample_from_probs, HookType.AROUND),
         (f"{_SAMPLER}._attach_logprobs_to_output", _attach_log_probs, HookType.AFTER),
         (f"{_TOKENIZER_MANAGER}.generate_request", _generate, HookType.AROUND),
+        (f"{_TOKENIZER_MANAGER}.abort_request", _abort, HookType.AROUND),
+        (f"{_TOKENIZER_MANAGER}._create_tokenized_object", _check_sequence, HookType.AFTER),
+        (f"{_TOKENIZER}.apply_chat_template", _check_template, HookType.BEFORE),
+        (f"{_TOKENIZER}.encode", _check_text, HookType.BEFORE),
+        (f"{_TOKENIZER}.__call__", _check_text, HookType.BEFORE),
         (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, HookType.AROUND),
         ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
         (f"{_TOKENIZER_MANAGER}.load_lora_adapter_from_tensors", _serve_adapter, HookType.AROUND),
@@ -117,6 +132,15 @@ def _merge(original: Callable[..., None], info: Any, other: Any) -> None:
 
 def _copy(copied: Any, info: Any) -> None:
     setattr(copied, _ASKED, _asked(info))
+
+
+def _leave_a_token(result: None, info: Any, logits: torch.Tensor) -> None:
+    """Allow every token where a grammar allows none: there is nothing to draw from, which ends the scheduler.
+
+    The grammar takes none of them, and SGLang ends the request.
+    """
+    if info.vocab_mask is not None:
+        logits.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
 
 
 def _forward(
@@ -165,22 +189,69 @@ def _attach_log_probs(
         logits_output.next_token_logprobs = logits_output.next_token_logprobs - capture.correction(log_probs, tokens)
 
 
-async def _generate(
-    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **options: Any
-) -> AsyncIterator[Any]:
-    _refuse_features(obj)
-    version = _choose_adapter(manager, obj)
-    lora_id = _lora_id(manager, obj)
+async def _generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
     engine = f"{manager.server_args.host}:{manager.server_args.port}"
-    async with _counted(lora_id), aclosing(original(manager, obj, *args, **options)) as answers:
-        async for answer in answers:
-            for one in answer if isinstance(answer, list) else [answer]:
-                if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
-                    pack_meta(one["meta_info"])
-                    one["meta_info"]["engine"] = engine
-                    if version is not None:
-                        one["meta_info"]["weight_version"] = version
-            yield answer
+    end = ""
+    try:
+        if request is None or not request.url.path.startswith("/health"):  # the server's own, whose id it needs
+            check_request(obj, labels=_labels(manager), scores_items=manager.server_args.enable_mis)
+            end = give_own_ids(obj)
+        version = _choose_adapter(manager, obj)
+        async with _counted(_lora_id(manager, obj)), aclosing(original(manager, obj, request)) as answers:
+            async for answer in answers:
+                for one in answer if isinstance(answer, list) else [answer]:
+                    if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
+                        _complete(one["meta_info"], engine, version, end)
+                yield answer
+    except RuntimeError as error:
+        if LOADING not in str(error):
+            raise
+        raise ValueError(f"The request cannot be served: {error}") from error
+    except UNREADABLE as error:  # of SGLang, over a field of another shape; its server would answer 500
+        logger.info("A request was refused.", exc_info=True)
+        raise ValueError(f"The request is not what SGLang takes: {type(error).__name__}: {error}") from error
+
+
+def _complete(meta: dict[str, Any], engine: str, version: str | None, end: str) -> None:
+    pack_meta(meta)
+    meta["engine"] = engine
+    if version is not None:
+        meta["weight_version"] = version
+    if end:
+        meta["id"] = meta["id"].replace(end, "")
+
+
+def _labels(manager: Any) -> frozenset[str]:
+    return frozenset(manager.server_args.tokenizer_metrics_allowed_custom_labels or ())
+
+
+def _check_sequence(sequence: Any, manager: Any, *args: Any, **options: Any) -> None:
+    check_sequence(sequence, manager.model_config.vocab_size)
+
+
+def _check_template(tokenizer: Any, *args: Any, chat_template: Any = None, **options: Any) -> None:
+    """Refuse a template of a client's own: a loop in it holds up the server.
+
+    Raises:
+        ValueError: as said.
+    """
+    if chat_template is not None:
+        raise ValueError(
+            "chat_template_kwargs has chat_template; engines take no template from clients. Leave it out."
+        )
+
+
+def _check_text(tokenizer: Any, text: Any = None, *args: Any, **options: Any) -> None:
+    check_text(text)
+
+
+def _abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """Abort the requests to which a client gave this id, under the ids that the scheduler knows them by."""
+    known = [rid]
+    if not abort_all and rid not in manager.rid_to_state:
+        known = [one for one in manager.rid_to_state if rid and one.startswith(f"{rid}_")] or known
+    for one in known:
+        original(manager, one, abort_all)
 
 
 async def _pause(original: Callable[..., Any], manager: Any, request: Any) -> None:
@@ -320,27 +391,6 @@ def _glm_positions(original: Callable[..., Any], *args: Any, **options: Any) -> 
     that of a drawn response may, the request fails.
     """
     return original(*args, **{**options, "attention_mask": None})
-
-
-def _refuse_features(obj: Any) -> None:
-    """Refuse a request with what a processor or a tower has made of an image, sound or video.
-
-    SGLang 0.5.15 takes it from programs in its own process.  On the lists that JSON makes of it, it fails with status
-    500, which clients send again.
-
-    Raises:
-        ValueError: the server's answer is status 400 with it.
-    """
-    items = [getattr(obj, f"{kind}_data", None) for kind in ("image", "video", "audio")]
-    while items:
-        item = items.pop()
-        if isinstance(item, list):
-            items += item
-        elif isinstance(item, dict) and "format" in item:
-            raise ValueError(
-                f"The request brings {item['format']!r} in the place of an image. Engines take images as they are: a "
-                "data: URL, base64 or a path; `encoder` groups of --sglang-config compute features apart from engines."
-            )
 
 
 def _forget_images(is_flushed: bool, scheduler: Any, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Plain torch forms of what SGLang has as Triton kernels alone: latent attention, and adapters of it and of experts.
+"""Plain forms of what SGLang has as Triton kernels alone: latent attention, adapters of it and of experts, grammars.
 
 SGLang's own backend of adapters for a CPU (``--lora-backend torch_native``) is that of single linear layers.
 
@@ -21,8 +21,16 @@ HOOKED = {
     "sglang.srt.lora.layers.FusedMoEWithLoRA.forward": "experts_forward",
     f"{_LATENT}.apply_q_correction": "add_to_queries",
     f"{_LATENT}.apply_v_correction": "add_to_values",
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "mask_logits",
 }
 """Function of SGLang -> the one here that is called in its place, with it in front."""
+
+
+def mask_logits(original: Callable[..., None], grammar: Any, logits: Tensor, vocab_mask: Tensor) -> None:
+    """Forbid the tokens that a grammar does not take next, with xgrammar's own loop."""
+    import xgrammar
+
+    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
 
 
 def latent_way(original: Callable[..., Any], registry: type, backend: str) -> Callable[..., Any]:
