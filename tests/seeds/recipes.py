@@ -170,7 +170,12 @@ GLM45 = Seed(
     folder="GLM-4.5-355B-A32B",
     cpu=Form(
         sizes={"num_hidden_layers": 4},
-        prepare=(torch_dist("glm4.5-355B-A32B", "GLM-4.5-355B-A32B", "GLM-4.5-355B-A32B_torch_dist"),),
+        prepare=(
+            torch_dist(
+                *("glm4.5-355B-A32B", "GLM-4.5-355B-A32B", "GLM-4.5-355B-A32B_torch_dist"),
+                flags="--mtp-num-layers 1",
+            ),
+        ),
         flags=f"""
             {CPU_SIZES} {NO_DP} --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2
             --context-parallel-size 1 --over-sampling-batch-size 12 --rollout-stop-token-ids 1
@@ -200,13 +205,17 @@ GLM45 = Seed(
         weight_std=0.04,
         prepare=(
             fp8("GLM-4.5-355B-A32B", "GLM-4.5-355B-A32B-FP8"),
-            torch_dist("glm4.5-355B-A32B", "GLM-4.5-355B-A32B", "GLM-4.5-355B-A32B_torch_dist", processes=2),
+            torch_dist(
+                *("glm4.5-355B-A32B", "GLM-4.5-355B-A32B", "GLM-4.5-355B-A32B_torch_dist"),
+                processes=2,
+                flags="--mtp-num-layers 1",
+            ),
         ),
         environment={"FP8": "1", **TRITON_FP8},
         flags=f"""
             {GPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 --sglang-dp-size 2
             --sglang-ep-size 2 --sglang-moe-a2a-backend none --sglang-cuda-graph-bs-decode 1 2 4 8 16
-            --sglang-fp8-gemm-runner-backend triton --sglang-moe-runner-backend triton
+            --sglang-fp8-gemm-backend triton --sglang-moe-runner-backend triton
             --context-parallel-size 1 --over-sampling-batch-size 24 --rollout-stop-token-ids 1
             --mtp-num-layers 1 --enable-mtp-training
         """,
@@ -287,7 +296,7 @@ R1 = Seed(
         environment=TRITON_FP8,
         flags=f"""
             {GPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 --sglang-dp-size 2
-            --sglang-ep-size 2 --sglang-moe-a2a-backend none --sglang-fp8-gemm-runner-backend triton
+            --sglang-ep-size 2 --sglang-moe-a2a-backend none --sglang-fp8-gemm-backend triton
             --sglang-moe-runner-backend triton --tensor-model-parallel-size 1 --context-parallel-size 1
             --over-sampling-batch-size 24
         """,
@@ -311,7 +320,13 @@ R1 = Seed(
     ),
 )
 
-FLASH_PREPARE = (torch_dist("glm4.7-30B-A3B", "GLM-4.7-Flash", "GLM-4.7-Flash_torch_dist", processes=2),)
+FLASH_PREPARE = (
+    torch_dist(
+        *("glm4.7-30B-A3B", "GLM-4.7-Flash", "GLM-4.7-Flash_torch_dist"),
+        processes=2,
+        flags="--mtp-num-layers 1",
+    ),
+)
 TRAINED_MTP = "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.2"
 FLASH_EAGLE = """
     --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 2 --sglang-speculative-eagle-topk 1
@@ -411,14 +426,15 @@ GLM52 = Seed(
     family="glm5_2",
     folder="GLM-5.2",
     cpu=Form(
-        sizes={"num_hidden_layers": 4, "num_nextn_predict_layers": 1},
+        # SGLang has no sparse attention without CUDA: with more keys to choose than a row has, the dense one is the same.
+        sizes={"num_hidden_layers": 4, "num_nextn_predict_layers": 1, "index_topk": 2048},
         prepare=GLM52_PREPARE,
         flags=f"""
             {CPU_SIZES} {NO_DP} {NO_EAGLE} --hf-checkpoint {{base}}/GLM-5.2 --actor-num-gpus-per-node 2
             --rollout-num-gpus-per-engine 1 --tensor-model-parallel-size 1 --global-batch-size 16
             --eval-prompt-data aime {{base}}/aime-2024/aime-2024.jsonl --sglang-config {{base}}/engines.yaml
             --sglang-attention-backend torch_native --sglang-kv-cache-dtype auto --sglang-page-size 1
-            --data-pad-size-multiplier 128
+            --data-pad-size-multiplier 128 --sglang-json-model-override-args '{{{{"index_topk": null}}}}'
         """,
         jobs=(
             Job("PP2 (2 and 2 layers), Adam on the host; prefill and decode apart", GLM52_STAGES),
@@ -439,7 +455,7 @@ GLM52 = Seed(
         environment={**TRITON_FP8, "MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"},
         flags=f"""
             {GPU_SIZES} {NO_DP} --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 1
-            --sglang-attention-backend dsa --sglang-fp8-gemm-runner-backend triton
+            --sglang-attention-backend dsa --sglang-fp8-gemm-backend triton
             --sglang-moe-runner-backend triton --tensor-model-parallel-size 1 --global-batch-size 64
             --eval-prompt-data aime {{base}}/aime-2024/aime-2024.jsonl --sglang-config {{base}}/engines.yaml
             --data-pad-size-multiplier 128
