@@ -114,7 +114,7 @@ class WeightMap:
         return any(re.fullmatch(pattern, hf_name) for pattern in self.untrained)
 
     def is_left_out(self, hf_name: str, shape: ModelDims) -> bool:
-        """Return True for a HF tensor of a part that this model may lack: a vision tower, or its missing MTP layers."""
+        """Return True for a HF tensor of a part that this model goes without: a vision tower, MTP layers."""
         return self.is_untrained(hf_name) or self._is_in_mtp(hf_name, shape, first=shape.num_mtp_layers)
 
     def _is_in_mtp(self, hf_name: str, shape: ModelDims, *, first: int = 0) -> bool:
