@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.planning.layout import plan_gpus
 from slime.ray.connect import connect
 from slime.ray.preemption import NOTICE
+from slime.ray.ray_servers import RAY
 from slime.ray.utils import NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, DeadlineError
@@ -98,6 +99,7 @@ def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
     next_report = time.monotonic()
     while True:
         NOTICE.check()
+        RAY.check()
         total = ray.cluster_resources()
         gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
         # The rollout manager takes one CPU beside those of the bundles.

@@ -215,6 +215,7 @@ class RolloutManager(Watched):
 
 _FLEET_VERBS: Mapping[str | None, Mapping[str, Callable[..., Any]]] = {
     CONTROL_GROUP: {
+        "wait_ready": EngineFleet.wait_ready,
         "get_job_state": EngineFleet.job_state,
         "get_updatable_engines": EngineFleet.updatable,
         "get_evaluation_engines": EngineFleet.for_evaluation,
@@ -227,7 +228,6 @@ _FLEET_VERBS: Mapping[str | None, Mapping[str, Callable[..., Any]]] = {
         "onload_idle": EngineFleet.onload_idle,
     },
     None: {
-        "wait_ready": EngineFleet.wait_ready,
         "find_dead_engines": EngineFleet.find_dead_engines,
         "recover_updatable_engines": EngineFleet.recover,
         "health_monitoring_pause": EngineFleet.pause_monitors,

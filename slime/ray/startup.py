@@ -27,7 +27,7 @@ from slime.ray.gpus import GpuSlice
 from slime.ray.released_trainer import RELEASE_GRACE_S, ReleasedTrainGroup
 from slime.ray.rollout import start_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
-from slime.ray.waiting import forget, wait_for, watch
+from slime.ray.waiting import forget, wait_for, watch, watch_start
 from slime.utils.errors import ConfigError
 
 ENGINE_START_MARGIN_S = 180.0
@@ -41,7 +41,7 @@ MANAGER = "the rollout manager"
 def create_rollout_manager(
     args: Namespace, pg: GpuSlice, meanwhile: Callable[[], None] | None = None
 ) -> tuple[Any, int | None]:
-    """Start the rollout manager; its engines start in the background.
+    """Start the rollout manager; its engines start in the background, and end every later wait should one not start.
 
     Sets ``args.num_rollout`` where only ``--num-epoch`` is given.  Where the trainer shares their GPUs, the engines
     are up, and have given their memory away, when this returns.
@@ -60,6 +60,7 @@ def create_rollout_manager(
     record_runtime(args, **values_of_the_run())
     manager = start_rollout_manager(args, pg)
     watch(manager, MANAGER)
+    watch_start(manager.wait_ready.remote(), "the engines to start")
     if meanwhile is not None:
         meanwhile()
     per_epoch: int | None = wait_for(

@@ -2,7 +2,8 @@
 
 ``wait_for`` is the only way this package blocks on remote work: it names what it waits for, logs that it still waits,
 fails at the first failure among the calls (the others may hang in a collective with the dead one), and fails as well
-when any *watched* actor of the job dies, even one that the present wait does not concern.
+when any *watched* actor of the job dies, or what starts beside it fails, even if the present wait does not concern it,
+and when Ray's own processes do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slime.ray.preemption import NOTICE
+from slime.ray.ray_servers import RAY
 from slime.utils.errors import DeadlineError, EngineDiedError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ WATCH_GROUP = "watch"
 _sentinels: dict[ray.ObjectRef, str] = {}
 _names: dict[str, str] = {}
 """Name of each watched actor by its id, for a call that fails before the sentinel of its actor does."""
+_starting: dict[ray.ObjectRef, str] = {}
+"""Calls that nobody waits for yet, and what they start."""
 
 
 class Watched:
@@ -60,13 +64,23 @@ class Watched:
 def watch(actor: Any, name: str) -> None:
     """End every later wait of this process with an error that names ``actor`` once it has died."""
     _sentinels[actor.stay_alive.remote()] = name
+    name_actor(actor, name)
+
+
+def name_actor(actor: Any, name: str) -> None:
+    """Call ``actor`` so in errors of waits for it."""
     _names[actor._actor_id.hex()] = name
+
+
+def watch_start(ref: ray.ObjectRef, what: str) -> None:
+    """End every later wait of this process with the error of a call that starts ``what``, should it fail."""
+    _starting[ref] = what
 
 
 def forget_all() -> None:
     """Stop watching: the job is being taken down on purpose."""
-    _sentinels.clear()
-    _names.clear()
+    for known in (_sentinels, _names, _starting):
+        known.clear()
 
 
 def forget(name: str) -> None:
@@ -90,7 +104,12 @@ def unwatched(names: Collection[str]) -> Iterator[None]:
 
 
 def find_death(names: Collection[str], *, timeout_s: float) -> EngineDiedError | None:
-    """Return the death of one of the actors watched under ``names``, of which Ray may learn within ``timeout_s``."""
+    """Return the death of one of the actors watched under ``names``, of which Ray may learn within ``timeout_s``.
+
+    Raises:
+        ProcessError: Ray's own processes have ended, and with them more than an actor.
+    """
+    RAY.check()
     sentinels = [ref for ref, name in _sentinels.items() if name in names]
     dead, _ = ray.wait(sentinels, timeout=timeout_s) if sentinels else ([], [])
     return next((death for ref in dead if (death := _death(ref))), None)
@@ -117,6 +136,7 @@ def wait_for(
     Raises:
         DeadlineError: the deadline passed.
         EngineDiedError: an actor died.
+        ProcessError: one of Ray's own processes ended or hangs, or what starts beside this failed.
         Exception: the remote call's own error, as soon as the first of the calls fails.
     """
     single = isinstance(refs, ray.ObjectRef)
@@ -128,20 +148,27 @@ def wait_for(
     next_act = start + meanwhile_every_s if meanwhile is not None else float("inf")
     while pending:
         NOTICE.check()
+        RAY.check()
         now = time.monotonic()
         if now - start >= timeout_s:
             raise DeadlineError(
-                f"waited {timeout_s:.0f} s for {what}: {len(pending)} of {len(ordered)} calls have not returned. "
+                f"waited {timeout_s:.0f} s for {what}: {len(pending)} of {len(ordered)} calls have not returned"
+                f"{_unanswered(pending)}. "
                 "Raise the matching --*-timeout-s flag if the work is truly that long; "
                 "otherwise look at the log of the actor that hangs."
             )
         slice_s = max(0.01, min(next_report, next_act, start + timeout_s, now + SIGTERM_POLL_S) - now)
-        ready, _ = ray.wait(pending + list(_sentinels), num_returns=1, timeout=slice_s)
+        beside = [*_sentinels, *_starting]
+        ready, _ = ray.wait(pending + beside, num_returns=1, timeout=slice_s)
         NOTICE.check()  # of the same signal other processes of the job may have died
         for ref in ready:
             if ref in _sentinels:
                 if death := _death(ref):
+                    RAY.check()  # its end may be what actors died of
                     raise death
+                continue
+            if ref in _starting:
+                _get(ref, _starting.pop(ref))
                 continue
             results[ref] = _get(ref, what)
             pending.remove(ref)
@@ -153,6 +180,13 @@ def wait_for(
             next_report += report_every_s
     values = [results[ref] for ref in ordered]
     return values[0] if single else values
+
+
+def _unanswered(refs: Sequence[ray.ObjectRef]) -> str:
+    """Return the actors of calls, as the end of a sentence; empty where none has a name."""
+    ids = (ref.task_id().actor_id().hex() for ref in refs)
+    names = dict.fromkeys(_names[actor_id] for actor_id in ids if actor_id in _names)
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _get(ref: ray.ObjectRef, what: str) -> Any:

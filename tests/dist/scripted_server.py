@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from slime.backends.sglang_utils.child_process import ChildProcess, end_with_owner, owner_pid, read_settings
+from slime.backends.sglang_utils.child_process import ChildProcess, end_with_family, owner_pid, read_settings
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.ray.engines.actor import EngineActor
 from slime.utils.net import format_host_port
@@ -52,7 +52,7 @@ class ScriptedEngineActor(EngineActor):
 
 
 if __name__ == "__main__":
-    end_with_owner(owner_pid())
+    end_with_family(owner_pid())
     settings = read_settings()
     ScriptedEngine(GarblingScript(length=4), host=settings["host"], port=settings["port"]).start()
     asyncio.run(asyncio.Event().wait())  # type: ignore[arg-type]

@@ -105,6 +105,22 @@ def test_a_call_that_fails_before_the_sentinel_of_its_actor_names_the_actor():
         wait_for(call, what="the echo", timeout_s=200)
 
 
+def test_what_fails_to_start_beside_a_wait_ends_the_wait_and_what_starts_does_not():
+    worker, other = Worker.remote(), Worker.remote()
+    waiting.watch_start(worker.echo.remote(1), "the first engine to start")
+    waiting.watch_start(worker.fail.remote(), "the second engine to start")
+    with pytest.raises(ValueError, match="the layer count is 3"):
+        wait_for(other.echo.remote(1, 300), what="the other", timeout_s=200)
+    assert waiting._starting == {}
+
+
+def test_a_passed_deadline_names_the_actor_that_did_not_answer():
+    silent, other = Worker.remote(), Worker.remote()
+    waiting.name_actor(silent, "the actor of engine 3")
+    with pytest.raises(DeadlineError, match=r"1 of 2 calls have not returned \(the actor of engine 3\)"):
+        wait_for([silent.echo.remote(1, 300), other.echo.remote(1)], what="two echoes", timeout_s=20)
+
+
 def test_too_few_gpus_is_an_error_that_says_what_to_change():
     with pytest.raises(ConfigError, match=r"needs 5 GPUs and 6 CPUs; the Ray cluster has 2 GPUs.*--rollout-num-gpus"):
         gpus._reserve(5, timeout_s=1)

@@ -79,6 +79,9 @@ class Ref(_Named):
             kernel.wake(strand)
         self.waiting.clear()
 
+    def task_id(self) -> Any:
+        return Namespace(actor_id=lambda: getattr(self._owner, "_actor_id", _Id("")))
+
     def __repr__(self) -> str:
         return f"{self._owner}.{self._method}()" if self._method else str(self._owner)
 

@@ -22,8 +22,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from functools import cache
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, wraps
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ LOG_TAIL_BYTES = 2**18
 OWNER_POLL_S = 1.0
 KEEP_RUNS = 20
 PORT_TAKEN = re.compile(r"(address|port) (is )?already in use|is not available in \d+ seconds", re.IGNORECASE)
+FIRST_ERROR = re.compile(r"^[\w.]*Error: .*", re.MULTILINE)
+"""The last line of a Python traceback."""
 """Said of a port by the kernel, and by SGLang (srt/utils/network.py)."""
 STILL_WRITING_S = 6 * 3600.0
 """A run that wrote so recently may still go on, however many began after it."""
@@ -98,16 +103,17 @@ class ChildProcess:
         code = self._popen.poll()
         if code is None:
             return None
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        return f"{self.name} {how}\n{self.log_tail()}"
+        return f"{self.name} {_how_ended(code)}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
-        """Return the last lines of the child's output, headed by the path of the whole."""
+        """Return the last lines of the child's output, headed by the path of the whole, and the first error in it."""
         try:
             text = self._read_log()
         except OSError as error:
             return f"(its log {self.log_path} cannot be read: {error})"
-        return f"--- end of {self.log_path} ---\n" + "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
+        end = f"--- end of {self.log_path} ---\n" + "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
+        error = FIRST_ERROR.search(text)
+        return end if error is None else f"{end}\n--- first error in it ---\n{error[0]}"
 
     def listens_at(self, port: int) -> bool:
         """Return True when the child, or a process that it started, listens at a port of this host."""
@@ -173,21 +179,66 @@ def owner_pid() -> int:
 # Ends
 
 
-def end_with_owner(owner_pid: int, poll_s: float = OWNER_POLL_S) -> threading.Thread:
-    """Kill this process and its descendants as soon as ``owner_pid`` is no longer its parent."""
+def end_with_family(owner_pid: int, poll_s: float = OWNER_POLL_S) -> threading.Thread:
+    """Kill this process and its descendants as soon as ``owner_pid`` is no longer its parent, or a child has failed.
+
+    A child is one of ``multiprocessing``, started after this call.  Its parent may wait for it, or for its siblings,
+    without end; so it ends too, and its own parent after it, up to the child of the owner, who reads how it ended.
+    """
+    children = _note_children()
 
     def watch() -> None:
         while os.getppid() == owner_pid:
             time.sleep(poll_s)
         kill_tree(os.getpid())
+            failed = [child for child in list(children) if child.exitcode]
+            for child in failed:
+                how = _how_ended(child.exitcode or 0)
+                print(f"{child.name}, process {child.pid} of {os.getpid()}, {how}: its family ends", flush=True)
+            if failed:
+                break
 
-    thread = threading.Thread(target=watch, name="owner-watch", daemon=True)
+    thread = threading.Thread(target=watch, name="family-watch", daemon=True)
     thread.start()
     return thread
 
 
 def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
     """Kill ``pid`` and all its descendants (SIGKILL) and wait until they are gone.
+def _note_children() -> list[BaseProcess]:
+    """Return a list that gets every process that ``multiprocessing`` starts here; its own leaves out the dead."""
+    children: list[BaseProcess] = []
+    start = getattr(BaseProcess.start, "__wrapped__", BaseProcess.start)  # of the process that forked this one
+
+    @wraps(start)
+    def noted(process: BaseProcess) -> None:
+        start(process)
+        children.append(process)
+
+    BaseProcess.start = noted  # type: ignore[method-assign]
+    return children
+
+
+@contextmanager
+def ending_family() -> Iterator[None]:
+    """End this process and its descendants when the block raises, after the error is printed.
+
+    Python would wait for the process's children first, which may wait for requests without end.
+    """
+    try:
+        yield
+    except Exception:  # the edge of the process
+        traceback.print_exc()
+        for process in _family(os.getpid())[1:]:
+            _kill(process)
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _how_ended(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+
+
 
     When ``pid`` is this process, it dies last and the call does not return.
 

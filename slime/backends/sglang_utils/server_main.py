@@ -14,12 +14,12 @@ import sys
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim, sglang_plugin
-from slime.backends.sglang_utils.child_process import end_with_owner, owner_pid, read_settings
+from slime.backends.sglang_utils.child_process import end_with_family, ending_family, owner_pid, read_settings
 from slime.backends.sglang_utils.server_guard import guard_as_parent, guard_port
 from slime.utils.distributed_utils import bind_stores
 
 if __name__ in ("__main__", "__mp_main__"):
-    end_with_owner(owner_pid() if __name__ == "__main__" else os.getppid())
+    end_with_family(owner_pid() if __name__ == "__main__" else os.getppid())
     cpu_shim.install()
     cpu_shim.ignore_pinning()
     # SGLang's debugging tools import megatron.core where they find it.  That takes seconds, and it turns the memory
@@ -43,7 +43,7 @@ def main() -> None:
             encoders=settings.get("encoder_urls") or (),
             pass_on=settings.get("tokenizer_worker_num", 1) > 1,
         )
-    cpu_shim.fork_processes(lambda: end_with_owner(os.getppid()))
+    cpu_shim.fork_processes(lambda: end_with_family(os.getppid()))
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
@@ -82,4 +82,5 @@ def name_included_routes(app: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending_family():
+        main()

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree, raise_if_ended
+from slime.backends.sglang_utils.engine_segments import remove_segments
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
 from slime.backends.sglang_utils.server_control import CONTROL_TIMEOUT_S, ServerControl, flush_cache, probe_answer
@@ -142,6 +143,7 @@ class SGLangEngine(WeightVerbs):
         self.server = ServerControl(f"http://{format_host_port(host, port)}", api_key=self._secret, name=name)
         self._worker_key = None if self._secret is None else generation_key(self._secret)
         self._find_router(router_ip, router_port)
+        remove_segments()  # of engines that were killed here before
         self.process = start_server(server_args, name=name, secret=self._secret)
         reads_weights = server_args.get("load_format") != "dummy" and self.args.verify_checkpoint
         self._check = check_in_background(Path(self.model_path)) if reads_weights else None
@@ -243,6 +245,7 @@ class SGLangEngine(WeightVerbs):
         if self.process is not None:
             self.process.stop()
             self.process = None
+        remove_segments()
 
     def simulate_crash(self) -> None:
         """Kill the server as an accident would: the router is not told.  For plug-ins that inject faults."""

@@ -73,6 +73,7 @@ class EngineFleet:
         self._has_snapshot = False
         self._lock: Any = None
         self._lock_guard = threading.Lock()
+        self._start_guard = threading.Lock()
         self._monitors: list[HealthMonitor] = []
         self._memory = SharedMemory(args, self.groups)
         self._next_router_check_s = 0.0
@@ -97,12 +98,13 @@ class EngineFleet:
         return JobState(pages, states, sum(group.num_evictions for group in self.groups))
 
     def wait_ready(self) -> None:
-        """Wait until every engine serves.
+        """Wait until every engine serves; may be called several times, from several threads.
 
         Raises:
-            ProcessError: one did not start.
+            ProcessError: one did not start, or the router has ended meanwhile.
         """
-        wait_until_serving(self.args, self.groups)
+        with self._start_guard:
+            wait_until_serving(self.args, self.groups)
         guard = "no secret" if job_secret(self.args) is None else "the job's secret"
         lines = [line for server in self.servers for line in server.listens_at()]
         logger.info("listening, guarded by %s: %s", guard, "; ".join(lines) or "nothing")

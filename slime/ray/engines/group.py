@@ -37,7 +37,7 @@ from slime.ray.engines.actor import (
 )
 from slime.ray.engines.lifecycle import LIVE, SERVES, UNSETTLED, Action, EngineEvent, EngineState, next_step
 from slime.ray.gpus import GpuSlice
-from slime.ray.waiting import wait_for
+from slime.ray.waiting import name_actor, wait_for
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, ProcessError
 from slime.utils.http_utils import add_job_servers
 from slime.utils.net import format_host_port
@@ -173,6 +173,21 @@ class EngineGroup:
             refs, nodes = self._launch(missing, register=True), self.nodes_per_engine
             self.starting |= {index: refs[i * nodes : (i + 1) * nodes] for i, index in enumerate(missing)}
 
+    def raise_if_started_in_vain(self) -> None:
+        """Raise when the router has ended, or what is up of engines that start: a node of one that asks no server.
+
+        Raises:
+            EngineDiedError: one has; with the end of its log.
+        """
+        if self.router is not None and self.router.process is not None and (end := self.router.process.describe_end()):
+            raise EngineDiedError(f"{end}\nThe router ended while the engines started.")
+        up: dict[int, list[Any]] = {}
+        for index, refs in self.starting.items():
+            done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+            up[index] = [actor for actor, ref in zip(self.actors_of(index), refs, strict=True) if ref in done]
+        for index, end in exits_of(up, EXITS_TIMEOUT_S).items():
+            raise EngineDiedError(f"{self.name_of(index)} ended while others started: {end}")
+
     def started(self) -> None:
         """Report that the references in ``starting`` have resolved."""
         for index in self.starting:
@@ -203,6 +218,7 @@ class EngineGroup:
                 num_gpus_per_engine=self.num_gpus_per_engine,
                 model_path=self.model.model_path,
             )
+            name_actor(self.all_engines[rank], f"the actor of {self.name_of(rank // nodes)}")
         engines = [self.all_engines[rank] for rank in ranks]
         addresses = allocate_addresses(
             self.args,

@@ -255,14 +255,24 @@ def wait_until_serving(args: Namespace, groups: Sequence[EngineGroup]) -> None:
     An engine one of whose ports another process took starts again at others.
 
     Raises:
-        ProcessError: an engine ended or did not answer within ``--engine-start-timeout-s``, or ports were taken in
-            ``MAX_START_ATTEMPTS`` starts.
+        ProcessError: an engine or a router ended, or an engine did not answer within ``--engine-start-timeout-s``, or
+            ports were taken in ``MAX_START_ATTEMPTS`` starts.
     """
+
+    def look_at_the_others() -> None:
+        for group in groups:
+            group.raise_if_started_in_vain()
+
     for attempt in range(1, MAX_START_ATTEMPTS + 1):
         starting = [ref for group in groups for refs in group.starting.values() for ref in refs]
         try:
             # The engines keep their own deadline; this one only catches an actor that never ran.
-            wait_for(starting, what="the SGLang engines to start", timeout_s=start_timeout_s(args))
+            wait_for(
+                starting,
+                what="the SGLang engines to start",
+                timeout_s=start_timeout_s(args),
+                meanwhile=look_at_the_others,
+            )
             break
         except PortTakenError:
             if attempt == MAX_START_ATTEMPTS:

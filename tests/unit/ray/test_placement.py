@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 import pytest
+import ray
 
 from slime.planning.layout import plan_gpus
 from slime.ray import gpus, waiting
@@ -54,7 +55,7 @@ def test_a_slice_from_an_offset_keeps_bundle_and_gpu_together():
 @pytest.fixture
 def cluster(monkeypatch):
     """Ray with one GPU, which another job has."""
-    group = Namespace(ready=lambda: "ref")
+    group = Namespace(ready=ray.ObjectRef.from_random)
     monkeypatch.setattr(gpus, "placement_group", lambda *_, **__: group)
     monkeypatch.setattr(gpus.ray, "cluster_resources", lambda: {"GPU": 1.0, "CPU": 2.0})
     monkeypatch.setattr(gpus.ray, "available_resources", lambda: {"CPU": 1.0})

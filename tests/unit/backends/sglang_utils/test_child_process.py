@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,8 +24,8 @@ SLEEPER = "import time; time.sleep(600)"
 TREE = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); time.sleep(600)"
 WATCHED_TREE = (
     "import os, subprocess, sys, time\n"
-    "from slime.backends.sglang_utils.child_process import end_with_owner\n"
-    "end_with_owner(int(sys.argv[1]), poll_s=0.1)\n"
+    "from slime.backends.sglang_utils.child_process import end_with_family\n"
+    "end_with_family(int(sys.argv[1]), poll_s=0.1)\n"
     f"subprocess.Popen([sys.executable, '-c', {SLEEPER!r}])\n"
     "time.sleep(600)\n"
 )
@@ -195,3 +196,57 @@ def test_the_users_own_folder_is_left_as_it_is(temp, monkeypatch):
     monkeypatch.setenv("SLIME_LOG_DIR", str(mine))
     assert child_process.new_log_file("x").parent == mine
     assert old.is_dir()
+
+
+FAMILY = """
+import multiprocessing, os, signal, sys, threading, time
+from slime.backends.sglang_utils.child_process import end_with_family, ending_family, owner_pid
+end_with_family(owner_pid(), poll_s=0.1)
+
+def die(of):
+    print("ValueError: no shape", flush=True)
+    if of == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(3)
+
+def control(of):
+    end_with_family(os.getppid(), poll_s=0.1)
+    multiprocessing.Process(target=die, args=(of,), name="scheduler").start()
+    multiprocessing.Process(target=time.sleep, args=(0,), name="helper").start()  # it may end well
+    time.sleep(600)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
+    multiprocessing.Process(target=time.sleep, args=(600,), name="detokenizer").start()
+    what = os.environ["WHAT"]
+    with ending_family():
+        if what == "raise":
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            raise RuntimeError("Rank 0 scheduler died")
+        multiprocessing.Process(target=control, args=(what,), name="controller").start()
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "ends"),
+    [
+        ("raise", "ended with status 1\n.*\n--- first error in it ---\nRuntimeError: Rank 0 scheduler died"),
+        ("signal", "was killed by signal 9.*scheduler, process .* was killed by signal 9.*ValueError: no shape"),
+        ("status", "was killed by signal 9.*scheduler, process .* ended with status 3.*ValueError: no shape"),
+    ],
+)
+def test_a_family_ends_with_any_of_its_processes_whatever_its_parents_wait_for(monkeypatch, tmp_path, what, ends):
+    """As an engine's: a main process, a controller, a scheduler; a detokenizer that nothing has asked yet."""
+    (tmp_path / "family.py").write_text(FAMILY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = ChildProcess("family", {}, name="engine 0", extra_environment={"WHAT": what})
+    family: set[psutil.Process] = set()
+    deadline = time.monotonic() + 60
+    while (end := child.describe_end()) is None:
+        assert time.monotonic() < deadline
+        family |= set(child_process._family(child.pid))
+        time.sleep(0.02)
+    assert re.search(ends, end, re.DOTALL), end
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert alive == []

@@ -275,7 +275,7 @@ def test_an_engine_that_lends_its_memory_is_in_no_list_until_it_has_it_back():
 
 def test_weights_that_no_push_brings_back_are_kept_while_the_memory_is_released(monkeypatch):
     started: list[dict[str, Any]] = []
-    engine = Namespace(init=Namespace(remote=lambda **_: "ref"))
+    engine = Namespace(init=Namespace(remote=lambda **_: "ref"), _actor_id=b"1")
     monkeypatch.setattr(group_module, "start_engine_actor", lambda *_, **given: started.append(given) or engine)
     monkeypatch.setattr(
         group_module, "allocate_addresses", lambda *_, **__: [EngineAddress(host="h", port=1, nccl_port=2)]

@@ -175,3 +175,28 @@ def test_a_router_is_revived_before_an_engine_that_registers_there_starts(monkey
     group.report(0, EngineEvent.DIED, "it was killed by signal 9")
     group.wait_settled(60)
     assert group.states == [EngineState.SERVING] and events == ["router", True]
+
+
+def test_what_dies_of_a_start_beside_the_servers_that_are_waited_for_ends_it(monkeypatch):
+    """A router, and the nodes of an engine that ask no server, whose own calls return at once."""
+    group = make_group()
+    group.all_engines = [
+        Namespace(name=f"node {node}", describe_exit=Namespace(remote=lambda node=node: node)) for node in range(2)
+    ]
+    group.args.num_gpus_per_node, group.starting = 1, {0: ["waited for", "returned"]}
+    monkeypatch.setattr(EngineGroup, "nodes_per_engine", 2)
+    monkeypatch.setattr(group_module, "ray", Namespace(wait=lambda refs, **_: (["returned"], ["waited for"])))
+    asked: list[Any] = []
+    monkeypatch.setattr(group_module, "exits_of", lambda actors, timeout_s: asked.append(actors) or {})
+    group.raise_if_started_in_vain()
+    assert asked == [{0: [group.all_engines[1]]}]
+    monkeypatch.setattr(group_module, "exits_of", lambda actors, timeout_s: {0: "its log"})
+    with pytest.raises(
+        EngineDiedError, match=r"engine 0 \(regular\) of model 'm' ended while others started: its log"
+    ):
+        group.raise_if_started_in_vain()
+    group.router = Namespace(process=Namespace(describe_end=lambda: "router ended with status 1"))
+    with pytest.raises(
+        EngineDiedError, match="router ended with status 1\nThe router ended while the engines started"
+    ):
+        group.raise_if_started_in_vain()
