@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.flags.kinds import non_negative_int, positive_int
 from slime.utils.errors import DataError
 from tools.cli import clean_exit
+from tools.terminal import plain, say
 
 DEVICE_CATEGORIES = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 HOST_CATEGORIES = {"cpu_op": "operator", "user_annotation": "annotation"}
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with clean_exit():
         for path in find_traces(args.profile_dir, None if args.all_ranks else args.rank):
-            print(report(summarise(path), args.top_n))
+            say(*report(summarise(path), args.top_n).split("\n"))
 
 
 def find_traces(folder: Path, rank: int | None) -> list[Path]:
@@ -145,7 +146,9 @@ def report(summary: Summary, top_n: int) -> str:
     by_time = sorted(summary.totals.items(), key=lambda item: -item[1].microseconds)
     for name, total in by_time[:top_n]:
         mean = total.microseconds / total.calls
-        lines.append(f"{total.kind:<14}{total.microseconds / 1e3:>12.3f}{total.calls:>9}{mean:>12.1f}  {name[:120]}")
+        lines.append(
+            f"{total.kind:<14}{total.microseconds / 1e3:>12.3f}{total.calls:>9}{mean:>12.1f}  {plain(name)[:120]}"
+        )
     kinds: dict[str, float] = {}
     for total in summary.totals.values():
         kinds[total.kind] = kinds.get(total.kind, 0.0) + total.microseconds

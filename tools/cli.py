@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from slime.flags.kinds import positive_int
 from slime.utils.errors import SlimeError
+from tools.terminal import say
 
 if TYPE_CHECKING:
     from slime.weights.hf_rewrite.plan import Rewrite
@@ -26,7 +26,7 @@ def clean_exit() -> Iterator[None]:
     try:
         yield
     except SlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(*f"error: {error}".replace("\n", "\n  ").split("\n"), to_stderr=True)
         raise SystemExit(EXIT_BAD_INPUT) from None
 
 

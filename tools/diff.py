@@ -20,6 +20,7 @@ from slime.observability.run_reader import Run, read_run
 from slime.observability.sample_record import rollout_of
 from tools.cli import clean_exit
 from tools.report import source_hash, time_of, write_page
+from tools.terminal import plain, say
 
 OWN = {"save", "load", "save_hf", "run_folder", "wandb_run_id", "wandb_dir", "job_secret", "tensorboard_dir"}
 """Settings that every run has to itself."""
@@ -80,21 +81,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         with clean_exit():
             page = page_of([str(folder) for folder in options.runs], tables, curves)
             write_page(options.html, page, flag="--html")
-        print(f"page: {options.html}")
+        say(f"page: {options.html}")
     if not settings and not steps:
-        print("The runs differ in nothing that was recorded.")
+        say("The runs differ in nothing that was recorded.")
     raise SystemExit(1 if settings or steps else 0)
 
 
 def _print(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         return
-    shown = [head, *([str(cell)[:60] for cell in row] for row in rows)]
+    shown = [head, *([plain(cell)[:60] for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
-    print(f"== {title}")
+    say(f"== {title}")
     for row in shown:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    print()
+        say("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    say()
 
 
 def setting_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]:

@@ -35,6 +35,7 @@ from slime.observability.run_reader import Run, read_run
 from slime.utils import env
 from slime.utils.errors import DataError
 from slime.utils.net import is_loopback
+from tools.terminal import say
 
 REPO = Path(__file__).resolve().parents[1]
 GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _show(name: str, verdict: str, text: str) -> str:
-    print(f"{verdict:8} {name:16} {text}", flush=True)
+    say(f"{verdict:8} {name:16} {text}", flush=True)
     return verdict
 
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.flags.kinds import non_negative_int
 from slime.rollout.ledger.frames import Kind, Record, describe_damage, folder_bytes, read_folder, segment_files
 from slime.rollout.ledger.records import ReplayState, RolloutState
+from tools.terminal import plain, say
 
 MAX_GROUPS_SHOWN = 20
 MAX_PROBLEMS_SHOWN = 50
@@ -114,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder / "ledger" if (options.folder / "ledger").is_dir() else options.folder
     if not folder.is_dir() or not segment_files(folder):
-        parser.error(f"{options.folder} holds no ledger; give the folder ledger of a --save folder.")
+        parser.error(f"{plain(options.folder)} holds no ledger; give the folder ledger of a --save folder.")
     with progress(folder_bytes(folder)) as passed:
         records = read_folder(folder, verify_blobs=options.check, progress=passed)
         if options.group is None and options.sample is None and options.prompt is None:
@@ -185,12 +186,12 @@ def _is_meant(described: list[Any], options: argparse.Namespace) -> bool:
 def print_groups(found: dict[int, list[tuple[int, Record]]]) -> int:
     """Print the records of each group; return the exit code."""
     if not found:
-        print("The ledger has no such group.")
+        say("The ledger has no such group.")
         return 1
     for name, records in list(found.items())[:MAX_GROUPS_SHOWN]:
         print_group(name, records)
     if len(found) > MAX_GROUPS_SHOWN:
-        print(f"... and {len(found) - MAX_GROUPS_SHOWN} more groups: {sorted(found)[MAX_GROUPS_SHOWN:][:50]}")
+        say(f"... and {len(found) - MAX_GROUPS_SHOWN} more groups: {sorted(found)[MAX_GROUPS_SHOWN:][:50]}")
     return 0
 
 
@@ -199,17 +200,17 @@ def print_group(name: int, records: list[tuple[int, Record]]) -> None:
     _, first = records[0]
     described = next((d for d in first.head.get("groups", []) if isinstance(d, list) and d[0] == name), None)
     if described is not None:
-        print(f"group {name}, samples {described[1][0]} to {described[1][-1]}: {described[2]!r}")
+        say(f"group {name}, samples {described[1][0]} to {described[1][-1]}: {described[2]!r}")
     else:
-        print(f"group {name}")
+        say(f"group {name}")
     seen_process = None
     for process, record in records:
         if process != seen_process:
-            print(f"  process {process}")
+            say(f"  process {process}")
             seen_process = process
         time = datetime.fromtimestamp(record.head["t"]).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         rollout = record.head.get("rollout", record.head["r"])
-        print(f"    {time}  rollout {rollout:>4}  {describe(name, record)}")
+        say(f"    {time}  rollout {rollout:>4}  {describe(name, record)}")
 
 
 def describe(name: int, record: Record) -> str:
@@ -241,22 +242,22 @@ def describe(name: int, record: Record) -> str:
 
 def print_totals(balance: Balance, folder: Path) -> None:
     """Print counts of groups and rollouts."""
-    print(f"{folder}: {folder_bytes(folder):,} bytes in {len(segment_files(folder))} files")
+    say(f"{folder}: {folder_bytes(folder):,} bytes in {len(segment_files(folder))} files")
     for label, value in balance.totals().items():
-        print(f"  {label:<28} {value:>10,}")
+        say(f"  {label:<28} {value:>10,}")
     for problem in balance.problems()[:MAX_PROBLEMS_SHOWN]:
-        print(f"  BROKEN  {problem}")
+        say(f"  BROKEN  {problem}")
 
 
 def print_check(balance: Balance) -> int:
     """Print the groups that break the invariant; return the exit code."""
     problems = balance.problems()
     for label, value in balance.totals().items():
-        print(f"{label:<30} {value:>10,}")
+        say(f"{label:<30} {value:>10,}")
     for problem in problems[:MAX_PROBLEMS_SHOWN]:
-        print(f"BROKEN  {problem}")
+        say(f"BROKEN  {problem}")
     if not problems:
-        print("Every issued group was trained once, was dropped for a reason, or is waiting.")
+        say("Every issued group was trained once, was dropped for a reason, or is waiting.")
     return 1 if problems else 0
 
 

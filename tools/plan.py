@@ -30,6 +30,7 @@ from slime.planning.trainer_memory import GIB
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from tools.cli import clean_exit
+from tools.terminal import say
 
 
 def image_size(text: str) -> tuple[int, int]:
@@ -97,14 +98,14 @@ def main() -> None:
             recipe = read_recipe(script, words[1:], Path(folder), is_trusted=options.trust_script)
             words, environment = recipe.words, {**environment, **recipe.environment}
             if called := dict.fromkeys(call.split()[0] for call in recipe.calls if call.strip()):
-                print(f"{script} also calls {', '.join(called)}: written down, not done.", file=sys.stderr)
+                say(f"{script} also calls {', '.join(called)}: written down, not done.", to_stderr=True)
         lengths = read_lengths(options.lengths) if options.lengths else None
         settings = PlanOptions(
             card=card, mfu=options.mfu, lengths=lengths, images=tuple(options.image), environment=environment
         )
         if asks_to_fit(words):
             words, table = fitted(words, settings, options.gpus)
-            print(table, file=sys.stderr)
+            say(*table.split("\n"), to_stderr=True)
         code = run_plan(words, settings, as_json=options.json, all_ranks=options.ranks)
     sys.exit(code)
 

@@ -23,6 +23,7 @@ from slime.flags.kinds import http_url, positive_int
 from slime.flags.security import secret_of_file
 from slime.utils.errors import EngineError
 from tools.cli import clean_exit
+from tools.terminal import say
 
 TIMEOUT_S = 120.0
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             secret = secret_of_file(args.job_secret_file, "--job-secret-file", make=False)
         router_url = args.router_url.rstrip("/")
         for url, answer in asyncio.run(tell_workers(router_url, args.action, request_of(args), secret)):
-            print(f"{url}: {answer}")
+            say(f"{url}: {answer}")
 
 
 def request_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from tools.replay_plan import (
     recorded_samples,
 )
 from tools.replay_rollout import replay_rollout
+from tools.terminal import say
 
 FOLLOWS = {"changed", "on_nan", "debug_train_only", "rollout_global_dataset", "rollout_num_gpus", "trainer_recovery"}
 """Settings that another value has in every replay."""
@@ -135,7 +136,7 @@ def _check_critic(run: Run, *, needs_one: bool, is_saved: bool) -> None:
 def _take_steps_before(replay: Replay) -> None:
     """Take the steps before the one whose flags are changed, as they were, and go on from there."""
     folder = replay.folder / "before"
-    print(f"Steps {replay.begin + 2} to {replay.rollout_id} come first, without --set.", flush=True)
+    say(f"Steps {replay.begin + 2} to {replay.rollout_id} come first, without --set.", flush=True)
     words = [str(replay.run.folder), "--step", str(replay.rollout_id), "--out", str(folder), "--save-checkpoint"]
     if subprocess.run([sys.executable, __file__, *words], check=False).returncode:
         raise DataError(f"the steps before are not the same as they were; see {folder}. --set changes step 1 of many.")
@@ -149,7 +150,7 @@ def _take_steps(replay: Replay, options: Namespace) -> None:
         save_rollout_dump(template, rollout_id, recorded_samples(replay.run, rollout_id))
     sys.argv = [SCRIPT, *flags_of(replay)]
     came_from = "the start" if replay.begin == FROM_START else f"the checkpoint after step {replay.begin + 1}"
-    print(f"Step {replay.rollout_id + 1} from {came_from}, {len(replay.rollouts)} steps; {replay.folder}", flush=True)
+    say(f"Step {replay.rollout_id + 1} from {came_from}, {len(replay.rollouts)} steps; {replay.folder}", flush=True)
     if replay.in_one_process:
         _take_steps_here(replay, options)
     else:
@@ -261,9 +262,9 @@ def _compare(replay: Replay, *, is_whole: bool) -> int:
     own = {name.removeprefix("--").replace("-", "_") for name in LEFT_OUT | LAYOUT} | FOLLOWS
     last = max(second.steps, default=0)
     if not is_whole:
-        print("\n".join(f"{name:24}{value!r}" for name, value in second.steps[last].items() if "train/" in name))
+        say(*(f"{name:24}{value!r}" for name, value in second.steps[last].items() if "train/" in name))
         return 0
-    print(f"\n{'':32}{'recorded':>24}{'replayed':>24}")
+    say("", f"{'':32}{'recorded':>24}{'replayed':>24}")
     shown = {
         name: [run.steps.get(last, {}).get(name) for run in (first, second)]
         for name in ("train/critic-value_loss", "train/critic-grad_norm", "train/loss", "train/grad_norm")
@@ -273,16 +274,16 @@ def _compare(replay: Replay, *, is_whole: bool) -> int:
     shown |= {f"digest of the {what}": [one.get(replay.rollout_id) for one in pair] for what, pair in digests.items()}
     for name, pair in shown.items():
         if pair != [None, None]:  # the run has no critic, or trained it alone
-            print(f"{name:32}{pair[0]!s:>24}{pair[1]!s:>24}")
+            say(f"{name:32}{pair[0]!s:>24}{pair[1]!s:>24}")
     differences = list(first_differences(first, second))
     for what, step, size in differences:
-        print(f"differs: {what} at step {step}, by {size}")
+        say(f"differs: {what} at step {step}, by {size}")
     if not differences:
-        print(f"Step {replay.rollout_id + 1} is the same to the bit: samples, packing, log-probs, gradient, weights.")
+        say(f"Step {replay.rollout_id + 1} is the same to the bit: samples, packing, log-probs, gradient, weights.")
         return 0
     for name, a, b in setting_differences(first, second):
         if name.rpartition(".")[2] not in own and b != "None":
-            print(f"setting: {name} was {a}, is {b}")
+            say(f"setting: {name} was {a}, is {b}")
     is_within = replay.on_another_layout and _is_within_bounds(replay, first, second)
     return 0 if is_within or not all(map(replay.is_of_layout, replay.changes)) else 1
 
@@ -298,9 +299,9 @@ def _is_within_bounds(replay: Replay, first: Run, second: Run) -> bool:
     if was and now:
         errors["log-probs"] = sum(abs(a - b) for a, b in zip(was, now, strict=True)) / len(was)
     for name, error in errors.items():
-        print(f"{name:16} {error:.2g} from the recorded one, at most {bounds[name]:g}")
+        say(f"{name:16} {error:.2g} from the recorded one, at most {bounds[name]:g}")
     is_within = all(error <= bounds[name] for name, error in errors.items())  # False for NaN
-    print(f"Step {replay.rollout_id + 1} on another layout is {'' if is_within else 'not '}within its bounds.")
+    say(f"Step {replay.rollout_id + 1} on another layout is {'' if is_within else 'not '}within its bounds.")
     return is_within
 
 
@@ -346,10 +347,10 @@ def _print_sample(replay: Replay, position: int) -> None:
     path = replay.folder / f"sample_{position}.json"
     tokens = samples[position].tokens[-samples[position].response_length :]
     path.write_text(json.dumps({"tokens": tokens, "log_probs": columns}), encoding="utf-8")
-    print(f"\n{'token':>9}" + "".join(f"{name:>12}" for name in columns))
+    say("", f"{'token':>9}" + "".join(f"{name:>12}" for name in columns))
     for token, *values in zip(tokens, *columns.values(), strict=True):
-        print(f"{token:>9}" + "".join(f"{value:>12.5f}" for value in values))
-    print(f"{'sum':>9}" + "".join(f"{sum(values):>12.4f}" for values in columns.values()) + f"\n{path}")
+        say(f"{token:>9}" + "".join(f"{value:>12.5f}" for value in values))
+    say(f"{'sum':>9}" + "".join(f"{sum(values):>12.4f}" for values in columns.values()), path)
 
 
 if __name__ == "__main__":

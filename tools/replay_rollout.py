@@ -17,6 +17,7 @@ from slime.rollout.data_source import DataSource
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 from tools.replay_plan import SCRIPT, Replay, recorded_samples, rollout_flags_of
+from tools.terminal import say
 
 FILE = "prompts.pt"
 """In the replay's folder."""
@@ -74,7 +75,7 @@ def replay_rollout(replay: Replay) -> int:
             f"{replay.rollout_id}, which is gone; the nearest one before is after step {replay.begin + 1}."
         )
     if not replay.run.value("sglang_enable_deterministic_inference", False):
-        print("The run had no --sglang-enable-deterministic-inference: its engines drew by chance.", flush=True)
+        say("The run had no --sglang-enable-deterministic-inference: its engines drew by chance.", flush=True)
     samples = recorded_samples(replay.run, replay.rollout_id)
     save_rollout_dump(str(replay.folder / FILE), 0, [unanswered(sample) for sample in samples])
     sys.argv = [SCRIPT, *rollout_flags_of(replay)]
@@ -99,13 +100,13 @@ def _compare(replay: Replay, samples: list[Sample]) -> int:
     again = {sample.index: sample for sample in recorded_samples(read_run(replay.folder), replay.rollout_id)}
     others = [sample for sample in samples if again[sample.index].tokens != sample.tokens]
     mixed = sum(len(set(sample.weight_versions)) > 1 for sample in samples)
-    print(f"{len(samples) - len(others)} of {len(samples)} answers have the same tokens.")
+    say(f"{len(samples) - len(others)} of {len(samples)} answers have the same tokens.")
     if mixed:
-        print(f"{mixed} answers were drawn by weights of several versions, and cannot be drawn again.")
+        say(f"{mixed} answers were drawn by weights of several versions, and cannot be drawn again.")
     if others:
         sample = others[0]
         pairs = zip(sample.tokens, again[sample.index].tokens, strict=False)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(again[sample.index].tokens))
         place -= len(sample.tokens) - sample.response_length
-        print(f"The first that differs is sample {sample.index}, from token {place} of its response on.")
+        say(f"The first that differs is sample {sample.index}, from token {place} of its response on.")
     return 1 if others else 0

@@ -43,6 +43,7 @@ from tools.report_plots import (
 )
 from tools.report_samples import Rollout, read_evaluations, read_rollouts
 from tools.report_texts import Pieces, samples_of
+from tools.terminal import say
 
 PAGE = Path(__file__).with_name("report_page")
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "parts.js", "samples.js", "page.js"), ("uPlot.min.css", "page.css")
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         page = page_of(read_run(options.run), samples_mb=options.samples_mb)
         path = options.output or options.run / "report.html"
         write_page(path, page, flag="--output")
-    print(f"report:         {path} ({path.stat().st_size / 1e6:.1f} MB)")
+    say(f"report:         {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 def write_page(path: Path, page: str, *, flag: str) -> None:
@@ -74,19 +75,23 @@ def write_page(path: Path, page: str, *, flag: str) -> None:
         ConfigError: it cannot be written; the message names ``flag``.
     """
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_bytes(encoded(page))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); name another file with {flag}.") from error
+
+
+def encoded(page: str) -> bytes:
+    """Return a page as bytes; what is no letter, of a folder's name that is no UTF-8, becomes an escape."""
+    return page.encode(errors="backslashreplace")
 
 
 def page_of(run: Run, *, samples_mb: float = 5.0, is_live: bool = False) -> str:
     """Return the page of a run as HTML."""
     data = json.dumps(data_of(run, samples_mb=samples_mb) | {"live": is_live}, allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # no text of the run can end the element that holds it
     policy = "img-src data:; " + ("connect-src 'self'; " if is_live else "")
-    page = fill_page("page.html", SCRIPTS, STYLES, policy=policy, TITLE=html.escape(f"slime: {run.folder.name}"))
-    # No text of the run can end the element that holds it.
-    head, tail = page.split("@@DATA@@")
-    return head + data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029") + tail
+    title = html.escape(f"slime: {run.folder.name}")
+    return fill_page("page.html", SCRIPTS, STYLES, policy=policy, TITLE=title, DATA=data)
 
 
 def fill_page(name: str, scripts: Sequence[str], styles: Sequence[str], *, policy: str = "", **texts: str) -> str:
@@ -96,9 +101,8 @@ def fill_page(name: str, scripts: Sequence[str], styles: Sequence[str], *, polic
     )
     policy += "default-src 'none'; base-uri 'none'; form-action 'none'; "
     policy += f"script-src {source_hash(script)}; style-src {source_hash(style)}"
-    for place, text in {"POLICY": policy, "STYLE": style, "SCRIPT": script, **texts}.items():
-        page = page.replace(f"@@{place}@@", text, 1)
-    return page
+    texts |= {"POLICY": policy, "STYLE": style, "SCRIPT": script}
+    return re.sub("@@([A-Z]+)@@", lambda place: texts[place[1]], page)  # at once: no text is a template
 
 
 def source_hash(text: str) -> str:

@@ -16,6 +16,7 @@ from slime.observability.run_reader import Run, read_samples
 from slime.observability.sample_pictures import MAX_PICTURES, picture_url
 from slime.utils.processing_utils import load_tokenizer
 from tools.report_samples import Rollout
+from tools.terminal import say
 
 MAX_TEXT = 20_000
 """Characters of a prompt, and tokens of a response, that the page shows."""
@@ -198,7 +199,7 @@ class Pieces:
             try:
                 self._tokenizer = load_tokenizer(path)
             except Exception as error:  # the edge of another library: the page does without
-                print(f"{path}: no tokenizer ({type(error).__name__}: {error}); tokens are shown as numbers")
+                say(f"{path}: no tokenizer ({type(error).__name__}: {error}); tokens are shown as numbers")
 
     @property
     def has_tokenizer(self) -> bool:

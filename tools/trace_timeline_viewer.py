@@ -3,14 +3,12 @@
     python tools/trace_timeline_viewer.py dump/0.pt [--rebuild] [--no-serve] [--port 9999]
 
 Writes two files beside the dump: ``0.trace.json``, trace events for https://ui.perfetto.dev, and
-``0.timeline.html``, a self-contained page; then serves the folder until interrupted.
+``0.timeline.html``, a self-contained page; then serves the page until interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import http.server
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.flags.kinds import port_number
 from slime.observability.dumps import read_dump
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.page_server import PageHandler, PageServer
 from tools.cli import clean_exit
+from tools.terminal import say
 
 TEMPLATE = Path(__file__).with_name("trace_timeline.html")
 DATA_MARK = "/*TIMELINE*/null"
@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("pt_path", type=Path, help="A rollout dump.")
     parser.add_argument("--rebuild", action="store_true", help="Write the files even if they are newer than the dump.")
     parser.add_argument(
-        "--serve", action=argparse.BooleanOptionalAction, default=True, help="Serve the files on localhost afterwards."
+        "--serve", action=argparse.BooleanOptionalAction, default=True, help="Serve the page on localhost afterwards."
     )
     parser.add_argument("--port", type=port_number, default=9999, help="Port of the server.")
     args = parser.parse_args(argv)
     with clean_exit():
         trace, page = build(args.pt_path, rebuild=args.rebuild)
-    print(f"{trace}: open it at https://ui.perfetto.dev (Open trace file)\n{page}: open it in a browser")
+    say(f"{trace}: open it at https://ui.perfetto.dev (Open trace file)", f"{page}: open it in a browser")
     if args.serve:
         with clean_exit():
             serve(page, args.port)
@@ -64,7 +64,7 @@ def build(dump: Path, *, rebuild: bool = False) -> tuple[Path, Path]:
     if not tracks:
         raise DataError(f"{dump} holds no traces; it was written by a rollout function that does not trace samples.")
     trace.write_text(json.dumps(trace_events(tracks), default=str))
-    data = json.dumps(page_data(dump.name, tracks), default=str).replace("</", "<\\/")
+    data = json.dumps(page_data(dump.name, tracks), default=str).replace("<", "\\u003c")
     page.write_text(TEMPLATE.read_text().replace(DATA_MARK, data))
     return trace, page
 
@@ -215,22 +215,27 @@ def page_data(title: str, tracks: Sequence[Track]) -> dict[str, Any]:
 
 
 def serve(page: Path, port: int) -> None:
-    """Serve the page's folder on localhost until interrupted.
+    """Serve the page on localhost until interrupted.
 
     Raises:
         ConfigError: the port is taken.
     """
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(page.parent))
+    content = page.read_bytes()
+
+    class Answer(PageHandler):
+        def do_GET(self) -> None:  # noqa: N802  the name is http.server's
+            self.send(200, "text/html; charset=utf-8", content, ("Cache-Control", "no-store"))
+
     try:
-        listening = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+        listening = PageServer("127.0.0.1", port, Answer)
     except OSError as error:
         raise ConfigError(f"--port {port} cannot be listened on: {error.strerror}.") from error
     with listening as server:
-        print(f"http://127.0.0.1:{server.server_port}/{page.name} (Ctrl-C ends it)")
+        say(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print()
+            say()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import hmac
 import http.cookies
-import http.server
+import re
 import secrets
 import socket
 import sys
@@ -25,14 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.flags.kinds import port_number
 from slime.observability.run_reader import read_run
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.net import format_host_port, is_ipv6, is_loopback
+from slime.utils.net import format_host_port, is_loopback
+from slime.utils.page_server import PageHandler, PageServer
 from tools.cli import clean_exit
-from tools.report import fill_page, page_of
+from tools.report import encoded, fill_page, page_of
+from tools.terminal import plain, say
 
 FRESH_S = 10.0
 """A page that is younger is served again."""
-REQUEST_S, PAGE_S = 30.0, 120.0
-"""For a browser to send its request, and for the page that another request has asked for."""
+PAGE_S = 120.0
+"""For the page that another request has asked for."""
 MAX_TOKEN = 200
 
 
@@ -55,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with server:
         name = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
         end = f"#token={token}" if token else ""
-        print(f"http://{format_host_port(name, server.server_port)}/{end} (Ctrl-C ends it)", flush=True)
+        say(f"http://{format_host_port(name, server.server_port)}/{end} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print()
+            say()
 
 
 class _Page:
@@ -80,38 +82,35 @@ class _Page:
             raise DataError(f"The page is not ready after {PAGE_S:.0f} s.")
         try:
             if time.monotonic() - self._made[0] > FRESH_S or not self._made[1]:
-                page = page_of(read_run(self._run), is_live=True).encode()
+                page = encoded(page_of(read_run(self._run), is_live=True))
                 self._made = time.monotonic(), page
             return self._made[1]
         finally:
             self._guard.release()
 
 
-def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None = None) -> http.server.HTTPServer:
+def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None = None) -> PageServer:
     """Return a server of the run's page; ``token`` is what a browser must know, None on the loopback address."""
     page = _Page(run)
 
-    class Answer(http.server.BaseHTTPRequestHandler):
-        timeout = REQUEST_S
-
+    class Answer(PageHandler):
         def do_GET(self) -> None:  # noqa: N802  the name is http.server's
             if self.path != "/":
                 self.send_error(404)
-            elif token is None and not is_loopback(self.headers.get("Host", "").rpartition(":")[0]):
-                self.send_error(403)  # pages of other sites reach this address under a name of theirs
             elif token is not None and not self._is_known(token):
-                self._send(401, fill_page("door.html", ("door.js",), (), policy="connect-src 'self'; ").encode())
+                door = fill_page("door.html", ("door.js",), (), policy="connect-src 'self'; ")
+                self._send(401, door.encode())
             else:
                 try:
                     self._send(200, page.fresh())
                 except (DataError, OSError) as error:
-                    self.send_error(503, str(error)[:200])
+                    self.send_error(503, explain=plain(str(error))[:200])
 
         do_HEAD = do_GET
 
         def do_POST(self) -> None:  # noqa: N802  the name is http.server's
             size = self.headers.get("Content-Length", "")
-            if self.path != "/enter" or token is None or not size.isdigit() or int(size) > MAX_TOKEN:
+            if self.path != "/enter" or token is None or not re.fullmatch("[0-9]{1,3}", size) or int(size) > MAX_TOKEN:
                 self.send_error(404)
             elif not hmac.compare_digest(self.rfile.read(int(size)), token.encode()):
                 self.send_error(403)
@@ -121,7 +120,7 @@ def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None =
 
         @property
         def _cookie(self) -> str:
-            return f"slime_watch_{self.server.server_address[1]}"  # cookies know no ports
+            return f"slime_watch_{self.server.server_port}"  # cookies know no ports
 
         def _is_known(self, token: str) -> bool:
             given = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -129,24 +128,11 @@ def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None =
             given = given or (cookies[self._cookie].value if self._cookie in cookies else "")
             return hmac.compare_digest(given.encode(), token.encode())
 
-        def _send(self, code: int, content: bytes, *headers: tuple[str, str]) -> None:
-            self.send_response(code)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("Cache-Control", "no-store")
-            for name, value in (*headers, ("X-Frame-Options", "DENY"), ("Referrer-Policy", "no-referrer")):
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+        def _send(self, status: int, content: bytes, *headers: tuple[str, str]) -> None:
+            guards = (("X-Frame-Options", "DENY"), ("Referrer-Policy", "no-referrer"), ("Cache-Control", "no-store"))
+            self.send(status, "text/html; charset=utf-8", content, *guards, *headers)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Print no line for each request."""
-
-    class Server(http.server.ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
-
-    return Server((host, port), Answer)
+    return PageServer(host, port, Answer)
 
 
 if __name__ == "__main__":

@@ -124,9 +124,10 @@ def read_samples(
 
 def _table(path: Path, columns: Sequence[str] | None) -> pa.Table | None:
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-        wanted = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
-        table = file.read(wanted, use_threads=False)
+        with path.open("rb") as data:  # Arrow itself opens no file whose name is not UTF-8
+            file = pq.ParquetFile(data, page_checksum_verification=True)
+            wanted = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
+            table = file.read(wanted, use_threads=False)
     except FileNotFoundError:
         return None
     except (OSError, pa.ArrowException) as error:

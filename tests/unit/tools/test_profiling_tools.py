@@ -46,14 +46,16 @@ def test_files_that_are_there_are_kept_until_they_shall_be_rebuilt(dump):
     assert trace.read_text() != "mine"
 
 
-def test_the_viewer_serves_the_page_on_localhost(dump, monkeypatch):
-    _, page = trace_timeline_viewer.build(dump)
+def test_the_viewer_serves_the_page_on_localhost_and_nothing_beside_it(dump, monkeypatch):
+    trace, page = trace_timeline_viewer.build(dump)
     printed: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(trace_timeline_viewer, "print", printed.put, raising=False)
+    monkeypatch.setattr(trace_timeline_viewer, "say", printed.put)
     thread = threading.Thread(target=trace_timeline_viewer.serve, args=(page, 0), daemon=True)
     thread.start()
-    with urllib.request.urlopen(printed.get(timeout=60).split()[0], timeout=60) as answer:
-        assert b"Rollout timeline" in answer.read()
+    address = printed.get(timeout=60).split()[0]
+    for path in ("", page.name, trace.name, dump.name):
+        with urllib.request.urlopen(f"{address}{path}", timeout=60) as answer:
+            assert answer.read() == page.read_bytes()
 
 
 def test_a_dump_without_traces_is_refused(tmp_path, capsys):

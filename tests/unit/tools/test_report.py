@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
 import urllib.error
@@ -342,6 +343,32 @@ def test_tokens_keep_their_spaces_and_a_letter_of_several_tokens_comes_with_the_
     pieces._known.clear()
     (row,) = samples_of(read_rollouts(run)[:1], pieces, budget=1)["texts"][:1]
     assert set(row["x"].split()) <= set(WORDS)
+
+
+PLACES = ("DATA", "TITLE", "POLICY", "STYLE", "SCRIPT", "NONE")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"@@{place}@@" for place in PLACES), "@@DATA@@@@DATA@@", "@@@@DATA@@", "</script><script>alert(1)</script>",
+        "</title><b>", "'\"&lt;", "a\nb\rc", "\x1b[31mred", "\u2028\u202e", os.fsdecode(b"\xff\xfe"), "\\1\\g<0>",
+    ],
+)  # fmt: skip
+def test_a_folder_of_any_name_has_a_report(name, tmp_path, capsys):
+    folder = tmp_path / name.replace("/", "\u2215")
+    write_run(folder, num_samples=2)
+    report.main([str(folder)])
+    page = (folder / "report.html").read_bytes().decode()
+    assert data_in(page)["name"] == folder.name
+    assert page.count("<script") == 2 and page.count("</script>") == 2 and page.count("</title>") == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.isprintable() and "report.html" in line
+    with served(folder) as ask:
+        assert data_in(ask()[1])["name"] == folder.name
+    with pytest.raises(SystemExit):
+        diff.main([str(folder), str(folder), "--html", str(tmp_path / "diff.html")])
+    assert "differ in nothing" in capsys.readouterr().out and (tmp_path / "diff.html").read_bytes().decode()
 
 
 def test_two_runs_of_one_command_differ_in_nothing_and_a_learning_rate_is_found(run, tmp_path, capsys):

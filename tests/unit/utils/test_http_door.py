@@ -26,7 +26,7 @@ from slime.utils import page_server
 from slime.utils.http_door import AsgiDoor, own_names, refusal, with_address
 from slime_plugins.rollout_buffer import buffer
 from tests.unit.agent.talking_engine import make_tokenizer
-from tools import trace_timeline_viewer, watch
+from tools import watch
 
 OWN = frozenset({"node7", "node7.cluster.example", "10.0.0.7", "fd00::7"})
 JSON = {"Content-Type": "application/json", "Content-Length": "2"}
@@ -199,7 +199,9 @@ DOORS: dict[str, tuple[Callable[[Path], Any], str, str, Any]] = {
 
 
 def adapter() -> Any:
-    return OpenAIAdapter(tokenizer=make_tokenizer(), sglang_url="http://127.0.0.1:1").app
+    made = OpenAIAdapter(tokenizer=make_tokenizer(), sglang_url="http://127.0.0.1:1")
+    made.open_session("default")  # of requests that name none
+    return made.app
 
 
 def raw(port: int, text: str) -> int:
@@ -321,20 +323,3 @@ def test_a_page_keeps_few_threads_for_silent_clients_and_serves_when_they_are_go
             assert client.recv(1) == b""
             assert threading.active_count() <= before + page_server.MAX_CLIENTS
         assert raw(port, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200
-
-
-def test_the_timeline_is_one_page_and_not_its_folder(tmp_path, monkeypatch):
-    (tmp_path / "secret.txt").write_text("secret")
-    (tmp_path / "0.timeline.html").write_text("the timeline")
-    made = []
-    monkeypatch.setattr("http.server.HTTPServer.serve_forever", lambda self: made.append(self) or ask(self))
-
-    def ask(server: page_server.PageServer) -> None:
-        thread = threading.Thread(target=server.handle_request, daemon=True)
-        thread.start()
-        answer = requests.get(f"http://127.0.0.1:{server.server_port}/secret.txt", timeout=30)
-        assert answer.text == "the timeline"
-        thread.join(30)
-
-    trace_timeline_viewer.serve(tmp_path / "0.timeline.html", 0)
-    assert made

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
@@ -171,6 +172,35 @@ def run_rollout(data):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert out.read_text() == "[1, 1, 0]"
+
+
+def test_a_start_names_no_file_beyond_those_of_the_operator(tmp_path):
+    inside, outside = tmp_path / "data", tmp_path / "secret.jsonl"
+    inside.mkdir()
+    outside.write_text('{"prompt": "secret"}')
+    (inside / "link.jsonl").symlink_to(outside)
+    (inside / "folder").symlink_to(tmp_path)
+    (inside / "loop").symlink_to(inside / "loop")
+    client = TestClient(create_app(data_folders=[inside]))
+    for name in (
+        outside, f"{outside}@[0:1]", inside / ".." / "secret.jsonl", inside / "link.jsonl", "a\0b", inside / "loop/a",
+        inside / "folder/secret.jsonl", f"{inside}-other/a.jsonl", "secret.jsonl", "/proc/self/environ", "/etc/passwd",
+        "gym:countdown", "verifiers:os", "verifiers-eval:os", "~/a", ["/etc/passwd"], {"a": "/etc"}, 1, None, True,
+    ):  # fmt: skip
+        start = {"input_file": str(name) if isinstance(name, Path) else name}
+        answer = client.post("/start_rollout", json=start)
+        assert answer.status_code in (403, 422) and "input_file" in answer.json()["detail"], name
+        assert client.get("/status").json()["generator"] is None
+    with TestClient(create_app(data_folders=[tmp_path / "none", inside])) as client:
+        start = {"input_file": f"{inside}/new.jsonl@[0:1]", "remote_engine_url": "", "remote_buffer_url": ""}
+        assert client.post("/start_rollout", json=start).json()["message"] == "Rollout started"
+
+
+def test_a_body_beyond_the_limit_is_refused_while_it_comes(monkeypatch):
+    monkeypatch.setattr(buffer_module, "MAX_BODY_BYTES", 1000)
+    client = TestClient(create_app())
+    assert client.post("/buffer/write", json=item("a" * 2000)).status_code == 413
+    assert client.post("/buffer/write", json=item("a")).status_code == 200
 
 
 def test_the_service_does_not_listen_beyond_loopback_without_a_secret():
