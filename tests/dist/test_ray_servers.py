@@ -11,11 +11,11 @@ pytestmark = pytest.mark.dist
 DRIVER = """
 import os, signal, threading, time
 import ray
-from slime.ray.ray_servers import leave_ray
+from slime.ray.connect import _start, disconnect
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ProcessError
 
-ray.init(address="local", num_cpus=1, include_dashboard=False)
+_start(None, 1)
 
 @ray.remote(num_cpus=1)
 class Slow:
@@ -30,7 +30,7 @@ try:
     wait_for(Slow.remote().echo.remote(), what="an actor to start", timeout_s=250)
 except ProcessError as error:
     print(type(error).__name__, error)
-leave_ray()
+disconnect(keeps_logs=False)
 print("left:", not ray.is_initialized())
 """
 

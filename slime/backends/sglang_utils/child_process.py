@@ -43,9 +43,9 @@ LOG_TAIL_BYTES = 2**18
 """Read of a log, which a long run makes gigabytes long."""
 OWNER_POLL_S = 1.0
 KEEP_RUNS = 20
-PORT_TAKEN = re.compile(r"(address|port) (is )?already in use|is not available in \d+ seconds", re.IGNORECASE)
 FIRST_ERROR = re.compile(r"^[\w.]*Error: .*", re.MULTILINE)
 """The last line of a Python traceback."""
+PORT_TAKEN = re.compile(r"(address|port) (is )?already in use|is not available in \d+ seconds", re.IGNORECASE)
 """Said of a port by the kernel, and by SGLang (srt/utils/network.py)."""
 STILL_WRITING_S = 6 * 3600.0
 """A run that wrote so recently may still go on, however many began after it."""
@@ -189,22 +189,20 @@ def end_with_family(owner_pid: int, poll_s: float = OWNER_POLL_S) -> threading.T
 
     def watch() -> None:
         while os.getppid() == owner_pid:
-            time.sleep(poll_s)
-        kill_tree(os.getpid())
             failed = [child for child in list(children) if child.exitcode]
             for child in failed:
                 how = _how_ended(child.exitcode or 0)
                 print(f"{child.name}, process {child.pid} of {os.getpid()}, {how}: its family ends", flush=True)
             if failed:
                 break
+            time.sleep(poll_s)
+        kill_tree(os.getpid())
 
     thread = threading.Thread(target=watch, name="family-watch", daemon=True)
     thread.start()
     return thread
 
 
-def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
-    """Kill ``pid`` and all its descendants (SIGKILL) and wait until they are gone.
 def _note_children() -> list[BaseProcess]:
     """Return a list that gets every process that ``multiprocessing`` starts here; its own leaves out the dead."""
     children: list[BaseProcess] = []
@@ -239,6 +237,8 @@ def _how_ended(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
 
 
+def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
+    """Kill ``pid`` and all its descendants (SIGKILL) and wait until they are gone.
 
     When ``pid`` is this process, it dies last and the call does not return.
 
