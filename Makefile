@@ -5,7 +5,7 @@
 export PYTHONDONTWRITEBYTECODE :=
 
 # `make docs` builds the site of docs/ into site/.
-.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix install check
+.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds install check
 
 demo: install
 	@scripts/demo.sh
@@ -50,6 +50,11 @@ PARALLEL ?= 1
 DEVICE ?= cpu
 chaos: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.e2e.chaos --schedules $(N) --seed $(SEED) --parallel $(PARALLEL) --device $(DEVICE)
+
+# The recipes of the documents that the project was made from, in miniature, as whole jobs from conversion to resume: six
+# minutes each on two quiet cores; DEVICE=gpu for two GPUs.  ARGS="--only NAME", --write-docs.
+seeds: install
+	@.venv/bin/python -m tests.seeds --device $(DEVICE) --parallel $(PARALLEL) $(ARGS)
 
 # The pretrained model of `make demo-real` in trainer, engine, converters and LoRA, with the numbers.
 real-checks: install

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -29,7 +29,7 @@ import torch
 from benchmarks import results_page
 from tests.seeds import jobs, outcome
 from tests.seeds.outcome import Outcome
-from tests.seeds.recipes import SEEDS, Form, Job, Seed
+from tests.seeds.recipes import ONE_GPU, SEEDS, Form, Job, Seed
 
 COLUMNS = (
     *("seed", "layout of trainer; engine", "from", "steps", "abs(dlogp), largest", "pushes compared", "eval"),
@@ -81,6 +81,8 @@ def run_seed(seed: Seed, form: Form, base: Path, options: argparse.Namespace) ->
     for number, job in enumerate(form.jobs[: options.jobs]):
         if not job.goes_on:
             save, first = base / f"run{number}", 0
+        if job.num_gpus > options.num_gpus and not job.needs_all:
+            job = replace(job, layout=f"1 GPU ({job.layout})", flags=f"{job.flags} {ONE_GPU}", num_gpus=1)
         row = Row(seed.title, job.layout, job.goes_on)
         rows.append(row)
         if job.num_gpus > options.num_gpus:

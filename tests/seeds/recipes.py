@@ -15,6 +15,11 @@ FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero
 ONE_BY_ONE = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"
 NO_DP = "--sglang-dp-size 1 --sglang-ep-size 1 --sglang-moe-dense-tp-size none --sglang-moe-a2a-backend none"
 """With one rank of data parallelism SGLang takes its attention for an ordinary one."""
+ONE_GPU = f"""
+    {ONE_BY_ONE} {NO_DP} --expert-model-parallel-size 1 --decoder-last-pipeline-num-layers none --colocate
+    --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
+"""
+"""Behind the flags of a job of two GPUs: the same on one."""
 CPU_SIZES = """
     --rollout-batch-size 8 --n-samples-per-prompt 2 --rollout-max-response-len 24 --max-tokens-per-gpu 1024
     --eval-max-response-len 16 --n-samples-per-eval-prompt 2 --sglang-mem-fraction-static 0.1
@@ -47,7 +52,8 @@ class Job:
     """It loads what the job before it saved; else it begins with the reference."""
     num_rollouts: int = 2
     num_gpus: int = 2
-    """Of the machine."""
+    """Of the machine; on a machine with one all but ``needs_all`` run on that."""
+    needs_all: bool = False
     bound: float = 1e-4
     """Of the mean difference of log-probs between trainer and engine in each step, nats."""
 
@@ -426,7 +432,7 @@ GLM52 = Seed(
     family="glm5_2",
     folder="GLM-5.2",
     cpu=Form(
-        # SGLang has no sparse attention without CUDA: with more keys to choose than a row has, the dense one is the same.
+        # SGLang has no sparse attention without CUDA; with more keys to choose than a row has, it is the dense one.
         sizes={"num_hidden_layers": 4, "num_nextn_predict_layers": 1, "index_topk": 2048},
         prepare=GLM52_PREPARE,
         flags=f"""
@@ -465,6 +471,7 @@ GLM52 = Seed(
                 "PP2 (2 and 2 layers), Adam on the host; FP8 prefill and decode on a GPU each, FlashMLA, EAGLE 4/1/5",
                 GLM52_STAGES,
                 shows=("eval", "drafts"),
+                needs_all=True,
                 bound=0.2,
             ),
             Job(

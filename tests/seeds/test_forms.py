@@ -1,0 +1,46 @@
+"""Every form of every seed names flags that exist, and a job that does not show what it is for is found out."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from slime.arguments.parser import build_parser
+from tests.seeds.outcome import Outcome, problems
+from tests.seeds.recipes import ALL, ONE_GPU, SEEDS, Job
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_every_job_names_a_script_and_flags_that_exist() -> None:
+    parser = build_parser(with_engine_flags=True)
+    for seed in SEEDS.values():
+        assert (REPO / "scripts" / seed.script).exists()
+        for form in (seed.cpu, seed.gpu):
+            for job in form.jobs:
+                text = " ".join((ALL, form.flags, job.flags, ONE_GPU)).format(base="base", save="save", model="")
+                _, unknown = parser.parse_known_args(shlex.split(text))
+                assert unknown == [], (seed.title, job.layout)
+
+
+def test_a_job_begins_with_the_reference_or_goes_on_from_another_layout() -> None:
+    for seed in SEEDS.values():
+        for form in (seed.cpu, seed.gpu):
+            assert not form.jobs[0].goes_on
+            assert any(job.goes_on and job.flags != before.flags for before, job in zip(form.jobs, form.jobs[1:]))
+
+
+def test_what_a_job_must_show_is_looked_for() -> None:
+    job = Job("TP2", "", shows=("eval", "drafts", "filter", "partial", "mtp"), bound=1e-3)
+    good = Outcome([1e-4, 1e-3], 3, [0.5], [0.0, 0.1], dropped=1, partial=2, mtp=[1.0], saved=3)
+    assert problems(job, good, first_rollout=2) == []
+    assert problems(job, Outcome([2e-3, float("nan")], 1, saved=1), first_rollout=2) == [
+        "no evaluation is in the record",
+        "no drafted token was accepted",
+        "the filter dropped no group",
+        "no answer was carried into the next rollout",
+        "no loss of the MTP layer is in the record",
+        "abs(dlogp) 0.002 is above 0.001",
+        "1 pushes of 2 rollouts",
+        "the last checkpoint is of rollout 1, not 3",
+    ]
