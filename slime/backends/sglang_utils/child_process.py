@@ -4,9 +4,9 @@ A child cannot rely on its parent's clean-up: SIGKILL leaves no time for it.  So
 whether its parent is still the one that started it.  (The kernel's own parent-death signal fires when the *thread*
 that forked ends, which kills servers that a short-lived thread started.)
 
-Output goes to ``$TMPDIR/slime-UID/run-YYYYMMDD-HHMMSS-PID/engine_0_10.0.0.1_21000.XXXX.log``.  A run is a rollout
-manager and what it starts, on every node.  The folders of the last ``KEEP_RUNS`` runs stay; older ones are removed
-when a run begins.  ``SLIME_LOG_DIR`` names another folder, in which nothing is ever removed.
+Output goes to ``$TMPDIR/slime-UID/run-YYYYMMDD-HHMMSS-PID/engine_0_10.0.0.1_21000.XXXX.log``, which no other user
+reads.  A run is a rollout manager and what it starts, on every node.  The folders of the last ``KEEP_RUNS`` runs stay;
+older ones are removed when a run begins.  ``SLIME_LOG_DIR`` names another folder, in which nothing is ever removed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import psutil
 
 from slime.utils import env
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, PortTakenError
+from slime.utils.private_folder import own_folder, user_folder
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class ChildProcess:
         self.name = name
         self.log_path = new_log_file(name)
         variables = {key: value for key, value in env.copy().items() if key not in without_variables}
-        variables |= extra_environment
+        # Libraries keep compiled code and locks at names that other users could take before them.
+        variables |= {"TMPDIR": str(user_folder())} | dict(extra_environment)
         paths = [str(REPOSITORY), *variables.get("PYTHONPATH", "").split(os.pathsep)]
         variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
         variables["PYTHONUNBUFFERED"] = "1"
@@ -314,11 +316,11 @@ def log_folder() -> Path:
                 f"({error.strerror}); name another, or unset it."
             ) from error
         return Path(chosen)
-    base = Path(tempfile.gettempdir()) / f"slime-{os.getuid()}"
-    folder = base / run_name()
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_old_runs(base)
+    folder = user_folder() / run_name()
+    is_new = not os.path.lexists(folder)
+    own_folder(folder)
+    if is_new:
+        remove_old_runs(folder.parent)
     return folder
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from slime.backends.sglang_utils import child_process
 from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree
-from slime.utils.errors import DeadlineError
+from slime.utils.errors import ConfigError, DeadlineError
 
 DAY_S = 86400.0
 SLEEPER = "import time; time.sleep(600)"
@@ -188,6 +188,28 @@ def test_a_new_run_makes_its_folder_and_clears_away(temp, monkeypatch):
     assert log.parent == base / "run-of-the-job" and log.name.startswith("engine_0____1__1.")
     assert len(list(base.iterdir())) == child_process.KEEP_RUNS
     assert child_process.new_log_file("router").parent == log.parent
+
+
+def test_a_link_in_the_place_of_a_folder_of_logs_is_not_followed(temp, monkeypatch):
+    base = temp / f"slime-{os.getuid()}"
+    target = make_run(temp / "other", "run-precious", age_s=30 * DAY_S).parent
+    monkeypatch.setenv("SLIME_LOG_RUN", "run-mine")
+    for link in (base, base / "run-mine"):
+        link.symlink_to(target)
+        with pytest.raises(ConfigError, match=f"{link} is a link"):
+            child_process.new_log_file("engine")
+        link.unlink()
+        base.mkdir(mode=0o700, exist_ok=True)
+    (base / "run-old").symlink_to(target / "run-precious")  # not followed where old runs are removed
+    child_process.remove_old_runs(base, keep=0)
+    assert (target / "run-precious/engine.log").read_text() == "x" and len(list(target.iterdir())) == 1
+
+
+def test_libraries_of_a_child_have_a_temporary_folder_of_this_user_alone(temp, tmp_path, monkeypatch):
+    (tmp_path / "show_temp.py").write_text("import tempfile; print(tempfile.gettempdir())")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = ChildProcess("show_temp", {}, name="x", extra_environment={})
+    assert f"{temp}/slime-{os.getuid()}" in wait_for_end(child).splitlines()
 
 
 def test_the_users_own_folder_is_left_as_it_is(temp, monkeypatch):
