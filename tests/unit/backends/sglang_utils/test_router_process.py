@@ -183,3 +183,16 @@ def test_the_metrics_of_a_router_are_on_loopback(guarded):
     [router] = psutil.Process(guarded.process.pid).children(recursive=True)
     open_to = {each.laddr.ip for each in router.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
     assert open_to == {"127.0.0.1", guarded.host}
+
+
+def test_a_page_of_another_site_gets_no_leave_to_ask_the_router_and_no_answer_without(guarded):
+    asks = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    for origin, allowed in (("http://evil.example", None), ("null", None), (guarded.url, guarded.url)):
+        leave = requests.options(guarded.url + "/generate", headers=asks | {"Origin": origin}, timeout=10)
+        assert leave.headers.get("Access-Control-Allow-Origin") == allowed
+    key = {"Authorization": "Bearer s3cret"}
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        answer = requests.post(
+            guarded.url + "/generate", data='{"text": "a"}', headers=key | {"Content-Type": kind}, timeout=10
+        )
+        assert answer.status_code == 415
