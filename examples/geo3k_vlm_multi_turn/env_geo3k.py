@@ -16,7 +16,7 @@ from slime.rollout.rm_hub import grade_answer_verl
 from slime.utils.types import Sample
 
 TOOL = "calc_score"
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CALL, _CALL_END = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), "</tool_call>"
 
 
 class Geo3kEnv(BaseInteractionEnv):
@@ -27,7 +27,7 @@ class Geo3kEnv(BaseInteractionEnv):
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         """Answer the last call of a turn."""
-        calls = _CALL.findall(response_text)
+        calls = _CALL.findall(response_text, 0, response_text.rfind(_CALL_END) + len(_CALL_END))  # behind it none ends
         if not calls:
             return {}, True, {}
         try:

@@ -33,14 +33,14 @@ NOTHING = "nothing found"
 HALF_MARK = 0.1
 """Reward of a wrong answer that was searched for."""
 
-_SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+_SEARCH, _SEARCH_END = re.compile(r"<search>(.*?)</search>", re.DOTALL), "</search>"
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """``--custom-generate-function-path``: search until the policy answers."""
 
     async def environment(turn: str) -> str | None:
-        queries = _SEARCH.findall(turn)
+        queries = _SEARCH.findall(turn, 0, turn.rfind(_SEARCH_END) + len(_SEARCH_END))  # behind it none ends
         if not queries:
             return None
         sample.metadata["num_searches"] = sample.metadata.get("num_searches", 0) + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import random
 from argparse import Namespace
 from collections.abc import Callable
@@ -49,6 +50,11 @@ __all__ = [
 MAX_CONNECTIONS = 64
 TIMEOUT_S = 120.0
 """For one answer of a reward server."""
+MAX_GRADED_CHARS = 200_000
+"""Of a response, from its end, for graders that read every word of it; others look for the answer at its end."""
+_READS_EVERY_WORD = ("f1", "gpqa", "ifbench", "gym")
+
+logger = logging.getLogger(__name__)
 
 _sessions = control_sessions(max_connections=MAX_CONNECTIONS, timeout_s=TIMEOUT_S)
 
@@ -111,6 +117,9 @@ async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float
         rm_type = rm_type.removeprefix(BOXED_PREFIX)
         sample = copy.copy(sample)
         sample.response = extract_boxed_answer(sample.response) or ""
+    elif rm_type in _READS_EVERY_WORD and len(sample.response) > MAX_GRADED_CHARS:
+        sample = copy.copy(sample)
+        sample.response = sample.response[-MAX_GRADED_CHARS:]
     if rm_type == "remote_rm":
         return await within(timeout_s, remote_rm(args, sample))
     if rm_type == "gym":
@@ -121,7 +130,18 @@ async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float
             f"{BOXED_PREFIX}. Set --rm-type, --custom-rm-path or the sample's metadata['rm_type']."
         )
     # Off the event loop: a grader may take seconds, and other samples' requests must go on.
-    return await GRADER_THREADS.run(_GRADERS[rm_type], sample, timeout_s=timeout_s)
+    return await GRADER_THREADS.run(_reward, _GRADERS[rm_type], sample, timeout_s=timeout_s)
+
+
+def _reward(grader: Callable[[Sample], Any], sample: Sample) -> Any:
+    """Return what a grader gives to a response; one that is nested too deep to be read counts as an empty one."""
+    try:
+        return grader(sample)
+    except RecursionError as error:
+        logger.info("The response of sample %s is nested too deep for its grader: %s", sample.index, error)
+    sample = copy.copy(sample)
+    sample.response = ""
+    return grader(sample)
 
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:

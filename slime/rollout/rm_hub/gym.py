@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from slime.agent.parsing import split_reasoning
 from slime.agent.sandbox.view import isolating_command, unsafe_command, view_for_programs
-from slime.rollout.rm_hub.symbolic import SymbolicWorker, WorkerPool
+from slime.rollout.rm_hub.symbolic import VARIABLES, SymbolicWorker, WorkerPool
 from slime.utils import env
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -32,9 +31,9 @@ MEMORY_BYTES = 4 << 30
 DISK_MIB = 16
 
 _WORKER_FILE = Path(__file__).with_name("gym_worker.py")
-_HASH_SEED = {"PYTHONHASHSEED": "0"}  # some tasks draw from sets, in an order that depends on it
 _ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
-_END = re.compile(r"(?:<\|[^<>|]*\|>|</s>|<eos>|<end_of_turn>|\s)+$")
+_ENDS = re.compile(r"((?:<\|[^<>|]*\|>|</s>|<eos>|<end_of_turn>|\s)++)(\Z)?")
+"""End-of-turn tokens and blanks; the second group is there at the end of a text.  Each is read once."""
 
 
 class QuestionWorker(SymbolicWorker):
@@ -43,9 +42,10 @@ class QuestionWorker(SymbolicWorker):
     first_question = {"task": "leg_counting", "config": {"size": 1, "seed": 0}, "indices": [0]}
     what = "runs reasoning-gym"
     package = "reasoning_gym"
+    needs_isolation = True
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return self._popen([sys.executable, str(_WORKER_FILE)], env=env.copy() | _HASH_SEED)
+        return self._popen([sys.executable, str(_WORKER_FILE)], env=env.copy() | VARIABLES)
 
 
 class ScoreWorker(QuestionWorker):
@@ -58,15 +58,9 @@ class ScoreWorker(QuestionWorker):
     def _start(self) -> subprocess.Popen[bytes]:
         view = view_for_programs("/tmp/gym", disk_mib=DISK_MIB)
         way = unsafe_command if self._is_unsafe else isolating_command()
-        words, ends = way(replace(view, limits={"as": MEMORY_BYTES}))
         # Its file is out of sight there: slime may be anywhere.
         program = [sys.executable, "-sPc", _WORKER_FILE.read_text(encoding="utf-8")]
-        env = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", **_HASH_SEED}
-        try:
-            return self._popen([*words, *program], env=env, pass_fds=ends, cwd="/")
-        finally:
-            for end in ends:
-                os.close(end)
+        return self._start_by(way, replace(view, limits={"as": MEMORY_BYTES}), program)
 
 
 @functools.cache
@@ -78,8 +72,8 @@ def _pool(is_unsafe: bool) -> WorkerPool:
 
 def answer_of(response: str) -> str:
     """Return the last text in ``<answer>`` tags, else the whole response; without reasoning and end-of-turn tokens."""
-    said = _END.sub("", split_reasoning(response)[1])
-    tagged = _ANSWER.findall(said)
+    said = _ENDS.sub(lambda ends: ends[1] if ends[2] is None else "", split_reasoning(response)[1])
+    tagged = _ANSWER.findall(said, 0, said.rfind("</answer>") + len("</answer>"))  # behind it no search would end soon
     return str(tagged[-1] if tagged else said).strip()
 
 

@@ -15,6 +15,8 @@ from slime.rollout.rm_hub.math_utils import last_boxed_only_string as _last_box
 TAIL_CHARS = 300
 """Only the end of a response is read."""
 STRICT_TAIL_CHARS = 100
+MAX_LABEL_LENGTH = 2000
+"""A longer one is no answer of ``TAIL_CHARS``."""
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 NO_ANSWER = "[INVALID]"
 
@@ -56,7 +58,9 @@ def normalize_final_answer(final_answer: str) -> str:
         text = text.replace(before, after)
     for word in REMOVED_WORDS:
         text = text.replace(word, "")
-    text = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", text)
+    inner = text.split("$", 2)[1:]
+    if len(inner) == 2 and "\n" not in text[:-1]:
+        text = f"${inner[0]}$" + text[-1] * text.endswith("\n")
     for command in ("text", "textbf", "overline", "boxed"):
         text = re.sub(rf"\\{command}\{{(.*?)\}}" if command != "boxed" else r"\\boxed\{(.*)\}", r"\1", text)
     text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
@@ -74,6 +78,8 @@ def is_correct_minerva(
     found = re.findall(answer_pattern, solution_str)
     prediction = normalize_final_answer(found[-1] if found else NO_ANSWER)
     truth = str(gt)
+    if len(truth) > MAX_LABEL_LENGTH:
+        return False, prediction
     if gt_need_extract:
         truth = remove_boxed(last_boxed_only_string(truth) or "")
     return prediction == _integral(normalize_final_answer(truth)), prediction

@@ -9,7 +9,6 @@ Source: MATH, arXiv:2103.03874; the PRM800K grader, arXiv:2305.20050.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
 import re
 from typing import Any
@@ -17,23 +16,28 @@ from typing import Any
 from slime.rollout.rm_hub.symbolic import is_same_by_math_verify, is_zero
 from slime.utils.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
+MAX_ANSWER_LENGTH = 20_000
+"""A box or a label with more characters is none."""
+MAX_FORM_LENGTH = 2000
+"""Longer answers have no symbolic form: only the string form is compared."""
 MAX_SYMBOLIC_LENGTH = 512
 """Longer expressions are not handed to sympy."""
+MAX_INTEGER_LENGTH = 1000
 
 # ------------------------------------------------------------ the boxed answer
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""Return the last ``\boxed{...}`` (else ``\fbox{...}``) of a text with its braces balanced; None without one."""
+    r"""Return the last ``\boxed{...}`` (else ``\fbox{...}``) of a text with its braces balanced; None without one that
+    ends within ``MAX_ANSWER_LENGTH`` characters.
+    """
     start = string.rfind("\\boxed")
     if start < 0:
         start = string.rfind("\\fbox")
     if start < 0:
         return None
     depth = 0
-    for position in range(start, len(string)):
+    for position in range(start, min(len(string), start + MAX_ANSWER_LENGTH)):
         if string[position] == "{":
             depth += 1
         elif string[position] == "}":
@@ -110,7 +114,6 @@ def _unwrap_text(text: str) -> str:
 _UNITS = (
     "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
 )  # matched in this order; each with plural and exponent
-_SYMBOLS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
 _FRACTION = re.compile(r"^-?\d+\.?/0*[1-9]\d*\.?$")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d\d\d(?!\d))")
 _MIXED_NUMBER = re.compile(r"(\d) +(\d)")
@@ -132,26 +135,13 @@ def _symbolic_form(answer: str) -> str:
     text = re.sub(r",\\! *", "", text)
     text = _as_integer(text.strip()) or text
     if "\\" in text:
-        text = _latex_to_text(text)
+        from slime.rollout.rm_hub.latex import latex_to_text
+
+        text = latex_to_text(text)
     text = re.sub(r"- *", "-", text)
     text = _MIXED_NUMBER.sub(r"\1+\2", text)
     text = re.sub(r"[ {}]", "", text).lower()
     return _as_integer(text) or text
-
-
-def _latex_to_text(latex: str) -> str:
-    """Return LaTeX as plain characters; the text itself when it cannot be read."""
-    from pylatexenc.latex2text import LatexNodes2Text
-
-    prepared = re.sub(r"\\[td]?frac", r" \\frac", latex)  # the space keeps "7\frac{3}{4}" a mixed number
-    try:
-        text = LatexNodes2Text().latex_to_text(prepared)
-    except (ValueError, IndexError, AttributeError, TypeError) as error:
-        logger.debug("Not readable as LaTeX: %r (%s)", latex, error)
-        return latex
-    for symbol, name in _SYMBOLS.items():
-        text = text.replace(symbol, name)
-    return text.strip()
 
 
 def _as_float(text: str) -> float | None:
@@ -168,6 +158,8 @@ def _is_integral(value: float) -> bool:
 
 def _as_integer(text: str) -> str | None:
     """Return ``text`` as a plain integer when it is one, thousands commas allowed; else None."""
+    if len(text) > MAX_INTEGER_LENGTH:
+        return None
     plain = _THOUSANDS.sub("", text)
     value = _as_float(plain)
     if value is None or not _is_integral(value):
@@ -204,6 +196,8 @@ def _are_symbolically_equal(given: str, truth: str) -> bool:
 
 def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
     """Return True when the two answers have the same symbolic form, member by member, or sympy shows them equal."""
+    if max(len(given_answer), len(ground_truth)) > MAX_FORM_LENGTH:
+        return False
     truth, given = _symbolic_form(ground_truth), _symbolic_form(given_answer)
     if truth == given:
         return True
@@ -226,11 +220,15 @@ def is_same_answer(given_answer: str, ground_truth: str) -> bool:
 
 
 def truth_of_label(label: Any) -> str | None:
-    r"""Return the answer that a label states: its box when it has one, else its text; None for an empty label."""
+    r"""Return the answer that a label states: its box when it has one, else its text; None for an empty label
+    or one that is too long.
+    """
     if label is None or label == "":
         return None
     text = str(label)
-    return extract_answer(text) if "\\boxed" in text else text
+    if "\\boxed" in text:
+        return extract_answer(text)
+    return text if len(text) <= MAX_ANSWER_LENGTH else None
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
@@ -263,4 +261,6 @@ def compute_math_verify_reward(response: str, label: Any) -> int:
     truth, given = truth_of_label(label), extract_answer(response)
     if truth is None or given is None:
         return 0
-    return int(given == truth or is_same_by_math_verify(f"${truth}$", f"${given}$"))
+    if given == truth or max(len(given), len(truth)) > MAX_FORM_LENGTH:
+        return int(given == truth)
+    return int(is_same_by_math_verify(f"${truth}$", f"${given}$"))

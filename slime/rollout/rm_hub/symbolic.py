@@ -1,8 +1,9 @@
 """Sympy with a time limit: a small pool of child processes that compare expressions.
 
 Simplifying what a policy wrote can take for ever, or all memory, inside C code that no thread can interrupt.  So it is
-done in child processes (``symbolic_worker.py``) that end themselves when their time is up; the next question starts a
-new one.  Children are started when the first question comes.
+done in child processes (``symbolic_worker.py``) that are killed when their time is up; the next question starts a new
+one.  Children are started when the first question comes, in isolation as sandboxes are (``slime.agent.sandbox``).
+Where a machine has no namespaces they keep the file system in sight, to read; all else is refused there too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from slime.utils.errors import GraderError
+from slime.agent.sandbox.view import PROGRAM, Command, View, isolating_command, unsafe_command, view_for_programs
+from slime.utils import env
+from slime.utils.errors import ConfigError, GraderError
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,14 @@ START_LIMIT_S = 120.0
 KILL_WAIT_S = 10.0
 """For the kernel to end a killed child."""
 NUM_WORKERS = 2
+MAX_USED_S = 600.0
+"""A child is replaced after so many seconds of answering, between two questions."""
+LIMITS = {"as": 2 << 30, "fsize": 0, "nofile": 64, "nproc": 0, "cpu": int(MAX_USED_S + START_LIMIT_S + TIME_LIMIT_S)}
+"""Of a child; the last one ends it where its parent is gone."""
+VARIABLES = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+"""All that a child has for an environment; the job's has tokens in it.  Tasks of reasoning-gym draw from sets, so the
+seed is fixed.
+"""
 
 _WORKER_FILE = Path(__file__).with_name("symbolic_worker.py")
 
@@ -42,16 +54,25 @@ class SymbolicWorker:
     """Asked to see that a child has started."""
     what = "runs sympy for the math graders"
     package = "sympy"
+    needs_isolation = False
+    """Do not run without namespaces: what the policy wrote is evaluated."""
 
     def __init__(self, *, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
+        self._is_isolated = True
+        self._used_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
     def answer_to(self, question: Mapping[str, Any]) -> object:
         """Return the child's answer; None when there is none within the limit."""
         process = self._running()
+        began = time.monotonic()
         try:
-            return self._ask(process, question, self._time_limit_s)
+            answer = self._ask(process, question, self._time_limit_s)
+            self._used_s += time.monotonic() - began
+            if self._used_s > MAX_USED_S:
+                self.close()
+            return answer
         except (TimeoutError, OSError, ValueError) as error:
             length = sum(len(str(part)) for part in question.values())
             logger.info("The process that %s gave up on a question of %d characters: %s", self.what, length, error)
@@ -77,13 +98,16 @@ class SymbolicWorker:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            self._process = self._start()
+            self._process, self._used_s = self._start(), 0.0
             try:
                 answer = self._ask(self._process, self.first_question, START_LIMIT_S)
                 if isinstance(answer, dict) and "error" in answer:
                     raise ValueError(answer["error"])
             except (TimeoutError, OSError, ValueError) as error:
                 self.close()
+                if self._is_isolated and not self.needs_isolation and not isinstance(error, TimeoutError):
+                    self._run_without_namespaces(f"the process that {self.what} does not start in them")
+                    return self._running()
                 raise GraderError(
                     f"The process that {self.what} did not start: {error}. Try '{sys.executable} -c \"import "
                     f"{self.package}\"'."
@@ -91,7 +115,39 @@ class SymbolicWorker:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return self._popen([sys.executable, str(_WORKER_FILE), str(self._time_limit_s)])
+        view, way = View(readable=()), unsafe_command
+        if self._is_isolated:
+            try:
+                view, way = view_for_programs("/tmp/grader", disk_mib=1), isolating_command()
+            except ConfigError as error:
+                self._run_without_namespaces(str(error))
+        seccomp = os.path.realpath(PROGRAM.with_name("seccomp.py"))
+        program = [sys.executable, "-sPc", _WORKER_FILE.read_text(encoding="utf-8"), seccomp]
+        return self._start_by(way, replace(view, limits=LIMITS), program)
+
+    def _run_without_namespaces(self, reason: str) -> None:
+        self._is_isolated = False
+        logger.warning(
+            "The process that %s runs without namespaces: %s. It may read files of this user; it can write none, and "
+            "has no network, no other process and no variable of this job.",
+            self.what,
+            reason.rstrip("."),
+        )
+
+    def _start_by(self, way: Callable[[View], Command], view: View, program: list[str]) -> subprocess.Popen[bytes]:
+        """Start a program in what ``way`` makes of ``view``, with ``VARIABLES`` alone.
+
+        Outside of namespaces packages may be in a folder of PYTHONPATH.
+        """
+        words, ends = way(view)
+        path = None if self._is_isolated else env.get_str("PYTHONPATH")
+        try:
+            return self._popen(
+                [*words, *program], env=VARIABLES | ({"PYTHONPATH": path} if path else {}), pass_fds=ends, cwd="/"
+            )
+        finally:
+            for end in ends:
+                os.close(end)
 
     @staticmethod
     def _popen(words: list[str], **options: Any) -> subprocess.Popen[bytes]:

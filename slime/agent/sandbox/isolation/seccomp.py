@@ -14,7 +14,7 @@ import struct
 PR_SET_SECCOMP, MODE_FILTER = 22, 2
 LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 ALLOW, KILL_PROCESS, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT = 0, 4, 16, 24, 32
 """Offsets in ``struct seccomp_data``; of an argument the low half."""
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -44,6 +44,22 @@ REFUSED_TO_ONE_PROCESS = {
     "socket": (41, 198), "socketpair": (53, 199),
 }  # fmt: skip
 """Besides: another process, another program, a socket."""
+REFUSED_TO_READERS = {
+    "creat": (85, None), "openat2": (437, 437), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
+    "unlink": (87, None), "unlinkat": (263, 35), "rmdir": (84, None), "mkdir": (83, None), "mkdirat": (258, 34),
+    "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "mknod": (133, None),
+    "mknodat": (259, 33), "truncate": (76, 45), "ftruncate": (77, 46), "chmod": (90, None), "fchmod": (91, 52),
+    "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None), "fchown": (93, 55), "lchown": (94, None),
+    "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
+    "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "kill": (62, 129),
+    "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+}  # fmt: skip
+"""Besides: a change of the file system, a signal; and to open a file with one of the flags below."""
+OPEN = (((2, None), SECOND_ARGUMENT), ((257, 56), THIRD_ARGUMENT))
+"""open and openat, with the place of their flags."""
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 CLONE, CLONE3, SOCKET, IOCTL = (56, 220), 435, (41, 198), (16, 29)
 LAST = 462
@@ -55,16 +71,17 @@ TERMINAL_INPUT = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX type into a terminal."""
 
 
-def install(*, only_threads: bool = False) -> None:
+def install(*, only_threads: bool = False, only_reads: bool = False) -> None:
     """Refuse the calls to this process and to all that it starts.
 
     Args:
         only_threads: refuse other processes, programs and sockets too.
+        only_reads: refuse files to write to, and signals, too.
 
     Raises:
         OSError: the kernel or the processor does not have it.
     """
-    code = b"".join(_program(only_threads))
+    code = b"".join(_program(only_threads, only_reads))
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_SECCOMP, MODE_FILTER, header, 0, 0):
@@ -72,7 +89,7 @@ def install(*, only_threads: bool = False) -> None:
         raise OSError(number, os.strerror(number), "seccomp")
 
 
-def _program(only_threads: bool) -> list[bytes]:
+def _program(only_threads: bool, only_reads: bool) -> list[bytes]:
     machine = os.uname().machine
     if machine not in MACHINES:
         raise OSError(0, f"{machine} processors are not supported", "seccomp")
@@ -81,12 +98,20 @@ def _program(only_threads: bool) -> list[bytes]:
     code += [_step(LOAD, NUMBER), _step(GREATER, LAST, 0, 1), _step(RETURN, REFUSE | errno.ENOSYS)]
     # glibc then makes threads by clone, whose flags can be seen here.
     code += [_step(EQUAL, CLONE3, 0, 1), _step(RETURN, REFUSE | errno.ENOSYS)]
-    for numbers in [*REFUSED.values(), *(REFUSED_TO_ONE_PROCESS.values() if only_threads else ())]:
+    refused = [
+        *REFUSED.values(),
+        *(REFUSED_TO_ONE_PROCESS.values() if only_threads else ()),
+        *(REFUSED_TO_READERS.values() if only_reads else ()),
+    ]
+    for numbers in refused:
         if (number := numbers[column]) is not None:
             code += [_step(EQUAL, number, 0, 1), _refusal(errno.EPERM)]
     checks = [_step(ANY_BIT, NEW_NAMESPACES, 0, 1), _refusal(errno.EPERM)]
     if only_threads:
         checks += [_step(ANY_BIT, CLONE_THREAD, 1, 0), _refusal(errno.EPERM)]
+    for numbers, flags in OPEN if only_reads else ():
+        if (number := numbers[column]) is not None:
+            code += _of_call(number, flags, [_step(ANY_BIT, WRITES, 0, 1), _refusal(errno.EPERM)])
     code += _of_call(CLONE[column], FIRST_ARGUMENT, checks)
     allowed = [_step(EQUAL, family, len(SOCKET_FAMILIES) - place, 0) for place, family in enumerate(SOCKET_FAMILIES)]
     code += _of_call(SOCKET[column], FIRST_ARGUMENT, [*allowed, _refusal(errno.EAFNOSUPPORT)])

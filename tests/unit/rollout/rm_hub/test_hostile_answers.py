@@ -1,0 +1,287 @@
+"""What a policy or a data file writes cannot run code in a grader, hold it up, or end the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import unicodedata
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sympy
+from sympy.parsing import sympy_parser
+
+from slime.rollout.rm_hub import _GRADERS, async_rm, gym, math_dapo_utils, math_utils, policy, symbolic
+from slime.rollout.rm_hub.symbolic import SymbolicWorker
+from slime.rollout.rm_hub.symbolic_worker import UnreadableError, read_expression
+from slime.utils.types import Sample
+
+AS_FULL_WIDTH = {ord(letter): ord(letter) + 0xFEE0 for letter in map(chr, range(33, 127))}
+AS_ITALICS = {ord(letter): 0x1D622 + ord(letter) - 97 for letter in map(chr, range(97, 123))}
+AS_CYRILLIC = str.maketrans("aceopxyi", "асеорхуі")
+LIGATURES = str.maketrans({"f": "ſ", "_": "︳"})
+
+
+def styles(text: str) -> list[str]:
+    """The text, and texts that Python reads as the same names, or that look alike."""
+    letters_only = re.sub(r"\w", lambda letter: letter[0].translate(AS_FULL_WIDTH), text)
+    return [
+        text,
+        text.translate(AS_FULL_WIDTH),
+        letters_only,
+        text.translate(AS_ITALICS),
+        text.translate(AS_CYRILLIC),
+        text.translate(LIGATURES),
+        text.replace("_", "_\u0301"),
+    ]
+
+
+PROGRAMS = (
+    "open('{canary}','w')",
+    "(1).__class__.__base__.__subclasses__()",
+    "x.subs(y,x)",
+    "x.evalf.__func__.__globals__",
+    "[open('{canary}','w') for x in (1,)]",
+    "(lambda: open('{canary}','w'))()",
+    "(x:=open('{canary}','w'))",
+    'f\'{{open("{canary}", "w")}}\'',
+    "__import__('os').system('touch {canary}')",
+    "x._assumptions.copy().__init__",
+    "\\u005f\\u005fimport\\u005f\\u005f",
+    "1if open('{canary}','w')else 2",
+    "sympify(chr(49))",
+)
+CODE = [style for program in PROGRAMS for style in styles(program)]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[SymbolicWorker]:
+    worker = SymbolicWorker()
+    yield worker
+    worker.close()
+
+
+def test_text_that_python_would_run_is_letters_or_nothing(worker, tmp_path, monkeypatch):
+    """The parser itself, without the filter in front of it; in this process, where a program could write."""
+    monkeypatch.setattr("builtins.eval", lambda *code: pytest.fail(f"eval of {code}"))
+    canary = tmp_path / "canary"
+    for code in CODE:
+        with contextlib.suppress(UnreadableError):
+            letters = read_expression(code.replace("{canary}", str(canary)))  # "sympify(x)" is a product of letters
+            assert letters.free_symbols and all(len(symbol.name) == 1 for symbol in letters.free_symbols)
+        assert worker.answer_to({"expression": code}) == {"is_zero": False}
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1", "gpqa", "boxed_f1"])
+def test_code_as_an_answer_and_as_a_label_is_a_wrong_answer(rm_type, tmp_path):
+    canary = tmp_path / "canary"
+    for code in CODE:
+        text = code.replace("{canary}", str(canary))
+        assert wrong(rm_type, f"</think>\\boxed{{{text}}}", "31/7")
+        assert wrong(rm_type, "</think>\\boxed{31/7}", text)
+    assert not canary.exists()
+
+
+def wrong(rm_type: str, response: str, label: Any) -> bool:
+    """Grade; True for the reward of a wrong answer that is no failure of the grader."""
+    sample = Sample(index=1, response=response, label=label)
+    reward = asyncio.run(async_rm(Namespace(rm_type=rm_type, custom_rm_path=None, rm_timeout_s=60.0), sample))
+    assert not sample.metadata.get("reward_error"), sample.metadata
+    return reward in (0, {"score": -1.0, "acc": False, "pred": reward["pred"] if isinstance(reward, dict) else ""})
+
+
+def test_no_letter_of_unicode_reaches_a_name(worker):
+    """One letter of every class that Python maps to ASCII is a symbol that is not the ASCII one."""
+    letters = [
+        chr(code) for code in range(128, 0x1FFFF) if unicodedata.normalize("NFKC", chr(code)) in ("x", "e", "p")
+    ]
+    assert len(letters) > 30
+    for letter in letters:
+        assert read_expression(f"{letter}+1") == sympy.Symbol(letter) + 1
+        assert worker.answer_to({"expression": f"({letter})-(x)"}) == {"is_zero": False}
+
+
+def test_random_expressions_are_read_as_sympys_own_parser_reads_them():
+    """Sums, products, powers, calls and factorials, with and without signs of multiplication."""
+    rng = random.Random(5)
+    transformations = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
+
+    def term(depth: int) -> str:
+        atoms = ["x", "y", "2", "3", "0.5", "pi", "10", "α", "xy", "x2"]
+        if depth == 0:
+            return rng.choice(atoms)
+        return rng.choice([
+            lambda: f"{term(depth - 1)}{rng.choice(['+', '-', '*', '/', '+-', '*-'])}{term(depth - 1)}",
+            lambda: f"({term(depth - 1)})({term(depth - 1)})",
+            lambda: f"2({term(depth - 1)})",
+            lambda: f"{rng.choice(['sqrt', 'ln', 'sin', 'abs'])}({term(depth - 1)})",
+            lambda: f"({term(depth - 1)})^{rng.choice(['2', '-1', 'x', '0.5', '(1/3)', '2x'])}",
+            lambda: f"-{term(depth - 1)}",
+            lambda: f"{rng.choice(['3', 'x', '(2+x)'])}!",
+            lambda: f"{rng.choice('23')}{rng.choice('xy')}^{rng.choice('234')}{rng.choice('xy')}",
+        ])()  # fmt: skip
+
+    for _ in range(300):
+        text = term(rng.randint(0, 3))
+        theirs = sympy_parser.parse_expr(text.replace("^", "**"), transformations=transformations)
+        assert read_expression(text) == theirs, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 50 + "x" + ")" * 50, "9^" * 50 + "9", "x" * 2001, "10^10001", "9^99999", "(10^9)^9999", "1e99999",
+        "5000!", "(9^9)!", "7!!!!!!", "1.2.3.", "x..y", "x=1", "x<y", "(x;y)", "1,2", "()", "", "+", "sqrt", "sqrt()",
+        "sqrt(x", "ln x", "x_1", "²", "x٣", "½", "x\ny", "x#y", "\0", "\ud800", "x\u0301", "\u202e1",
+    ],
+)  # fmt: skip
+def test_what_the_grammar_or_its_bounds_exclude_is_unreadable(text):
+    with pytest.raises((UnreadableError, TypeError)):
+        value = read_expression(text)
+        pytest.fail(f"{text[:40]!r} was read as {value}")
+
+
+def test_the_process_of_the_graders_has_no_secret_and_no_right(worker, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    for is_isolated in (True, False):
+        fresh = SymbolicWorker()
+        fresh._is_isolated = is_isolated
+        monkeypatch.setattr(symbolic, "_WORKER_FILE", WorkerWithHole())
+        try:
+            assert fresh.answer_to({"expression": "1-1"}) == {
+                "variables": ["LANG", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED"],
+                "refused": ["fork", "kill", "open", "socket", "system", "unlink"],
+            }
+        finally:
+            fresh.close()
+
+
+class WorkerWithHole:
+    """The worker's program, which tries the worst in the place of an answer."""
+
+    def read_text(self, encoding: str) -> str:
+        source = symbolic.Path(symbolic.__file__).with_name("symbolic_worker.py").read_text(encoding=encoding)
+        return source.replace('answer = {"is_zero": is_zero(question["expression"])}', "answer = misuse()").replace(
+            "def main()", f"{HOLE}\n\ndef main()"
+        )
+
+
+HOLE = """
+def misuse():
+    import os, socket, tempfile
+    attempts = {
+        "open": lambda: open("/tmp/slime-grader-canary", "w"),
+        "unlink": lambda: os.unlink("/etc/passwd"),
+        "system": lambda: 1 / (os.system("true") == 0),
+        "fork": lambda: os._exit(0) if os.fork() == 0 else None,
+        "socket": socket.socket,
+        "kill": lambda: os.kill(os.getppid(), 0),
+    }
+    refused = []
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (OSError, ZeroDivisionError):
+            refused.append(name)
+    return {"variables": sorted(set(os.environ)), "refused": sorted(refused)}
+"""
+
+N = 100_000
+LONG = {
+    "words": "so much to say 7 " * 3_000_000,
+    "boxes": "\\boxed{1} " * 500_000,
+    "brackets": "(" * N,
+    "pairs": "(" * N + ")" * N,
+    "braces": "{" * N,
+    "balanced braces": "{" * N + "}" * N,
+    "square brackets": "[" * N,
+    "backslashes": "\\" * N,
+    "fractions": "\\frac" * N,
+    "nested fractions": "\\frac{" * N,
+    "balanced fractions": "\\frac{" * N + "}" * N,
+    "roots": "\\sqrt[" * N,
+    "environments": "\\begin{matrix}" * N,
+    "NULs": "\0" * N,
+    "surrogates": "\ud800" * N,
+    "combining": "a" + "\u0301" * N,
+    "right to left": "\u202e" * N,
+    "blanks": " " * N + "x",
+    "lines": "\n" * N + "x",
+    "dollars": "$" * N + "\n$",
+    "digits": "1" * N,
+    "zeros": "0" * 6000 + "1",
+    "answers": "Answer: " * N,
+    "answer tags": "<answer>" * N,
+    "ends": "</s>" * N + "x",
+    "thoughts": "</think>" * N,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "gpqa", "f1", "boxed_f1"])
+@pytest.mark.timeout(60)
+def test_a_monstrous_text_is_a_wrong_answer_and_soon(rm_type, name, monkeypatch):
+    monkeypatch.setattr(policy, "FAILURES", policy.FailureCount())
+    text = LONG[name]
+    for response in (text, f"</think>\\boxed{{{text}}}", f"</think>\\boxed{{{text[:450]}}}", f"Answer: {text[:200]}"):
+        sample = Sample(index=1, response=response, label="31/7")
+        args = Namespace(rm_type=rm_type, custom_rm_path=None, rm_timeout_s=50.0)
+        reward = asyncio.run(async_rm(args, sample))
+        assert "reward_error" not in sample.metadata
+        assert (reward["score"] == -1.0) if rm_type == "dapo" else reward < 0.1
+        if rm_type == "math":
+            assert asyncio.run(async_rm(args, Sample(response="\\boxed{31/7}", label=text))) == 0
+    assert policy.FAILURES.total == 0
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_monstrous_answer_to_a_gym_question_is_found_soon(name):
+    text = LONG[name][-200_000:]
+    for response in (text, f"{text}<answer>3</answer>{text}", f"<answer>{text}"):
+        said = gym.answer_of(response)
+        assert isinstance(said, str)
+    assert gym.answer_of(f"{'<answer>' * 9}3</answer><answer>") == "<answer>" * 8 + "3"
+
+
+@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "gpqa"])
+def test_the_answer_at_the_end_of_a_long_thought_counts(rm_type):
+    thought = "Let x be 3, \\boxed{8} no: \\frac{1}{2} {([ </think> (B) is wrong. " * 10_000
+    response = f"<think>{thought}</think> The answer is A \\boxed{{31/7}}\nAnswer: 31/7"
+    label = "A" if rm_type == "gpqa" else "31/7"
+    reward = asyncio.run(
+        async_rm(Namespace(rm_type=rm_type, custom_rm_path=None), Sample(response=response, label=label))
+    )
+    assert (reward["score"] if rm_type == "dapo" else reward) == 1
+
+
+def test_a_text_that_is_nested_too_deep_for_a_grader_is_an_empty_one(monkeypatch):
+    def recursive(sample: Sample) -> float:
+        return recursive(sample) if sample.response else 0.25
+
+    monkeypatch.setitem(_GRADERS, "f1", recursive)
+    monkeypatch.setattr(policy, "FAILURES", policy.FailureCount())
+    for _ in range(3):
+        args = Namespace(rm_type="f1", custom_rm_path=None, rm_max_failures=2)
+        sample = Sample(response="x", label="x")
+        assert asyncio.run(async_rm(args, sample)) == 0.25 and sample.response == "x"
+    assert policy.FAILURES.total == 0
+
+
+def test_long_answers_are_compared_by_their_spelling_only(monkeypatch):
+    monkeypatch.setattr(math_utils, "_symbolic_form", lambda text: pytest.fail("read as an expression"))
+    row = ", ".join(map(str, range(900)))
+    assert math_utils.grade_answer_verl(f"\\boxed{{{row}}}", row)
+    assert not math_utils.grade_answer_verl(f"\\boxed{{{row}}}", row + "1")
+    assert math_utils.extract_answer("\\boxed{" + "1" * math_utils.MAX_ANSWER_LENGTH + "}") is None
+    assert math_dapo_utils.compute_score("Answer: 1", "1" * 3000)["score"] == -1.0
+
+
+@pytest.mark.parametrize("text", ["a$b$c", "$x$", "$a$b$c$", "a$b", "a$b$c\nd", "$$", "$$$", "x$1$\n", "", "5"])
+def test_dapo_takes_the_first_formula_between_dollars(text):
+    expected = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", text).replace("$", "").strip()
+    assert math_dapo_utils.normalize_final_answer(text) == expected
