@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import abc
 import copy
+import json
 import logging
 import pickle
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from slime.flags.reward import reward_config
@@ -21,6 +23,7 @@ from slime.flags.security import trusts_remote_code
 from slime.rollout import plain_values
 from slime.rollout.mixture import Mixture, is_mix
 from slime.rollout.prompt_dataset import Dataset
+from slime.rollout.row_digests import RowDigests, changed_rows, digest_of
 from slime.rollout.state_file import read_state, write_state
 from slime.rollout.tools import toolbox
 from slime.utils.errors import ConfigError, DataError, HookError
@@ -70,6 +73,10 @@ class RolloutDataSource(DataSource):
     Without a prompt file (``--disable-rollout-global-dataset``) groups hold empty samples.
     """
 
+    dataset: Dataset | Mixture | None = None
+    _rendering: Mapping[str, Any] = MappingProxyType({})
+    """What decides, beside the rows, how a prompt reads: flag -> its value, or a digest."""
+
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.epoch_id = 0
@@ -77,7 +84,6 @@ class RolloutDataSource(DataSource):
         self.sample_index = 0
         self.sample_offset = 0
         self.metadata: dict[str, Any] = {}
-        self.dataset: Dataset | Mixture | None = None
         if args.rollout_global_dataset and args.prompt_data is not None:
             self.dataset = self._open_dataset()
             if args.rollout_shuffle:
@@ -94,6 +100,14 @@ class RolloutDataSource(DataSource):
         same = ("multimodal_keys", "tool_key", "metadata_key", "apply_chat_template", "apply_chat_template_kwargs")
         keywords = {name: getattr(args, name) for name in same}
         keywords |= {"seed": args.rollout_seed, "tools": toolbox(args).schemas}
+        self._rendering = {
+            "--apply-chat-template": args.apply_chat_template,
+            "--apply-chat-template-kwargs": json.dumps(args.apply_chat_template_kwargs or {}, sort_keys=True),
+            "--rollout-tools": f"{digest_of(keywords['tools']):016x}",
+            "the chat template of --hf-checkpoint": (
+                f"{digest_of([getattr(each, 'chat_template', None) for each in (tokenizer, processor)]):016x}"
+            ),
+        }
 
         def open_one(source: Mapping[str, Any]) -> Dataset:
             keys = {"prompt_key": source.get("input_key", args.input_key)}
@@ -155,6 +169,7 @@ class RolloutDataSource(DataSource):
             "metadata": copy.deepcopy(self.metadata),
             "num_prompts": len(self),
             "order": self._order(),
+            "rows": {name: digests.state for name, digests in self._row_digests().items()},
             **({"mixture": self.dataset.state_dict()} if isinstance(self.dataset, Mixture) else {}),
         }
 
@@ -163,7 +178,16 @@ class RolloutDataSource(DataSource):
         if not isinstance(self.dataset, Dataset | Mixture):
             return {}
         order = {"--prompt-data": f"{self.dataset.fingerprint:016x}", "--rollout-shuffle": self.args.rollout_shuffle}
-        return order | ({"--rollout-seed": self.args.rollout_seed} if self.args.rollout_shuffle else {})
+        order |= {"--rollout-seed": self.args.rollout_seed} if self.args.rollout_shuffle else {}
+        return {**order, **self._rendering}
+
+    def _row_digests(self) -> Mapping[str, RowDigests]:
+        return self.dataset.digests if isinstance(self.dataset, Dataset | Mixture) else {}
+
+    def content_digest(self) -> str:
+        """Return a text that tells what prompts, graders and tools get from these data from what others would give."""
+        rows = {name: digests.state["fields"] for name, digests in self._row_digests().items()}
+        return f"{digest_of([rows, dict(self._rendering)]):016x}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``.
@@ -184,14 +208,19 @@ class RolloutDataSource(DataSource):
             self.dataset.shuffle(self.epoch_id)
 
     def _check_order(self, state: Mapping[str, Any]) -> None:
-        """Check that a saved position counts the same prompts in the same order."""
+        """Check that a saved position counts the same rows in the same order."""
         if self.dataset is None:
             return
         order, saved = self._order(), state.get("order", {})
-        if not saved:
-            logger.info("The data position is of an earlier version, without a fingerprint: the data is not compared.")
-        changed = [
-            f"{flag} was {_shown(saved.get(flag))} and is {_shown(order.get(flag))}"
+        changed = []
+        if "rows" in state:
+            changed += changed_rows(state["rows"], self._row_digests())
+            del order["--prompt-data"]
+        else:
+            unknown = [flag for flag in order if flag not in saved] + ["metadata, tools and images of --prompt-data"]
+            logger.info("The data position is of an earlier version: %s cannot be compared.", ", ".join(unknown))
+        changed += [
+            f"{flag} was {_shown(saved[flag])} and is {_shown(order[flag])}"
             for flag in order
             if flag in saved and saved[flag] != order[flag]
         ]
@@ -202,11 +231,11 @@ class RolloutDataSource(DataSource):
             changed.append(f"{offset} prompts of an epoch were taken, and --prompt-data has {len(self)}")
         if not changed:
             return
-        message = f"The data position was saved for another order of prompts: {'; '.join(changed)}."
+        message = f"The data position was saved for other data, or another order of them: {'; '.join(changed)}."
         if not self.args.accept_other_data:
             raise DataError(
-                f"{message} Prompts of epoch {state['epoch_id']} would be repeated or left out. Give the data and "
-                "flags of the checkpoint, or pass --accept-other-data to go on at the same position."
+                f"{message} Prompts of epoch {state['epoch_id']} would be repeated, left out or graded otherwise. "
+                "Give the data and flags of the checkpoint, or pass --accept-other-data to go on at this position."
             )
         logger.warning("%s Some prompts of epoch %d are repeated or left out.", message, state["epoch_id"])
 

@@ -18,6 +18,7 @@ from slime.flags.yaml_file import read_yaml
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.context import GroupFeedback, current_run
 from slime.rollout.prompt_dataset import Dataset
+from slime.rollout.row_digests import RowDigests
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 
@@ -158,8 +159,13 @@ class Mixture(GroupFeedback):
             self._turn_to(source, 0)
 
     @property
+    def digests(self) -> dict[str, RowDigests]:
+        """What tells the data sets from others, by name; weights may change."""
+        return {source.name: source.dataset.digests[""] for source in self._sources}
+
+    @property
     def fingerprint(self) -> int:
-        """A number that tells these data sets from others; weights may change."""
+        """The digest that positions of earlier versions hold."""
         return sum(source.dataset.fingerprint * (2 * n + 1) for n, source in enumerate(self._sources)) % 2**64
 
     def __len__(self) -> int:

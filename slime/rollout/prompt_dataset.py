@@ -7,17 +7,15 @@ Nothing is skipped in silence: a row without its keys, or with values of no use,
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import xxhash
-
 from slime.rollout.prompt_checks import check_grader, check_label, check_prompt, parse_metadata, parse_tools
 from slime.rollout.prompt_files import checked_file, parquet_columns, read_rows
 from slime.rollout.prompt_template import TemplateCheck, as_messages, insert_multimodal, map_with_deadline, render
+from slime.rollout.row_digests import RowDigests, row_digest
 from slime.utils.errors import DataError
 from slime.utils.plugins import said_by
 from slime.utils.processing_utils import (
@@ -107,7 +105,7 @@ class Dataset:
     """The samples of one prompt file, in file order or in the order of an epoch.
 
     Invariant: ``samples`` is a permutation of ``origin_samples``, which depends on seed and epoch only;
-    ``fingerprint`` tells these rows in this order from others.
+    ``digests`` tell these rows in this order from others.
     """
 
     def __init__(
@@ -146,19 +144,21 @@ class Dataset:
         self.epoch_id = -1
         self.origin_samples: list[Sample] = []
         template_kwargs = dict(apply_chat_template_kwargs or {})
-        digests: dict[int, int] = {}
+        digests: dict[int, bytes] = {}
 
         def read(where: str, row: dict[str, Any]) -> Sample:
             required = {prompt_key: "--input-key"} | ({label_key: "--label-key"} if label_key else {})
             _check_keys(row, required, where)
             metadata = parse_metadata(row.get(metadata_key), where)
             own_tools = parse_tools(row.get(tool_key), where) if tool_key else None
+            images = [row.get(key) for key in (multimodal_keys or {}).values()]
+            label = row[label_key] if label_key else None
+            digest = row_digest(row[prompt_key], label, metadata, own_tools, images)
             if own_tools is not None:
                 metadata["tools"] = own_tools
             prompt = _normalised_prompt(row, prompt_key, multimodal_keys, apply_chat_template, where)
             offered = own_tools or tools or None
             rendered = render(tokenizer, prompt, offered, where, **template_kwargs) if apply_chat_template else prompt
-            label = row[label_key] if label_key else None
             check_label(label, where, f"{label_key} (--label-key)")
             sample = Sample(
                 prompt=rendered,
@@ -167,7 +167,7 @@ class Dataset:
                 label=label,
                 metadata=metadata,
             )
-            digests[id(sample)] = _digest(row[prompt_key], label)
+            digests[id(sample)] = digest
             return sample
 
         rows = read_rows(path)
@@ -179,7 +179,12 @@ class Dataset:
         if max_length is not None:
             self.origin_samples = _drop_long(self.origin_samples, tokenizer, processor, max_length, path)
         self.samples = self.origin_samples
-        self.fingerprint = _digest([digests[id(sample)] for sample in self.origin_samples], None)
+        self.digests = {"": RowDigests([digests[id(sample)] for sample in self.origin_samples])}
+
+    @property
+    def fingerprint(self) -> int:
+        """The digest that positions of earlier versions hold."""
+        return self.digests[""].before
 
     def shuffle(self, new_epoch_id: int) -> None:
         """Put the samples into the order of an epoch; it depends on nothing but the seed and the epoch."""
@@ -217,12 +222,6 @@ def _normalised_prompt(
         return prompt
     messages = as_messages(prompt, where)
     return insert_multimodal(messages, row, multimodal_keys, where) if multimodal_keys else messages
-
-
-def _digest(prompt: Any, label: Any) -> int:
-    """Return a hash of this prompt as it is in its row."""
-    text = json.dumps([prompt, label], default=str, separators=(",", ":"))
-    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def _check_images(prompt: list[dict[str, Any]], where: str) -> None:

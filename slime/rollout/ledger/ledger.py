@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.context import GroupJournal
-from slime.rollout.data_source import groups_from_state, groups_to_state
+from slime.rollout.data_source import RolloutDataSource, groups_from_state, groups_to_state
 from slime.rollout.ledger.frames import Kind, Record, describe_damage, read_folder, segment_number
 from slime.rollout.ledger.journal import Issued, Journal, config_fingerprint, user_code
+from slime.rollout.ledger.records import SAMPLE_FLAGS
 from slime.rollout.ledger.recovery import Recovery, SourceRecorder
 from slime.rollout.ledger.segments import compact
 from slime.rollout.state_file import read_state, write_state
@@ -103,6 +104,8 @@ class Ledger(NoLedger):
         self._args = args
         self._folder = folder
         self._fingerprint = config_fingerprint(args)
+        if isinstance(source, RolloutDataSource):
+            self._fingerprint[SAMPLE_FLAGS]["content of prompt_data"] = source.content_digest()
         self.journal: Journal = Journal(
             folder,
             fingerprint=self._fingerprint,

@@ -112,6 +112,8 @@ class ReplayState:
         """Checkpoint -> the first segment that it needs."""
         self.other_flags: dict[str, Any] = {}
         """Sample flags of a process whose records do not count."""
+        self.unknown_flags: set[str] = set()
+        """Sample flags that a process of an earlier version did not write down."""
         self.damage: list[Record] = []
         """The places of records or samples that could not be read."""
         self._fingerprint = fingerprint
@@ -148,6 +150,7 @@ class ReplayState:
         self._counts = _are_alike(theirs[SAMPLE_FLAGS], self._fingerprint[SAMPLE_FLAGS])
         if not self._counts:
             self.other_flags = theirs[SAMPLE_FLAGS]
+        self.unknown_flags |= self._fingerprint[SAMPLE_FLAGS].keys() - theirs[SAMPLE_FLAGS].keys()
         self._is_replayable = _are_alike(theirs[BATCH_FLAGS], self._fingerprint[BATCH_FLAGS])
 
     def _begin(self, record: Record) -> None:

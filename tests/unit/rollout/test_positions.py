@@ -24,7 +24,7 @@ from slime.rollout.state_file import read_state, write_state
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 from tests.unit.rollout.ledger.test_ledger import NumberedSource, Process
-from tests.unit.rollout.test_data_source import make_args  # noqa: F401  a fixture
+from tests.unit.rollout.test_data_source import SavedTokenizer, make_args  # noqa: F401  a fixture
 
 STATE = {"sample_offset": 3, "epoch_id": 1, "sample_group_index": 8, "sample_index": 16}
 
@@ -83,19 +83,125 @@ def test_a_resume_with_other_data_is_an_error(make_args, rows):  # noqa: F811
     args = make_args()
     saved(args)
     replace_rows(args, rows)
-    with pytest.raises(DataError, match="--prompt-data was [0-9a-f]{16} and is [0-9a-f]{16}.*--accept-other-data"):
+    with pytest.raises(
+        DataError, match=r"--prompt-data has other rows: (prompt changed|6, before 5), first in.*--accept-other-data"
+    ):
         RolloutDataSource(args).load(0)
     accepting = make_args(accept_other_data=True)
     RolloutDataSource(accepting).load(0)
 
 
-def test_other_labels_are_other_data(make_args):  # noqa: F811
-    args = make_args(label_key="label")
-    replace_rows(args, [{"input": f"q{i}", "label": i} for i in range(5)])
+ROW = {"input": "q", "answer": 1, "metadata": {"rm_type": "math"}, "tools": [{"name": "add"}], "images": ["a.png"]}
+CHANGES = {
+    "label": {"answer": 2},
+    "metadata": {"metadata": {"rm_type": "f1"}},
+    "tools": {"tools": [{"name": "subtract"}]},
+    "images": {"images": ["b.png"]},
+    "prompt and label": {"input": "other <image>", "answer": 3},
+}
+
+
+@pytest.fixture
+def rows(monkeypatch, make_args):  # noqa: F811
+    """Save a position of five full rows; return their args, and the rows."""
+    args = make_args(label_key="answer", multimodal_keys={"image": "images"})
+    full = [ROW | {"input": f"<image> {i}"} for i in range(5)]
+    replace_rows(args, full)
     saved(args)
-    replace_rows(args, [{"input": f"q{i}", "label": i + 1} for i in range(5)])
-    with pytest.raises(DataError, match="--prompt-data was"):
+    return args, full
+
+
+@pytest.mark.parametrize("names", CHANGES)
+def test_a_changed_field_of_a_row_is_named_with_the_first_row_that_has_it(rows, names, caplog):
+    args, full = rows
+    RolloutDataSource(args).load(0)
+    assert "cannot be compared" not in caplog.text
+    replace_rows(args, [*full[:3], full[3] | CHANGES[names], full[4] | CHANGES[names]])
+    with pytest.raises(DataError, match=rf"has other rows: {names} changed, first in row 4\..*--accept-other-data"):
         RolloutDataSource(args).load(0)
+
+
+def test_rows_that_are_more_or_fewer_or_of_metadata_as_text_are_told_apart(rows):
+    args, full = rows
+    replace_rows(args, [row | {"metadata": json.dumps(row["metadata"]), "comment": "of no use"} for row in full])
+    RolloutDataSource(args).load(0)
+    for other, number, row in ((full + full[:1], 6, 6), (full[:4], 4, 5), (full[1:], 4, 1)):
+        replace_rows(args, other)
+        with pytest.raises(DataError, match=rf"other rows: {number}, before 5, first in row {row}\."):
+            RolloutDataSource(args).load(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"apply_chat_template_kwargs": {"enable_thinking": False}}, "--apply-chat-template-kwargs was {} and is {"),
+        ({"rollout_tools": ["tests.unit.rollout.test_positions.look_up"]}, "--rollout-tools was "),
+    ],
+)
+def test_another_way_to_render_prompts_is_other_data(make_args, change, says):  # noqa: F811
+    saved(make_args())
+    with pytest.raises(DataError, match=says):
+        RolloutDataSource(make_args(**change)).load(0)
+
+
+def test_another_chat_template_is_other_data(make_args, monkeypatch):  # noqa: F811
+    saved(make_args())
+    monkeypatch.setattr(SavedTokenizer, "chat_template", "{{ messages }}", raising=False)
+    with pytest.raises(DataError, match="the chat template of --hf-checkpoint was [0-9a-f]{16} and is "):
+        RolloutDataSource(make_args()).load(0)
+
+
+def look_up(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: to look up.
+    """
+    return word
+
+
+def test_a_position_of_prompts_and_labels_alone_is_compared_with_these_and_says_what_it_lacks(rows, caplog):
+    caplog.set_level("INFO")
+    args, full = rows
+    state = read_state(state_path(args.load, 0), what="It")
+    order = {name: state["order"][name] for name in ("--prompt-data", "--rollout-shuffle")}
+    del state["rows"]
+    write_state(state_path(args.load, 0), state | {"order": order}, what="It")
+    replace_rows(args, [row | {"metadata": {}} for row in full])
+    RolloutDataSource(args).load(0)
+    assert "metadata, tools and images of --prompt-data cannot be compared" in caplog.text
+    replace_rows(args, [row | {"answer": 7} for row in full])
+    with pytest.raises(DataError, match="--prompt-data was [0-9a-f]{16} and is [0-9a-f]{16}"):
+        RolloutDataSource(args).load(0)
+
+
+def test_of_several_data_sets_the_one_with_other_rows_is_named_and_their_order_counts(make_args, tmp_path):  # noqa: F811
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"input": name, "metadata": {"level": 1}}) + "\n")
+
+    def mix(*names):
+        lines = [f"  - {{name: {name}, path: {tmp_path}/{name}.jsonl}}\n" for name in names]
+        (tmp_path / "mix.yaml").write_text("datasets:\n" + "".join(lines))
+        return make_args(prompt_data=str(tmp_path / "mix.yaml"), reward_key=None)
+
+    saved(mix("a", "b"))
+    RolloutDataSource(mix("a", "b")).load(0)
+    with pytest.raises(DataError, match="--prompt-data lists the data sets b, a, before a, b"):
+        RolloutDataSource(mix("b", "a")).load(0)
+    with pytest.raises(DataError, match="--prompt-data lists the data sets a, before a, b"):
+        RolloutDataSource(mix("a")).load(0)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"input": "b", "metadata": {"level": 2}}) + "\n")
+    with pytest.raises(
+        DataError, match="data set b of --prompt-data has other rows: metadata changed, first in row 1"
+    ):
+        RolloutDataSource(mix("a", "b")).load(0)
+
+
+@pytest.mark.parametrize("damaged", [None, 1, {"": None}, {"": {"fields": 3, "rows": 4}}, {"": {"rows": "zz"}}])
+def test_digests_of_no_sense_are_those_of_other_rows(rows, damaged):
+    rewrite(rows[0], rows=damaged)
+    with pytest.raises(DataError, match=r"--prompt-data has other rows: 5, before 0, first in row 1\."):
+        RolloutDataSource(rows[0]).load(0)
 
 
 def test_what_changes_no_order_is_accepted(make_args, tmp_path):  # noqa: F811
@@ -133,7 +239,7 @@ def test_positions_of_earlier_versions_and_of_the_original_are_read_with_a_line(
         source.load(0)
         assert source.sample_offset == 3 and source.get_metadata() == {"note": (1, 2)}
         assert len(source.buffer) == len(extra.get("buffer", []))
-    assert "of an earlier version, without a fingerprint" in caplog.text
+    assert "of an earlier version: --prompt-data, --rollout-shuffle, " in caplog.text
     torch.save(STATE | {"num_prompts": 9}, path)
     with pytest.raises(DataError, match="--prompt-data had 9 prompts and has 5"):
         RolloutDataSourceWithBuffer(args).load(0)

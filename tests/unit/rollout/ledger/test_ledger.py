@@ -13,6 +13,7 @@ import pytest
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.ledger import journal
+from slime.rollout.ledger import ledger as ledger_module
 from slime.rollout.ledger.frames import segment_files
 from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger, NoLedger, open_ledger, position_path
 from slime.rollout.ledger.records import SAMPLE_FLAGS
@@ -156,12 +157,24 @@ def test_samples_of_other_flags_are_not_used_and_the_log_says_which(tmp_path, ca
     assert next(iter(changed)) in caplog.text
 
 
-def test_samples_of_an_earlier_version_that_knew_fewer_flags_are_used(tmp_path, monkeypatch):
+def test_samples_of_rows_that_have_changed_since_are_not_used(tmp_path, caplog, monkeypatch):
+    died_in_rollout_1(tmp_path)
+    monkeypatch.setattr(NumberedSource, "content_digest", lambda source: "with another grader in its metadata")
+    process = Process(tmp_path)
+    assert process.rollout(0) == [0, 1]
+    assert set(process.generated) == {0, 1, 2} and "it ran with another content of prompt_data" in caplog.text
+
+
+def test_samples_of_an_earlier_version_that_knew_fewer_flags_are_used(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     with monkeypatch.context() as patch:
         patch.setitem(journal._FINGERPRINT_FLAGS, SAMPLE_FLAGS, ("rollout_temperature", "one_that_is_gone"))
+        patch.setattr(ledger_module, "RolloutDataSource", int)  # then the rows are not written down
         died_in_rollout_1(tmp_path, one_that_is_gone=1)
     process = Process(tmp_path)
     assert process.rollout(0) == [0, 1] and process.generated == []
+    assert "is of an earlier version: apply_chat_template, " in caplog.text
+    assert "content of prompt_data" in caplog.text and "cannot be compared" in caplog.text
 
 
 def test_with_other_batch_flags_groups_are_used_and_rollouts_are_not(tmp_path):
