@@ -43,7 +43,6 @@ __all__ = [
     "get_rollout_num_engines",
     "has_secret",
     "init_http_client",
-    "is_from_job",
     "is_port_available",
     "job_headers",
     "post",
@@ -179,11 +178,6 @@ def job_headers(url: str) -> dict[str, str]:
     if _CLIENT.secret is None or _server_of(url) not in _CLIENT.servers:
         return {}
     return {"Authorization": f"Bearer {_CLIENT.secret}"}
-
-
-def is_from_job(authorization: str | None) -> bool:
-    """Return True when a request with this header ``Authorization`` knows the job's secret."""
-    return _CLIENT.secret is not None and has_secret(authorization, _CLIENT.secret)
 
 
 def has_secret(authorization: str | None, secret: str) -> bool:

@@ -29,7 +29,7 @@ from slime.agent.adapters.messages import (
     tool_call_dict,
     with_named_tools,
 )
-from slime.agent.adapters.sessions import AdapterError, Session, SessionBook, is_trusted
+from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
 from slime.agent.aiohttp_threaded import door
 from slime.agent.parsing import ParsedModelOutput, check_parsers, opens_reasoning, parse_model_output
 from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
@@ -55,8 +55,10 @@ __all__ = [
 DEFAULT_SID = "default"
 """The session of requests that name none."""
 MAX_BODY_BYTES = 64 << 20
+SMALL_BODY_BYTES = 64 << 10
+"""Read at once; a larger body takes a thread, for others wait while it is parsed."""
 MAX_PROMPT_CHARS = 4_000_000
-"""About a million tokens.  A tokenizer takes minutes for what is much longer, and all sessions wait."""
+"""About a million tokens.  A tokenizer takes minutes for what is much longer, and its session waits."""
 KEEP_ALIVE_S = 10.0
 """A streaming client hears something at least this often, so that its own read timeout does not strike."""
 POLL_S = 0.2
@@ -124,10 +126,10 @@ class BaseAdapter(ABC):
         max_context_tokens: int = 0,
         sampling_overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin a session.  A request of a session that was not opened opens it without any settings, on loopback.
+        """Begin a session.  A request without one is refused.
 
         Args:
-            sid: the agent's API key, without which it is not let in beyond loopback: make it hard to guess.
+            sid: the agent's API key, which lets it in: make it hard to guess.
             sampling_defaults: SGLang sampling parameters for what a request leaves out; ``max_new_tokens`` also limits
                 what a request may ask for.
             max_context_tokens: longest prompt and response together; 0: the engine's limit.
@@ -241,7 +243,7 @@ class BaseAdapter(ABC):
         try:
             body = self._preprocess_body(await self._read_body(request))
             sid = self._session_id(request, body) or DEFAULT_SID
-            session = self._sessions.admit(sid, may_open=is_trusted(request))
+            session = self._sessions.admit(sid)
             return await self._turn(request, body, session)
         except AdapterError as error:
             self.logger.info("%s: session %s: %d: %s", self.log_prefix, sid, error.status, error)
@@ -252,7 +254,8 @@ class BaseAdapter(ABC):
 
     async def _read_body(self, request: web.Request) -> dict[str, Any]:
         try:
-            return parse_object(await request.read())
+            data = await request.read()
+            return parse_object(data) if len(data) <= SMALL_BODY_BYTES else await asyncio.to_thread(parse_object, data)
         except ValueError as error:
             raise AdapterError(400, f"The body is not a JSON object: {error}.") from error
         except web.HTTPRequestEntityTooLarge as error:
@@ -265,13 +268,11 @@ class BaseAdapter(ABC):
         try:
             if session.is_closed:  # by another thread since its admission: that did not wait for this turn
                 raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False)
-            messages, tools = read_part(lambda: with_named_tools(*self._translate(body)))
-            messages = self.manager.with_reasoning(session.sid, messages, tools)  # the template decides about it
-            known = self.manager.known_prefix(session.sid, messages, tools)
-            prompt_ids = self._prompt_ids(messages, tools, known)
+            stream = _wants_stream(request, body)
+            async with session.reading:
+                messages, tools, prompt_ids = await asyncio.to_thread(self._prompt, session, body)
             keys = self.max_token_keys, self.stop_keys
             params = read_part(lambda: session.sampling_params(body, len(prompt_ids), *keys))
-            stream = _wants_stream(request, body)
             turn = await self._draw(request, session, prompt_ids, params, stream)
             turn.text = self._text_of(turn)
             parsed = parse_model_output(
@@ -303,6 +304,13 @@ class BaseAdapter(ABC):
             raise AdapterError(CLIENT_GONE, "The client closed the connection.") from error
         finally:
             session.in_flight.discard(task)
+
+    def _prompt(self, session: Session, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]], list[int]]:
+        """Return messages, tools and prompt of a request.  In a thread: a long one takes a tokenizer a minute."""
+        messages, tools = read_part(lambda: with_named_tools(*self._translate(body)))
+        messages = self.manager.with_reasoning(session.sid, messages, tools)  # the template decides about it
+        known = self.manager.known_prefix(session.sid, messages, tools)
+        return messages, tools, self._prompt_ids(messages, tools, known)
 
     def _prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]], known: Any) -> list[int]:
         # As JSON: templates write tools and the arguments of calls so.
@@ -390,6 +398,8 @@ class BaseAdapter(ABC):
 def _wants_stream(request: web.BaseRequest, body: dict[str, Any]) -> bool:
     """Return ``stream`` of the body; where it is not given, the header ``Accept`` decides."""
     wanted = body.get("stream")
+    if not isinstance(wanted, bool | None):
+        raise AdapterError(400, f"stream is {str(wanted)[:200]!r}; it must be true or false.")
     return "text/event-stream" in request.headers.get("Accept", "") if wanted is None else bool(wanted)
 
 

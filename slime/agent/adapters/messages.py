@@ -14,6 +14,7 @@ from slime.agent.trajectory import Message
 from slime.utils.json_file import parse_value
 
 Read = TypeVar("Read")
+MAX_MESSAGES, MAX_TOOLS = 10_000, 1000
 
 
 @dataclass
@@ -33,6 +34,8 @@ def messages_of(body: Mapping[str, Any]) -> list[Any]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise AdapterError(400, "The body must have a list 'messages' of at least one message.")
+    if len(messages) > MAX_MESSAGES:
+        raise AdapterError(400, f"The body has {len(messages)} messages; at most {MAX_MESSAGES} are rendered.")
     return messages
 
 
@@ -46,6 +49,8 @@ def read_part(read: Callable[[], Read]) -> Read:
 
 def with_named_tools(messages: list[Message], tools: Any) -> tuple[list[Message], Any]:
     """Return both.  TypeError when the name of a tool is no text, which parsers of calls could not find."""
+    if tools and len(tools) > MAX_TOOLS:
+        raise AdapterError(400, f"The body has {len(tools)} tools; at most {MAX_TOOLS} are shown.")
     for tool in tools or ():
         if not isinstance((tool.get("function") or {}).get("name", ""), str):
             raise TypeError(f"a tool is {str(tool)[:200]!r}, whose name is no text")

@@ -38,7 +38,7 @@ class OpenAIAdapter(BaseAdapter):
         return sid_from_bearer(request) or sid_from_body(body)
 
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
-        if body.get("n") not in (None, 1):
+        if body.get("n") is not None and (type(body["n"]) is not int or body["n"] != 1):
             raise AdapterError(400, f"n is {body['n']!r}; one answer at a time is supported.")
         wanted = (body.get("response_format") or {}).get("type", "text")
         if wanted != "text":

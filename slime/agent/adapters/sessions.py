@@ -11,20 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import web
-
-from slime.utils.http_utils import is_from_job
-from slime.utils.net import is_loopback
-
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 4096
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+_RANGES = {
+    "temperature": (0.0, 1e3),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "top_k": (-1, 2**31 - 1),
+}
+"""Least and largest value of each sampling parameter of a request; between whole numbers only whole ones."""
+MAX_NEW_TOKENS = 2**31 - 1
+MAX_STOPS, MAX_STOP_CHARS = 32, 1024
 POLL_S = 0.05
 CANCEL_WAIT_S = 5.0
 """For a cancelled request to send its error."""
-MAX_UNOPENED = 4096
-"""Open sessions that nobody opened but the requests that name them."""
 REMEMBERED_CLOSED = 100_000
 """Closed sessions whose late requests are told apart from those of new sessions."""
 
@@ -54,8 +57,8 @@ class Session:
     """Turns begun, those in flight included."""
     is_closed: bool = False
     hit_context_limit: bool = False
-    is_unopened: bool = False
-    """A request opened it."""
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a thread reads a request, so that one session keeps one thread busy."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def sampling_params(
@@ -70,21 +73,21 @@ class Session:
             stop_keys: keys of the body with stop strings; the first one present counts.
 
         Raises:
-            AdapterError: the limit is no positive number, or the prompt leaves no room (400).
+            AdapterError: a parameter is of another type or out of its range, or the prompt leaves no room (400).
         """
         params = dict(self.sampling_defaults)
-        params |= {key: body[key] for key in _SAMPLING_KEYS if body.get(key) is not None}
+        params |= {key: _in_range(key, body[key]) for key in _RANGES if body.get(key) is not None}
         limit_key = next((key for key in max_token_keys if body.get(key) is not None), "max_new_tokens")
         settings = (self.sampling_defaults, self.sampling_overrides)
         limits = [body.get(limit_key), *(each.get("max_new_tokens") for each in settings)]
         stop = next((body[key] for key in stop_keys if body.get(key)), None)
         if stop is not None:
-            given = [stop] if isinstance(stop, str) else list(stop)
+            given = _stops(stop)
             own = params.get("stop") or []
             params["stop"] = [*given, *([own] if isinstance(own, str) else own)]
         params |= self.sampling_overrides
         known_limits = [limit for limit in limits if limit is not None]
-        if any(not isinstance(limit, int) or limit < 1 for limit in known_limits):
+        if any(type(limit) is not int or not 0 < limit <= MAX_NEW_TOKENS for limit in known_limits):
             raise AdapterError(400, f"{limit_key} is {known_limits[0]!r}; it must be a positive integer.")
         params["max_new_tokens"] = min(known_limits, default=DEFAULT_MAX_NEW_TOKENS)
         if self.max_context_tokens:
@@ -117,17 +120,17 @@ class SessionBook:
                 raise ValueError(f"Session {session.sid!r} exists already; every session needs an id of its own.")
             self._open[session.sid] = session
 
-    def admit(self, sid: str, *, may_open: bool = True) -> Session:
-        """Count one more turn of the session and return it; an unknown id is opened where ``may_open``.
+    def admit(self, sid: str) -> Session:
+        """Count one more turn of the session and return it.
 
         Raises:
-            AdapterError: the session is closed (503) or has used its turns (429); it is not open and may not be opened
-                (401), or too many are (429).
+            AdapterError: the job did not open the session (401); it is closed (503) or has used its turns (429).
         """
         with self._lock:
             session = self._open.get(sid)
             if session is None and sid not in self._closed:
-                session = self._open[sid] = self._unopened(sid, may_open)
+                message = "The API key of a request names its session; the job opened none of that name."
+                raise AdapterError(401, message, code="invalid_api_key", may_retry=False)
             if session is None or session.is_closed:
                 raise AdapterError(503, f"Session {sid!r} is closed.", may_retry=False)
             if self.max_turns_per_sid is not None and session.num_turns >= self.max_turns_per_sid:
@@ -135,15 +138,6 @@ class SessionBook:
                 raise AdapterError(429, message, code="turn_limit", may_retry=False)
             session.num_turns += 1
             return session
-
-    def _unopened(self, sid: str, may_open: bool) -> Session:
-        if not may_open:
-            message = "This address is open to the network: a request needs a session that the job opened."
-            raise AdapterError(401, message, code="invalid_api_key", may_retry=False)
-        if sum(session.is_unopened for session in self._open.values()) >= MAX_UNOPENED:
-            message = f"{MAX_UNOPENED} sessions that the job did not open are open already."
-            raise AdapterError(429, message, code="session_limit", may_retry=False)
-        return Session(sid=sid, is_unopened=True)
 
     async def shut(self, sid: str, wait_timeout: float) -> Session | None:
         """Refuse further requests of ``sid``, wait for those in flight, cancel what is left; None: it is not open."""
@@ -181,8 +175,22 @@ class SessionBook:
         return session
 
 
-def is_trusted(request: web.BaseRequest) -> bool:
-    """Return True for a request over loopback, and for one with the job's secret."""
-    address = request.get_extra_info("sockname")  # a string for a Unix socket
-    is_beyond = isinstance(address, tuple) and not is_loopback(address[0])
-    return not is_beyond or is_from_job(request.headers.get("Authorization"))
+def _in_range(key: str, value: Any) -> float:
+    """Return a sampling parameter of a request.  AdapterError when it is no number, or out of its range."""
+    low, high = _RANGES[key]
+    kinds = (int,) if isinstance(low, int) else (int, float)
+    if type(value) not in kinds or not low <= value <= high or (key == "top_k" and value == 0):
+        raise AdapterError(400, f"{key} is {str(value)[:200]!r}; it must be a number from {low:g} to {high:g}.")
+    number: float = value
+    return number
+
+
+def _stops(stop: Any) -> list[str]:
+    """Return the stop strings of a request.  AdapterError when they are none, or too many."""
+    given = [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(given, list) and all(isinstance(one, str) for one in given)
+    if not is_list or len(given) > MAX_STOPS or any(len(one) > MAX_STOP_CHARS for one in given):
+        message = f"at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters"
+        raise AdapterError(400, f"The stop strings are {str(stop)[:200]}; give {message}.")
+    texts: list[str] = given
+    return texts

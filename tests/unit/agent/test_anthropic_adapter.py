@@ -36,6 +36,8 @@ class World:
         self.engine = TalkingEngine(tokenizer, say, faults=list(faults))
         self.engine.start()
         self.adapter = AnthropicAdapter(tokenizer=tokenizer, sglang_url=self.engine.url, **kwargs)
+        for sid in ("s1", "s2"):
+            self.adapter.open_session(sid)
         self.server = run_app_in_thread(self.adapter.app, host="127.0.0.1")
         headers = {"x-api-key": "s1", "anthropic-version": "2023-06-01"}
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.server.port}", headers=headers, timeout=20)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -93,6 +95,7 @@ def test_no_body_is_a_failure_of_the_adapter(kind, path, body, tokenizer):
             def ask(data: str | bytes) -> requests.Response:
                 nonlocal number
                 number += 1
+                adapter.open_session(str(number))
                 headers = {"Authorization": f"Bearer {number}", "Content-Type": "application/json"}
                 return client.post(f"http://127.0.0.1:{server.port}{path}", data=data, headers=headers, timeout=20)
 
@@ -113,6 +116,7 @@ def test_no_body_is_a_failure_of_the_adapter(kind, path, body, tokenizer):
 def test_a_prompt_that_takes_a_tokenizer_minutes_is_refused_wherever_it_is_long(body, tokenizer, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: pytest.fail("the prompt was tokenized"))
     adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url="http://127.0.0.1:1")
+    adapter.open_session("default")
     server = run_app_in_thread(adapter.app, host="127.0.0.1")
     try:
         address = f"http://127.0.0.1:{server.port}/v1/chat/completions"
@@ -120,3 +124,82 @@ def test_a_prompt_that_takes_a_tokenizer_minutes_is_refused_wherever_it_is_long(
         assert answer.status_code == 400 and "prompt is too long" in answer.text, answer.text[:300]
     finally:
         server.stop()
+
+
+ODD_PARAMETERS = [
+    {key: value}
+    for key, values in {
+        "temperature": [True, "1", -1, 1e9, [1]],
+        "top_p": [True, 0, 1.5, "x"],
+        "top_k": [True, 0, -2, 2**31, 2**63, 1.0, [1]],
+        "min_p": [-0.1, 2],
+        "presence_penalty": [-3, True],
+        "frequency_penalty": [3, {}],
+        "max_tokens": [True, 0, -1, 1.0, 2**31, "5"],
+        "stop": [5, True, [5], [["x"]], {"a": 1}, ["x"] * 33, "x" * 1025, [None]],
+        "n": [True, 2, 0, 1.0, "1"],
+        "stream": [1, "true", []],
+        "messages": [[], "x", {}, [{"role": "user", "content": "q"}] * 10_001],
+        "tools": [[{"type": "function", "function": {"name": "f"}}] * 1001],
+    }.items()
+    for value in values
+]
+
+
+def test_a_parameter_of_another_type_or_out_of_its_range_never_reaches_the_engine(tokenizer):
+    engine = TalkingEngine(tokenizer, lambda prompt: "hi")
+    engine.start()
+    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url=f"{engine.url}/generate")
+    adapter.open_session("default")
+    server = run_app_in_thread(adapter.app, host="127.0.0.1")
+    try:
+        with requests.Session() as client:
+            address = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+            for odd in ODD_PARAMETERS:
+                answer = client.post(address, json={"messages": [{"role": "user", "content": "q"}]} | odd, timeout=20)
+                assert answer.status_code == 400, (str(odd)[:100], answer.text[:300])
+            assert engine.payloads == []
+            fine = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0.1, "stop": ["x"], "n": 1, "stream": False}
+            answer = client.post(address, json={"messages": [{"role": "user", "content": "q"}], **fine}, timeout=20)
+            assert answer.status_code == 200, answer.text
+    finally:
+        server.stop()
+        engine.stop()
+
+
+def test_a_long_body_holds_up_its_own_session_alone(tokenizer, monkeypatch):
+    """A tokenizer that does not come back: another session gets its answer, the same session waits."""
+    come_back, encode, entered = threading.Event(), type(tokenizer).encode, threading.Event()
+
+    def encode_slowly(self, text, **options):
+        if "long" in text:
+            entered.set()
+            assert come_back.wait(60)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "encode", encode_slowly)
+    engine = TalkingEngine(tokenizer, lambda prompt: "hi")
+    engine.start()
+    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url=f"{engine.url}/generate")
+    for sid in ("slow", "quick"):
+        adapter.open_session(sid)
+    server = run_app_in_thread(adapter.app, host="127.0.0.1")
+
+    def ask(sid: str, text: str) -> int:
+        url, headers = f"http://127.0.0.1:{server.port}/v1/chat/completions", {"Authorization": f"Bearer {sid}"}
+        body = {"messages": [{"role": "user", "content": text}]}
+        return requests.post(url, json=body, headers=headers, timeout=60).status_code
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            long = pool.submit(ask, "slow", "long")
+            assert entered.wait(20)
+            again = pool.submit(ask, "slow", "short")
+            assert ask("quick", "short") == 200
+            assert not long.done() and not again.done()
+            come_back.set()
+            assert (long.result(), again.result()) == (200, 200)
+    finally:
+        come_back.set()
+        server.stop()
+        engine.stop()

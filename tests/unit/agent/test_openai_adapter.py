@@ -38,10 +38,11 @@ def calculator(prompt):
 class Setup:
     """Engine, adapter and a client."""
 
-    def __init__(self, tokenizer, say=calculator, *, script=None, **kwargs):
+    def __init__(self, tokenizer, say=calculator, *, script=None, session=None, **kwargs):
         self.engine = TalkingEngine(tokenizer, say, **(script or {}))
         self.engine.start()
         self.adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url=f"{self.engine.url}/generate", **kwargs)
+        self.adapter.open_session("s1", **(session or {}))
         self.server = run_app_in_thread(self.adapter.app, host="127.0.0.1")
         self.clients = []
 
@@ -125,7 +126,6 @@ def test_two_turns_become_one_sample_of_exactly_the_tokens_that_were_drawn(setup
 
 def test_a_session_ends_once_and_then_refuses(setup):
     world = setup()
-    world.adapter.open_session("s1")
     with pytest.raises(ValueError, match="exists already"):
         world.adapter.open_session("s1")
     play(world.client())
@@ -215,8 +215,7 @@ def test_a_session_may_take_so_many_turns(setup):
 
 
 def test_a_prompt_beyond_the_context_is_refused_and_the_sample_is_marked(setup):
-    world = setup(lambda prompt: "ok")
-    world.adapter.open_session("s1", max_context_tokens=60)
+    world = setup(lambda prompt: "ok", session={"max_context_tokens": 60})
     client = world.client()
     ask(client, [{"role": "user", "content": "hi"}])
     with pytest.raises(openai.BadRequestError, match="prompt is too long") as refused:
@@ -227,9 +226,9 @@ def test_a_prompt_beyond_the_context_is_refused_and_the_sample_is_marked(setup):
 
 
 def test_sampling_comes_from_the_session_then_the_request_then_what_the_session_insists_on(setup):
-    world = setup(lambda prompt: "ok")
     defaults = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 50, "stop": ["END"]}
-    world.adapter.open_session("s1", sampling_defaults=defaults, sampling_overrides={"temperature": 1.0})
+    session = {"sampling_defaults": defaults, "sampling_overrides": {"temperature": 1.0}}
+    world = setup(lambda prompt: "ok", session=session)
     ask(world.client(), [{"role": "user", "content": "hi"}], temperature=0.1, top_p=0.5, max_tokens=90, stop="X")
     sent = world.engine.payloads[0]["sampling_params"]
     assert (sent["temperature"], sent["top_p"], sent["max_new_tokens"]) == (1.0, 0.5, 50)

@@ -49,6 +49,7 @@ def ask(tokenizer, monkeypatch):
 
     monkeypatch.setattr(common, "call_sglang_generate", call)
     adapter = WordAdapter(tokenizer=tokenizer, sglang_url="http://engine")
+    adapter.open_session("s1")
     server = run_app_in_thread(adapter.app, host="127.0.0.1")
 
     def post(headers=None, **body):
