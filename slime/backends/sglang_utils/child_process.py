@@ -114,8 +114,8 @@ class ChildProcess:
         except OSError as error:
             return f"(its log {self.log_path} cannot be read: {error})"
         end = f"--- end of {self.log_path} ---\n" + "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
-        error = FIRST_ERROR.search(text)
-        return end if error is None else f"{end}\n--- first error in it ---\n{error[0]}"
+        first = FIRST_ERROR.search(text)
+        return end if first is None else f"{end}\n--- first error in it ---\n{first[0]}"
 
     def listens_at(self, port: int) -> bool:
         """Return True when the child, or a process that it started, listens at a port of this host."""
@@ -215,7 +215,7 @@ def _note_children() -> list[BaseProcess]:
         start(process)
         children.append(process)
 
-    BaseProcess.start = noted  # type: ignore[method-assign]
+    BaseProcess.start = noted  # type: ignore[method-assign, assignment]
     return children
 
 
