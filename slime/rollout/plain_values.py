@@ -24,7 +24,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from slime.utils import safe_pickle
+from slime.utils import pickle_types, safe_pickle
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -250,7 +250,8 @@ def _read_tag(item: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         return _AS_TEXT[kind[1:]][2](content)
     if kind == "$image":
         mode, size, palette, name = content
-        image = importlib.import_module("PIL.Image").frombytes(mode, tuple(size), tensors[name].numpy().tobytes())
+        pickle_types.check_image(size, data := tensors[name].numpy().tobytes())
+        image = importlib.import_module("PIL.Image").frombytes(mode, tuple(size), data)
         if palette is not None:
             image.putpalette(palette)
         return image

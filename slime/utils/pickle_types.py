@@ -210,11 +210,20 @@ def _fill_file(thing: io.BytesIO, state: Any) -> io.BytesIO:
     return thing
 
 
+def check_image(size: Any, data: Any) -> None:
+    """Check that an image has the bytes for its pixels, at least one bit for each: their memory comes first.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if len(size) != 2 or min(size) < 0 or not isinstance(data, bytes) or math.prod(size) > 8 * len(data):
+        raise ValueError(f"an image of {str(size)[:80]} in {len(data)} bytes")
+
+
 def _fill_image(image: Any, state: Any) -> Any:
     """Fill an image from its pixels; a name of a file in it is passed over."""
     info, mode, size, palette, data = state[:5]
-    if type(data) is not bytes or len(size) != 2 or not 0 <= math.prod(size) <= 8 * len(data) or min(size) < 0:
-        raise RefusedError(f"an image of {str(size)[:80]} in {len(data)} bytes")
+    check_image(size, data)
     type(image).__setstate__(image, [info if isinstance(info, dict) else {}, mode, tuple(size), palette, data])
     return image
 

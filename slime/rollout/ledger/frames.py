@@ -223,7 +223,7 @@ def _read_frame(file: IO[bytes], path: Path, size: int) -> Record:
         raise _UnfinishedError
     try:
         head = _decode_head(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise DataError(f"the head of a record cannot be decoded ({error})") from error
     return Record(Kind(kind), head, path, blob_offset, blob_bytes, blob_crc, bool(flags & STRIPPED))
 

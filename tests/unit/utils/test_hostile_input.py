@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from slime.arguments.hook_checks import check_import
 from slime.arguments.hooks import HOOKS
@@ -335,6 +335,13 @@ def test_a_regular_expression_that_is_none_is_named(pattern):
 def test_a_position_whose_parts_are_of_another_type_is_damaged(tag, name):
     data = json.dumps({"a": {tag: ODD[name]}}).encode()
     assert "is cut or damaged" in one_line(lambda: plain_values.loads(data, where="position.pt"))
+
+
+def test_an_image_of_a_position_is_no_larger_than_its_bytes():
+    tree = json.dumps({"$image": ["RGB", [10**5, 10**5], None, "0"]}).encode()
+    tensors = {"0": torch.zeros(3, dtype=torch.uint8), "json": torch.frombuffer(bytearray(tree), dtype=torch.uint8)}
+    message = one_line(lambda: plain_values.loads(save(tensors), where="position.pt"))
+    assert "an image of [100000, 100000] in 3 bytes" in message
 
 
 @pytest.mark.parametrize("value", [None, *ODD.values(), ""])
