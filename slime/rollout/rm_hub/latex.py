@@ -17,7 +17,7 @@ READS_PER_CHARACTER, MIN_READS = 2, 100
 _SYMBOLS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
 
 
-class _BoundedWalker(LatexWalker):  # type: ignore[misc]
+class _BoundedWalker(LatexWalker):
     """Gives up when it reads a text again and again."""
 
     num_reads = 0

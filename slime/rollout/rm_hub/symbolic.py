@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from slime.agent.sandbox.view import PROGRAM, Command, View, isolating_command, unsafe_command, view_for_programs
 from slime.utils import env
@@ -115,7 +115,7 @@ class SymbolicWorker:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        view, way = View(readable=()), unsafe_command
+        view, way = View(readable=()), cast(Callable[[View], Command], unsafe_command)
         if self._is_isolated:
             try:
                 view, way = view_for_programs("/tmp/grader", disk_mib=1), isolating_command()

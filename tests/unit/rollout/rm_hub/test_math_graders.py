@@ -8,6 +8,7 @@ import sys
 import time
 from functools import partial
 
+import psutil
 import pytest
 
 from slime.rollout.rm_hub import math_dapo_utils, math_utils, symbolic
@@ -158,7 +159,8 @@ def test_a_child_that_reads_nothing_ends_at_the_limit():
     try:
         assert worker.answer_to({"expression": "x-x"}) == {"is_zero": True}
         process = worker._process
-        process.send_signal(signal.SIGSTOP)
+        for stopped in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+            stopped.suspend()
         assert worker.answer_to({"expression": "1+" * 2**19 + "1"}) is None, "more than a pipe holds"
         assert process.returncode == -signal.SIGKILL
     finally:
