@@ -68,6 +68,7 @@ def named(job: Job, name: str) -> list[int]:
     return found
 
 
+# Its parent, SGLang's own handlers or the family's watch may see a process's death first.
 SERVER_DIED = r"EngineDiedError: engine 0 .* (was killed by signal 9|ended with status 1)"
 STRIKES = {
     "raylet, the manager starts": Strike(RAYLET, MANAGER, r"ProcessError: Ray's raylet .* ended with status -9"),
@@ -78,13 +79,11 @@ STRIKES = {
     "router, an engine starts": Strike(ROUTER, SERVER, r"EngineDiedError: router .*The router ended"),
     "engine's actor": Strike(ACTOR, SERVER, r"EngineDiedError: the actor of engine 0 .* died"),
     "engine's server": Strike(SERVER, SERVER, SERVER_DIED),
-    "scheduler": Strike(SCHEDULER, SCHEDULER, SERVER_DIED + ".*scheduler"),
-    "detokenizer": Strike(DETOKENIZER, DETOKENIZER, SERVER_DIED + ".*was killed by signal 9: its family ends"),
-    "scheduler with DP attention": Strike(
-        SCHEDULER, SCHEDULER, SERVER_DIED + ".*was killed by signal 9: its family ends", DP_ATTENTION
-    ),
-    "controller with DP attention": Strike(CONTROLLER, CONTROLLER, SERVER_DIED + ".*scheduler died", DP_ATTENTION),
-    "rank, it starts": Strike(RANK, RANK, "EngineDiedError: actor rank . died", "--rollout-num-gpus 1"),
+    "scheduler": Strike(SCHEDULER, SCHEDULER, SERVER_DIED),
+    "detokenizer": Strike(DETOKENIZER, DETOKENIZER, SERVER_DIED),
+    "scheduler with DP attention": Strike(SCHEDULER, SCHEDULER, SERVER_DIED, DP_ATTENTION),
+    "controller with DP attention": Strike(CONTROLLER, CONTROLLER, SERVER_DIED, DP_ATTENTION),
+    "rank, it starts": Strike(RANK, RANK, "EngineDiedError: actor rank 0 died"),
 }
 
 

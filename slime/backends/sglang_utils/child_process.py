@@ -44,7 +44,7 @@ LOG_TAIL_BYTES = 2**18
 """Read of a log, which a long run makes gigabytes long."""
 OWNER_POLL_S = 1.0
 KEEP_RUNS = 20
-FIRST_ERROR = re.compile(r"^[\w.]*Error: .*", re.MULTILINE)
+FIRST_ERROR = re.compile(r"^[\w.]*Error(: .*)?$", re.MULTILINE)
 """The last line of a Python traceback."""
 PORT_TAKEN = re.compile(r"(address|port) (is )?already in use|is not available in \d+ seconds", re.IGNORECASE)
 """Said of a port by the kernel, and by SGLang (srt/utils/network.py)."""
