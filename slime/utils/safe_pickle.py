@@ -37,7 +37,7 @@ DAMAGE = (
 )
 """Everything that readers of pickles raise when the bytes are cut or damaged."""
 
-REMEDY = "Write the file anew without it."
+REMEDY = "Write the file again without it."
 MAX_BYTES = min(64 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
 """Of a file: it is read into memory, and tensors are copied out of it."""
 ITEMS_PER_BYTE = 64
