@@ -97,7 +97,8 @@ def patch_files(patches: Any, files: Callable[[], Files]) -> None:  # noqa: C901
         if flags & os.O_CREAT:
             files().at("make", str(path))
         descriptor = real_open(path, flags, mode, **keywords)
-        files().descriptors[descriptor] = str(path)
+        if not flags & os.O_NONBLOCK:  # the reader of outside files hands it to a file object, which closes it
+            files().descriptors[descriptor] = str(path)
         return descriptor
 
     def fake_close(descriptor: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -222,9 +222,10 @@ class ModelLoad:
         """Rebuild what the model derives from its weights; wait for the device; collect what is wrong."""
         plan, held = self._begun()
         self.problems += [f"{name} did not come, or not all that belongs to it" for name in held.incomplete]
-        if hasattr(self.model, "post_load_weights"):
+        rebuild = getattr(self.model, "post_load_weights", None)
+        if rebuild is not None:
             with torch.no_grad():
-                self.model.post_load_weights(**_options_of_draft(self.model))
+                rebuild(**_options_of_draft(self.model, rebuild))
         self.problems += find_nan_in(self.model, plan.unaccounted)
         for planned, counts in self._pending:
             self.problems += _differences(planned, counts)
@@ -327,11 +328,11 @@ class ModelLoad:
             )
 
 
-def _options_of_draft(model: nn.Module) -> dict[str, bool]:
+def _options_of_draft(model: nn.Module, rebuild: Callable[..., None]) -> dict[str, bool]:
     """Return ``is_nextn=True`` for a draft of SGLang's: some inherit ``post_load_weights`` from their target, which
     looks for the target's layers unless this says otherwise.
     """
-    takes_option = "is_nextn" in inspect.signature(model.post_load_weights).parameters
+    takes_option = "is_nextn" in inspect.signature(rebuild).parameters
     return {"is_nextn": True} if takes_option and type(model).__name__.endswith("NextN") else {}
 
 
