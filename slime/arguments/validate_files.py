@@ -32,6 +32,7 @@ from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 
 if TYPE_CHECKING:
     from slime.rollout.eval_config import EvalDatasetConfig
+    from slime.rollout.tokenizer_trial import TokenizerTrial
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,10 @@ def check_files(args: Namespace) -> None:
     _check_reference(args)
     _check_teacher(args)
     _check_replay(args)
-    _check_prompts(args)
-    _check_eval_data(args)
+    with _tokenizer_trial(args) as trial:  # which begins while the rows are read
+        _check_prompts(args, trial)
+        _check_eval_data(args, trial)
+        trial.finish()
 
 
 def _check_model(args: Namespace) -> None:
@@ -216,7 +219,7 @@ def _check_replay(args: Namespace) -> None:
             )
 
 
-def _check_prompts(args: Namespace) -> None:
+def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
     from slime.rollout.prompt_dataset import check_prompt_file
     from slime.rollout.rm_hub import RM_TYPES
 
@@ -251,7 +254,7 @@ def _check_prompts(args: Namespace) -> None:
             multimodal_keys=args.multimodal_keys,
             grader=args.rm_type if has_built_in else None,
             rm_types=RM_TYPES if has_built_in else None,
-            template=_template(args, args.apply_chat_template, args.apply_chat_template_kwargs),
+            template=trial.template(args.apply_chat_template_kwargs) if args.apply_chat_template else None,
             some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
         )
         _check_first_row(args, source)
@@ -286,15 +289,12 @@ def _is_plain(args: Namespace) -> bool:
     return args.rollout_function_path in OWN_ROLLOUTS and args.data_source_path in OWN_DATA_SOURCES
 
 
-def _template(args: Namespace, is_applied: bool, kwargs: dict[str, Any] | None) -> Any:
-    """Return the trial of the chat template that rows are rendered by; None when they are not."""
-    if not is_applied:
-        return None
-    from slime.rollout.prompt_template import TemplateCheck
-    from slime.utils.processing_utils import load_tokenizer
+def _tokenizer_trial(args: Namespace) -> TokenizerTrial:
+    from slime.rollout.tokenizer_trial import TokenizerTrial
 
+    has_template = args.apply_chat_template or any(one.apply_chat_template for one in args.eval_datasets)
     trusted = trusts_remote_code(args)
-    return TemplateCheck(lambda: load_tokenizer(args.hf_checkpoint, trust_remote_code=trusted), kwargs or {})
+    return TokenizerTrial(args.hf_checkpoint, has_template=has_template, trusts_code=trusted)
 
 
 def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
@@ -334,7 +334,7 @@ def _eval_grader(args: Namespace, dataset: EvalDatasetConfig) -> str | None:
     return dataset.rm_type or args.rm_type if is_own and not has_code else None
 
 
-def _check_eval_data(args: Namespace) -> None:
+def _check_eval_data(args: Namespace, trial: TokenizerTrial) -> None:
     from slime.rollout.prompt_dataset import check_prompt_file
 
     if args.debug_train_only:
@@ -348,7 +348,7 @@ def _check_eval_data(args: Namespace) -> None:
             metadata_key=dataset.metadata_key,
             multimodal_keys=dataset.multimodal_keys,
             grader=_eval_grader(args, dataset),
-            template=_template(args, dataset.apply_chat_template, dataset.apply_chat_template_kwargs),
+            template=trial.template(dataset.apply_chat_template_kwargs) if dataset.apply_chat_template else None,
             flag="--eval-config" if args.eval_config else "--eval-prompt-data",
             input_flag="--eval-input-key",
             label_flag="--eval-label-key",

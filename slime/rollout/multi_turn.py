@@ -25,11 +25,12 @@ from slime.agent.parsing import parse_model_output
 from slime.flags.reward import reward_config
 from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import add_images, drew_image, processed
-from slime.rollout.prompt_template import as_messages, render
+from slime.rollout.prompt_template import as_messages, encode, map_with_deadline, render
 from slime.rollout.rm_hub.policy import grade_by_policy
 from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.rollout.tools import Toolbox, TurnsConfig, call_in_time, toolbox, turns_config
+from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import image_sources
@@ -117,7 +118,7 @@ async def converse(
         if image_sources(messages):
             tokens, *images = add_images(sample, messages, text, state.processor)
         else:
-            tokens = tokenizer.encode(text, add_special_tokens=False)
+            tokens = encode(tokenizer, text, f"Sample {sample.index}: an observation")
         # What follows an observation needs room for a token at least; without it the observation is of no use either.
         is_full = limit is not None and sample.response_length + len(tokens) >= limit
         if sample.metadata["round_number"] >= max_turns or is_full or drew_image(sample, state.processor):
@@ -140,15 +141,16 @@ def _forget_images(sample: Sample) -> None:
 
 
 def _prompt_tokens(state: GenerateState, sample: Sample, tools: Toolbox) -> list[int]:
-    tokenizer, text = state.tokenizer, sample.prompt
+    tokenizer, text, where = state.tokenizer, sample.prompt, f"Sample {sample.index}"
     if not isinstance(text, str):
         offered = sample.metadata.get("tools") or tools.schemas or None
-        where = f"Sample {sample.index}"
-        text = render(tokenizer, as_messages(text, where), offered, where, **sample.apply_chat_template_kwargs)
+        kwargs = sample.apply_chat_template_kwargs
+        rows = [(where, as_messages(text, where))]
+        [text] = map_with_deadline(lambda _, messages: render(tokenizer, messages, offered, where, **kwargs), rows)
     if sample.multimodal_inputs and state.processor is not None:
         ids, sample.multimodal_train_inputs = processed(text, sample, state.processor)
         return list(ids)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return encode(tokenizer, text, where)
 
 
 def _response_limit(
@@ -187,7 +189,10 @@ def observation_text(tokenizer: Any, messages: Messages, end: str) -> str:
     Raises:
         ConfigError: the template does not show what the assistant said.
     """
-    whole = tokenizer.apply_chat_template([*_PROBE, *messages], tokenize=False, add_generation_prompt=True)
+    rows = [("An observation", [*_PROBE, *messages])]
+    [whole] = map_with_deadline(
+        lambda where, turns: apply_chat_template(tokenizer, turns, where, add_generation_prompt=True), rows
+    )
     _, found, rest = whole.rpartition(_SAID)
     if not found:
         raise ConfigError(

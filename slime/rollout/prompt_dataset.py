@@ -14,7 +14,14 @@ from typing import Any
 
 from slime.rollout.prompt_checks import check_grader, check_label, check_prompt, parse_metadata, parse_tools
 from slime.rollout.prompt_files import checked_file, parquet_columns, read_rows
-from slime.rollout.prompt_template import TemplateCheck, as_messages, insert_multimodal, map_with_deadline, render
+from slime.rollout.prompt_template import (
+    TOKENIZER_OVERDUE,
+    TemplateCheck,
+    as_messages,
+    insert_multimodal,
+    map_with_deadline,
+    render,
+)
 from slime.rollout.row_digests import RowDigests, row_digest
 from slime.utils.errors import DataError
 from slime.utils.plugins import said_by
@@ -29,6 +36,8 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_BATCH = 1024
+_TOKENIZE_TIMEOUT_S = 600.0
+"""For a batch; prompts may be long."""
 
 
 def check_prompt_file(
@@ -58,7 +67,7 @@ def check_prompt_file(
         some_keys: key -> its flag; at least one row must have it.
         grader: the built-in one of rows that name none; None when another one judges the label.
         rm_types: graders that rows may name; None when nobody asks for these names.
-        template: renders the first row, and the first one with each role.
+        template: gets the first row, and the first one with each role.
         flag, input_flag, label_flag: names of the flags, for errors.
 
     Raises:
@@ -96,8 +105,6 @@ def check_prompt_file(
     if unseen:
         key, name = next(iter(unseen.items()))
         raise DataError(f"No row of {path} has the key {key!r}, which {name} names; row 1 has {', '.join(first)}.")
-    if template is not None:
-        template.run()
     return num_rows
 
 
@@ -266,10 +273,15 @@ def _drop_long(samples: list[Sample], tokenizer: Any, processor: Any, max_length
             max_length,
         )
     plain = [index for index in texts if samples[index].multimodal_inputs is None]
-    for begin in range(0, len(plain), _TOKENIZE_BATCH):
-        batch = plain[begin : begin + _TOKENIZE_BATCH]
+
+    def count(_: str, batch: list[int]) -> dict[int, int]:
         ids = tokenizer([samples[index].prompt for index in batch], add_special_tokens=False)["input_ids"]
-        lengths |= {index: len(row) for index, row in zip(batch, ids, strict=True)}
+        return {index: len(row) for index, row in zip(batch, ids, strict=True)}
+
+    begins = range(0, len(plain), _TOKENIZE_BATCH)
+    batches = ((f"{path}: prompts from {begin}", plain[begin : begin + _TOKENIZE_BATCH]) for begin in begins)
+    for found in map_with_deadline(count, batches, timeout_s=_TOKENIZE_TIMEOUT_S, overdue=TOKENIZER_OVERDUE):
+        lengths |= found
     for index in set(texts) - set(plain):
         sample = samples[index]
         output = processor(text=sample.prompt, **build_processor_kwargs(sample.multimodal_inputs))

@@ -13,16 +13,27 @@ from typing import Any, TypeVar
 
 from slime.rollout.prompt_checks import check_prompt
 from slime.rollout.prompt_files import short
+from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import DataError
 from slime.utils.types import MultimodalTypes
 
 T = TypeVar("T")
 R = TypeVar("R")
+Row = tuple[str, list[dict[str, Any]], dict[str, Any]]
+"""What names a row in errors, its messages, and further arguments of the chat template."""
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that any chat template may be expected to know."""
 RENDER_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
+TEMPLATE_OVERDUE = (
+    "the chat template is still rendering after {:.0f} s; a loop in it may never end. Mend the template of "
+    "--hf-checkpoint (chat_template.jinja), or the row."
+)
+TOKENIZER_OVERDUE = (
+    "the tokenizer is still at work after {:.0f} s; a regular expression of it may never end. Mend tokenizer.json of "
+    "--hf-checkpoint, or the row."
+)
 
 
 def as_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
@@ -41,31 +52,29 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | No
     """Render messages as text by the tokenizer's chat template, up to the point where the response begins.
 
     Raises:
-        DataError: the template refuses them, or leaves out a message whose role it does not know.
+        DataError: the template refuses them, takes too much for them, prints what is no text, or leaves out a message
+            whose role it does not know.
     """
-    from jinja2 import TemplateError
-
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **kwargs
-        )
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, TemplateError) as error:
-        raise DataError(
-            f"{where}: the chat template cannot render the prompt ({error}): {short(messages)}. Mend the row, or the "
-            "template of --hf-checkpoint."
-        ) from error
-    for number, message in enumerate(messages):
-        if message["role"] not in ROLES:
-            _check_role(tokenizer, message, text, f"{where}: message {number} of the prompt")
+    text = apply_chat_template(tokenizer, messages, where, **{"tools": tools, "add_generation_prompt": True} | kwargs)
+    check_roles(str(getattr(tokenizer, "chat_template", None)), messages, text, where)
     return text
 
 
-def _check_role(tokenizer: Any, message: Mapping[str, Any], text: str, where: str) -> None:
-    """Check that a template knows a role that not every template has."""
+def check_roles(template: str, messages: list[dict[str, Any]], text: str, where: str) -> None:
+    """Check that a rendered text has the messages with roles that not every template knows.
+
+    Raises:
+        DataError: it leaves one out, or the role is misspelt.
+    """
+    for number, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            _check_role(template, message, text, f"{where}: message {number} of the prompt")
+
+
+def _check_role(template: str, message: Mapping[str, Any], text: str, where: str) -> None:
     role, content = message["role"], message.get("content")
     is_left_out = isinstance(content, str) and content.strip()[:40] not in text
-    source = str(getattr(tokenizer, "chat_template", None))
-    is_misspelt = role.strip().lower() in ROLES and f"'{role}'" not in source and f'"{role}"' not in source
+    is_misspelt = role.strip().lower() in ROLES and f"'{role}'" not in template and f'"{role}"' not in template
     if is_left_out or is_misspelt:
         raise DataError(
             f"{where} has the role {short(role)}, which the chat template "
@@ -75,13 +84,12 @@ def _check_role(tokenizer: Any, message: Mapping[str, Any], text: str, where: st
 
 
 class TemplateCheck:
-    """A trial of the chat template before the run begins: on the first row, and on the first one with each role."""
+    """The rows of a data set on which its chat template is tried: the first one, and the first one with each role."""
 
-    def __init__(self, load_tokenizer: Callable[[], Any], kwargs: Mapping[str, Any]) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._kwargs = kwargs
+    def __init__(self, kwargs: Mapping[str, Any], rows: list[Row]) -> None:
+        self._kwargs = {"add_generation_prompt": True, **kwargs}
+        self._rows = rows
         self._seen: set[str] = set()
-        self._due: list[tuple[str, tuple[list[dict[str, Any]], list[Any] | None]]] = []
 
     def needs(self, prompt: Any) -> bool:
         """Return True for a prompt with a role that no earlier one had."""
@@ -90,35 +98,43 @@ class TemplateCheck:
     def add(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> None:
         """Take a row to try the template on."""
         self._seen |= _roles(messages)
-        self._due.append((where, (messages, tools)))
-
-    def run(self) -> None:
-        """Render the rows.
-
-        Raises:
-            DataError: the template refuses one, or does not come to an end.
-            ConfigError: there is no tokenizer.
-        """
-        tokenizer = self._load_tokenizer()
-        map_with_deadline(lambda where, row: render(tokenizer, *row, where, **self._kwargs), self._due)
+        self._rows.append((where, messages, {"tools": tools, **self._kwargs}))
 
 
 def _roles(prompt: Any) -> set[str]:
     return {"user"} if isinstance(prompt, str) else {message["role"] for message in prompt}
 
 
+def encode(tokenizer: Any, text: str, where: str = "A prompt") -> list[int]:
+    """Return the tokens of a rendered text.
+
+    Raises:
+        DataError: the tokenizer breaks on it, or does not come to an end.
+    """
+    rows = [(where, text)]
+    [ids] = map_with_deadline(
+        lambda _, row: tokenizer.encode(row, add_special_tokens=False), rows, overdue=TOKENIZER_OVERDUE
+    )
+    return list(ids)
+
+
 def map_with_deadline(
-    work: Callable[[str, R], T], rows: Iterable[tuple[str, R]], *, timeout_s: float = RENDER_TIMEOUT_S
+    work: Callable[[str, R], T],
+    rows: Iterable[tuple[str, R]],
+    *,
+    timeout_s: float = RENDER_TIMEOUT_S,
+    overdue: str = TEMPLATE_OVERDUE,
 ) -> list[T]:
-    """Return ``work(where, row)`` of each row; a chat template may loop without end, and nothing can interrupt it.
+    """Return ``work(where, row)`` of each row; a template or tokenizer may never end, and nothing can interrupt it.
 
     Args:
         work: runs in a thread, which is left behind when it is overdue.
         rows: read in that thread, too.
         timeout_s: for one row.
+        overdue: what an error says of a row that takes longer.
 
     Raises:
-        DataError: one row took longer.
+        DataError: one row took longer, or broke a tokenizer.
     """
     done: list[T] = []
     failure: list[BaseException] = []
@@ -140,10 +156,12 @@ def map_with_deadline(
         thread.join(POLL_INTERVAL_S)
         at_work = current
         if at_work is not None and time.monotonic() - at_work[1] > timeout_s and thread.is_alive():
-            raise DataError(
-                f"{at_work[0]}: the chat template is still rendering after {timeout_s:.0f} s; a loop in it may never "
-                "end. Mend the template of --hf-checkpoint (chat_template.jinja), or the row."
-            )
+            raise DataError(f"{at_work[0]}: {overdue.format(timeout_s)}")
+    if failure and current is not None and type(failure[0]).__name__ == "PanicException":  # of Rust, and no Exception
+        raise DataError(
+            f"{current[0]}: the tokenizer breaks on it ({failure[0]}). Correct the row, or mend tokenizer.json of "
+            "--hf-checkpoint."
+        ) from failure[0]
     if failure:
         raise failure[0]
     return done

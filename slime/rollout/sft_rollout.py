@@ -12,6 +12,8 @@ from typing import Any
 from slime.flags.security import trusts_remote_code
 from slime.rollout.base_types import check_samples
 from slime.rollout.generate import processed
+from slime.rollout.prompt_template import map_with_deadline
+from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -52,11 +54,13 @@ def generate_rollout(
     generator = mask_generator(args)
     groups = data_buffer.get_samples(args.rollout_batch_size)
     check_samples(groups, "The data source (--data-source-path) gave", error=DataError)
-    for group in groups:
-        for sample in group:
-            has_images = bool(sample.multimodal_inputs)
-            processor = _processor(args.hf_checkpoint, trusts_remote_code(args)) if has_images else None
-            fill_from_conversation(sample, generator, processor)
+
+    def fill(_: str, sample: Sample) -> None:
+        has_images = bool(sample.multimodal_inputs)
+        processor = _processor(args.hf_checkpoint, trusts_remote_code(args)) if has_images else None
+        fill_from_conversation(sample, generator, processor)
+
+    map_with_deadline(fill, ((f"Sample {sample.index}", sample) for group in groups for sample in group))
     return groups
 
 
@@ -76,7 +80,7 @@ def fill_from_conversation(
     if sample.multimodal_inputs:
         if processor is None:
             raise DataError(f"Sample {sample.index} has images, and the model of --hf-checkpoint has no processor.")
-        text = generator.tokenizer.apply_chat_template(sample.prompt, tools=tools, tokenize=False)
+        text = apply_chat_template(generator.tokenizer, sample.prompt, f"Sample {sample.index}", tools=tools)
         ids, sample.multimodal_train_inputs = processed(text, sample, processor)
         token_ids, loss_mask = generator.get_loss_mask_with_multimodal_alignment(sample.prompt, ids, tools)
     else:

@@ -15,6 +15,7 @@ from typing import Any
 from slime.flags.security import trusts_remote_code
 from slime.rollout.base_types import Group
 from slime.rollout.config import RolloutConfig, rollout_config
+from slime.rollout.prompt_template import encode
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -87,7 +88,7 @@ class RequestState(metaclass=SingletonMeta):
         """Return the tokens of a prompt; do not change them.  Siblings ask in a row, so those of a few are kept."""
         ids = self._prompt_ids.get(prompt)
         if ids is None:
-            ids = self._prompt_ids[prompt] = self.tokenizer.encode(prompt, add_special_tokens=False)
+            ids = self._prompt_ids[prompt] = encode(self.tokenizer, prompt)
             if len(self._prompt_ids) > PROMPTS_KEPT:
                 self._prompt_ids.popitem(last=False)
         return ids

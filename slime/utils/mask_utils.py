@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import ConfigError, DataError
 
 Message = dict[str, Any]
@@ -200,9 +201,7 @@ class MultiTurnLossMaskGenerator:
     def _render(
         self, messages: list[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return apply_chat_template(self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -776,6 +776,19 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=REQUESTS,
+        waits="Driver for the trial of tokenizer and chat template",
+        code=("slime.rollout.tokenizer_trial.TokenizerTrial",),
+        bounds=("slime.rollout.tokenizer_trial.TRIAL_TIMEOUT_S", "slime.rollout.prompt_template.RENDER_TIMEOUT_S"),
+        deadline="for the whole; the second for the tokenizer, and for each row, whose process an alarm ends",
+        raises="ConfigError",
+        log="driver, with the file or the row",
+        outcome="ends the run before it begins",
+        tests=(
+            "tests/unit/rollout/test_tokenizer_trial.py::test_a_template_without_an_end_is_killed_and_named_by_its_file_and_row",
+        ),
+    ),
+    Edge(
+        area=REQUESTS,
         waits="Rollout for the engines' weight version",
         code=("slime.rollout.staleness.VersionClock.refresh",),
         bounds=("slime.rollout.control_client.CONTROL_TIMEOUT_S",),

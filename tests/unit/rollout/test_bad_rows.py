@@ -3,17 +3,22 @@ odd and legitimate is accepted."""
 
 import gzip
 import json
+import resource
 import threading
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from slime.rollout import prompt_template
+from slime.rollout import prompt_template, trial_child
 from slime.rollout.prompt_checks import MAX_PROMPT_CHARS
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file
 from slime.rollout.prompt_template import TemplateCheck
+from slime.rollout.tokenizer_trial import judge
+from slime.utils.chat_template import MAX_RENDERED_CHARS
 from slime.utils.errors import DataError
 from tests.unit.rollout.test_prompt_dataset import WordTokenizer
 
@@ -319,7 +324,13 @@ def write_chat(tmp_path, *roles):
 
 
 def tried(path, template):
-    return check(path, template=TemplateCheck(lambda: Template(template), {}))
+    """The trial at the start of a job, without its process."""
+    rows = []
+    num_rows = check(path, template=TemplateCheck({}, rows))
+    tokenizer = Template(template)
+    facts = trial_child.answers(tokenizer, json.loads(json.dumps(rows)), MAX_RENDERED_CHARS)
+    judge(rows, [one for one in facts if "begins" not in one], template)
+    return num_rows
 
 
 def rendered(path, template):
@@ -353,8 +364,74 @@ def test_templates_that_fail(tmp_path, run, template, expected):
 
 
 @pytest.mark.parametrize("run", [tried, rendered])
-def test_a_template_that_never_ends_has_a_deadline(tmp_path, monkeypatch, run):
-    monkeypatch.setattr(prompt_template.map_with_deadline, "__kwdefaults__", {"timeout_s": 0.3})
+@pytest.mark.parametrize(
+    "thing",
+    [
+        *(
+            "self",
+            "lipsum",
+            "namespace",
+            "namespace(a=1)",
+            "cycler('a')",
+            "dict",
+            "raise_exception",
+            "messages[0].keys",
+        ),
+        *("messages[0].keys", "messages|map('upper')", "joiner()", "strftime_now"),
+    ],
+)
+def test_a_template_that_prints_an_object_is_refused(tmp_path, run, thing):
+    text = refusal(run, write_chat(tmp_path, "user"), ANY_ROLE + "{{ " + thing + " }}")
+    assert "line 1: the chat template cannot render the prompt (it prints an object of the program, " in text
+    assert "chat_template.jinja" in text
+
+
+@pytest.mark.parametrize("run", [tried, rendered])
+def test_objects_that_a_row_or_the_template_spells_out_are_text(tmp_path, run):
+    path = tmp_path / "data.jsonl"
+    said = "type(3) is <class 'int'>, and <function f at 0x7f00> has \"quotes\" and 'others'\n"
+    path.write_text(json.dumps({"input": [{"role": "user", "content": said}], "label": "1"}))
+    assert run(path, ANY_ROLE + "<function=x><tools></tools><class 'str'>{{ messages[0] }}") == 1
+
+
+EXPLODES = "{{ messages[0].content }}{% if 'boom' in messages[0].content %}{{ 'x' * (messages|length * 10) ** EXPONENT }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("exponent", "says"), [(7, "its text has 10,000,004 characters"), (10, "it takes more than 2 GiB")]
+)
+def test_a_template_that_explodes_on_a_later_row_is_refused_there(tmp_path, exponent, says):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"input": text, "label": "1"}) + "\n" for text in ("hi", "boom")))
+    template = EXPLODES.replace("EXPONENT", str(exponent))
+    assert tried(path, template) == 2
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    text = refusal(rendered, path, template)
+    assert "line 2: the chat template cannot render the prompt" in text and says in text
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+@pytest.mark.parametrize("breaks", ["panic", "hang"])
+def test_a_tokenizer_that_breaks_on_a_later_row_names_it(tmp_path, monkeypatch, breaks):
+    regex, word = {"panic": ("(a+)+$", "a" * 40 + "b"), "hang": ("x", "x" * 10)}[breaks]
+    fast = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(regex), "isolated")
+    tokenizer, stop = PreTrainedTokenizerFast(tokenizer_object=fast), threading.Event()
+    if breaks == "hang":
+        monkeypatch.setattr(PreTrainedTokenizerFast, "encode", lambda *_, **__: stop.wait(60))
+        monkeypatch.setattr(prompt_template.map_with_deadline, "__kwdefaults__", {"timeout_s": 0.2})
+    assert breaks == "hang" or prompt_template.encode(tokenizer, "hi") == [0]
+    try:
+        text = refusal(prompt_template.encode, tokenizer, word, "Sample 3")
+    finally:
+        stop.set()
+    says = {"panic": "breaks on it", "hang": "is still at work after 0 s"}[breaks]
+    assert f"Sample 3: the tokenizer {says}" in text and "tokenizer.json" in text
+
+
+def test_a_template_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
+    defaults = prompt_template.map_with_deadline.__kwdefaults__
+    monkeypatch.setattr(prompt_template.map_with_deadline, "__kwdefaults__", defaults | {"timeout_s": 0.3})
     monkeypatch.setattr(prompt_template, "POLL_INTERVAL_S", 0.05)
     stop = threading.Event()
 
@@ -366,7 +443,7 @@ def test_a_template_that_never_ends_has_a_deadline(tmp_path, monkeypatch, run):
     monkeypatch.setattr(Template, "apply_chat_template", loop)
     begin = time.monotonic()
     try:
-        text = refusal(run, write_chat(tmp_path, "user"), ENDLESS)
+        text = refusal(rendered, write_chat(tmp_path, "user"), ENDLESS)
     finally:
         stop.set()
     assert "line 1: the chat template is still rendering after 0 s" in text and "--hf-checkpoint" in text

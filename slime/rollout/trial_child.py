@@ -1,0 +1,91 @@
+"""The child process of ``tokenizer_trial``: a model's tokenizer and chat template at work for the first time.
+
+A regular expression of tokenizer.json or a loop of a template may never end, or take all memory.  Here that costs this
+process: an alarm ends it, and its memory has a limit.  It says on a line each what it begins with and what came of it.
+
+Run as a script.  Imports nothing of slime and, unless the model's own code may run, no torch, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+MEMORY_BYTES = 4 << 30
+PROBES = (
+    "The quick brown fox, 1,234.5 times!\n\t-- isn't it? \u00e9\u4e2d\U0001f600",
+    *(
+        piece * (2000 // len(piece)) + "!"
+        for piece in [*"aA1 \n._-'=/,\u4e2d", "ab", "a ", "a1", "aA", ".\n", "word "]
+    ),
+)
+"""Texts on which a regular expression that tries every division of a run would not come to an end."""
+
+
+def main(folder: str, has_template: bool, trusts_code: bool, limit_s: int, max_chars: int) -> None:
+    """Try the tokenizer of ``folder``, then render the rows on standard input; each step has ``limit_s`` seconds."""
+    say(begins="import")
+    if has_template:
+        if not trusts_code:
+            sys.modules["torch"] = None  # type: ignore[assignment]  # transformers goes without
+        from transformers import AutoTokenizer
+    else:
+        from tokenizers import Tokenizer
+    with open("/proc/self/statm", encoding="ascii") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(limit_s)
+    say(begins="tokenizer")
+    try:
+        if has_template:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_code)
+        else:
+            tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    except Exception as error:  # transformers raises anything; the parent process finds the words for it
+        if isinstance(error, MemoryError):
+            raise
+        say(cannot_load=True)
+        return
+    for probe in PROBES:
+        tokenizer.encode(probe, add_special_tokens=False)
+    say(template=str(getattr(tokenizer, "chat_template", "")) if has_template else "")
+    signal.alarm(0)
+    rows = json.loads(sys.stdin.read() or "[]")
+    for facts in answers(tokenizer, rows, max_chars):
+        signal.alarm(limit_s)
+        say(**facts)
+
+
+def answers(tokenizer: Any, rows: Sequence[Sequence[Any]], max_chars: int) -> Iterator[dict[str, Any]]:
+    """Yield what comes of each row, ``[where, messages, arguments]``: a text, or why there is none."""
+    for where, messages, kwargs in rows:
+        yield {"begins": where}
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+        except MemoryError:
+            yield {"reason": f"it takes more than {MEMORY_BYTES >> 30} GiB"}
+        except Exception as error:  # a template raises anything
+            yield {"reason": str(error)[:1000]}
+        else:
+            if len(text) <= max_chars:
+                yield {"begins": "tokenizer"}
+                tokenizer(text, add_special_tokens=False)
+            yield {"text": text[: max_chars + 1]}
+
+
+def say(**facts: Any) -> None:
+    """Write a line to the parent process."""
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(**json.loads(sys.argv[1]))
+    except BaseException as failure:  # a panic of tokenizers is no Exception
+        say(broke=f"{type(failure).__name__}: {failure}"[:300])
+        sys.exit(1)
