@@ -394,7 +394,8 @@ def test_objects_that_a_row_or_the_template_spells_out_are_text(tmp_path, run):
     assert run(path, ANY_ROLE + "<function=x><tools></tools><class 'str'>{{ messages[0] }}") == 1
 
 
-EXPLODES = "{{ messages[0].content }}{% if 'boom' in messages[0].content %}{{ 'x' * (messages|length * 10) ** EXPONENT }}{% endif %}"
+BOOM = "{{ 'x' * (messages|length * 10) ** EXPONENT }}"  # nothing that jinja works out when it compiles
+EXPLODES = "{{ messages[0].content }}{% if 'boom' in messages[0].content %}" + BOOM + "{% endif %}"
 
 
 @pytest.mark.parametrize(
