@@ -18,6 +18,7 @@ from torch import Tensor
 _LATENT = "sglang.srt.lora.deepseek_mla_correction"
 HOOKED = {
     "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler": "latent_way",
+    "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu": "positions",
     "sglang.srt.lora.layers.FusedMoEWithLoRA.forward": "experts_forward",
     f"{_LATENT}.apply_q_correction": "add_to_queries",
     f"{_LATENT}.apply_v_correction": "add_to_values",
@@ -43,6 +44,18 @@ def latent_way(original: Callable[..., Any], registry: type, backend: str) -> Ca
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     return lambda attention, batch: AttnForwardMethod.MLA
+
+
+def positions(original: Callable[..., Any], *sizes: Any) -> Any:
+    """Return the rotary positions of latent attention: SGLang knows but DeepSeek's stretched ones on a CPU.
+
+    Args:
+        original: of DeepSeek's.
+        sizes: arguments of ``get_rope``, the sixth of them what stretches, and the device.
+    """
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    return original(*sizes) if sizes[5] else get_rope(*sizes[:-1])
 
 
 def experts_forward(

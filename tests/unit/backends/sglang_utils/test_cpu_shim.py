@@ -82,3 +82,24 @@ def test_sglang_imports_in_a_process_that_knows_nothing_of_slime():
         [sys.executable, "-c", code], env=env.copy() | cpu_shim.child_environment(), capture_output=True, timeout=300
     )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+def test_latent_attention_turns_keys_by_plain_positions_where_nothing_stretches_them(tmp_path):
+    """SGLang knows only DeepSeek's stretched ones on a CPU: GLM-4.7-Flash and GLM-5 would not start."""
+    code = (
+        "import torch\n"
+        "from sglang.srt.layers.rotary_embedding.factory import get_rope_cpu\n"
+        "from sglang.srt.runtime_context import get_context\n"
+        "from types import SimpleNamespace\n"
+        "get_context().set_server_args(SimpleNamespace(rl_on_policy_target=None))\n"
+        "from slime.backends.sglang_utils.cpu_shim.native_layers import positions\n"
+        "sizes = (4, 4, 8, 10000, False, None, torch.float32, 1.0, 'cpu')\n"
+        "queries = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]]).expand(2, 1, 4)\n"
+        "turned, _ = positions(get_rope_cpu, *sizes).forward_native(torch.tensor([0, 1]), queries, queries)\n"
+        "expected = torch.tensor([[1.0, 0.0, 0.0, 0.0], [torch.tensor(1.0).cos(), torch.tensor(1.0).sin(), 0, 0]])\n"
+        "torch.testing.assert_close(turned.view(2, 4), expected)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env.copy() | cpu_shim.child_environment(), capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
