@@ -53,7 +53,9 @@ def prepare(seed: Seed, form: Form, base: Path, dtype: torch.dtype) -> None:
     inputs.write_model(base / seed.folder, seed.family, dict(form.sizes), weight_std=form.weight_std, dtype=dtype)
     (base / "engines.yaml").write_text(ENGINES)
     for number, command in enumerate(form.prepare):
-        words = command.format(base=base, model=_model_flags(seed, base), port=get_free_port(random.randrange(20000, 30000)))
+        words = command.format(
+            base=base, model=_model_flags(seed, base), port=get_free_port(random.randrange(20000, 30000))
+        )
         run(["bash", "-e", "-c", words], base / f"prepare-{number}.log", limit_s=PREPARE_S)
 
 

@@ -62,7 +62,7 @@ def read(save: Path, log: Path, first_record: int, first_rollout: int) -> Outcom
         _add(outcome, record)
     outcome.num_pushes = len(PUSHED.findall(log.read_text(errors="replace")))
     outcome.saved = int((save / RESUMED).read_text())
-    for path in sorted((save / "dumps").glob("[0-9]*.pt")):
+    for path in sorted((save / "dump").glob("[0-9]*.pt")):
         if int(path.stem) > first_rollout:
             samples = torch.load(path, weights_only=False)["samples"]
             begun = [(sample["metadata"] or {}).get("start_rollout_id", int(path.stem)) for sample in samples]

@@ -32,7 +32,7 @@ GPU_SIZES = """
 """
 ALL = """
     --rm-type random --lr 1e-5 --save-interval 1 --eval-interval 1 --check-weight-update-equal
-    --load {save} --save {save} --save-debug-rollout-data {save}/dumps/{{rollout_id}}.pt {model}
+    --load {save} --save {save} --save-debug-rollout-data {save}/dump/{{rollout_id}}.pt {model}
 """
 """Flags of every job.  A random model answers no question: rewards are drawn."""
 TRITON_FP8 = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
@@ -432,7 +432,8 @@ GLM52 = Seed(
     family="glm5_2",
     folder="GLM-5.2",
     cpu=Form(
-        # SGLang has no sparse attention without CUDA; with more keys to choose than a row has, it is the dense one.
+        # SGLang has no sparse attention without CUDA, and serves the same layers with a dense one: with more keys to
+        # choose than a row has, that is the trainer's.
         sizes={"num_hidden_layers": 4, "num_nextn_predict_layers": 1, "index_topk": 2048},
         prepare=GLM52_PREPARE,
         flags=f"""
@@ -440,7 +441,8 @@ GLM52 = Seed(
             --rollout-num-gpus-per-engine 1 --tensor-model-parallel-size 1 --global-batch-size 16
             --eval-prompt-data aime {{base}}/aime-2024/aime-2024.jsonl --sglang-config {{base}}/engines.yaml
             --sglang-attention-backend torch_native --sglang-kv-cache-dtype auto --sglang-page-size 1
-            --data-pad-size-multiplier 128 --sglang-json-model-override-args '{{{{"index_topk": null}}}}'
+            --data-pad-size-multiplier 128 --sglang-json-model-override-args
+            '{{{{"architectures": ["DeepseekV2ForCausalLM"]}}}}'
         """,
         jobs=(
             Job("PP2 (2 and 2 layers), Adam on the host; prefill and decode apart", GLM52_STAGES),
