@@ -69,6 +69,14 @@ def test_a_child_process_gets_the_waiting_hook_and_one_thread():
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
+def run_alone(code: str) -> None:
+    """Run it in a process that knows nothing of slime."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env.copy() | cpu_shim.child_environment(), capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 def test_sglang_imports_in_a_process_that_knows_nothing_of_slime():
@@ -78,13 +86,12 @@ def test_sglang_imports_in_a_process_that_knows_nothing_of_slime():
         "from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket\n"
         "from transformers import Qwen3ForCausalLM\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env.copy() | cpu_shim.child_environment(), capture_output=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    run_alone(code)
 
 
-def test_latent_attention_turns_keys_by_plain_positions_where_nothing_stretches_them(tmp_path):
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_latent_attention_turns_keys_by_plain_positions_where_nothing_stretches_them():
     """SGLang knows only DeepSeek's stretched ones on a CPU: GLM-4.7-Flash and GLM-5 would not start."""
     code = (
         "import torch\n"
@@ -99,7 +106,4 @@ def test_latent_attention_turns_keys_by_plain_positions_where_nothing_stretches_
         "expected = torch.tensor([[1.0, 0.0, 0.0, 0.0], [torch.tensor(1.0).cos(), torch.tensor(1.0).sin(), 0, 0]])\n"
         "torch.testing.assert_close(turned.view(2, 4), expected)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env.copy() | cpu_shim.child_environment(), capture_output=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    run_alone(code)
