@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from slime.flags.kinds import positive_int
 from slime.utils.errors import SlimeError
+from slime.utils.redaction import redacted_text
 from tools.terminal import say
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def clean_exit() -> Iterator[None]:
     try:
         yield
     except SlimeError as error:
-        say(*f"error: {error}".replace("\n", "\n  ").split("\n"), to_stderr=True)
+        say(*f"error: {redacted_text(str(error))}".replace("\n", "\n  ").split("\n"), to_stderr=True)
         raise SystemExit(EXIT_BAD_INPUT) from None
 
 
