@@ -1,6 +1,6 @@
 """The real job on two CPU cores: Ray, Megatron, SGLang and its router, started by the real entry points.
 
-A random model and random rewards: what is tested is that every part works with the others, not that it learns.  One
+A random GLM-4 and random rewards: what is tested is that every part works with the others, not that it learns.  One
 job and what follows from it: each test goes on with the one before, and they run in this order.
 """
 
@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -20,6 +21,10 @@ import torch
 from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
 from tests.e2e.job import GONE_S, JOB_S, REPO, STEP_S, Job, grpo_flags, records
 from tests.e2e.stranger import check_a_stranger_gets_nothing
+from tests.seeds.jobs import prepare, run_job
+from tests.seeds.outcome import problems, read
+from tests.seeds.recipes import GLM4
+from tests.seeds.recipes import Job as RecipeJob
 
 pytestmark = [
     pytest.mark.e2e,
@@ -29,52 +34,57 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("run")
+def base(tmp_path_factory) -> Path:
+    """BASE_DIR of the recipe."""
+    return tmp_path_factory.mktemp("base")
 
 
-def test_a_colocated_run_whose_trainer_ends_with_every_push_trains_saves_and_exports(task, run_folder):
+@pytest.fixture(scope="module")
+def run_folder(base) -> Path:
+    return base / "run"
+
+
+def test_the_recipe_of_glm4_9b_trains_saves_and_exports_with_a_trainer_that_ends_with_every_push(base, run_folder):
     """After each push, over disk, the trainer goes on from its checkpoint."""
-    eval_file = task / "eval32.jsonl"
-    eval_file.write_text("".join((task / "task/data/eval.jsonl").read_text().splitlines(keepends=True)[:32]))
-    flags = grpo_flags(
-        task, run_folder, *"--actor-num-gpus-per-node 1 --colocate --release-train".split(),
-        *"--update-weight-transport disk --check-weight-update-equal".split(),
-        *("--update-weight-disk-dir", str(run_folder / "shared")),
-        *f"--eval-interval 1 --eval-prompt-data held_out {eval_file} --eval-temperature 0.7".split(),
-        *f"--save-hf {run_folder}/hf/{{rollout_id}} --use-tensorboard --use-wandb --wandb-mode offline".split(),
-        *f"--wandb-dir {run_folder} --wandb-project tiny --wandb-group tiny".split(),
-    )  # fmt: skip
-    job = Job("train.py", flags, run_folder / "log.txt", TENSORBOARD_DIR=str(run_folder / "tensorboard"))
-    assert job.finish(JOB_S) == 0, job.text()[-4000:]
-    assert "step 2/2" in job.text()
-    job.seconds_until_gone(GONE_S)
-    assert (run_folder / "latest_checkpointed_iteration.txt").read_text() == "1"
+    prepare(GLM4, GLM4.cpu, base, torch.float32)
+    flags = f"""
+        --colocate --rollout-num-gpus 1 --actor-num-gpus-per-node 1 --tensor-model-parallel-size 1
+        --context-parallel-size 1 --rollout-batch-size 4 --n-samples-per-prompt 4 --over-sampling-batch-size 6
+        --num-steps-per-rollout 2 --release-train --update-weight-transport disk
+        --update-weight-disk-dir {run_folder}/shared --save-hf {run_folder}/hf/{{{{rollout_id}}}} --use-tensorboard
+        --use-wandb --wandb-mode offline --wandb-dir {run_folder} --wandb-project tiny --wandb-group tiny
+    """
+    form = replace(GLM4.cpu, environment={"TENSORBOARD_DIR": str(run_folder / "tensorboard")})
+    job = RecipeJob("colocated", flags, bound=1e-2, num_gpus=1)
+    log = run_job(GLM4, form, job, base, run_folder, 2, JOB_S)
+    outcome = read(run_folder, log, 0, 0)
+    assert problems(job, outcome, 0) == []
     assert [path.name for path in (run_folder / "shared").iterdir()] == ["weight_v000003"]
     steps = records(run_folder, "train/step")
     assert [step["train/step"] for step in steps] == [0, 1, 2, 3]  # two optimizer steps a rollout
     assert all(0 < step["train/grad_norm"] < 100 for step in steps)
-    differences = [record["train/train_rollout_logprob_abs_diff"] for record in steps]
-    assert differences[0] < 1e-4  # fp32 on both sides; later rollouts hold groups that older weights finished
-    assert len(records(run_folder, "eval/held_out")) == 3  # before training and after each rollout
+    assert outcome.steps[0] < 1e-4  # fp32 on both sides; later rollouts hold groups that older weights finished
+    assert len(outcome.eval) == 3  # before training and after each rollout
     answers = {path.stem: pq.read_metadata(path).num_rows for path in (run_folder / "samples").glob("eval_*")}
-    assert answers == {"eval_start": 32, "eval_000000": 32, "eval_000001": 32}
+    assert answers == {"eval_start": 8, "eval_000000": 8, "eval_000001": 8}
     from transformers import AutoModelForCausalLM
 
     exported = AutoModelForCausalLM.from_pretrained(run_folder / "hf/1")
-    started = AutoModelForCausalLM.from_pretrained(task / "task/hf")
+    started = AutoModelForCausalLM.from_pretrained(base / GLM4.folder)
     assert not torch.equal(exported.lm_head.weight, started.lm_head.weight)
     assert list((run_folder / "tensorboard").rglob("events.*")) and list(run_folder.rglob("run-*.wandb"))
 
 
 def test_a_run_that_others_reach_goes_on_where_that_one_stopped_and_tells_them_nothing_until_ctrl_c(
-    task, run_folder, tmp_path
+    base, run_folder, tmp_path
 ):
     """``SLIME_HOST_IP`` makes the job listen where other hosts reach it, as a job of several nodes does."""
     address, page_port, secret_file = get_current_node_ip(), get_free_port(29500), tmp_path / "secret"
     assert not is_loopback(address), "this host has no address but loopback, so that nobody else reaches it"
     flags = grpo_flags(
-        task, run_folder, *"--actor-num-gpus-per-node 1 --colocate --check-weight-update-equal".split(),
+        base, run_folder, *"--actor-num-gpus-per-node 1 --colocate --check-weight-update-equal".split(),
+        *f"--hf-checkpoint {base}/{GLM4.folder} --ref-load {base}/{GLM4.folder}_torch_dist".split(),
+        *f"--prompt-data {base}/dapo-math-17k/dapo-math-17k.jsonl".split(),
         *f"--num-rollout 1000 --prometheus-port {page_port} --job-secret-file {secret_file}".split(),
     )  # fmt: skip
     job = Job("train.py", flags, run_folder / "log2.txt", SLIME_HOST_IP=address)
