@@ -33,7 +33,7 @@ Written by `scripts/make_docs.py`; edit the help texts in `slime/flags/` instead
 
 `python train.py` takes the flags of slime, of Megatron and of SGLang in one command. A flag that nobody knows is an
 error that names the nearest one; flags cannot be abbreviated; of a repeated flag the last one counts.
-The value `none` takes back a number that has no default, and any setting of the engines that has none: behind a recipe,
+The value `none` takes back a number that has no default, and a setting of the engines that has none: behind a recipe
 `--decoder-last-pipeline-num-layers none` is as if the recipe had not given the flag.
 
 * `--sglang-X` sets field `X` of the installed SGLang's `ServerArgs`, `--router-X` field `X` of its router's

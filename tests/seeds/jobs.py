@@ -71,6 +71,7 @@ def run_job(seed: Seed, form: Form, job: Job, base: Path, save: Path, num_rollou
     flags = [*shlex.split(text), "--num-rollout", str(num_rollout)]
     variables = {
         **{"BASE_DIR": str(base), "ACTOR_NUM_NODES": "1", "MASTER_ADDR": "127.0.0.1", "SOCKET_IFNAME": "lo"},
+        "DEVICE": "gpu" if torch.cuda.is_available() else "cpu",
         **form.environment,
         "JOB_EXTRA_ENV": " ".join(form.environment),
     }
