@@ -14,6 +14,7 @@ import torch
 
 from slime.algorithms.advantages import GroupConfig, get_estimator
 from slime.backends.megatron_utils.models import family_of
+from slime.backends.megatron_utils.models.flag_rules import hf_rope_settings
 from slime.backends.sglang_utils.arguments import read_config
 from slime.flags.algorithm import advise_algorithm
 from slime.flags.config import backend_flags
@@ -21,6 +22,7 @@ from slime.flags.reward import BOXED_PREFIX
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.rollout.rm_hub import RM_TYPES, math_utils
 from slime.utils.errors import ConfigError
+from slime.utils.json_file import text_over_all
 from slime.weights.delta import new_checksum
 
 logger = logging.getLogger(__name__)
@@ -278,7 +280,8 @@ def check_engines_of_family(args: Namespace) -> None:
     if args.rollout_external:
         return
     config = read_config(args.hf_checkpoint)
-    if problems := [*draft_problems(args, config), *replay_problems(args, config)]:
+    problems = [*draft_problems(args, config), *replay_problems(args, config), *yarn_problems(args, config)]
+    if problems:
         raise ConfigError("\n".join(problems))
 
 
@@ -298,6 +301,34 @@ def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
         yield (
             f"--sglang-speculative-algorithm {algorithm}: the checkpoint, a {config['model_type']}, has no MTP layer "
             "that could draft; name a draft model, --sglang-speculative-draft-model-path, or drop the flag."
+        )
+
+
+def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for engines that serve positions beyond those for which YaRN stretches the rotary angles.
+
+    SGLang's table of angles ends there; it extends the table up to the context length with angles that are not
+    stretched, and the engine then computes another function than the trainer.
+
+    Args:
+        args: the flags.
+        config: the keys of config.json.
+    """
+    text = text_over_all(config)
+    rope = hf_rope_settings(text)
+    original, factor = rope["original_max_position_embeddings"], rope.get("factor")
+    if rope["rope_type"] not in ("yarn", "deepseek_yarn") or not original or not factor:
+        return
+    reach, given = int(original * factor), args.sglang_context_length
+    served = given or text.get("max_position_embeddings") or 0
+    if served > reach:
+        what = (
+            f"--sglang-context-length is {given}" if given else f"max_position_embeddings of config.json is {served}"
+        )
+        yield (
+            f"{what} is {served}, and YaRN of config.json stretches {reach} positions (factor {factor:g} of "
+            f"original_max_position_embeddings {original}); SGLang serves those behind with other angles than the "
+            f"trainer. Give --sglang-context-length {reach}, or correct rope_scaling in config.json."
         )
 
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.arguments.cross_group import draft_problems, replay_problems
+from slime.arguments.cross_group import draft_problems, replay_problems, yarn_problems
 
 
 def test_experts_that_an_engine_does_not_give_back_are_not_replayed():
@@ -32,3 +32,30 @@ def test_a_family_without_mtp_layers_drafts_with_a_named_model_only(config, draf
     assert bool(list(draft_problems(eagle, config))) is not drafts
     named = Namespace(sglang_speculative_algorithm="EAGLE", sglang_speculative_draft_model_path="/draft")
     assert not list(draft_problems(named, config))
+
+
+DEEPSEEK_R1 = {
+    "model_type": "deepseek_v3",
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "context_length", "words"),
+    [
+        ({}, None, None),
+        ({}, 163840, None),
+        ({}, 163841, "--sglang-context-length is 163841, and YaRN of config.json stretches 163840 positions"),
+        ({"max_position_embeddings": 200000}, None, "max_position_embeddings of config.json is 200000"),
+        ({"max_position_embeddings": 200000}, 163840, None),
+        ({"max_position_embeddings": 1 << 20, "rope_scaling": {"type": "linear", "factor": 2.0}}, None, None),
+        ({"max_position_embeddings": 1 << 20, "rope_scaling": None}, None, None),
+    ],
+)
+def test_engines_serve_no_positions_beyond_those_that_yarn_stretches(changes, context_length, words):
+    found = list(yarn_problems(Namespace(sglang_context_length=context_length), DEEPSEEK_R1 | changes))
+    assert bool(found) is (words is not None)
+    if words is not None:
+        assert words in found[0] and "Give --sglang-context-length 163840" in found[0]
