@@ -8,10 +8,9 @@ Slices of tensors that a loader wants whole, or together with others, are held u
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +19,12 @@ from torch import Tensor, nn
 from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
 from slime.backends.sglang_utils.load_trace import trace_load
 from slime.backends.sglang_utils.stored_plans import StoredPlans, sample
-from slime.backends.sglang_utils.weight_check import differing_names, fill_parameters_with_nan, find_nan_in
+from slime.backends.sglang_utils.weight_check import (
+    differing_names,
+    fill_parameters_with_nan,
+    find_nan_in,
+    rebuild_derived,
+)
 from slime.utils.errors import WeightSyncError
 from slime.weights.kernels.tables import CopyTable, DigestTable
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, pack_whole
@@ -222,10 +226,7 @@ class ModelLoad:
         """Rebuild what the model derives from its weights; wait for the device; collect what is wrong."""
         plan, held = self._begun()
         self.problems += [f"{name} did not come, or not all that belongs to it" for name in held.incomplete]
-        rebuild = getattr(self.model, "post_load_weights", None)
-        if rebuild is not None:
-            with torch.no_grad():
-                rebuild(**_options_of_draft(self.model, rebuild))
+        rebuild_derived(self.model)
         self.problems += find_nan_in(self.model, plan.unaccounted)
         for planned, counts in self._pending:
             self.problems += _differences(planned, counts)
@@ -326,14 +327,6 @@ class ModelLoad:
             logger.warning(
                 "%d tensors are served unverified: comparing them takes more memory than there is", len(named_tensors)
             )
-
-
-def _options_of_draft(model: nn.Module, rebuild: Callable[..., None]) -> dict[str, bool]:
-    """Return ``is_nextn=True`` for a draft of SGLang's: some inherit ``post_load_weights`` from their target, which
-    looks for the target's layers unless this says otherwise.
-    """
-    takes_option = "is_nextn" in inspect.signature(rebuild).parameters
-    return {"is_nextn": True} if takes_option and type(model).__name__.endswith("NextN") else {}
 
 
 def make_table(

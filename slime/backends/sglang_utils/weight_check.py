@@ -18,6 +18,7 @@ difference.  Fused qkv and gate/up, tensor-parallel slices and casts are those o
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -156,6 +157,21 @@ def differing_names(
     finally:
         for name, parameter in parameters.items():
             parameter.data = held[name]
+        rebuild_derived(model)  # the loads above made it from the scratch copies
+
+
+def rebuild_derived(model: nn.Module) -> None:
+    """Make again what a model derives from its weights, such as the split ``kv_b_proj`` of latent attention.
+
+    Some of SGLang's drafts inherit ``post_load_weights`` from their target, and look for the target's layers unless
+    ``is_nextn`` says otherwise.
+    """
+    rebuild = getattr(model, "post_load_weights", None)
+    if rebuild is None:
+        return
+    is_draft = type(model).__name__.endswith("NextN") and "is_nextn" in inspect.signature(rebuild).parameters
+    with torch.no_grad():
+        rebuild(**({"is_nextn": True} if is_draft else {}))
 
 
 def _unloadable(named_tensors: list[tuple[str, Tensor]], error: Exception) -> str:

@@ -183,3 +183,22 @@ def test_problems_of_a_draft_model_are_told_by_the_target_which_alone_is_asked()
     for model in (draft, target):
         compare_weights(model, held(model))
     assert report(target) == []
+
+
+class Deriving(Fused):
+    """Derives from all of its weights after every load, as GLM-4.7-Flash does."""
+
+    def load_weights(self, named_tensors):
+        super().load_weights(named_tensors)
+        self.post_load_weights()
+
+    def post_load_weights(self, is_nextn=False, weight_names=None):
+        self.derived = self.gate_up.data * 2
+
+
+@pytest.mark.parametrize("part", ["gate", "norm"])
+def test_what_a_model_derives_from_its_weights_outlives_a_comparison_of_some(part):
+    model = Deriving(torch.float32)
+    model.post_load_weights()
+    assert differing_names(model, [pair for pair in held(model) if pair[0] == part]) == []
+    assert torch.equal(model.derived, model.gate_up * 2)
