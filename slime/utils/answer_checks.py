@@ -73,9 +73,15 @@ def _problem_with_tokens(entries: Any) -> str | None:
     return None
 
 
+_COUNTS = (
+    *("cached_tokens", "spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts"),
+    *("spec_accept_token_num", "spec_draft_token_num"),
+)
+
+
 def _problem_with_facts(meta: Mapping[str, Any]) -> str | None:
     """Return which entry of ``meta_info`` is of a type that it never has."""
-    for name in ("cached_tokens", "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct"):
+    for name in _COUNTS:
         value = meta.get(name) or 0
         if type(value) is not int or value < 0:
             return f"meta_info[{name!r}] is {_shown(value)}; it must be a whole number from 0 on."

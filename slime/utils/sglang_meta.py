@@ -69,8 +69,11 @@ class SampleSpecInfo(_MetaSums):
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
         """Add the counts of one engine call."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num") or 0
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num") or 0
+        # SGLang 0.5.15 has new names; older engines and recorded answers have the old ones.
+        accepted = meta_info.get("spec_num_correct_drafts", meta_info.get("spec_accept_token_num"))
+        drafted = meta_info.get("spec_num_proposed_drafts", meta_info.get("spec_draft_token_num"))
+        self.spec_accept_token_num += accepted or 0
+        self.spec_draft_token_num += drafted or 0
         self.spec_verify_ct += meta_info.get("spec_verify_ct") or 0
         self.completion_token_num += meta_info.get("completion_tokens") or 0
 

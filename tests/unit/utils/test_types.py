@@ -232,12 +232,17 @@ def test_a_chunk_of_a_stream_leaves_the_end_to_the_last_one():
     assert sample.weight_versions == []
 
 
-def test_speculation_is_counted_when_the_engine_speculates():
+@pytest.mark.parametrize(
+    ("accepted", "drafted"),
+    [("spec_num_correct_drafts", "spec_num_proposed_drafts"), ("spec_accept_token_num", "spec_draft_token_num")],
+    ids=["SGLang 0.5.15", "before"],
+)
+def test_speculation_is_counted_when_the_engine_speculates(accepted, drafted):
     sample = Sample()
     meta = {
         "finish_reason": {"type": "stop"},
-        "spec_accept_token_num": 3,
-        "spec_draft_token_num": 4,
+        accepted: 3,
+        drafted: 4,
         "spec_verify_ct": 2,
         "completion_tokens": 5,
     }
