@@ -322,9 +322,7 @@ def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
     reach, given = int(original * factor), args.sglang_context_length
     served = given or text.get("max_position_embeddings") or 0
     if served > reach:
-        what = (
-            f"--sglang-context-length is {given}" if given else f"max_position_embeddings of config.json is {served}"
-        )
+        what = "--sglang-context-length" if given else "max_position_embeddings of config.json"
         yield (
             f"{what} is {served}, and YaRN of config.json stretches {reach} positions (factor {factor:g} of "
             f"original_max_position_embeddings {original}); SGLang serves those behind with other angles than the "
