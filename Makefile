@@ -1,4 +1,6 @@
 # The two commands: `make demo` and `make test`.  Each makes .venv first when it is missing or its pins have changed.
+# What they compute on is what this machine has: `make demo DEVICE=cpu` and DEVICE=gpu say it instead, .venv included.
+DEVICE ?= $(shell scripts/device.sh)
 
 # A job starts a dozen Python processes: where the environment forbids bytecode (many images do), each would compile
 # thousands of files.
@@ -8,11 +10,11 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds install check
 
 demo: install
-	@scripts/demo.sh
+	@DEVICE=$(DEVICE) scripts/demo.sh
 
 # A pretrained model on a task of reasoning-gym: 100 MB of packages, 23 minutes on two quiet cores; DEVICE=gpu for one GPU.
 demo-real: install
-	@scripts/demo_real.sh
+	@DEVICE=$(DEVICE) scripts/demo_real.sh
 
 # Two files of tests run at the same time: a real job starts on one core.  Files keep their order, the long ones first:
 # the few tests of a real job, several processes each (layouts, resumes, pushes), then the others.
@@ -47,7 +49,6 @@ simulate: install
 # time; DEVICE=gpu for trainers and engines on GPUs.
 N ?= 20
 PARALLEL ?= 1
-DEVICE ?= cpu
 chaos: install
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.e2e.chaos --schedules $(N) --seed $(SEED) --parallel $(PARALLEL) --device $(DEVICE)
 

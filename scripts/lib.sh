@@ -17,6 +17,17 @@ if [[ -x "${REPO_DIR}/.venv/bin/python3" ]]; then
     export PATH="${REPO_DIR}/.venv/bin:${PATH}"
 fi
 
+# need_gpu_environment: exit where .venv is for CPUs and the job for GPUs.  (A .venv without .kind is older than the
+# choice: all were for CPUs.)
+need_gpu_environment() {
+    local asks="${DEVICE:+DEVICE=}${DEVICE:-this machine}"
+    if [[ -d .venv && "$(cat .venv/.kind 2>/dev/null || echo cpu)" == cpu && "$(scripts/device.sh)" == gpu ]]; then
+        echo "ray: .venv is the cpu environment, and ${asks} asks for the gpu one." >&2
+        echo "ray: rm -r .venv && DEVICE=gpu make install; or set DEVICE=cpu for a job on the CPU" >&2
+        exit 2
+    fi
+}
+
 export PYTHONUNBUFFERED=1
 # Many images forbid bytecode: each process of a job would then compile thousands of files.
 unset PYTHONDONTWRITEBYTECODE
@@ -80,6 +91,7 @@ start_ray() {
         export RAY_API_SERVER_ADDRESS="${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}"
         return
     fi
+    need_gpu_environment
     # Loopback is loopback: without this, Ray takes the address of the outgoing interface in its place.
     export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
     # Ray gives up on a node that has not registered after 30 s; on a busy machine it may take longer.

@@ -2,6 +2,7 @@
 
     python tools/doctor.py [--save DIR] [--port 8265] [--hf-checkpoint DIR]
 
+Each main package is held against the pinned version, and each recipe of ``scripts/`` against what it needs.
 Exits with 1 when a line is bad.  One file in --save is written, and removed.  With --hf-checkpoint a job without a
 step is run: a trainer and an engine of that model on one GPU, and one push between them.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import re
@@ -35,12 +35,11 @@ from slime.observability.run_reader import Run, read_run
 from slime.utils import env
 from slime.utils.errors import DataError
 from slime.utils.net import is_loopback
+from tools.installed import BAD, GOOD, UNKNOWN, table
 from tools.terminal import say
 
 REPO = Path(__file__).resolve().parents[1]
-GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
 Verdict = tuple[str, str]
-PINNED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers", "pyarrow", "numpy")
 MIN_FILES, MIN_SHM_GIB, MIN_TMP_GIB, MIN_DISK_MBS = 16384, 8, 20, 200
 PROBE_BYTES = 64 << 20
 NVLINK_GBS = {"A100": 300, "A800": 200, "H100": 450, "H800": 200, "H200": 450, "H20": 450, "B200": 900}
@@ -60,13 +59,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     verdicts = []
     for name, check in checks(options.save, options.port).items():
         verdicts.append(_show(name, *_safely(check)))
+    for verdict, name, text in table():
+        verdicts.append(_show(name, verdict, text))
     for name, found in job_without_steps(options.hf_checkpoint).items():
         verdicts.append(_show(name, *found))
     raise SystemExit(1 if BAD in verdicts else 0)
 
 
 def _show(name: str, verdict: str, text: str) -> str:
-    say(f"{verdict:8} {name:16} {text}", flush=True)
+    say(f"{verdict:8} {name:18} {text}", flush=True)
     return verdict
 
 
@@ -76,7 +77,6 @@ def checks(save: Path, port: int) -> dict[str, Callable[[], Verdict]]:
         "GPUs": gpus,
         "links of GPUs": links,
         "all-reduce": all_reduce,
-        "versions": versions,
         "shared memory": lambda: space(Path("/dev/shm"), MIN_SHM_GIB, "give the container --shm-size, or --ipc=host"),
         "open files": open_files,
         "temporary files": lambda: space(Path(tempfile.gettempdir()), MIN_TMP_GIB, "free it, or set TMPDIR"),
@@ -127,27 +127,6 @@ def links() -> Verdict:
     if all(re.search(r"\bNV\d+\b", row) for row in rows):
         return GOOD, "NVLink between the GPUs"
     return UNKNOWN, "no NVLink between some GPUs: keep --tensor-model-parallel-size small"
-
-
-def versions() -> Verdict:
-    """Compare installed packages with the pins of requirements/."""
-    lines = [line for name in ("cpu.lock.txt", "torch.txt") for line in _lines(REPO / "requirements" / name)]
-    pins = dict(line.split(" ")[0].split("==") for line in lines if re.match(r"[\w.-]+==", line))
-    wrong = []
-    for name in PINNED:
-        try:
-            installed = importlib.metadata.version(name).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            installed = "missing"
-        if (wanted := pins.get(name, installed).partition("+")[0]) != installed:
-            wrong.append(f"{name} {installed} (pinned {wanted})")
-    if wrong:
-        return BAD, f"{', '.join(wrong)}: make install; on GPUs see docs/gpu.md"
-    return GOOD, f"{len(PINNED)} packages as pinned"
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines()
 
 
 def space(folder: Path, gib: float, remedy: str) -> Verdict:

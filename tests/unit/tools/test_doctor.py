@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import time
@@ -19,7 +20,9 @@ def test_the_doctor_has_a_line_for_each_check_with_a_verdict(tmp_path, capsys, m
     with pytest.raises(SystemExit):
         doctor.main(["--save", str(tmp_path / "not" / "there")])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 14 and {line.split()[0] for line in lines} <= {"good", "bad", "unknown"}
+    assert len(lines) == 13 + len(list(doctor.table()))
+    assert {line.split()[0] for line in lines} <= {"good", "bad", "unknown"}
+    assert any(re.match(r"good +environment +(cpu|gpu), in ", line) for line in lines)
     assert "give --hf-checkpoint" in lines[-1] and "all-reduce" in lines[2]
     assert doctor.space(tmp_path, 1e9, "buy")[0] == "bad"
 

@@ -19,8 +19,8 @@ from tools.cli import clean_exit
 from tools.terminal import plain, say
 
 ORDERS = "\x1b[2J\x1b]0;owned\x07 \x9b31m \r\b\x7f \x00 \u202egpj.exe \u200b \u2028 \u2066 \ufeff \udcff \n== fake"
-TOOLS = """analyze_profile cli diff doctor ledger plan profile_rollout replay replay_plan replay_rollout report
-    report_plots report_samples report_texts trace_timeline_viewer watch"""
+TOOLS = """analyze_profile cli diff doctor installed ledger plan profile_rollout replay replay_plan replay_rollout
+    report report_plots report_samples report_texts trace_timeline_viewer watch"""
 
 
 def test_what_a_terminal_obeys_becomes_an_escape_and_letters_stay():

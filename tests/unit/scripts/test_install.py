@@ -1,0 +1,163 @@
+"""``make install``: which environment a machine gets, and what becomes of one that is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[3]
+GPU = "echo 'GPU 0: NVIDIA H100 80GB HBM3'"
+NO_GPU = "echo 'NVIDIA-SMI has failed'; exit 9"
+PYTHON = """
+echo "$(basename "$0") $*" >>"{record}"
+case "$*" in
+    --version) echo Python 3.11.9 ;;
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp "$0" "$3/bin/uv" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout's scripts and pins, with programs in bin/ that only say what was asked of them."""
+    for name in ("scripts", "requirements"):
+        shutil.copytree(REPO / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    program(tmp_path, "nvidia-smi", NO_GPU)
+    program(tmp_path, "df", "printf 'Filesystem\\nx 1 1 90000000 1%% /\\n'")
+    program(tmp_path, "python", PYTHON.format(record=tmp_path / "record"))
+    return tmp_path
+
+
+def program(checkout: Path, name: str, text: str) -> None:
+    (checkout / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+    (checkout / "bin" / name).chmod(0o755)
+
+
+def run(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the checkout with its programs first on PATH."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("DEVICE", "SLIME_TORCH_INDEX")}
+    environment |= {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "PYTHON": str(checkout / "bin/python")}
+    return subprocess.run(
+        words, cwd=checkout, env=environment | variables, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("smi", "files", "found"),
+    [
+        (GPU, [], "gpu"),
+        (NO_GPU, [], "cpu"),
+        ("echo 'No devices found.'", [], "cpu"),
+        (NO_GPU, ["proc/driver/nvidia/gpus/0000:05:00.0/information"], "gpu"),
+        (NO_GPU, ["dev/nvidia0"], "gpu"),
+        (NO_GPU, ["dev/nvidiactl", "proc/driver/nvidia/version"], "cpu"),
+    ],
+)
+def test_a_gpu_is_seen_by_its_driver(checkout, smi, files, found):
+    program(checkout, "nvidia-smi", smi)
+    for name in files:
+        (checkout / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / "root" / name).touch()
+    assert run(checkout, "scripts/device.sh", f"{checkout}/root").stdout == f"{found}\n"
+    for device in ("cpu", "gpu"):
+        assert run(checkout, "scripts/device.sh", f"{checkout}/root", DEVICE=device).stdout == f"{device}\n"
+
+
+def test_another_device_is_refused(checkout):
+    done = run(checkout, "scripts/install.sh", DEVICE="tpu")
+    assert done.returncode == 2 and "DEVICE is tpu; it must be cpu or gpu" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize(("variables", "smi"), [({"DEVICE": "gpu"}, NO_GPU), ({}, GPU)])
+def test_a_machine_with_a_gpu_gets_the_environment_of_the_gpu_lock(checkout, variables, smi):
+    program(checkout, "nvidia-smi", smi)
+    done = run(checkout, "scripts/install.sh", SLIME_TORCH_INDEX="https://index", **variables)
+    assert done.returncode == 0, done.stderr
+    record = (checkout / "record").read_text()
+    pins = "torch==2.11.0 torchaudio==2.11.0 torchvision==0.26.0 uv=="
+    assert f"--extra-index-url https://index --no-deps {pins}" in record
+    assert "--no-deps -r requirements/gpu.lock.txt" in record and "cpu.lock.txt" not in record
+    assert "torch.txt" not in record and "vision.txt" not in record
+    assert (checkout / ".venv/.kind").read_text() == "gpu\n"
+    again = run(checkout, "scripts/install.sh", **variables)
+    assert again.stdout == "install: .venv is up to date\n"
+
+
+def test_a_machine_without_gets_the_environment_of_the_cpu_lock(checkout):
+    done = run(checkout, "scripts/install.sh", DEVICE="cpu")
+    assert done.returncode == 0, done.stderr
+    record = (checkout / "record").read_text()
+    assert "-r requirements/torch.txt" in record and "--target .venv/vision -r requirements/vision.txt" in record
+    assert "--no-deps -r requirements/cpu.lock.txt" in record and "gpu.lock.txt" not in record
+    assert (checkout / ".venv/.kind").read_text() == "cpu\n"
+    with (checkout / "requirements/cpu.lock.txt").open("a") as lock:
+        lock.write("# another pin\n")
+    assert "done in" in run(checkout, "scripts/install.sh", DEVICE="cpu").stdout
+
+
+@pytest.mark.parametrize("made", ["cpu", "gpu", None])
+def test_an_environment_of_the_other_kind_is_refused_and_left_alone(checkout, made):
+    wanted = "cpu" if made == "gpu" else "gpu"
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv/.installed").write_text("x\n")
+    if made:  # none was noted while there was only the one for CPUs
+        (checkout / ".venv/.kind").write_text(f"{made}\n")
+    done = run(checkout, "scripts/install.sh", DEVICE=wanted)
+    assert done.returncode == 2 and not (checkout / "record").exists()
+    assert f".venv is the {made or 'cpu'} environment, and DEVICE={wanted} asks for the {wanted} one" in done.stderr
+    assert f"set DEVICE={made or 'cpu'}; to replace it: rm -r .venv && DEVICE={wanted} make install" in done.stderr
+    assert (checkout / ".venv/.installed").exists()
+    program(checkout, "nvidia-smi", GPU)
+    if wanted == "gpu":
+        assert "and this machine asks for the gpu one" in run(checkout, "scripts/install.sh").stderr
+
+
+def test_the_gpu_environment_is_not_begun_without_room_for_it(checkout):
+    program(checkout, "df", "printf 'Filesystem\\nx 1 1 5000000 1%% /\\n'")
+    done = run(checkout, "scripts/install.sh", DEVICE="gpu")
+    assert done.returncode == 1 and "5 GB are free here, and making the GPU environment takes" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_torch_without_cuda_does_not_count_as_the_gpu_environment(checkout):
+    program(checkout, "python", PYTHON.format(record=checkout / "record") + '[[ "$*" != - ]] || exit 1')
+    assert run(checkout, "scripts/install.sh", DEVICE="gpu").returncode == 1
+    assert not (checkout / ".venv/.installed").exists() and (checkout / ".venv/.kind").exists()
+
+
+def test_a_recipe_on_gpus_refuses_the_environment_for_cpus(checkout):
+    (checkout / ".venv/bin").mkdir(parents=True)
+    shutil.copy(checkout / "bin/python", checkout / ".venv/bin/python3")
+    words = ("bash", "-c", 'source scripts/lib.sh; _start_ray_once() { echo "$1 GPUs"; }; start_ray 8')
+    done = run(checkout, *words, DEVICE="gpu")
+    assert done.returncode == 2 and done.stdout == ""
+    assert ".venv is the cpu environment, and DEVICE=gpu asks for the gpu one" in done.stderr
+    assert run(checkout, *words, DEVICE="cpu").stdout == "8 GPUs\n"
+    done = run(checkout, *words, DEVICE="gpu", SLIME_SCRIPT_EXTERNAL_RAY="1")
+    assert done.returncode == 0 and done.stdout == ""  # tools/plan.py, and clusters with an environment of their own
+    (checkout / ".venv/.kind").write_text("gpu\n")
+    assert run(checkout, *words, DEVICE="gpu").stdout == "8 GPUs\n"
+
+
+def test_make_passes_the_device_on(checkout):
+    shutil.copy(REPO / "Makefile", checkout)
+    for target, says in (("demo", "DEVICE=gpu scripts/demo.sh"), ("seeds", "--device gpu")):
+        assert says in run(checkout, "make", "-n", target, "DEVICE=gpu").stdout
+        program(checkout, "nvidia-smi", GPU)
+        assert says in run(checkout, "make", "-n", target).stdout
+        assert says.replace("gpu", "cpu") in run(checkout, "make", "-n", target, DEVICE="cpu").stdout
+
+
+def test_install_names_the_python_it_needs(checkout):
+    tools = checkout / "few"
+    tools.mkdir()
+    for tool in ("bash", "cat", "sha256sum", "cut", "dirname", "awk", "sed", "date", "du"):
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    done = run(checkout, "bash", "scripts/install.sh", PATH=str(tools), PYTHON="", DEVICE="cpu")
+    assert done.returncode != 0 and "Python 3.11 or 3.12 is needed" in done.stderr
