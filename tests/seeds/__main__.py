@@ -128,11 +128,26 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def notes(names: Sequence[str], device: str) -> str:
-    """Return what this machine leaves out of the recipes."""
+    """Return what was run, and what this machine leaves out of the recipes."""
+    how = "trainers over gloo, SGLang's server, fp32" if device == "cpu" else "bf16"
+    text = (
+        "Each recipe's script unmodified, with flags behind its own: a random model of its family, checkpoints made "
+        f"by the commands of its document, drawn rewards; {how}."
+    )
     lines = [
         f"{SEEDS[name].title}: {form.gpu_only}" for name in names if (form := getattr(SEEDS[name], device)).gpu_only
     ]
-    return f"On GPUs only: {'; '.join(lines)}." if lines else ""
+    return "\n\n".join([text, *([f"On GPUs only: {'; '.join(lines)}."] if lines else [])])
+
+
+def write_docs(device: str, text: str) -> None:
+    """Record the tables of a run; the first one makes the file."""
+    name, where = f"seeds_{device}", {"cpu": "on a CPU", "gpu": "on GPUs"}[device]
+    if not (results_page.FOLDER / f"{name}.json").exists():
+        title = f"The recipes of the documents in miniature, {where}"
+        command = f"make seeds DEVICE={device}"
+        results_page.save(name, {"title": title, "group": "Whole jobs", "command": command, "notes": [], "tables": []})
+    results_page.record(name, text)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -151,8 +166,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if (options.device == "gpu") != torch.cuda.is_available():
         parser.error(f"--device {options.device}: torch sees {torch.cuda.device_count()} GPUs here")
-    if options.write_docs and not (results_page.FOLDER / f"seeds_{options.device}.json").exists():
-        parser.error(f"--write-docs: there is no benchmarks/results/seeds_{options.device}.json to write into")
     options.work_dir = options.work_dir.resolve()
     # Those of a CPU are logical, and there are enough.
     options.num_gpus = torch.cuda.device_count() if options.device == "gpu" else 99
@@ -176,7 +189,7 @@ def main() -> int:
     text = f"{notes(options.only, options.device)}\n\n{table(rows)}\n"
     print(f"\n{text}")
     if options.write_docs:
-        results_page.record(f"seeds_{options.device}", text)
+        write_docs(options.device, text)
     return int(any(row.problems for row in rows))
 
 

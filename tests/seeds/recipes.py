@@ -189,7 +189,7 @@ GLM45 = Seed(
         """,
         jobs=(
             Job(
-                "TP2 EP2 SP, Adam on the host, MTP trained; an engine of TP2",
+                "TP2 EP2 SP, MTP trained; an engine of TP2",
                 "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2 --expert-model-parallel-size 2",
                 shows=("eval", "filter", "mtp"),
             ),
@@ -283,7 +283,7 @@ R1 = Seed(
         """,
         jobs=(
             Job(
-                "PP2 (3 and 1 layers), Adam on the host; an engine of TP2",
+                "PP2 (3 and 1 layers); an engine of TP2",
                 """--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1
                 --expert-model-parallel-size 1""",
                 shows=("eval", "filter"),
@@ -361,7 +361,7 @@ FLASH = Seed(
             --global-batch-size 16
         """,
         jobs=(
-            Job("EP2, Adam on the host; two engines", "--expert-model-parallel-size 2"),
+            Job("EP2; two engines", "--expert-model-parallel-size 2"),
             Job(
                 "TP2 SP, MTP trained; an engine of TP2",
                 f"""--tensor-model-parallel-size 2 --expert-model-parallel-size 1 --rollout-num-gpus-per-engine 2
@@ -454,10 +454,10 @@ GLM52 = Seed(
             '{{{{"architectures": ["DeepseekV2ForCausalLM"]}}}}'
         """,
         jobs=(
-            Job("PP2 (2 and 2 layers), Adam on the host; prefill and decode apart", GLM52_STAGES),
+            Job("PP2 (2 and 2 layers); prefill and decode apart", GLM52_STAGES),
             Job("allgather CP2, EP2; prefill and decode apart", GLM52_GATHER, goes_on=True),
         ),
-        gpu_only="FP8 engine and cache, FlashMLA, EAGLE, DP attention, DeepEP",
+        gpu_only="sparse attention by FlashMLA (dense here), FP8 engine and cache, EAGLE, DP attention, DeepEP",
     ),
     gpu=Form(
         sizes={
