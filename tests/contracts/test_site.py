@@ -17,7 +17,7 @@ OUTSIDE = [REPO / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.m
 OUTSIDE += sorted((REPO / "examples").glob("**/*.md"))
 """Pages that the site does not hold; mkdocs checks the others."""
 GENERATED = {"flags.md", "hooks.md", "reliability.md", "results.md"}
-WORD_LIMIT = 22_000
+WORD_LIMIT = 24_000
 GENERATED_TABLE = re.compile(r"<!-- written by .*?<!-- end of the table -->", flags=re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 ASSET = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"(https?:[^\"]+)\"")
