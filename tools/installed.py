@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from slime.utils import env
 
 REPO = Path(__file__).resolve().parents[1]
 GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
@@ -59,7 +63,33 @@ def has_library(module: str, pattern: str) -> Callable[[], bool]:
     return look
 
 
+def has_nvcc() -> bool:
+    """Look for CUDA's compiler where flashinfer does."""
+    home = env.get_str("CUDA_HOME") or env.get_str("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") is not None or Path(home, "bin/nvcc").is_file()
+
+
+def has_c() -> bool:
+    """Look for a C compiler and Python's headers, which Triton starts its kernels with."""
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return header.is_file() and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+
+
 PARTS = (
+    Part(
+        "C compiler",
+        "apt-get install build-essential python3-dev, for the Python of .venv",
+        has_c,
+        "",
+        "cc or Python.h: Triton's kernels cannot start",
+    ),
+    Part(
+        "nvcc",
+        "install the CUDA 13 toolkit, or set CUDA_HOME",
+        has_nvcc,
+        HAS_ENGINES,
+        "engines compile kernels of flashinfer when they start",
+    ),
     Part(
         "cutlass",
         "nvidia-cutlass-dsl",
