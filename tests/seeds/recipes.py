@@ -26,7 +26,7 @@ CPU_SIZES = """
 """
 GPU_SIZES = """
     --rollout-batch-size 16 --n-samples-per-prompt 4 --rollout-max-response-len 128 --max-tokens-per-gpu 4096
-    --eval-max-response-len 64 --n-samples-per-eval-prompt 4 --sglang-mem-fraction-static 0.15
+    --eval-max-response-len 64 --n-samples-per-eval-prompt 4 --sglang-mem-fraction-static 0.6
     --sglang-max-total-tokens 65536 --sglang-server-concurrency 64 --sglang-max-running-requests 64
     --sglang-cuda-graph-max-bs-decode 16 --sglang-attention-backend triton --sglang-sampling-backend pytorch
 """
@@ -389,7 +389,7 @@ FLASH = Seed(
         prepare=FLASH_PREPARE,
         flags=f"""
             {GPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 --sglang-dp-size 2
-            --global-batch-size 64 {FLASH_EAGLE}
+            --global-batch-size 64 {FLASH_EAGLE} --sglang-attention-backend flashinfer
         """,
         jobs=(
             Job(
