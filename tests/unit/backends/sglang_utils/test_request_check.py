@@ -143,6 +143,17 @@ def asked(manager: Manager, obj: Any, path: str = "/generate") -> list[str]:
     return asyncio.run(ask())
 
 
+@pytest.mark.parametrize("kind", ["image_data", "video_data", "audio_data"])
+@pytest.mark.parametrize("data", [{"format": "processor_output"}, [["x"], [{"format": "precomputed_embedding"}]]])
+def test_a_request_with_features_is_refused_by_name(kind: str, data: Any) -> None:
+    manager = Manager()
+    batch = [[5], [6]] if isinstance(data, list) else IDS
+    asked(manager, GenerateReqInput(input_ids=IDS, **{kind: [["x", {"url": "y"}]]}))
+    with pytest.raises(ValueError, match="brings 'p[a-z_]*' in the place of an image.*`encoder` groups"):
+        asked(manager, GenerateReqInput(input_ids=batch, **{kind: data}))
+    assert len(manager.seen) == 1  # SGLang saw the first alone
+
+
 def test_two_requests_with_one_id_have_two_in_the_scheduler_and_are_aborted_by_the_clients() -> None:
     manager = Manager()
     for rid in ("mine", "mine", ["mine", "yours"]):

@@ -245,16 +245,20 @@ def test_an_adapter_of_a_push_is_served_once_it_is_loaded(name, success, served)
 
 
 def test_every_answer_names_its_engine():
-    settings = SimpleNamespace(enable_lora=False, host="10.0.0.7", port=15000)
+    cpu_shim.install()
+    from sglang.srt.managers.io_struct import GenerateReqInput
 
-    async def answers(*_: Any) -> AsyncIterator[dict[str, Any]]:
-        yield {"meta_info": {}}
+    settings = SimpleNamespace(
+        enable_lora=False, enable_mis=False, tokenizer_metrics_allowed_custom_labels=None, host="10.0.0.7", port=15000
+    )
+
+    async def answers(manager: Any, obj: Any, request: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"meta_info": {"id": obj.rid}}
 
     async def ask() -> list[Any]:
         manager = SimpleNamespace(server_args=settings)
-        return [
-            one async for one in sglang_plugin._generate(answers, manager, SimpleNamespace(lora_path=None, rid="1"))
-        ]
+        obj = GenerateReqInput(input_ids=[5], rid="1")
+        return [one async for one in sglang_plugin._generate(answers, manager, obj)]
 
     (answer,) = asyncio.run(ask())
     attrs = build_sglang_meta_trace_attrs(answer["meta_info"])
@@ -287,13 +291,6 @@ def test_glm_counts_the_positions_of_ids_that_their_text_would_not_give_again():
         MRotaryEmbedding.get_rope_index_glm4v(**asked)
     positions, _ = sglang_plugin._glm_positions(MRotaryEmbedding.get_rope_index_glm4v, **asked)
     assert positions[:, 0].tolist() == [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]]
-
-
-@pytest.mark.parametrize("data", [{"format": "processor_output"}, [["x"], [{"format": "precomputed_embedding"}]]])
-def test_a_request_with_features_is_refused_by_name(data):
-    sglang_plugin._refuse_features(SimpleNamespace(image_data=[["x", {"url": "y"}]], video_data=None))
-    with pytest.raises(ValueError, match="brings 'p[a-z_]*' in the place of an image.*`encoder` groups"):
-        sglang_plugin._refuse_features(SimpleNamespace(image_data=data))
 
 
 def test_a_flush_forgets_the_features_of_images():
