@@ -234,9 +234,10 @@ def _is_value(found: re.Match[str], value: str) -> bool:
         return False  # the next one of a list of names
     if value in ("", "None", "null", "True", "False", "true", "false", "[]", "{}"):
         return False
-    if _is_always_secret(name):
-        return True
     is_key = found["sign"] != ":" or found["quote"] is not None or before[-1:] in ("", "\n", "{", ",", "[")
+    if _is_always_secret(name):
+        is_in_sentence = not is_key or (name.startswith("--") and found["sign"] == ":")
+        return not (is_in_sentence and value.isalpha()) and not name.startswith("--no-")
     return is_key and not value.isdecimal() and not _PIECE_OF_TEXT.fullmatch(value)  # else a word of a sentence
 
 
