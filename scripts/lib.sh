@@ -55,15 +55,24 @@ _RAY_DIR=""
 _WATCHER_PID=""
 _JOB_ID=""
 
-# free_ports N: print N different free TCP ports, one per line.
+# free_ports N: print N different free TCP ports, one per line.  They lie below those that the kernel gives to connections:
+# one of these may take a port between this look and Ray's start.
 free_ports() {
     python3 - "$1" <<'PY'
-import socket, sys
+import random, socket, sys
 
-sockets = [socket.socket() for _ in range(int(sys.argv[1]))]
-for one in sockets:
-    one.bind(("", 0))
-    print(one.getsockname()[1])
+sockets = []
+for port in random.sample(range(11000, 20000), 9000):
+    if len(sockets) == int(sys.argv[1]):
+        break
+    one = socket.socket()
+    try:
+        one.bind(("", port))
+    except OSError:
+        one.close()
+        continue
+    sockets.append(one)
+    print(port)
 PY
 }
 
