@@ -84,9 +84,11 @@ def forget_all() -> None:
 
 
 def forget(name: str) -> None:
-    """Stop watching the actors registered under ``name``: they are about to be stopped on purpose."""
+    """Stop watching the actors registered under ``name``, and what they start: others come in their place, or none."""
     for ref in [ref for ref, watched in _sentinels.items() if watched == name]:
         del _sentinels[ref]
+    for ref in [ref for ref in _starting if _actor_name(ref) == name]:
+        del _starting[ref]
     for actor_id in [actor_id for actor_id, watched in _names.items() if watched == name]:
         del _names[actor_id]
 
@@ -184,9 +186,13 @@ def wait_for(
 
 def _unanswered(refs: Sequence[ray.ObjectRef]) -> str:
     """Return the actors of calls, as the end of a sentence; empty where none has a name."""
-    ids = (ref.task_id().actor_id().hex() for ref in refs)
-    names = dict.fromkeys(_names[actor_id] for actor_id in ids if actor_id in _names)
+    names = dict.fromkeys(name for ref in refs if (name := _actor_name(ref)))
     return f" ({', '.join(names)})" if names else ""
+
+
+def _actor_name(ref: ray.ObjectRef) -> str | None:
+    """Return the name of the actor of a call; None where it has none."""
+    return _names.get(ref.task_id().actor_id().hex())
 
 
 def _get(ref: ray.ObjectRef, what: str) -> Any:

@@ -114,6 +114,19 @@ def test_what_fails_to_start_beside_a_wait_ends_the_wait_and_what_starts_does_no
     assert waiting._starting == {}
 
 
+def test_what_a_forgotten_actor_had_to_start_ends_no_wait():
+    dead, other = Worker.remote(), Worker.remote()
+    watch(dead, "the manager")
+    waiting.watch_start(dead.echo.remote(1, 300), "the engines to start")
+    waiting.watch_start(started := other.echo.remote(2), "another engine to start")
+    ray.kill(dead)
+    with pytest.raises(EngineDiedError, match="the manager died"):
+        wait_for(other.echo.remote(1, 300), what="the other", timeout_s=200)
+    waiting.forget("the manager")
+    assert not waiting._starting.keys() - {started}
+    assert wait_for(Worker.remote().echo.remote(3), what="the one in its place", timeout_s=200) == 3
+
+
 def test_a_passed_deadline_names_the_actor_that_did_not_answer():
     silent, other = Worker.remote(), Worker.remote()
     waiting.name_actor(silent, "the actor of engine 3")

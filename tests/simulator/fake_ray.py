@@ -61,9 +61,9 @@ def travel(value: Any) -> Any:
 class Ref(_Named):
     """ray.ObjectRef."""
 
-    def __init__(self, owner: Any, method: str = "") -> None:
+    def __init__(self, owner: Any, method: str = "", actor_id: _Id | None = None) -> None:
         super().__init__()
-        self._owner, self._method = owner, method
+        self._owner, self._method, self._actor_id = owner, method, actor_id or _Id("")
         self.is_done = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -80,7 +80,7 @@ class Ref(_Named):
         self.waiting.clear()
 
     def task_id(self) -> Any:
-        return Namespace(actor_id=lambda: getattr(self._owner, "_actor_id", _Id("")))
+        return Namespace(actor_id=lambda: self._actor_id)
 
     def __repr__(self) -> str:
         return f"{self._owner}.{self._method}()" if self._method else str(self._owner)
@@ -184,7 +184,7 @@ class _Method:
     def remote(self, *arguments: Any, **keywords: Any) -> Ref:
         handle, cluster = self.handle, self.handle._cluster
         kernel, name = cluster.kernel, self.name
-        ref = Ref(handle._process, name)
+        ref = Ref(handle._process, name, handle._actor_id)
         if handle._failed is not None:
             kernel.call_later(0.001, lambda: ref.finish(error=handle._failed))
             return ref

@@ -153,7 +153,15 @@ PAST: dict[str, tuple[int, Setup, list[Fault]]] = {
         Setup(trainer_ranks=2, save_interval=2, colocate=True),
         [
             Fault("kill", "http router POST /generate", 14, target="manager"),
-            Fault("kill", "call manager.wait_ready", 2, target="trainer1"),
+            Fault("kill", "call manager.wait_ready", 4, target="trainer1"),
+        ],
+    ),
+    "a manager dies again while the engines of its start come up": (
+        1,
+        Setup(trainer_ranks=2, save_interval=2),
+        [
+            Fault("kill", "http router POST /generate", 14, target="manager"),
+            Fault("kill", "http router POST /workers", 3, target="manager"),
         ],
     ),
 }

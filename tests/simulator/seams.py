@@ -273,6 +273,7 @@ def process_globals() -> list[tuple[Any, str, Callable[[], Any]]]:
     return [
         (waiting, "_sentinels", dict),
         (waiting, "_names", dict),
+        (waiting, "_starting", dict),
         (context, "_RUNS", lambda: [context.RunState()]),
         (context, "_ROLLOUTS", list),
         (async_utils, "_LOOPS", list),
