@@ -91,7 +91,8 @@ def run(words: Sequence[str], log: Path, *, limit_s: float, variables: Mapping[s
         CommandFailed: its exit code is not 0, or time was up.
     """
     environment = {
-        **env.copy(),
+        # A trainer in this process may have left the variables by which Megatron-core chooses the attention.
+        **{name: value for name, value in env.copy().items() if not name.startswith("NVTE_")},
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), env.get_str("PATH") or ""]),
         "OMP_NUM_THREADS": "1",
         **(variables or {}),
