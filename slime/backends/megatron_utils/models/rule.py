@@ -121,11 +121,17 @@ class WeightMap:
         """Return True for a HF tensor of an MTP layer, counted from ``first``."""
         if not self.mtp or (self.own_mtp_prefix and "{index}" not in self.own_mtp_prefix and first):
             return False
-        prefixes: list[str] = []
-        for index in range(first, MAX_MTP_LAYERS):
-            prefix = self.mtp_prefix(index, shape)
-            prefixes += [prefix, self.mtp_layer_prefix.format(index=index) or prefix]
-        return hf_name.startswith(tuple(prefixes))
+        key = (shape.num_layers, first)
+        if key not in self._mtp_prefixes:
+            prefixes = [self.mtp_prefix(index, shape) for index in range(first, MAX_MTP_LAYERS)]
+            inner = [self.mtp_layer_prefix.format(index=index) for index in range(first, MAX_MTP_LAYERS)]
+            self._mtp_prefixes[key] = (*prefixes, *filter(None, inner))
+        return hf_name.startswith(self._mtp_prefixes[key])
+
+    @cached_property
+    def _mtp_prefixes(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        """Beginnings of names, by the layers of the model and the first MTP layer: a checkpoint has 100,000 names."""
+        return {}
 
     def has_place(self, hf_name: str, shape: ModelDims) -> bool:
         """Return False for a HF tensor that belongs to no layer of the model, nor to anything else of the family."""
