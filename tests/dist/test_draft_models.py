@@ -6,7 +6,6 @@ A trainer without MTP layers leaves the draft as it was loaded; one that has the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.hf_to_megatron.tensors import left_out_tensors
 from slime.backends.megatron_utils.models import find_weight_map
-from slime.backends.sglang_utils import cpu_shim
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import WeightSyncError
 from slime.weights.manifest import Manifest
@@ -29,15 +27,6 @@ pytestmark = pytest.mark.timeout(900)
 
 FAMILIES = ("glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5")
 """MiMo's config needs the code of its folder, and GLM-5's layers need a GPU."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    cpu_shim.install()
-    folder = tmp_path_factory.mktemp("first")
-    load_cases(["qwen3"])["qwen3"].write_checkpoint(folder)
-    with LoadedModel(folder) as loaded:
-        yield loaded
 
 
 def serve_with_draft(model: LoadedModel, folder: Path, family: str) -> dict[str, Tensor]:

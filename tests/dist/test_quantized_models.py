@@ -7,14 +7,12 @@ unwritten; either serves nonsense without an error.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from slime.backends.sglang_utils import cpu_shim
 from slime.weights.quantize import make_quantizer
 from slime.weights.quantize.block_fp8 import FP8
 from slime.weights.quantize.formats import is_quantized_offline, modules_to_not_convert
@@ -40,15 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kimi_k2": {},
     "minimax_m2": {},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    cpu_shim.install()
-    folder = tmp_path_factory.mktemp("first")
-    load_cases(["qwen3"])["qwen3"].write_checkpoint(folder)
-    with LoadedModel(folder) as loaded:
-        yield loaded
 
 
 def quantized(folder: Path, family: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
