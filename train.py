@@ -8,7 +8,7 @@ The steps are those of ``slime.ray.train_loop``; ``train_async.py`` puts them in
 from argparse import Namespace
 
 from slime.arguments.cross_group import check_in_step_arguments
-from slime.ray.job import run
+from slime.compose import run
 from slime.ray.train_loop import TrainJob
 
 

@@ -9,7 +9,7 @@ own (no ``--colocate``).  Supervised fine-tuning runs here too, with ``--debug-t
 from argparse import Namespace
 
 from slime.arguments.cross_group import check_async_arguments
-from slime.ray.job import run
+from slime.compose import run
 from slime.ray.train_loop import TrainJob
 
 

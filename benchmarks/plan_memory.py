@@ -5,7 +5,7 @@
     python benchmarks/plan_memory.py --plan-only            the plan's numbers alone; needs no GPU
 
 Each case is a process (one per GPU) of its own: random weights of the true shape, packed micro-batches, three
-optimizer steps, of which the last two are measured.  Behind it stands what ``slime.planning`` says of the same flags.
+optimizer steps, of which the last two are measured.  Behind it stands what ``slime.ext.plan`` says of the same flags.
 The exit code is 1 when a peak is further than ``--bound`` from the plan.
 """
 
@@ -100,10 +100,10 @@ def write_folder(folder: Path) -> None:
 def planned(case: Case, num_microbatches: int) -> list[dict[str, float]]:
     """For every pipeline stage what the plan says, in GiB."""
     from slime.backends.megatron_utils.flags.model_dims import model_dims
-    from slime.planning.command import complete_run
-    from slime.planning.layout import ParallelSizes, PipelineSplit, stage_chunks
-    from slime.planning.parameters import chunk_parameters
-    from slime.planning.trainer_memory import TrainerSettings, rank_memory
+    from slime.ext.plan.command import complete_run
+    from slime.ext.plan.layout import ParallelSizes, PipelineSplit, stage_chunks
+    from slime.ext.plan.parameters import chunk_parameters
+    from slime.ext.plan.trainer_memory import TrainerSettings, rank_memory
 
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder))

@@ -21,12 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.plan.command import run_plan
+from slime.ext.plan.fit import fitted
+from slime.ext.plan.plan import CARDS, PlanOptions, find_card
+from slime.ext.plan.recipe import read_recipe
+from slime.ext.plan.trainer_memory import GIB
 from slime.flags.kinds import positive_float, positive_fraction, positive_int
-from slime.planning.command import asks_to_fit, run_plan
-from slime.planning.fit import fitted
-from slime.planning.plan import CARDS, PlanOptions, find_card
-from slime.planning.recipe import read_recipe
-from slime.planning.trainer_memory import GIB
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from tools.cli import clean_exit
@@ -103,7 +103,7 @@ def main() -> None:
         settings = PlanOptions(
             card=card, mfu=options.mfu, lengths=lengths, images=tuple(options.image), environment=environment
         )
-        if asks_to_fit(words):
+        if "--fit" in words:
             words, table = fitted(words, settings, options.gpus)
             say(*table.split("\n"), to_stderr=True)
         code = run_plan(words, settings, as_json=options.json, all_ranks=options.ranks)

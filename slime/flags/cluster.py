@@ -10,6 +10,7 @@ import argparse
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from slime.flags.config import backend_flags
 from slime.flags.kinds import (
@@ -20,6 +21,42 @@ from slime.flags.kinds import (
 )
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.utils.async_utils import STALL_TIMEOUT_S
+
+
+class GpuPlan(NamedTuple):
+    """The number of GPUs the job takes, and the first of the engines' part."""
+
+    num_gpus: int
+    rollout_offset: int
+
+
+def plan_gpus(args: Namespace) -> GpuPlan:
+    """Return the size of the placement group and the first GPU of the engines, by the mode of the run.
+
+    With A = actor nodes x GPUs per node and R = ``--rollout-num-gpus``:
+
+    =====================================  ============  ===============
+    mode, checked in this order            GPUs          rollout offset
+    =====================================  ============  ===============
+    ``--debug-train-only``                 A             0
+    external engines, rollout only         0             0
+    external engines                       A             A
+    ``--debug-rollout-only``               R             0
+    ``--colocate``                         max(A, R)     0
+    otherwise (disaggregated)              A + R         A
+    =====================================  ============  ===============
+    """
+    actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    rollout_gpus = args.rollout_num_gpus or 0
+    if args.debug_train_only:
+        return GpuPlan(actor_gpus, 0)
+    if args.rollout_external:
+        return GpuPlan(0, 0) if args.debug_rollout_only else GpuPlan(actor_gpus, actor_gpus)
+    if args.debug_rollout_only:
+        return GpuPlan(rollout_gpus, 0)
+    if args.colocate:
+        return GpuPlan(max(actor_gpus, rollout_gpus), 0)
+    return GpuPlan(actor_gpus + rollout_gpus, actor_gpus)
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ import torch
 from ray._private import ray_constants
 from ray._private.authentication import authentication_token_setup as ray_token
 
-from slime.planning.layout import plan_gpus
+from slime.flags.cluster import plan_gpus
 from slime.ray.own_cluster import own_cluster
 from slime.ray.ray_servers import leave_ray
 from slime.utils import env

@@ -18,7 +18,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.planning.layout import plan_gpus
+from slime.flags.cluster import plan_gpus
 from slime.ray.connect import connect
 from slime.ray.preemption import NOTICE
 from slime.ray.ray_servers import RAY

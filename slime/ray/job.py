@@ -18,11 +18,8 @@ from ray.exceptions import RayError
 from slime.arguments import parse_args
 from slime.observability.logging_utils import configure_logger
 from slime.observability.run_record import event, stop_recording
-from slime.planning.command import asks_for_plan, asks_to_fit, plan_of_train
-from slime.planning.fit import fitted_here
 from slime.ray.connect import connect, disconnect
 from slime.ray.preemption import NOTICE, Interrupted, RanksLeave
-from slime.ray.supervisor import FLAG, supervise
 from slime.ray.waiting import forget_all
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
 from slime.utils.redaction import redacted_text
@@ -32,20 +29,26 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
-def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] | None = None) -> None:
+def run(
+    train: Callable[[Namespace], None],
+    check: Callable[[Namespace], None] | None = None,
+    *,
+    complete: Callable[[list[str]], list[str]] = list,
+) -> None:
     """Parse the command line, connect, run ``train(args)``, and leave with an exit code that says how it went.
 
-    0 success, 1 failure, 2 bad input, 130 interrupted.  ``check(args)`` raises for what this ``train`` cannot do.
+    0 success, 1 failure, 2 bad input, 130 interrupted.
+
+    Args:
+        train: the loop.
+        check: raises for what this ``train`` cannot do.
+        complete: adds to the words of the command line before they are parsed.
     """
     configure_logger()
-    if asks_for_plan(sys.argv[1:]):
-        sys.exit(plan_of_train(sys.argv[1:]))
-    if FLAG in sys.argv[1:]:
-        sys.exit(supervise(sys.argv[0], sys.argv[1:]))
     signal.signal(signal.SIGTERM, _raise_interrupted)
     code = EXIT_FAILED
     try:
-        args = parse_args(argv=fitted_here(sys.argv[1:]) if asks_to_fit(sys.argv[1:]) else None)
+        args = parse_args(argv=complete(sys.argv[1:]))
         if check is not None:
             check(args)
         connect(args)

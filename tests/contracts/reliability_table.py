@@ -122,7 +122,7 @@ PROMISES = (
         fails="the driver dies, or anything else that ends a run",
         promise="with `--supervise` the same command starts again, from the last save and the ledger",
         cost="163 s for one that is killed: a start of the job; the optimizer steps since the save are taken again",
-        tests=("tests/unit/ray/test_supervisor.py::test_a_driver_that_fails_is_started_again_until_it_ends_well",),
+        tests=("tests/ext/recovery/test_supervisor.py::test_a_driver_that_fails_is_started_again_until_it_ends_well",),
     ),
 )
 """In the order of the page."""
@@ -315,15 +315,15 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DRIVER,
         waits="Supervisor for its driver (--supervise)",
-        code=("slime.ray.supervisor.supervise",),
-        bounds=("--max-recoveries", "slime.ray.supervisor.PAUSE_S"),
+        code=("slime.ext.recovery.supervisor.supervise",),
+        bounds=("--max-recoveries", "slime.ext.recovery.supervisor.PAUSE_S"),
         deadline="as long as the driver runs; the constant before it is started again",
         raises="",
         log="supervisor: the cause, and how often within the hour",
         outcome="the driver goes on from its last save; after too many failures the list of their causes",
         tests=(
-            "tests/unit/ray/test_supervisor.py::test_a_driver_that_fails_is_started_again_until_it_ends_well",
-            "tests/unit/ray/test_supervisor.py::test_too_many_failures_end_it_with_the_list_of_all_and_old_ones_do_not_count",
+            "tests/ext/recovery/test_supervisor.py::test_a_driver_that_fails_is_started_again_until_it_ends_well",
+            "tests/ext/recovery/test_supervisor.py::test_too_many_failures_end_it_with_the_list_of_all_and_old_ones_do_not_count",
         ),
     ),
     Edge(
@@ -1275,8 +1275,8 @@ OUTSIDE = {
     "slime.observability.run_record": "no step waits for the record: git has 10 s at the start, the last write 30 s",
     "slime.observability.prometheus_page": "a page for people: an engine has SCRAPE_TIMEOUT_S, the run never waits",
     "slime.utils.misc": "exec_command runs what its caller wants for as long as it takes, a whole training run too",
-    "slime.planning.fit": "a plan is no run: nvidia-smi has 60 s",
-    "slime.planning.recipe": "a plan is no run: a recipe with recorders for commands has TIMEOUT_S to print its flags",
+    "slime.ext.plan.fit": "a plan is no run: nvidia-smi has 60 s",
+    "slime.ext.plan.recipe": "a plan is no run: a recipe with recorders for commands has TIMEOUT_S to print its flags",
     "slime.agent.sandbox.isolation.__main__": "a program of its own, ended by the runner or by the plan's TIMEOUT_S",
     "slime.agent.sandbox.isolation.namespaces": "a program of its own: START_TIMEOUT_S of the runner, or the plan's",
     "slime.agent.sandbox.isolation.supervisor": "serves until the runner hangs up",
@@ -1301,7 +1301,7 @@ UNTIMED = {
     "slime.rollout.generate_group._run_entries: asyncio.gather": "requests are timed, and so is the rollout",
     "slime.rollout.multi_turn._Player.observe: asyncio.gather": "every call has --turn-timeout-s",
     "slime.utils.misc.exec_command: subprocess.run": "a whole training run may be the command",
-    "slime.ray.supervisor._run: child.wait": "for a driver, as long as it runs",
+    "slime.ext.recovery.supervisor._run: child.wait": "for a driver, as long as it runs",
     "slime.rollout.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",
     "slime.rollout.on_policy_distillation.reward_func: asyncio.gather": "every request has REQUEST_TIMEOUT_S",
     "slime.rollout.rm_hub.batched_async_rm: asyncio.gather": "every grading has --rm-timeout-s",

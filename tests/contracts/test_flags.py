@@ -21,8 +21,8 @@ READS_IN_THE_FLAGS_PACKAGE = ("slime.arguments.resolve", "slime.arguments.overla
 
 READ_BY_A_COMPUTED_NAME = {
     "train_backend": "one choice so far; chosen by the parser",
-    "supervise": "slime/ray/job.py looks for the word",
-    "fit": "asks_to_fit of slime/planning/command.py looks for the word",
+    "supervise": "slime/compose.py looks for the word",
+    "fit": "slime/compose.py looks for the word",
 }
 """Flags whose reader does not spell the attribute, and who it is."""
 

@@ -19,8 +19,9 @@ LAYERS = (  # lowest first; a package may import only from lower rows
     ("slime.rollout", "slime.backends.train_worker"),
     ("slime.backends.sglang_utils", "slime.backends.megatron_utils"),
     ("slime.arguments",),
-    ("slime.planning",),
     ("slime.ray",),
+    ("slime.ext",),
+    ("slime.compose",),
     ("slime_plugins", "tools", "train", "train_async"),
 )
 RANK = {package: rank for rank, row in enumerate(LAYERS) for package in row}
@@ -81,6 +82,23 @@ def upward_imports(repo: Path) -> list[str]:
     return problems
 
 
+def extension_of(module: str) -> str | None:
+    """The extension that a module belongs to; None for one of the core."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["slime", "ext"] and len(parts) > 2 else None
+
+
+def breaches_between_extensions(repo: Path) -> list[str]:
+    """Every import of one extension by another."""
+    return [
+        f"{path.relative_to(repo)}:{line} imports {target}"
+        for path in python_files(repo)
+        if (importer := extension_of(module_name(path, repo))) is not None
+        for line, target in imports_of(path, repo)
+        if extension_of(target) not in (None, importer)
+    ]
+
+
 def fence_breaches(repo: Path) -> list[str]:
     """Every import of a fenced library from outside its fence."""
     problems = []
@@ -119,6 +137,15 @@ def test_the_check_finds_a_library_outside_its_fence(tmp_path):
 
 def test_imports_point_down():
     assert upward_imports(REPO) == []
+
+
+def test_the_check_finds_an_extension_that_knows_another(tmp_path):
+    write(tmp_path / "slime/ext/plan/fit.py", "import slime.ext.plan.layout\n\ndef f():\n    import slime.ext.lora\n")
+    assert breaches_between_extensions(tmp_path) == ["slime/ext/plan/fit.py:4 imports slime.ext.lora"]
+
+
+def test_extensions_do_not_know_each_other():
+    assert breaches_between_extensions(REPO) == []
 
 
 def test_foreign_libraries_stay_behind_their_fences():

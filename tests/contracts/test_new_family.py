@@ -86,9 +86,9 @@ from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.models import published_config
 from slime.backends.megatron_utils.parameters import iter_global_parameters
-from slime.planning.make_plan import _notes
-from slime.planning.parameters import model_size
-from slime.planning.plan import PlanOptions, find_card
+from slime.ext.plan.make_plan import _notes
+from slime.ext.plan.parameters import model_size
+from slime.ext.plan.plan import PlanOptions, find_card
 from slime.utils.errors import ConfigError
 from tests.matrix.flags import model_flags as flags
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process, write_hf_model

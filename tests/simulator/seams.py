@@ -139,8 +139,6 @@ def install() -> Patches:
         (rollout, "log_rollout", nothing),
         (job, "parse_args", lambda argv=None: world().make_args()),
         (job, "connect", nothing),
-        (job, "asks_for_plan", lambda words: False),
-        (job, "asks_to_fit", lambda words: False),
         (job, "configure_logger", nothing),
         (train_loop, "configure_logger", nothing),
         (rollout, "configure_logger", nothing),
@@ -242,7 +240,7 @@ def set_alarm(which: int, seconds: float) -> None:
 
 def make_gpus(args: Namespace, gpu_slice: Any) -> dict[str, Any]:
     """The placement of the job: GPUs by number."""
-    from slime.planning.layout import plan_gpus
+    from slime.flags.cluster import plan_gpus
 
     plan = plan_gpus(args)
     everything = gpu_slice(None, list(range(plan.num_gpus)), list(range(plan.num_gpus)))

@@ -17,9 +17,9 @@ from typing import Any
 import ray
 
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
+from slime.flags.cluster import plan_gpus
 from slime.flags.security import job_secret
 from slime.observability.job_state import JobState
-from slime.planning.layout import plan_gpus
 from slime.ray.engine_handles import RayEngine, UpdatableEngines
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState

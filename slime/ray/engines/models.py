@@ -28,9 +28,9 @@ from slime.backends.sglang_utils.router_process import (
 )
 from slime.backends.sglang_utils.server_args import served_dtype
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
+from slime.flags.cluster import plan_gpus
 from slime.flags.security import job_secret
 from slime.observability.job_state import PageSource, read_page
-from slime.planning.layout import plan_gpus
 from slime.ray.engines.actor import MAX_START_ATTEMPTS, PortCursors, start_engine_actor, start_timeout_s
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, SERVES

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 import ray
 
-from slime.planning.layout import plan_gpus
+from slime.flags.cluster import plan_gpus
 from slime.ray import gpus, waiting
 from slime.ray.gpus import GpuSlice, _sort_key
 from slime.ray.preemption import NOTICE, Interrupted

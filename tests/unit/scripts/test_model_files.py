@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.flags.hf_config_check import (
     read_hf_config,
 )
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.planning.parameters import model_size
+from slime.ext.plan.parameters import model_size
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import parse
 

@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
 from slime.backends.megatron_utils.layers.vision import ImageBatch, VisionModel, place_images, rotary_axes
 from slime.backends.megatron_utils.models import find_weight_map, has_tower
 from slime.backends.megatron_utils.train_metrics import image_patches
-from slime.planning.parameters import model_size
+from slime.ext.plan.parameters import model_size
 from slime.train_data.context_parallel import CPRank
 from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.planning.layout import ParallelSizes
+from slime.ext.plan.layout import ParallelSizes
 from slime.train_data.model_dims import ModelDims
 
 

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.published_configs import PUBLISHED
 from slime.backends.sglang_utils import cpu_shim
-from slime.planning.engines import AdapterSlots, EngineShape, adapter_slot_bytes, engine_memory
+from slime.ext.plan.engines import AdapterSlots, EngineShape, adapter_slot_bytes, engine_memory
+from tests.ext.plan.test_parameters import dims_of, model_args
 from tests.unit.backends.megatron_utils.megatron_case import parse
-from tests.unit.planning.test_parameters import dims_of, model_args
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims, tower_dims
-from slime.planning.activations import (
+from slime.ext.plan.activations import (
     Kept,
     MicroBatch,
     Recompute,
@@ -20,9 +20,9 @@ from slime.planning.activations import (
     layer_terms,
     tower_activations,
 )
-from slime.planning.layout import ParallelSizes, StageChunk
-from slime.planning.parameters import chunk_parameters
-from slime.planning.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
+from slime.ext.plan.layout import ParallelSizes, StageChunk
+from slime.ext.plan.parameters import chunk_parameters
+from slime.ext.plan.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
 from slime.train_data.model_dims import ModelDims, TowerDims
 from tests.matrix.case import hide_broken_torchvision
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process

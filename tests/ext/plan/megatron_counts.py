@@ -1,6 +1,6 @@
 """megatron-core's own count of what a rank holds: its model on fake tensors, in a world that is only claimed.
 
-    python -m tests.unit.planning.megatron_counts CASES.json
+    python -m tests.ext.plan.megatron_counts CASES.json
 
 A process of its own, because it claims worlds of many ranks.  For each case (flags and ranks) one line of JSON on
 stdout: per rank ``[trained dense, trained expert, frozen, layers from 1]``.

@@ -16,10 +16,10 @@ from slime.arguments.parser import flags_with_values
 from slime.backends.megatron_utils.flags.hf_config_check import fill_model_flags
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
 from slime.backends.megatron_utils.models import published_config
-from slime.planning.make_plan import make_plan
-from slime.planning.plan import Plan, PlanOptions, find_card
-from slime.planning.prompts import prompt_lengths
-from slime.planning.tables import plan_tables
+from slime.ext.plan.make_plan import make_plan
+from slime.ext.plan.plan import Plan, PlanOptions, find_card
+from slime.ext.plan.prompts import prompt_lengths
+from slime.ext.plan.tables import plan_tables
 from slime.utils import env
 from slime.utils.errors import SlimeError
 from slime.utils.json_file import read_model_config, text_over_all
@@ -40,16 +40,6 @@ class CompleteRun:
     """As it was given."""
 
 
-def asks_for_plan(words: Sequence[str]) -> bool:
-    """Return True for a command line of train.py that has ``--plan``."""
-    return any(word == "--plan" or word.startswith("--plan=") for word in words)
-
-
-def asks_to_fit(words: Sequence[str]) -> bool:
-    """Return True for a command line that has ``--fit``."""
-    return "--fit" in words
-
-
 def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
     """Parse and check ``words`` as train.py does, in every stage, so that all that is wrong is told at once.
 
@@ -60,7 +50,7 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
         words: the command line.
         folder: takes a stand-in for a checkpoint that is not here; the args name it.
     """
-    words = [*words] if asks_for_plan(words) else [*words, "--plan"]
+    words = [*words] if "--plan" in dict(flags_with_values(words)) else [*words, "--plan"]
     notes: list[str] = []
     try:
         args = parse_flags(words)

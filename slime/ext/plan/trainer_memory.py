@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-from slime.planning.activations import (
+from slime.ext.plan.activations import (
     Kept,
     MicroBatch,
     Recompute,
@@ -15,8 +15,8 @@ from slime.planning.activations import (
     head_activations,
     tower_activations,
 )
-from slime.planning.layout import ParallelSizes, StageChunk, rank_places
-from slime.planning.parameters import ParameterCount
+from slime.ext.plan.layout import ParallelSizes, StageChunk, rank_places
+from slime.ext.plan.parameters import ParameterCount
 from slime.train_data.model_dims import ModelDims
 
 GIB = 2**30

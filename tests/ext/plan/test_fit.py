@@ -13,13 +13,13 @@ import pytest
 from benchmarks.published_configs import NUM_PARAMETERS, PUBLISHED, WITHOUT_A_FILE
 from benchmarks.train_mfu import first_layers, sequence_lengths
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.planning.command import complete_run
-from slime.planning.fit import FIT_MFU, fitted, rollout_seconds, train_seconds
-from slime.planning.make_plan import make_plan
-from slime.planning.plan import PlanOptions, find_card
+from slime.ext.plan.command import complete_run
+from slime.ext.plan.fit import FIT_MFU, fitted, rollout_seconds, train_seconds
+from slime.ext.plan.make_plan import make_plan
+from slime.ext.plan.plan import PlanOptions, find_card
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
-from tests.unit.planning.test_plan import data_of
+from tests.ext.plan.test_plan import data_of
 
 RUN = "--num-rollout 3 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 128 --prompt-data /x.jsonl"
 RUN += " --rm-type math --rollout-max-response-len 1024"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from slime.planning.command import complete_run
-from slime.planning.make_plan import make_plan
-from slime.planning.plan import Plan, PlanOptions, find_card
-from slime.planning.recipe import read_recipe
-from slime.planning.trainer_memory import GIB
+from slime.ext.plan.command import complete_run
+from slime.ext.plan.make_plan import make_plan
+from slime.ext.plan.plan import Plan, PlanOptions, find_card
+from slime.ext.plan.recipe import read_recipe
+from slime.ext.plan.trainer_memory import GIB
 from tests.contracts.source_tree import REPO
 
 RECIPES = sorted(path.name for path in REPO.glob("scripts/run-*.sh") if "tiny" not in path.name)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray import supervisor
-from slime.ray.supervisor import supervise
+from slime.ext.recovery import supervisor
+from slime.ext.recovery.supervisor import supervise
 
 PROGRAM = """
 import os, signal, sys

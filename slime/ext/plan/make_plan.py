@@ -14,11 +14,8 @@ from slime.backends.megatron_utils.flags.check_arguments import check_expert_lay
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.models import family_of_spec
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
-from slime.flags.algorithm import uses_reference
-from slime.flags.distillation import trainer_teachers
-from slime.flags.lora import lora_config
-from slime.planning.activations import Recompute, chunk_activations
-from slime.planning.engines import (
+from slime.ext.plan.activations import Recompute, chunk_activations
+from slime.ext.plan.engines import (
     ENGINE_ASLEEP_BYTES,
     AdapterSlots,
     EngineGpus,
@@ -29,25 +26,24 @@ from slime.planning.engines import (
     placement_problems,
     quantized_bytes,
 )
-from slime.planning.layout import (
+from slime.ext.plan.layout import (
     ParallelSizes,
     PipelineSplit,
     StageChunk,
-    plan_gpus,
     rank_places,
     stage_chunks,
 )
-from slime.planning.parameters import chunk_parameters, model_size, with_adapters
-from slime.planning.plan import Card, EngineGroupPlan, GpuPhases, Plan, PlanOptions, StagePlan
-from slime.planning.prompts import (
+from slime.ext.plan.parameters import chunk_parameters, model_size, with_adapters
+from slime.ext.plan.plan import Card, EngineGroupPlan, GpuPhases, Plan, PlanOptions, StagePlan
+from slime.ext.plan.prompts import (
     image_patches,
     longest_sample,
     patches_of_rank,
     sample_lengths,
     with_image_tokens,
 )
-from slime.planning.traffic import PushTraffic, StepWork, step_work
-from slime.planning.trainer_memory import (
+from slime.ext.plan.traffic import PushTraffic, StepWork, step_work
+from slime.ext.plan.trainer_memory import (
     CONTEXT_BYTES,
     ENGINE_GROUPS_BYTES,
     GIB,
@@ -61,6 +57,10 @@ from slime.planning.trainer_memory import (
     state_copies,
     trainer_bytes_beside_engine,
 )
+from slime.flags.algorithm import uses_reference
+from slime.flags.cluster import plan_gpus
+from slime.flags.distillation import trainer_teachers
+from slime.flags.lora import lora_config
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import SlimeError
 

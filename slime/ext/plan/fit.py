@@ -19,12 +19,12 @@ from typing import Any
 
 from slime.arguments.parser import is_flag
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.planning.command import complete_run
-from slime.planning.engines import kv_bytes_per_token
-from slime.planning.make_plan import make_plan
-from slime.planning.plan import CARDS, Plan, PlanOptions
-from slime.planning.prompts import image_patches, longest_sample, prompt_lengths, with_image_tokens
-from slime.planning.trainer_memory import GIB
+from slime.ext.plan.command import complete_run
+from slime.ext.plan.engines import kv_bytes_per_token
+from slime.ext.plan.make_plan import make_plan
+from slime.ext.plan.plan import CARDS, Plan, PlanOptions
+from slime.ext.plan.prompts import image_patches, longest_sample, prompt_lengths, with_image_tokens
+from slime.ext.plan.trainer_memory import GIB
 from slime.train_data.model_dims import ModelDims
 from slime.utils import env
 from slime.utils.errors import ConfigError, SlimeError

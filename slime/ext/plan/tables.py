@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from slime.planning.engines import EngineGpus
-from slime.planning.layout import RankPlace
-from slime.planning.plan import Plan
-from slime.planning.trainer_memory import GIB
+from slime.ext.plan.engines import EngineGpus
+from slime.ext.plan.layout import RankPlace
+from slime.ext.plan.plan import Plan
+from slime.ext.plan.trainer_memory import GIB
 
 
 def plan_tables(plan: Plan | None, problems: Sequence[str], notes: Sequence[str], *, all_ranks: bool = False) -> str:

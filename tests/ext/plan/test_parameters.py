@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.ext.plan.layout import ParallelSizes, PipelineSplit, rank_places, stage_chunks
+from slime.ext.plan.parameters import chunk_parameters, model_size, with_adapters
 from slime.flags.lora import lora_config
-from slime.planning.layout import ParallelSizes, PipelineSplit, rank_places, stage_chunks
-from slime.planning.parameters import chunk_parameters, model_size, with_adapters
 from slime.train_data.model_dims import ModelDims
 from tests.contracts.source_tree import REPO
 from tests.unit.backends.megatron_utils.megatron_case import parse
@@ -158,7 +158,7 @@ def megatron_counts(glm52_folder: Path, tmp_path_factory: pytest.TempPathFactory
     file = tmp_path_factory.mktemp("cases") / "cases.json"
     file.write_text(json.dumps([{"flags": flags_of(c, glm52_folder), "ranks": CASES[c][2]} for c in CASES]))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.planning.megatron_counts", str(file)],
+        [sys.executable, "-m", "tests.ext.plan.megatron_counts", str(file)],
         cwd=REPO, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

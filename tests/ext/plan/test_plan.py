@@ -12,8 +12,8 @@ import pytest
 import tokenizers
 import transformers
 
-from slime.planning.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, asks_for_plan, complete_run, run_plan
-from slime.planning.engines import (
+from slime.ext.plan.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, complete_run, run_plan
+from slime.ext.plan.engines import (
     EngineShape,
     engine_memory,
     engine_places,
@@ -21,14 +21,14 @@ from slime.planning.engines import (
     kv_bytes_per_token,
     placement_problems,
 )
-from slime.planning.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
-from slime.planning.plan import PlanOptions, find_card
-from slime.planning.prompts import sample_lengths
-from slime.planning.traffic import reference_lengths, step_work
+from slime.ext.plan.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
+from slime.ext.plan.plan import PlanOptions, find_card
+from slime.ext.plan.prompts import sample_lengths
+from slime.ext.plan.traffic import reference_lengths, step_work
 from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import ScheduleConfig
 from slime.utils.errors import ConfigError
-from tests.unit.planning.test_parameters import model_args
+from tests.ext.plan.test_parameters import model_args
 from tools import plan as plan_tool
 
 H100 = PlanOptions(card=find_card("H100"))
@@ -194,22 +194,18 @@ def test_the_reference_costs_a_parked_copy_and_a_pass(capsys):
     assert with_reference["work"]["forward_passes"] == plain["work"]["forward_passes"] + 1
 
 
-def test_train_py_plans_without_a_cluster(monkeypatch, capsys):
-    from slime.ray.job import run
+@pytest.mark.parametrize("flags", (["--plan", "json"], ["--plan=json"]))
+def test_train_py_plans_without_a_cluster(monkeypatch, capsys, flags):
+    from slime.compose import run
 
     def train(args: Any) -> None:
         raise AssertionError("a plan trains nothing")
 
-    monkeypatch.setattr(sys, "argv", ["train.py", *words(COLOCATED), "--plan", "json"])
+    monkeypatch.setattr(sys, "argv", ["train.py", *words(COLOCATED), *flags])
     with pytest.raises(SystemExit) as end:
         run(train)
     assert end.value.code == EXIT_OK
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]["num_gpus"] == 8
-
-
-def test_only_plan_asks_for_a_plan():
-    assert asks_for_plan(["--colocate", "--plan"]) and asks_for_plan(["--plan=json"])
-    assert not asks_for_plan(["--plan-b", "plan"])
 
 
 # Arithmetic

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slime.ext.plan.layout import ParallelSizes
+from slime.ext.plan.plan import PlanOptions
+from slime.ext.plan.traffic import StepWork, reference_lengths
 from slime.flags.rollout import VERIFIERS_PREFIXES
 from slime.flags.security import trusts_remote_code
-from slime.planning.layout import ParallelSizes
-from slime.planning.plan import PlanOptions
-from slime.planning.traffic import StepWork, reference_lengths
 from slime.rollout import gym
 from slime.rollout.mixture import Mixture, is_mix, sources_of
 from slime.rollout.prompt_dataset import Dataset

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from slime.agent.sandbox.view import IsolationError, isolating_command
-from slime.planning import recipe as recipe_module
-from slime.planning.recipe import read_recipe
+from slime.ext.plan import recipe as recipe_module
+from slime.ext.plan.recipe import read_recipe
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
 
@@ -124,7 +124,7 @@ ls /dev >"$TMPDIR/seen_devices"; cat /proc/[0-9]*/cmdline >"$TMPDIR/seen_process
 
 WATCHED = """
 import pathlib, socket, subprocess, sys
-from slime.planning.recipe import read_recipe
+from slime.ext.plan.recipe import read_recipe
 
 folder, script = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

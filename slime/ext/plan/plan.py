@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slime.planning.engines import EngineGpus, EngineMemory, EngineShape
-from slime.planning.layout import ParallelSizes, RankPlace
-from slime.planning.parameters import ParameterCount
-from slime.planning.traffic import PushTraffic, StepWork
-from slime.planning.trainer_memory import GIB, HostMemory, RankMemory
+from slime.ext.plan.engines import EngineGpus, EngineMemory, EngineShape
+from slime.ext.plan.layout import ParallelSizes, RankPlace
+from slime.ext.plan.parameters import ParameterCount
+from slime.ext.plan.traffic import PushTraffic, StepWork
+from slime.ext.plan.trainer_memory import GIB, HostMemory, RankMemory
 from slime.utils.errors import ConfigError
 
 

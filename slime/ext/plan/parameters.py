@@ -1,7 +1,7 @@
 """The parameters that one trainer rank holds, counted exactly, with ``--lora-rank`` too.
 
 A formula per layer rather than a model on fake tensors: it needs no Megatron, and says what belongs to what.
-tests/unit/planning/test_parameters.py holds it against megatron-core's own model, and against the adapters that a run
+tests/ext/plan/test_parameters.py holds it against megatron-core's own model, and against the adapters that a run
 makes, rank by rank.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from slime.ext.plan.layout import ParallelSizes, StageChunk
 from slime.flags.lora import LoraConfig
-from slime.planning.layout import ParallelSizes, StageChunk
 from slime.train_data.model_dims import ModelDims
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from slime.backends.sglang_utils.server_args import num_adapter_slots
 from slime.backends.sglang_utils.sglang_config import nearest_divisor
-from slime.planning.layout import ParallelSizes
-from slime.planning.parameters import layer_matrices, layer_parameters, mtp_parameters
-from slime.planning.trainer_memory import CONTEXT_BYTES, GIB
+from slime.ext.plan.layout import ParallelSizes
+from slime.ext.plan.parameters import layer_matrices, layer_parameters, mtp_parameters
+from slime.ext.plan.trainer_memory import CONTEXT_BYTES, GIB
 from slime.train_data.model_dims import ModelDims
 
 ENGINE_ASLEEP_BYTES = int(1.0 * GIB)

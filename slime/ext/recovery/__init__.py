@@ -1,0 +1,1 @@
+"""Drivers that start again after a failure."""
