@@ -32,6 +32,8 @@ class RewardConfig:
     rm_timeout_s: float
     rm_failure_policy: str
     rm_max_failures: int
+    hf_checkpoint: str | None = None
+    """Its tokenizer knows the end tokens, which graders do not read."""
     custom_rm_path: str | None = None
     custom_reward_post_process_path: str | None = None
 

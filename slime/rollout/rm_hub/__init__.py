@@ -3,6 +3,7 @@
 
 The first of these decides: ``sample.custom_rm_path``, ``--custom-rm-path``, ``sample.metadata["rm_type"]``,
 ``--rm-type``.  A type with the prefix ``boxed_`` grades the last boxed answer instead of the whole response.
+Built-in graders read the response without the model's end tokens; a function of the user gets the sample as it is.
 Every grading has a deadline; ``policy`` handles those that fail.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import logging
 import random
 from argparse import Namespace
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.flags.reward import BOXED_PREFIX, RewardConfig, reward_config
+from slime.flags.security import trusts_remote_code
 from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
@@ -30,6 +33,7 @@ from slime.rollout.rm_hub.policy import GRADER_THREADS, grade_by_policy, within
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, await_plugin
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.redaction import redacted_text
 from slime.utils.types import Sample
 
@@ -87,7 +91,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     async def grade() -> list[Any]:
         if path:
             return [await _call_custom(config, path, args, sample, **kwargs)]
-        return [await _grade(args, sample, rm_type, config.rm_timeout_s)]
+        ends = _end_tokens(config.hf_checkpoint, trusts_remote_code(args)) if config.hf_checkpoint else ()
+        return [await _grade(args, _without_end(sample, ends), rm_type, config.rm_timeout_s)]
 
     # A built-in grader whose reward lacks the entry wanted does so every time: a mistake of the flags.
     may_vary = bool(path) or rm_type.removeprefix(BOXED_PREFIX) == "remote_rm"
@@ -109,6 +114,32 @@ async def _call_custom(
     """Return what the user's function gives to a sample, or to several."""
     call = PluginCall("--custom-rm-path", path, graded)
     return await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, graded, **kwargs))
+
+
+@functools.cache
+def _end_tokens(hf_checkpoint: str, trust_remote_code: bool) -> tuple[str, ...]:
+    """Return the special tokens of a model; a closing tag, such as ``</answer>``, is one only where it is the eos."""
+    tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    return tuple(text for text in special if text and (text == tokenizer.eos_token or not text.startswith("</")))
+
+
+def _without_end(sample: Sample, end_tokens: tuple[str, ...]) -> Sample:
+    """Return the sample; where its response ends in special tokens, a copy without them."""
+    text = sample.response
+    end = position = len(text)
+    while True:
+        while position and text[position - 1].isspace():
+            position -= 1
+        token = next((token for token in end_tokens if text.endswith(token, 0, position)), None)
+        if token is None:
+            break
+        end = position = position - len(token)
+    if end < len(text):
+        sample = copy.copy(sample)
+        sample.response = text[:end]
+    return sample
 
 
 async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float) -> Any:

@@ -32,8 +32,6 @@ DISK_MIB = 16
 
 _WORKER_FILE = Path(__file__).with_name("gym_worker.py")
 _ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
-_ENDS = re.compile(r"((?:<\|[^<>|]*\|>|</s>|<eos>|<end_of_turn>|\s)++)(\Z)?")
-"""End-of-turn tokens and blanks; the second group is there at the end of a text.  Each is read once."""
 
 
 class QuestionWorker(SymbolicWorker):
@@ -71,8 +69,8 @@ def _pool(is_unsafe: bool) -> WorkerPool:
 
 
 def answer_of(response: str) -> str:
-    """Return the last text in ``<answer>`` tags, else the whole response; without reasoning and end-of-turn tokens."""
-    said = _ENDS.sub(lambda ends: ends[1] if ends[2] is None else "", split_reasoning(response)[1])
+    """Return the last text in ``<answer>`` tags, else the whole response; without reasoning."""
+    said = split_reasoning(response)[1]
     tagged = _ANSWER.findall(said, 0, said.rfind("</answer>") + len("</answer>"))  # behind it no search would end soon
     return str(tagged[-1] if tagged else said).strip()
 

@@ -45,6 +45,7 @@ class FakeTokenizer:
     """One token per character."""
 
     is_fast = True
+    all_special_tokens: tuple[str, ...] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]

@@ -138,10 +138,9 @@ def test_a_missing_package_is_named():
 @pytest.mark.parametrize(
     ("response", "answer"),
     [
-        ("<think>1 or <answer>2</answer></think> <answer> 3 </answer><|im_end|>", "3"),
+        ("<think>1 or <answer>2</answer></think> <answer> 3 </answer>", "3"),
         ("<answer>1</answer> no: <answer>2\n</answer>", "2"),
-        (" 42 <|im_end|>\n", "42"),
-        ("a < b</s>", "a < b"),
+        (" 42 \n", "42"),
     ],
 )
 def test_the_answer_is_what_stands_in_the_last_tags_or_all_that_was_said(response, answer):

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from slime.rollout import control_client, rm_hub
 from slime.rollout.rm_hub import async_rm, batched_async_rm
@@ -54,6 +56,65 @@ def test_the_most_special_setting_chooses_the_grader(flags, fields, reward):
     response = sample.response
     assert asyncio.run(async_rm(args(**flags), sample)) == reward
     assert sample.response == response
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """The folder of a tokenizer whose end tokens are not Qwen's."""
+    words = {word: number for number, word in enumerate(["a", "<|eot|>", "<end_of_turn>", "</s>", "</answer>"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="a"))
+    backend.add_special_tokens([AddedToken(word, special=True) for word in words if word != "a"])
+    folder = tmp_path_factory.mktemp("model")
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("end", ["<|eot|>", "</s>", "<end_of_turn>\n</s> \n", "<|eot|>" * 3])
+@pytest.mark.parametrize(
+    ("rm_type", "response", "label", "reward"),
+    [
+        ("f1", "Paris", "Paris", 1.0),
+        ("dapo", "Answer: 42", "42", 1.0),
+        ("gpqa", "the answer is b", "B", 1.0),
+        ("math", "\\boxed{42}", "42", 1),
+    ],
+)
+def test_no_built_in_grader_reads_the_end_tokens_of_the_model(model, rm_type, response, label, reward, end):
+    sample = Sample(response=response + end, label=label)
+    graded = asyncio.run(async_rm(args(rm_type=rm_type, hf_checkpoint=model), sample))
+    assert (graded["score"] if rm_type == "dapo" else graded) == reward
+    assert sample.response == response + end
+
+
+@pytest.mark.parametrize("rm_type", ["ifbench", "remote_rm", "gym"])
+def test_what_grades_elsewhere_gets_the_text_without_end_tokens(model, rm_type, monkeypatch):
+    """A closing tag is a part of the answer, even as a special token."""
+    asked: list[str] = []
+    monkeypatch.setitem(rm_hub._GRADERS, "ifbench", lambda sample: asked.append(sample.response))
+    monkeypatch.setattr(rm_hub, "score_gym", lambda args, sample: asked.append(sample.response))
+
+    async def remote(args: Namespace, sample: Sample) -> None:
+        asked.append(sample.response)
+
+    monkeypatch.setattr(rm_hub, "remote_rm", remote)
+    sample = Sample(response="</s> <answer>3 </answer><|eot|>\n")
+    asyncio.run(async_rm(args(rm_type=rm_type, hf_checkpoint=model), sample))
+    assert asked == ["</s> <answer>3 </answer>"]
+
+
+def test_a_function_of_the_user_gets_the_sample_as_it_is(model, monkeypatch):
+    async def same(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+        assert sample is given
+        return 0.5
+
+    monkeypatch.setattr("slime.rollout.rm_hub.load_function", lambda path: same)
+    given = Sample(response="Paris<|eot|>")
+    assert asyncio.run(async_rm(args(custom_rm_path="mine.same", hf_checkpoint=model), given)) == 0.5
+
+
+def test_a_million_end_tokens_are_stripped_soon(model):
+    sample = Sample(response="Paris" + "<|eot|>\n" * 1_000_000, label="Paris")
+    assert asyncio.run(async_rm(args(rm_type="f1", hf_checkpoint=model), sample)) == 1.0
 
 
 def test_random_gives_zero_or_one():
