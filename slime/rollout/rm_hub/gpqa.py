@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 
 _NO_PUNCTUATION = str.maketrans({mark: " " for mark in string.punctuation})
-# Tried in this order; {x} is a capital letter, or a lower-case one that ends its line or is in brackets.
-_LETTER = r"(?:\(\s*([A-Za-z])\s*\)|([A-Z])\b|([a-z])(?=\s*[.)]?\s*(?:$|\n)))"
-_PATTERNS = tuple(
-    re.compile(pattern.replace("{x}", _LETTER), re.MULTILINE)
-    for pattern in (
-        r"(?i:final\s+(?:answer|option))\s*(?i:is)?\s*[:=]?\s*\**\s*{x}",
-        r"(?i:answer|option|choice)\s*(?i:is)?\s*[:=]?\s*\**\s*{x}",
-        r"\b{x}\s*(?i:is\s+(?:the\s+)?correct)",
-    )
+# A capital on its own, or a small letter that ends its line or is in brackets; any other script may surround it.
+_MENTION = re.compile(
+    r"(?<![A-Za-z0-9])(?:[A-Z]|(?<=\()[a-z](?=\))|[a-z](?=\s?[.)]?\s?(?:$|\n)))(?![A-Za-z0-9])", re.MULTILINE
 )
+MAX_MENTIONS = 2000
+"""Of letters, from the end of a response, that may name its answer."""
+_BEFORE, _AFTER = 100, 40
+"""Characters around a mention that say what it is."""
+_MARKS = r"(?:[\s*_$\"'`{}()\[<:=]|\\(?:boxed|text|textbf|mathrm|mathbf|bf)\b)*\Z"
+_IS_FINAL = re.compile(rf"(?:\\boxed|\bfinal\s(?:answer|option)(?:\sis)?){_MARKS}", re.IGNORECASE)
+# In English; "da an", "xuan", "kotae", "seikai", "jeongdap" name an answer in other scripts, "xuan xiang" an option.
+_IS_STATED = re.compile(
+    r"(?:\banswer\b(?:[^.\n:]{0,60}?(?:\bis\b|:)|\s(?:option|choice|letter))?|\b(?:option|choice)(?:\sis\b|\s?[:=])"
+    r"|\b(?:correct|right|best)\s(?:option|choice)(?:\sis\b)?|\u9009(?!\u9879)\u62e9?"
+    rf"|(?:\u7b54\u6848|\u7b54\u3048|\u6b63\u89e3|\uc815\ub2f5)[^\n.A-Z]{{0,12}}?){_MARKS}",
+    re.IGNORECASE,
+)
+_IS_CALLED_RIGHT = re.compile(r"[)*]*\sis\s(?:the\s)?(?:correct|right)\b")
+_IS_REJECTED = re.compile(
+    r"(?:\bnot|n't|\bthan|\binstead of|\beliminat\w+|\bexclud\w+|\brul\w+ out)(?:\s\w+)?[\s(*]*\Z"
+)
+_IS_CALLED_WRONG = re.compile(
+    r"[)*}$'\"]*\s?(?:(?:is|are|was|can|does|would be|seems)\s?)?"
+    r"(?:not\b|n't|wrong\b|incorrect\b|false\b|\u662f?[\u9519\u4e0d])"
+)
+_IS_A_WORD = re.compile(r"'[a-z]|[ \t](?!(?:and|as|because|is|it|or|since)\b)[a-z]")
+"""Behind the article and the pronoun."""
+_LIST = r"[)*\s]*(?:[,/&\u3001\u548c\u6216]|\b(?:and|or)\b)\s?(?:and |or )?(?:(?:[Oo]ption|[Cc]hoice)\s)?[(*]*"
+_IS_BEFORE_ANOTHER = re.compile(_LIST + r"[A-Z](?![A-Za-z0-9'])(?!\s(?!and\b|are\b|or\b)[a-z])")
+_IS_AFTER_ANOTHER = re.compile(rf"(?<![A-Za-z0-9])[A-Z](?:[\s.,;:|()*-]+|{_LIST})\Z")
+_ANSWER_BEGINS = re.compile(r"\banswer\b\s?(?:is\b|:)|\\boxed|\u7b54\u6848", re.IGNORECASE)
 
 
 def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
@@ -37,11 +59,11 @@ def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] |
     choices = _choices(metadata.get("choices"))
     letters = _valid_letters(metadata.get("valid_letters"), choices)
     correct = _correct_letter(metadata.get("correct_letter"), label, letters, choices)
-    answer = _with_short_gaps(response.rsplit("</think>", 1)[-1])
+    answer = _with_short_gaps(unicodedata.normalize("NFKC", response.rsplit("</think>", 1)[-1]))
     picked = _picked_letter(answer, letters)
     if picked is not None and correct is not None:
         return float(picked == correct)
-    return float(_names_correct_text(answer, _correct_texts(metadata, label, correct, choices)))
+    return float(_names_correct_text(answer, _correct_texts(metadata, label, correct, choices), choices))
 
 
 def _with_short_gaps(text: str) -> str:
@@ -80,14 +102,28 @@ def _correct_letter(raw: Any, label: Any, letters: list[str], choices: Mapping[s
 
 
 def _picked_letter(answer: str, letters: list[str]) -> str | None:
-    """Return the letter of the answer: the last one named as such, else the last valid capital on its own."""
-    for pattern in _PATTERNS:
-        for match in reversed(list(pattern.finditer(answer))):
-            letter = next(group for group in match.groups() if group).upper()
-            if letter in letters:
-                return letter
-    alone = [letter for letter in re.findall(r"\b([A-Z])\b", answer) if letter in letters]
-    return alone[-1] if alone else None
+    """Return the letter that names the answer: the last one in a box or called the final answer, else the last one
+    called the answer, else the last capital on its own.  None without one, or where it names several at once.
+    """
+    picked, best_rank = None, 0
+    for mention in list(_MENTION.finditer(answer))[-MAX_MENTIONS:]:
+        letter, (start, end) = mention[0], mention.span()
+        before, after = answer[max(0, start - _BEFORE) : start], answer[end : end + _AFTER]
+        is_word = letter in "AI" and _IS_A_WORD.match(after)
+        if letter.upper() not in letters or _IS_REJECTED.search(before) or _IS_CALLED_WRONG.match(after):
+            continue
+        names_several = bool(_IS_BEFORE_ANOTHER.match(after) or _IS_AFTER_ANOTHER.search(before))
+        if names_several:
+            rank = 0
+        elif _IS_FINAL.search(before):
+            rank = 2
+        elif _IS_STATED.search(before) or _IS_CALLED_RIGHT.match(after):
+            rank = 1
+        else:
+            rank = 0
+        if rank >= best_rank and not (is_word and (rank == 0 or letter == "I")) and (rank or letter.isupper()):
+            picked, best_rank = None if names_several else letter.upper(), rank
+    return picked
 
 
 def _correct_texts(
@@ -100,10 +136,23 @@ def _correct_texts(
     return [str(text) for text in texts if text is not None and str(text).strip()]
 
 
-def _names_correct_text(answer: str, texts: list[str]) -> bool:
-    words = f" {_plain(answer)} "
+def _names_correct_text(answer: str, texts: list[str], choices: Mapping[str, str]) -> bool:
+    """Return True when the answer, or else the whole response, names the right choice and no other one."""
     # A letter is no text: "a" would be found in every sentence.
-    return any(f" {_plain(text)} " in words for text in texts if _plain(text) and not _is_letter(text, texts))
+    right = {_plain(text) for text in texts if not _is_letter(text, texts)} - {""}
+    known = sorted((right | set(map(_plain, choices.values()))) - {""}, key=len, reverse=True)
+    begin = max((match.end() for match in _ANSWER_BEGINS.finditer(answer)), default=0)
+    for part in (answer[begin:], answer):
+        words = f" {_plain(part)} "
+        named = set()
+        for text in known:  # the longest first: "light blue" does not name "blue"
+            words = re.sub(rf" (?:not|t|than) {re.escape(text)} ", " ", words)
+            if f" {text} " in words:
+                named.add(text)
+                words = words.replace(f" {text} ", " | ")
+        if named:
+            return named <= right
+    return False
 
 
 def _is_letter(text: str, texts: list[str]) -> bool:
@@ -112,4 +161,4 @@ def _is_letter(text: str, texts: list[str]) -> bool:
 
 def _plain(text: str) -> str:
     """Return lower-case words, punctuation as spaces."""
-    return " ".join(text.lower().translate(_NO_PUNCTUATION).split())
+    return " ".join(unicodedata.normalize("NFKC", text).lower().translate(_NO_PUNCTUATION).split())

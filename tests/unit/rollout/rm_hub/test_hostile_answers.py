@@ -215,6 +215,7 @@ LONG = {
     "digits": "1" * N,
     "zeros": "0" * 6000 + "1",
     "answers": "Answer: " * N,
+    "letters": "Z " * N,
     "answer tags": "<answer>" * N,
     "ends": "</s>" * N + "x",
     "thoughts": "</think>" * N,

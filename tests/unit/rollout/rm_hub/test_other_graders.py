@@ -56,10 +56,52 @@ CHOICES = {"choices": ["w", "x", "y"]}
         ("It must be paris", "B", {"correct_answer": "Paris"}, 1.0),
         ("", "B", None, 0.0),
         ("E", "E", {"valid_letters": ["A", "B", "C", "D"]}, 1.0),
+        ("red or blue", "B", {"choices": ["red", "blue"]}, 0.0),
+        ("red is out: the answer is blue", "B", {"choices": ["red", "blue"]}, 1.0),
+        ("It is not red, it is blue", "B", {"choices": ["red", "blue"]}, 1.0),
+        ("light blue", "B", {"choices": ["light blue", "blue"]}, 0.0),
+        ("light blue", "A", {"choices": ["light blue", "blue"]}, 1.0),
     ],
 )
 def test_gpqa_grades_letter_or_text(response, label, metadata, reward):
     assert compute_gpqa_reward(response, label, metadata) == reward
+
+
+LETTERS = {"choices": ["red", "green", "blue", "grey"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("Answer: $\\boxed{C}$. Option D is wrong", "C"),
+        ("\\boxed{\\text{C}}", "C"),
+        ("\\boxed{(C) 5 m}, as D violates the bound", "C"),
+        ("The correct option is (C) because D is too large", "C"),
+        ("The answer is C, and D is wrong", "C"),
+        ("C, not D", "C"),
+        ("The answer is not D. It is C.", "C"),
+        ("The answer isn't D but C", "C"),
+        ("the answer to this question is C: the rate falls. D would be next", "C"),
+        ("Option A: 1\nOption B: 2\nOption C: 3\nOption D: 4\nTherefore, C.", "C"),
+        ("Is it A or B? So C", "C"),
+        ("C it is, I think. A proton has charge", "C"),
+        ("Answer: C\n\nA and B fail, D violates it", "C"),
+        ("\u7b54\u6848\u662fC", "C"),
+        ("\u7b54\u6848\uff1aC\u3002\u9009\u9879D\u9519\u8bef", "C"),
+        ("\u6b63\u786e\u7b54\u6848\u662f\u9009\u9879C", "C"),
+        ("\u6545\u9009\uff23", "C"),
+        ("\u6b63\u89e3\u306fC\u3067\u3059", "C"),
+        ("\uc815\ub2f5\uc740 C\uc785\ub2c8\ub2e4", "C"),
+        ("A, B, C, D", None),
+        ("The answer is A, B, C or D", None),
+        ("\\boxed{A, B, C, D}", None),
+        ("red, green, blue, grey", None),
+        ("A B C D", None),
+        ("(A)\n(B)\n(C)\n(D)", None),
+    ],
+)
+def test_a_letter_counts_where_it_names_the_answer(response, letter):
+    assert [compute_gpqa_reward(response, right, LETTERS) for right in "ABCD"] == [right == letter for right in "ABCD"]
 
 
 CHECKERS = """
