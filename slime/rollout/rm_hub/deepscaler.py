@@ -15,12 +15,9 @@ ANSWER_START = "###Response"
 
 
 def answer_part(response: str) -> str | None:
-    """Return the text after the last ``</think>``, else after the first ``###Response``; None without either."""
-    if THINKING_END in response:
-        return response.rsplit(THINKING_END, 1)[1]
-    if ANSWER_START in response:
-        return response.split(ANSWER_START)[1]
-    return None
+    """Return the text after the last ``</think>``, else after the last ``###Response``; None without either."""
+    mark = THINKING_END if THINKING_END in response else ANSWER_START
+    return response.rpartition(mark)[2] if mark in response else None
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:

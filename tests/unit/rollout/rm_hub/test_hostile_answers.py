@@ -259,6 +259,15 @@ def test_the_answer_at_the_end_of_a_long_thought_counts(rm_type):
     assert (reward["score"] if rm_type == "dapo" else reward) == 1
 
 
+@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1", "gpqa", "boxed_f1"])
+@pytest.mark.parametrize("num", [40, 150, 300])
+def test_nested_fractions_are_a_wrong_answer(rm_type, num):
+    for begin, end in (("\\frac{", "}{2}"), ("\\frac{1}{1+", "}"), ("\\sqrt{", "}"), ("(", ")")):
+        nested = begin * num + "1" + end * num
+        assert wrong(rm_type, f"</think>\\boxed{{{nested}}}\nAnswer: {nested}", "31/7")
+        assert wrong(rm_type, "</think>\\boxed{31/7}\nAnswer: 31/7", nested)
+
+
 def test_a_text_that_is_nested_too_deep_for_a_grader_is_an_empty_one(monkeypatch):
     def recursive(sample: Sample) -> float:
         return recursive(sample) if sample.response else 0.25

@@ -37,6 +37,8 @@ def thought(answer: str) -> str:
         (thought("3.0"), "3", 1),
         (thought("7 \\text{ cm}"), "7", 1),
         ("###Response \\boxed{5}", "5", 1),
+        ("###Response \\boxed{4} no ###Response \\boxed{5}", "5", 1),
+        ("###Response \\boxed{4} no ###Response \\boxed{5}", "4", 0),
         ("<think>\\boxed{1}</think> \\boxed{2} no, \\boxed{3}", "3", 1),
         (thought("5"), "", 0),
         (thought("5"), 5, 1),
