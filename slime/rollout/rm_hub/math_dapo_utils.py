@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.rollout.rm_hub.math_utils import last_boxed_only_string as _last_box
+from slime.rollout.rm_hub.math_utils import names_another, without_blanks
 
 TAIL_CHARS = 300
 """Only the end of a response is read."""
@@ -55,18 +56,20 @@ def normalize_final_answer(final_answer: str) -> str:
     """Apply Minerva's clean-up: the right side of an equation, without units, formatting and spaces."""
     text = final_answer.split("=")[-1]
     for before, after in SUBSTITUTIONS:
-        text = text.replace(before, after)
+        text = without_blanks(text) if before == " " else text.replace(before, after)
+    kept = text
     for word in REMOVED_WORDS:
         text = text.replace(word, "")
+    text = text or kept  # a unit alone is the answer itself
     inner = text.split("$", 2)[1:]
     if len(inner) == 2 and "\n" not in text[:-1]:
         text = f"${inner[0]}$" + text[-1] * text.endswith("\n")
-    for command in ("text", "textbf", "overline", "boxed"):
-        text = re.sub(rf"\\{command}\{{(.*?)\}}" if command != "boxed" else r"\\boxed\{(.*)\}", r"\1", text)
+    for command in (r"text\{(.*?)", r"textbf\{(.*?)", r"overline\{(?!\d+\})(.*?)", r"boxed\{(.*)"):
+        text = re.sub(rf"\\{command}\}}", r"\1", text)
     text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
     text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text)
     text = text.replace("$", "")
-    if text.replace(",", "").isdigit():
+    if re.fullmatch(r"\d{1,3}(?:,\d{3})+", text):
         text = text.replace(",", "")
     return text.strip()
 
@@ -82,7 +85,8 @@ def is_correct_minerva(
         return False, prediction
     if gt_need_extract:
         truth = remove_boxed(last_boxed_only_string(truth) or "")
-    return prediction == _integral(normalize_final_answer(truth)), prediction
+    is_same = prediction == _integral(normalize_final_answer(truth))
+    return is_same and not names_another(found[-1] if found else "", truth), prediction
 
 
 def _integral(text: str) -> str:

@@ -9,10 +9,11 @@ Source: MATH, arXiv:2103.03874; the PRM800K grader, arXiv:2305.20050.
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from slime.rollout.rm_hub.latex import FRACTION, latex_to_text
 from slime.rollout.rm_hub.symbolic import is_same_by_math_verify, is_zero
 from slime.utils.errors import ConfigError
 
@@ -70,6 +71,8 @@ def extract_answer(passage: str) -> str | None:
 _TEXT_ONLY = re.compile(r"^\\text\{(.+?)\}$")
 _MATHD_REMOVE = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
 _ONE_ARGUMENT = r"[^{}\\\s]"
+_UNIT_AT_END = re.compile(r"\\text\{ (?!and\b|or\b)[^{}]*\}(?:\^\{?\d\}?)?[\s.]*$")
+_BETWEEN_THOUSANDS = re.compile(r"(?<=\d) (?=\d{3}(?!\d))")
 
 
 def mathd_normalize_answer(answer: str | None) -> str | None:
@@ -81,7 +84,7 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     for piece in _MATHD_REMOVE:
         text = text.replace(piece, "")
-    text = text.split("\\text{ ", 1)[0]
+    text = _UNIT_AT_END.sub("", text) or text
     text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
     if not text:
         return text
@@ -91,12 +94,17 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
     if equals and "=" not in right and len(left) <= 2:
         text = right
     text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
-    text = text.replace(" ", "")
-    text = re.sub(rf"\\frac({_ONE_ARGUMENT})({_ONE_ARGUMENT})", r"\\frac{\1}{\2}", text)
-    text = re.sub(rf"\\frac({_ONE_ARGUMENT})\{{", r"\\frac{\1}{", text)
+    text = re.sub(rf"\\frac *({_ONE_ARGUMENT}) *({_ONE_ARGUMENT})", r"\\frac{\1}{\2}", text)
+    text = re.sub(rf"\\frac *({_ONE_ARGUMENT}) *\{{", r"\\frac{\1}{", text)
+    text = without_blanks(text)
     if text == "0.5":
         text = "\\frac{1}{2}"
     return re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", text)
+
+
+def without_blanks(text: str) -> str:
+    """Remove blanks, except those between the digits of two numbers: ``1 2`` is not 12, and ``1 000`` is 1000."""
+    return re.sub(r"(?<!\d) +| +(?!\d| )", "", _BETWEEN_THOUSANDS.sub("", text))
 
 
 def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
@@ -111,13 +119,16 @@ def _unwrap_text(text: str) -> str:
 
 # ------------------------------------------------------------ the symbolic form
 
-_UNITS = (
-    "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
-)  # matched in this order; each with plural and exponent
+_UNIT = "(?:degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(?:es)?s?"
+_UNITS = re.compile(
+    rf"\\(?:text|mathrm|mbox)\{{\s*{_UNIT}\s*\}}\s*(?:\^\{{?[0-9]+\}}?)?"
+    rf"|(?<![A-Za-z]){_UNIT}(?![A-Za-z]) *(?:\^\{{?[0-9]+\}}?)?"
+)
 _FRACTION = re.compile(r"^-?\d+\.?/0*[1-9]\d*\.?$")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d\d\d(?!\d))")
-_MIXED_NUMBER = re.compile(r"(\d) +(\d)")
-_REFUSED = re.compile(r"\^\{|\^\(|\^\d+\^|\^\d\d|[_'\"\\;:]")
+_MIXED_NUMBER = re.compile(rf"(-?)(?<!\d)(\d+) +{FRACTION[0]}?(\d+/\d+){FRACTION[1]}?")
+_ONE_MARK = re.compile(r"([_^])\((-?(?:[0-9]+|[^\W\d_]))\)(?![0-9.])")
+_REFUSED = re.compile(r"\^\{|\^\(|\^\d+\^|\^\d\d|[_'\"\\;:]|\d \d")
 
 
 def _symbolic_form(answer: str) -> str:
@@ -127,44 +138,53 @@ def _symbolic_form(answer: str) -> str:
     text = text.replace(" or ", " , ").replace(" and ", " , ")
     for word, power in (("million", 6), ("billion", 9), ("trillion", 12)):
         text = text.replace(word, f"*10^{power}")
-    for unit in _UNITS:
-        text = re.sub(rf"{unit}(es)?(s)? *(\^[0-9]+)?", "", text)
+    text = _UNITS.sub("", text) if _UNITS.sub("", text).strip() else text
     text = re.sub(r"\^ *\\circ", "", text)
     if text.startswith("{") and text.endswith("}"):
         text = text[1:-1]
     text = re.sub(r",\\! *", "", text)
     text = _as_integer(text.strip()) or text
     if "\\" in text:
-        from slime.rollout.rm_hub.latex import latex_to_text
-
         text = latex_to_text(text)
     text = re.sub(r"- *", "-", text)
-    text = _MIXED_NUMBER.sub(r"\1+\2", text)
-    text = re.sub(r"[ {}]", "", text).lower()
+    text = _MIXED_NUMBER.sub(lambda found: f"-({found[2]}+{found[3]})" if found[1] else f"{found[2]}+{found[3]}", text)
+    text = re.sub("[A-Z]+", lambda word: word[0].lower(), without_blanks(_flat(text)))
     return _as_integer(text) or text
 
 
-def _as_float(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def _is_integral(value: float) -> bool:
-    return abs(value - round(value)) <= 1e-7
+def _flat(text: str) -> str:
+    """Remove braces and the marks of fractions, or make them brackets where they join what they surround: an exponent
+    or an index of several marks, and a fraction that is divided by or raised to a power.
+    """
+    pieces: list[str] = []
+    opened: list[int] = []
+    last = ""
+    for position, mark in enumerate(text):
+        if mark == "{" or mark == FRACTION[0]:
+            opened.append(len(pieces))
+            pieces.append("(" if last and last in ("^_" if mark == "{" else "^_/") else "")
+        elif opened and (mark == "}" or mark == FRACTION[1]):
+            begin = opened.pop()
+            if mark == FRACTION[1] and text[position + 1 : position + 2] in ("^", "!"):
+                pieces[begin] = "("
+            pieces.append(")" if pieces[begin] else "")
+        elif mark not in ("}", FRACTION[1]):
+            pieces.append(mark)
+        else:
+            continue
+        last = pieces[-1].strip() or last
+    return _ONE_MARK.sub(r"\1\2", "".join(pieces))
 
 
 def _as_integer(text: str) -> str | None:
     """Return ``text`` as a plain integer when it is one, thousands commas allowed; else None."""
     if len(text) > MAX_INTEGER_LENGTH:
         return None
-    plain = _THOUSANDS.sub("", text)
-    value = _as_float(plain)
-    if value is None or not _is_integral(value):
+    try:
+        value = Decimal(_THOUSANDS.sub("", text))
+        return str(int(value)) if abs(value.adjusted()) < MAX_INTEGER_LENGTH and value == int(value) else None
+    except (InvalidOperation, ValueError, OverflowError):  # no number, or none that is finite
         return None
-    return str(int(plain)) if re.fullmatch(r"[+-]?\d+", plain) else str(round(value))
 
 
 def _elements(text: str) -> list[str]:
@@ -214,8 +234,44 @@ def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
 # ------------------------------------------------------------ the graders
 
 
+_UNIT_NAMES = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimetre|cm centimeter centimetre|dm decimeter|m meter metre|km kilometer kilometre|in inch"
+        "|ft foot feet|yd yard|mi mile|mg milligram|g gram|kg kilogram|lb pound|oz ounce|ml milliliter|l liter litre"
+        "|s sec second|min minute|h hr hour|day|week|month|year|am|pm|dollar|cent|euro|degree|rad radian"
+    ).split("|")
+    for names in (names,)
+    for name in names.split()
+}
+_NAMED_AT_END = re.compile(
+    r"[\d)}\s](?:\\[,;!: ]|~|\s)*(?:\\(?:text|mathrm|mbox)\s*\{([^{}\\]*)\}|([A-Za-z]{2,}))"
+    r"\s*(?:\^\s*\{?-?\d+\}?)?[\s.$]*$"
+)
+_MAX_UNIT_LENGTH = 100
+_UNKNOWN = re.compile(r"[\s$]*([A-Za-z])\s*=(?!.*=)")
+
+
+def _units(answer: str) -> set[str]:
+    """Return the units that a number is followed by; letters count in text alone."""
+    found = _NAMED_AT_END.search(answer[-_MAX_UNIT_LENGTH:]) if re.search(r"\d", answer) else None
+    words = re.findall(r"[a-z]+", (found[1] or found[2] or "").lower().replace(".", "")) if found else []
+    singular = [word if word in _UNIT_NAMES else re.sub(r"(?:(?<=ch)e)?s$", "", word) for word in words]
+    return {_UNIT_NAMES[word] for word in singular if word in _UNIT_NAMES}
+
+
+def names_another(given_answer: str, ground_truth: str) -> bool:
+    """Return True when both answers name units, or unknowns (``x = 5``), and not the same ones."""
+    units = _units(given_answer), _units(ground_truth)
+    names = _UNKNOWN.match(given_answer), _UNKNOWN.match(ground_truth)
+    other_unknown = names[0] and names[1] and names[0][1].lower() != names[1][1].lower()
+    return bool(units[0] and units[1] and units[0] != units[1] or other_unknown)
+
+
 def is_same_answer(given_answer: str, ground_truth: str) -> bool:
-    """Return True when either normal form is the same."""
+    """Return True when either normal form is the same, and units and unknowns are not others."""
+    if names_another(given_answer, ground_truth):
+        return False
     return grade_answer_mathd(given_answer, ground_truth) or grade_answer_sympy(given_answer, ground_truth)
 
 
@@ -246,7 +302,9 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
 # in other spellings count as equal.  It has a type of its own, so that rewards of the other types stay what they were.
 
 
-INSTALL_MATH_VERIFY = "--rm-type math_verify needs the package math-verify: pip install 'math-verify[antlr4_13_2]'"
+INSTALL_MATH_VERIFY = "--rm-type math_verify needs the package math-verify: pip install -e '.[math]'"
+_NO_FORMULA = re.compile(r"'|\d:\d\d|(?<![_^\d])\d+ +\d+(?![\d/])|\b(?:or (?:more|less|fewer)|at (?:least|most))\b")
+"""math-verify leaves out the prime and the words, and reads a time as a fraction, two numbers as a sum."""
 
 
 def is_math_verify_installed() -> bool:
@@ -261,6 +319,8 @@ def compute_math_verify_reward(response: str, label: Any) -> int:
     truth, given = truth_of_label(label), extract_answer(response)
     if truth is None or given is None:
         return 0
-    if given == truth or max(len(given), len(truth)) > MAX_FORM_LENGTH:
+    if max(len(given), len(truth)) > MAX_FORM_LENGTH:
         return int(given == truth)
+    if grade_answer_mathd(given, truth) or names_another(given, truth) or _NO_FORMULA.search(f"{given}\n{truth}"):
+        return int(is_same_answer(given, truth))
     return int(is_same_by_math_verify(f"${truth}$", f"${given}$"))

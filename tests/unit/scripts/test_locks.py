@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 REPO = Path(__file__).parents[3]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-WITH = ("tracking", "demo", "docs", "dev")
+WITH = ("tracking", "demo", "math", "docs", "dev")
 """The extras that ``make install`` brings beside that of the device."""
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
 UNLIKE = {
