@@ -7,7 +7,7 @@ DEVICE ?= $(shell scripts/device.sh)
 export PYTHONDONTWRITEBYTECODE :=
 
 # `make docs` builds the site of docs/ into site/.
-.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds install check
+.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds golden install check
 
 demo: install
 	@DEVICE=$(DEVICE) scripts/demo.sh
@@ -56,6 +56,11 @@ chaos: install
 # minutes each on two quiet cores; DEVICE=gpu for two GPUs.  ARGS="--only NAME", --write-docs.
 seeds: install
 	@.venv/bin/python -m tests.seeds --device $(DEVICE) --parallel $(PARALLEL) $(ARGS)
+
+# Five tiny jobs against recorded numbers, bit for bit: what a change of the structure must leave as it is.  A minute a
+# job; ARGS="--only NAME", --write.  `scripts/gauges.py` measures the structure itself.
+golden: install
+	@.venv/bin/python -m tests.golden $(ARGS)
 
 # The pretrained model of `make demo-real` in trainer, engine, converters and LoRA, with the numbers.
 real-checks: install

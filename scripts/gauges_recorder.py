@@ -1,0 +1,84 @@
+"""What a process runs of our code, written to a file while it runs; :mod:`scripts.gauges` starts it and reads it.
+
+A process that is killed has written all lines before.  Each line of ``$SLIME_GAUGES/PID`` is one of
+
+    D ARGV                       the process
+    M MODULE                     a module of ours is imported
+    L FILE LINE                  a line ran for the first time
+    F FILE TICK                  a function of the file was entered in this hundredth of a second
+    B NAME TICK, E NAME TICK     a method of the driver began, ended
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import os
+import sys
+import threading
+import time
+from types import CodeType, FrameType
+from typing import Any
+
+PACKAGES = ("slime", "slime_plugins")
+TICKS_PER_S = 100
+WINDOWS = {"TrainJob.generate", "TrainJob.train", "TrainJob.push_weights"}
+
+
+class Recorder(importlib.abc.MetaPathFinder):
+    """Sees every import first, and every call and line of our files."""
+
+    def __init__(self, folder: str, root: str) -> None:
+        self._folder = folder
+        self._prefixes = tuple(os.path.join(root, name) + os.sep for name in PACKAGES)
+        self._root = len(root) + 1
+        self._ours: dict[CodeType, str] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+        self._open()
+        os.register_at_fork(after_in_child=self._open)
+
+    def _open(self) -> None:
+        self._file = open(os.path.join(self._folder, str(os.getpid())), "a", buffering=1)  # noqa: SIM115
+        self._seen = set()
+
+    def _write(self, *words: Any) -> None:
+        if words not in self._seen:
+            self._seen.add(words)
+            self._file.write(" ".join(map(str, words)) + "\n")
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        """Note an import of ours, and leave it to the finders behind."""
+        if fullname.partition(".")[0] in PACKAGES:
+            self._write("M", fullname)
+        return None
+
+    def trace(self, frame: FrameType, kind: str, value: Any) -> Any:
+        """Follow the frames of our files alone; a function for ``sys.settrace``."""
+        code = frame.f_code
+        name = self._ours.get(code)
+        if name is None:
+            path = code.co_filename
+            name = self._ours[code] = path[self._root :] if path.startswith(self._prefixes) else ""
+        if not name:
+            return None
+        tick = int(time.monotonic() * TICKS_PER_S)
+        self._write("F", name, tick)
+        if code.co_qualname in WINDOWS:
+            self._write("B", code.co_qualname, tick)
+        return self._trace_line
+
+    def _trace_line(self, frame: FrameType, kind: str, value: Any) -> Any:
+        code = frame.f_code
+        if kind == "line":
+            self._write("L", self._ours[code], frame.f_lineno)
+        elif kind == "return" and code.co_qualname in WINDOWS:
+            self._write("E", code.co_qualname, int(time.monotonic() * TICKS_PER_S))
+        return self._trace_line
+
+
+def start() -> None:
+    """Record this process, from here to its end."""
+    recorder = Recorder(os.environ["SLIME_GAUGES"], os.environ["SLIME_GAUGES_ROOT"])
+    recorder._write("D", *(sys.orig_argv[1:4]))
+    sys.meta_path.insert(0, recorder)
+    threading.settrace(recorder.trace)
+    sys.settrace(recorder.trace)
