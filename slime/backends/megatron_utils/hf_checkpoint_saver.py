@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
+from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of, in_stored_dtype, stored_dtypes
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
@@ -41,10 +41,10 @@ def save_hf_model_to_path(
     quantization_config: dict[str, Any] | None = None,
     progress_desc: str = "export",
 ) -> None:
-    """Write the model under its HF names, in the dtype of ``--hf-checkpoint``'s config.  Collective; rank 0 writes.
+    """Write the model under its HF names, in the dtypes of ``--hf-checkpoint``.  Collective; rank 0 writes.
 
-    What ``--hf-checkpoint`` has quantized is quantized here, after the cast to that dtype, as the config says that is
-    copied beside it; its tensors that the trainer does not have (a vision tower, MTP layers) are copied.
+    What ``--hf-checkpoint`` has quantized is quantized here, after the cast to the dtype of its config, as the config
+    says that is copied beside it; its tensors that the trainer does not have (a vision tower, MTP layers) are copied.
 
     Args:
         args: complete flags.
@@ -67,13 +67,15 @@ def save_hf_model_to_path(
     quantizer = checkpoint_quantizer(source, quantization_config or config.get("quantization_config"), dtype=dtype)
     writer = HfFolderWriter(output_dir, assets_from=source) if dist.get_rank() == 0 else None
     model_name = model_name or config["model_type"]
-    tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=dtype)
+    tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=None)
     if writer is None:
         for _ in tensors:  # the gathering needs all ranks
             pass
     else:
         with tqdm(desc=progress_desc, unit="B", unit_scale=True, disable=None) as bar:
-            stored = _as_stored(tensors, quantizer, bar)
+            dtypes = stored_dtypes(str(source))
+            cast = ((name, in_stored_dtype(name, tensor, dtypes, dtype)) for name, tensor in tensors)
+            stored = _as_stored(cast, quantizer, bar)
             is_left_out = functools.partial(find_weight_map(model_name).is_left_out, shape=model_dims(args))
             writer.add_all(in_layout_of(source, is_left_out, stored, verify=args.verify_checkpoint))
         writer.close()

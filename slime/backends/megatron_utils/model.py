@@ -28,8 +28,10 @@ from slime.backends.megatron_utils.checkpoint import load_checkpoint
 from slime.backends.megatron_utils.checkpoints.memory_copy import restore_state
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
+from slime.backends.megatron_utils.hf_to_megatron import keep_fp32
 from slime.backends.megatron_utils.model_provider import check_trained_parameters, get_model_provider
 from slime.backends.megatron_utils.models.rule import TOWER
+from slime.utils.errors import ConfigError
 from slime.weights.state_copy import StateCopy
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ def build_model(
     config = chunks[0].config
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
+    keep_fp32(args, chunks)
     if wrap_with_ddp:
         ddp_config = ddp_config_from_args(args)
         chunks = [
@@ -87,8 +90,19 @@ def build_model(
 
 
 def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
-    """Build the distributed optimizer over the model's gradient buffers."""
+    """Build the distributed optimizer over the model's gradient buffers.
+
+    Raises:
+        ConfigError: a parameter that stays in fp32 might stay on the card beside offloaded ones.
+    """
     config = optimizer_config_from_args(args)
+    if args.optimizer_cpu_offload and args.optimizer_offload_fraction < 1:
+        kept = [name for chunk in model for name, one in chunk.named_parameters() if one.dtype == torch.float32]
+        if kept:
+            raise ConfigError(
+                f"--optimizer-offload-fraction is {args.optimizer_offload_fraction}, and {kept[0]} stays in fp32, as "
+                "--hf-checkpoint has it; megatron-core steps no fp32 parameter that stays on the card; use 1.0."
+            )
     # Shards of fp32 parameters are views, which the offloading optimizer takes only as leaves.
     with torch.no_grad() if config.optimizer_cpu_offload else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(

@@ -21,19 +21,24 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.train_data.model_dims import ModelDims
 
 # isort: split
-from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
+from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, stored_dtypes
 from slime.backends.megatron_utils.layers.value_head import is_of_value_head
 from slime.backends.megatron_utils.models import FAMILIES, WeightMap, find_weight_map
 from slime.backends.megatron_utils.models.rule import from_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.utils.errors import DataError
-from slime.utils.json_file import read_model_type
-from slime.weights.named_tensors import check_finite, dtype_name
+from slime.utils.json_file import read_model_config, read_model_type
+from slime.weights.named_tensors import check_finite, config_dtype, dtype_name
 
 logger = logging.getLogger(__name__)
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_COMPUTED_IN_FP32 = re.compile(
+    r"(decoder|mtp)\..*(norm\.weight|norm\.bias|\.router\.weight|\.router\.bias|\.A_log|\.dt_bias|\.conv_weight"
+    r"|\.softmax_offset|\.weights_proj\.weight)"
+)
+"""Parameters that their layers take in any precision: what is computed with them is computed in fp32."""
 
 
 def supports_hf_weight_loading(path: str | Path) -> bool:
@@ -50,6 +55,28 @@ def weight_map_of(args: Namespace, path: str | Path) -> WeightMap:
     """
     model_type = read_model_type(path)
     return find_weight_map(model_type if model_type in FAMILIES else args.model_name or model_type)
+
+
+def keep_fp32(args: Namespace, model: Sequence[torch.nn.Module]) -> None:
+    """Hold in fp32, and mark for pushes, what ``--hf-checkpoint`` has in fp32 beside a narrower dtype of its config.
+
+    Where the whole folder is in fp32, the precision of the run counts, but for what every engine holds in fp32.
+    """
+    folder = str(args.hf_checkpoint or "")
+    dtypes = stored_dtypes(folder)
+    if torch.float32 not in dtypes.values() or not (args.model_name or read_model_type(folder) in FAMILIES):
+        return
+    weight_map, shape = weight_map_of(args, folder), model_dims(args)
+    is_mixed = config_dtype(read_model_config(folder)) != torch.float32
+    for name, shard in iter_global_parameters(model):
+        if not _COMPUTED_IN_FP32.fullmatch(name):
+            continue
+        _, hf_names = weight_map.find(name, shape)
+        if all(
+            dtypes.get(one) == torch.float32 and (is_mixed or one.endswith(weight_map.engine_fp32)) for one in hf_names
+        ):
+            shard.parameter.stays_fp32 = True
+            shard.parameter.data = shard.parameter.data.float()
 
 
 @torch.no_grad()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 from slime.weights.stacked_experts import ExpertStacker, Stack, find_stacks, is_stack, place_of, row_of, tensors_in
-from slime.weights.stored_tensors import STORED_DTYPES, read_layout
+from slime.weights.stored_tensors import STORED_DTYPES, TORCH_DTYPES, read_layout
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_OPEN_FILES = 2
@@ -35,7 +36,7 @@ DIGEST_THREADS = 4
 @functools.lru_cache(maxsize=4)
 def stored_names(folder: str) -> frozenset[str]:
     """Return all tensor names in a checkpoint's files, parts of quantized ones included; none without safetensors."""
-    if not (Path(folder) / INDEX_FILE).is_file() and not any(Path(folder).glob("*.safetensors")):
+    if not any(Path(folder).glob("*.safetensors")):
         return frozenset()
     with HfTensors(folder, verify=False) as tensors:
         return tensors.stored_names()
@@ -48,6 +49,32 @@ def tensor_names(folder: str) -> frozenset[str]:
         return frozenset()
     with HfTensors(folder, verify=False) as tensors:
         return frozenset(tensors.names())
+
+
+@functools.lru_cache(maxsize=4)
+def stored_dtypes(folder: str) -> Mapping[str, torch.dtype]:
+    """Return the dtype of every floating-point tensor of a checkpoint that is not quantized, experts one by one; none
+    without files.
+    """
+    if not stored_names(folder):
+        return {}
+    plain = ("F64", "F32", "F16", "BF16")
+    with HfTensors(folder, verify=False) as tensors:
+        stored = {
+            name: TORCH_DTYPES[entry.dtype] for name, entry in read_layout(folder).items() if entry.dtype in plain
+        }
+        return {part: dtype for name, dtype in stored.items() for part in tensors_in(name, tensors.stacks)}
+
+
+def in_stored_dtype(
+    name: str, tensor: Tensor, dtypes: Mapping[str, torch.dtype], default: torch.dtype | None
+) -> Tensor:
+    """Return a HF tensor in the dtype that a folder has it in (:func:`stored_dtypes`), else in ``default``, which a
+    router's bias is never cast to; None casts nothing.
+    """
+    name = row[0] if (row := row_of(name)) else name
+    dtype = dtypes.get(name, tensor.dtype if "correction_bias" in name else default)
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def left_out_tensors(

@@ -56,8 +56,8 @@ class Norm(torch.nn.Module):
         """Compute ``x / rms(x) * weight`` or ``(x - mean) / std * weight + bias``, of the shape and dtype of ``x``."""
         if not self.is_zero_centered:
             if self.bias is None:
-                return F.rms_norm(x, self.shape, self.weight, self.eps)
-            return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+                return F.rms_norm(x.to(self.weight.dtype), self.shape, self.weight, self.eps).to(x.dtype)
+            return F.layer_norm(x.to(self.weight.dtype), self.shape, self.weight, self.bias, self.eps).to(x.dtype)
         # 1 + weight would round in bf16: the sum and the product are taken in fp32.
         weight = self.weight.float() + 1.0
         if self.bias is None:

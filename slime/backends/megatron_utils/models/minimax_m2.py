@@ -27,7 +27,12 @@ WHOLE_NORMS = (
     Rule("self_attention.k_norm.weight", ("self_attn.k_norm.weight",)),
 )
 
-MINIMAX_M2 = WeightMap(family="MiniMax-M2", top=TOP, layer=(*NORMS, *ATTENTION, *WHOLE_NORMS, *EXPERTS))
+MINIMAX_M2 = WeightMap(
+    family="MiniMax-M2",
+    top=TOP,
+    layer=(*NORMS, *ATTENTION, *WHOLE_NORMS, *EXPERTS),
+    engine_fp32=("block_sparse_moe.gate.weight",),
+)
 
 
 def minimax_flags(config: Config) -> Iterator[Flag | str]:

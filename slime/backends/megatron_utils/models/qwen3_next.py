@@ -120,6 +120,7 @@ QWEN3_NEXT = WeightMap(
     mtp=MTP,
     own_mtp_prefix="mtp.",
     mtp_layer_prefix="mtp.layers.{index}.",
+    engine_fp32=("linear_attn.A_log",),
 )
 
 DELTA_NET_SIZES = {

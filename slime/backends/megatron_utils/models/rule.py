@@ -85,6 +85,8 @@ class WeightMap:
     untrained: tuple[str, ...] = ()
     """Regular expressions of HF tensors of parts that a trainer may go without (a vision tower); engines then read
     them from ``--hf-checkpoint``, and exports copy them from there."""
+    engine_fp32: tuple[str, ...] = ()
+    """Ends of the names of HF tensors that engines hold in fp32, whatever precision they compute in."""
     tower: str = ""
     """Prefix of the HF tensors of a vision tower that the trainer has, as transformers has it; empty for none."""
     together: tuple[tuple[str, ...], ...] = ()

@@ -50,8 +50,7 @@ class CastLossEstimate:
         for shard in iter_shards(model):
             if hasattr(shard.parameter, "frozen"):
                 continue
-            held = shard.parameter.dtype
-            sent = sent_dtype(shard.name, held, dtype)
+            held, sent = shard.parameter.dtype, sent_dtype(shard, dtype)
             if shard.key not in seen and torch.promote_types(held, sent) != sent:
                 seen.add(shard.key)
                 self._shards.append(shard)

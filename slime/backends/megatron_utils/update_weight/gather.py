@@ -64,11 +64,11 @@ def is_gate_up(shard: Shard, *, is_gated: bool) -> bool:
     return is_gated and ".linear_fc1." in shard.name
 
 
-def sent_dtype(name: str, held: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype a parameter is sent in: ``dtype``, if given, for floats; expert biases keep their own."""
-    if dtype is None or not held.is_floating_point or "expert_bias" in name:
-        return held
-    return dtype
+def sent_dtype(shard: Shard, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype a parameter is sent in: ``dtype``, if given, for floats; fp32 where it stays in fp32."""
+    held = shard.tensor.dtype
+    stays = "expert_bias" in shard.name or getattr(shard.parameter, "stays_fp32", False)
+    return held if dtype is None or not held.is_floating_point or stays else dtype
 
 
 def whole_shape(shard: Shard) -> torch.Size:
@@ -92,7 +92,7 @@ def iter_full_tensors(
 
     Args:
         model: this rank's chunks.
-        dtype: floating-point parameters are cast to it; None leaves them. Expert biases stay as they are.
+        dtype: floating-point parameters are cast to it but for those that stay fp32; None leaves them.
         host_weights: where the values are while the parameters are asleep.
         across_stages: give all ranks the parameters of all pipeline stages; otherwise each its own stage's.
         only: :attr:`Shard.name` of those wanted, the same on all ranks; None for all.
@@ -106,7 +106,7 @@ def iter_full_tensors(
         return with_adapter(shard, value.to(shard.tensor.device, non_blocking=True), host_weights)
 
     def dtype_of(shard: Shard) -> torch.dtype:
-        return sent_dtype(shard.name, shard.tensor.dtype, dtype)
+        return sent_dtype(shard, dtype)
 
     def whole(shard: Shard) -> Tensor:
         return gather_tensor_parallel(shard, merged_value(shard).to(dtype_of(shard)), is_gated=is_gated)
@@ -247,4 +247,4 @@ def _megatron_headers(
         for name in _names_on_all_ranks(shard, num_experts):
             if name not in seen:  # chunks may share a parameter: the first one's counts
                 seen.add(name)
-                yield name, tuple(whole_shape(shard)), sent_dtype(shard.name, shard.tensor.dtype, dtype)
+                yield name, tuple(whole_shape(shard)), sent_dtype(shard, dtype)

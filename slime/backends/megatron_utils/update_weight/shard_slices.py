@@ -77,7 +77,7 @@ class ShardSlices:
         if is_quantized and (reason := self._misfit(held, part)):
             self.misfits[shard.name] = reason
             return
-        self._held.append(_Held(shard, part, sent_dtype(shard.name, held, self._dtype), is_quantized))
+        self._held.append(_Held(shard, part, sent_dtype(shard, self._dtype), is_quantized))
 
     def _misfit(self, held: torch.dtype, part: ShardSlice) -> str | None:
         """Return the reason why this rank cannot quantize a slice by itself; None when it can."""
