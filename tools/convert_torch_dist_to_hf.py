@@ -23,22 +23,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from safetensors import safe_open
 from tqdm import tqdm
 
 from slime.flags.kinds import positive_int
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_model_config, read_model_type
-from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, is_weight_file
+from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter
 from slime.weights.hf_rewrite.plan import without_quantization
 from slime.weights.named_tensors import check_finite, config_dtype
-from slime.weights.quantize.formats import logical_names
-from slime.weights.stacked_experts import find_stacks, join_rows, row_of, tensors_in
+from slime.weights.stacked_experts import join_rows
 from tools.cli import logged_run
 
 logger = logging.getLogger(__name__)
-
-SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -85,35 +81,13 @@ def model_name_of(options: Namespace) -> str:
     return read_model_type(options.origin_hf_dir, flag="--origin-hf-dir")
 
 
-def origin_files(folder: Path) -> Iterator[Any]:
-    """Yield the open safetensors of a Hugging Face folder, one after the other."""
-    for path in sorted(folder.iterdir()):
-        if is_weight_file(path.name) and path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                yield file
-
-
-def origin_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Return the dtype of every unquantized floating-point tensor of a Hugging Face folder."""
-    stored: dict[str, torch.dtype] = {}
-    shapes: dict[str, list[int]] = {}
-    for file in origin_files(folder):
-        for name in file.keys():  # noqa: SIM118 - not a dict
-            header = file.get_slice(name)
-            if dtype := SAFETENSORS_DTYPES.get(header.get_dtype()):
-                stored[name], shapes[name] = dtype, header.get_shape()
-    stacks = find_stacks(shapes)
-    return {part: dtype for name, dtype in stored.items() for part in tensors_in(name, stacks)}
-
-
-def missing_tensors(folder: Path, wanted: set[str], *, verify: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a Hugging Face folder that are not in ``wanted``; quantized ones are dequantized."""
+def read_tensors(folder: Path, names: list[str], *, verify: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors of a Hugging Face folder; quantized ones are dequantized."""
     from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 
     with HfTensors(folder, verify=verify) as tensors:
-        for name in tensors.names():
-            if name not in wanted:
-                yield name, tensors.get(name)
+        for name in names:
+            yield name, tensors.get(name)
 
 
 def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0) -> Path:
@@ -126,7 +100,12 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     """
     from slime.backends.megatron_utils.checkpoints.torch_dist_reader import StoredSlice, TorchDistFolder
     from slime.backends.megatron_utils.flags.model_dims import model_dims
-    from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
+    from slime.backends.megatron_utils.hf_to_megatron.tensors import (
+        in_layout_of,
+        in_stored_dtype,
+        stored_dtypes,
+        tensor_names,
+    )
     from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
     from slime.backends.megatron_utils.models import find_weight_map
 
@@ -143,7 +122,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     model_name = model_name_of(options)
     origin = Path(options.origin_hf_dir) if options.origin_hf_dir else None
     default_dtype = config_dtype(read_model_config(options.origin_hf_dir, flag="--origin-hf-dir")) if origin else None
-    dtypes = origin_dtypes(origin) if origin else {}
+    dtypes = stored_dtypes(str(origin)) if origin else {}
     start = time.monotonic()
     names: set[str] = set()
 
@@ -153,37 +132,36 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
             if options.verify_checkpoint:
                 check_finite(tensor, f"{source.folder}: {name}")
             for hf_name, hf_tensor in convert_to_hf(args, model_name, name, tensor):
-                stored = row[0] if (row := row_of(hf_name)) else hf_name
-                dtype = dtypes.get(stored, default_dtype)
-                keep = dtype is None or not hf_tensor.is_floating_point() or "correction_bias" in hf_name
-                converted.append((hf_name, hf_tensor if keep and stored not in dtypes else hf_tensor.to(dtype)))
+                converted.append((hf_name, in_stored_dtype(hf_name, hf_tensor, dtypes, default_dtype)))
         return converted
 
     slices = source.slices()
-    weight_map, num_experts = find_weight_map(model_name), model_dims(args).num_experts
+    weight_map, shape = find_weight_map(model_name), model_dims(args)
 
     def converted() -> Iterator[tuple[str, torch.Tensor]]:
         total = sum(part.num_bytes for part in slices)
         with tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=None) as bar:
-            for name, tensor in join_rows(_each(_read_ahead(read, slices, load_workers), bar), num_experts):
+            for name, tensor in join_rows(_each(_read_ahead(read, slices, load_workers), bar), shape.num_experts):
                 if name not in names:  # a parameter under two names: the checkpoint's first counts
                     names.add(name)
                     yield name, tensor
-        absent = {name for name in logical_names(dtypes) if name not in names and not weight_map.is_untrained(name)}
-        if getattr(options, "add_missing_from_origin_hf", False) and origin:
-            missing = missing_tensors(origin, names, verify=options.verify_checkpoint)
-            yield from ((name, tensor) for name, tensor in missing if not weight_map.is_untrained(name))
-        elif absent:
+        if not origin:
+            return
+        copies_all = getattr(options, "add_missing_from_origin_hf", False)
+        missing = sorted(tensor_names(str(origin)) - names)
+        copied = [name for name in missing if copies_all or weight_map.is_left_out(name, shape)]
+        yield from read_tensors(origin, copied, verify=options.verify_checkpoint)
+        if absent := sorted({*missing} - {*copied}):
             logger.warning(
                 "%d tensors of %s are not in the checkpoint, such as %s; pass -a to copy them "
                 "(tools/convert_torch_dist_to_hf.py)",
-                len(absent), origin, min(absent),
+                len(absent), origin, absent[0],
             )  # fmt: skip
 
     with HfFolderWriter(
         target, assets_from=origin, shard_bytes=options.chunk_size, save_workers=save_workers
     ) as writer:
-        writer.add_all(in_layout_of(origin, weight_map.is_untrained, converted(), verify=options.verify_checkpoint))
+        writer.add_all(in_layout_of(origin, lambda name: False, converted(), verify=options.verify_checkpoint))
         if origin:
             _drop_quantization(target)
     elapsed = time.monotonic() - start
