@@ -197,18 +197,24 @@ class _LiveStates:
     """The optimizer state of one member on this rank: flat slices of master weights and moments."""
 
     def __init__(self, member: DistributedOptimizer) -> None:
-        self._member = member
         self._hybrid = member.optimizer if isinstance(member.optimizer, HybridDeviceOptimizer) else None
         # With --optimizer-cpu-offload there is a torch optimizer per parameter, over its copy on the host.
         parts = self._hybrid.sub_optimizers if self._hybrid else [member.optimizer]
         self._home = {
             master: (part, group) for part in parts for group in part.param_groups for master in group["params"]
         }
+        # A group has the shards of fp32 parameters first, which megatron-core's own map does not know.
+        self._held = {
+            parameter: shard
+            for ranges, group in zip(member.opt_group_ranges, member.optimizer.param_groups, strict=True)
+            for parameter, shard in zip(
+                sorted(ranges["params"], key=lambda one: one.dtype != torch.float32), group["params"], strict=True
+            )
+        }
 
     def held(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the slice that the distributed optimizer steps: with offload it is the model's own memory."""
-        group_index, order = self._member.model_param_group_index_map[parameter]
-        return self._member.optimizer.param_groups[group_index]["params"][order]
+        return self._held[parameter]
 
     def tensors(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the master weight and everything that its Adam keeps, as it is kept."""

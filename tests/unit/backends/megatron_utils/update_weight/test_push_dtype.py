@@ -15,9 +15,11 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from slime.backends.megatron_utils import initialize
+from slime.backends.megatron_utils.checkpoint import load_checkpoint, publish_checkpoint, save_checkpoint
+from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensors
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.model import build_model, build_optimizer
+from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
 from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstimate
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
 from slime.weights.stored_tensors import read_bytes, read_layout
@@ -217,3 +219,30 @@ def test_what_a_bf16_folder_has_in_fp32_stays_so_in_model_push_and_export(
         wide = [name for name in source if source[name].dtype == torch.float32 and "bias" not in name]
         moved = [name for name in wide if name in after and not torch.equal(after[name], source[name])]
         assert moved and all((after[name] != after[name].bfloat16().float()).any() for name in moved)
+
+
+def test_a_resume_gives_each_parameter_its_own_optimizer_state_in_any_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core's optimizer has fp32 parameters of a group before those in bf16, whatever their place in it."""
+    case = load_cases(["qwen3_5"])["qwen3_5"]
+    case.write_checkpoint(tmp_path / "fp32")
+    monkeypatch.setattr(matrix_case, "FP32_IN_BF16_CHECKPOINTS", FP32_OF["qwen3_5_moe"])
+    write_bf16_copy(tmp_path / "fp32", tmp_path / "hf")
+    with one_process_world():
+        args, model = trained_in_bf16(case, tmp_path / "hf", "--save", tmp_path / "saves", "--save-interval", 1)
+        optimizer = build_optimizer(args, model)
+        data = trainer.prepare(args, make_train_data(case.vocab_size, add_images=case.add_images))
+        trainer.run_backward(args, model, data)
+        optimizer.step()
+        save_checkpoint(args, 0, model, optimizer, build_scheduler(args, optimizer))
+        publish_checkpoint(args.save, 0)
+        resumed = build_model(args)
+        args = Namespace(**{**vars(args), "load": args.save, "finetune": False, "no_load_optim": False})
+        again = build_optimizer(args, resumed)
+        load_checkpoint(args, resumed, again, build_scheduler(args, again))
+        ours, theirs = own_tensors(optimizer), own_tensors(again)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        for parameter, other in zip(model[0].parameters(), resumed[0].parameters(), strict=True):
+            assert torch.equal(parameter, other)
