@@ -23,7 +23,20 @@ from slime.utils.outside_file import read_outside_file
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_OTHER_FORMULAS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+_PLAIN_LORA = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    # The other beginnings (pissa, olora, corda, loftq, lora_ga) change the weights under the adapters too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
+}
+"""Values of plain LoRA."""
+_WITHOUT_EFFECT = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version"),
+    *("megatron_core", "qalora_group_size", "eva_config"),
+)
+"""Keys of any value: compared elsewhere, seen from the tensors, or of training with peft.  A key that is neither here
+nor above must turn nothing on."""
 
 
 def tensor_name(module: str, matrix: str) -> str:
@@ -69,24 +82,34 @@ def write_peft_folder(
     write_atomically(folder / CONFIG_FILE, lambda file: file.write(text), what="Adapters", flag=flag)
 
 
-def read_peft_config(folder: str | Path, *, flag: str) -> dict[str, Any]:
+def read_peft_config(folder: str | Path, *, flag: str, config: LoraConfig | None = None) -> dict[str, Any]:
     """Return the content of a folder's adapter_config.json.
 
     Args:
         folder: of ``peft``.
         flag: that named the folder, for errors.
+        config: of the run; rank and alpha must be the folder's.  None: they may be any.
 
     Raises:
-        DataError: it is missing or damaged, or means another formula than plain LoRA.
+        DataError: it is missing or damaged, or means another formula than plain LoRA, another rank or another scale.
     """
     try:
         content = parse_object(read_outside_file(Path(folder) / CONFIG_FILE))
     except (OSError, ValueError) as error:
         raise DataError(f"{flag}: {CONFIG_FILE} cannot be read: {error}") from error
-    if content.get("peft_type") != "LORA" or content.get("bias", "none") != "none":
-        raise DataError(f"{flag}: {CONFIG_FILE} is not that of a LoRA adapter without biases.")
-    if others := [name for name in _OTHER_FORMULAS if content.get(name)]:
-        raise DataError(f"{flag}: {CONFIG_FILE} has {others[0]} {content[others[0]]}; only plain LoRA is known here.")
+    for key, value in {"peft_type": None, **content}.items():
+        plain = _PLAIN_LORA.get(key, (None, False, 0, "", [], {}))
+        if key not in _WITHOUT_EFFECT and value not in plain:
+            known = ", ".join(json.dumps(one) for one in plain) if key in _PLAIN_LORA else "null"
+            raise DataError(
+                f"{flag}: {CONFIG_FILE} has {key} {str(value)[:80]!r}; the adapters known here are plain LoRA, where "
+                f"it is {known}. Convert the adapter with peft, or train from a model with it merged in."
+            )
+    if config is not None and (theirs := (content.get("r"), content.get("lora_alpha"))) != (config.rank, config.alpha):
+        raise DataError(
+            f"{flag}: r and lora_alpha are {theirs[0]} and {theirs[1]}; --lora-rank and --lora-alpha are "
+            f"{config.rank} and {config.alpha:g}; give the folder's."
+        )
     return content
 
 
@@ -101,15 +124,8 @@ def read_peft_folder(folder: str | Path, config: LoraConfig) -> dict[str, Tensor
         DataError: files are missing or damaged, or mean another formula, rank or scale than this run's.
     """
     flag = f"--lora-load {folder}"
-    content = read_peft_config(folder, flag=flag)
+    read_peft_config(folder, flag=flag, config=config)
     try:
-        tensors = load_file(Path(folder) / TENSOR_FILE)
+        return load_file(Path(folder) / TENSOR_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"{flag}: {TENSOR_FILE} cannot be read: {error}") from error
-    ours = (config.rank, config.alpha)
-    if (theirs := (content.get("r"), content.get("lora_alpha"))) != ours:
-        raise DataError(
-            f"{flag}: r and lora_alpha are {theirs[0]} and {theirs[1]}; --lora-rank and --lora-alpha are {ours[0]} "
-            f"and {ours[1]:g}; give the folder's."
-        )
-    return tensors

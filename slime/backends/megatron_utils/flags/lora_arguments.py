@@ -7,14 +7,16 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from slime.backends.megatron_utils.models import find_family, weight_map_of_run
 from slime.flags.config import backend_flags
-from slime.flags.lora import ALL_LINEAR, LoraConfig, engine_adapters, lora_config
+from slime.flags.lora import ALL_LINEAR, LoraConfig, engine_adapters, lora_base, lora_config
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_type
-from slime.weights.peft_folder import read_peft_config
+from slime.weights.peft_folder import TENSOR_FILE, read_peft_config
 from slime.weights.push.adapter import as_engines_call
+from slime.weights.stored_tensors import read_header
 
 _LINEAR = re.compile(
     r"(?:decoder\.layers\.\d+\.)?((?:self_attention|mlp)\.(?:\w+\.)*(?:linear_\w+|in_proj|out_proj))\.weight(\d+|\{expert\})?"
@@ -53,14 +55,19 @@ def chosen_parts(config: LoraConfig, name: str, hf_names: Sequence[str]) -> list
 
 
 def check_lora_arguments(args: Namespace) -> None:
-    """Refuse targets that the family has not, and what changes or rounds the frozen weights.
+    """Refuse targets that the family has not, what changes or rounds the frozen weights, and first adapters of
+    another kind.
 
     Raises:
         ConfigError: with the names that there are, or the flag to drop.
+        DataError: ``--lora-load`` is no whole folder of plain LoRA with this rank and scale.
     """
     config = lora_config(args)
     if config is None:
         return
+    if args.lora_load is not None and args.load == lora_base(args):
+        read_peft_config(args.lora_load, flag=f"--lora-load {args.lora_load}", config=config)
+        read_header(Path(args.lora_load) / TENSOR_FILE)
     for name in ("int4_qat", "moe_shared_expert_overlap"):
         if vars(args)[name]:
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --lora-rank {config.rank}; drop one.")

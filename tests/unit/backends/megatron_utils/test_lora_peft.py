@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import Namespace
 from dataclasses import replace
@@ -52,8 +53,11 @@ def peft_model(model: torch.nn.Module, targets: list[str]) -> torch.nn.Module:
     return model.eval()
 
 
-def lora_args(case: FamilyCase, folder: Path, *targets: str, experts: str = "each") -> Namespace:
+def lora_args(
+    case: FamilyCase, folder: Path, *targets: str, experts: str = "each", lora_load: Path | None = None
+) -> Namespace:
     flags = ("--lora-rank", 4, "--lora-alpha", 6, "--lora-experts", experts, "--moe-router-bias-update-rate", 0)
+    flags += () if lora_load is None else ("--lora-load", lora_load)
     # Adapters leave MTP layers frozen, which the case trains.
     frozen = replace(case, flags=lambda path: [flag for flag in case.flags(path) if flag != "--enable-mtp-training"])
     return trainer.make_args(frozen, folder, *flags, "--lora-target-modules", *targets)
@@ -255,6 +259,37 @@ def test_a_folder_that_means_something_else_is_refused(change: str, says: str, t
             save_file(there | extra, tensors)
         with pytest.raises(DataError, match=says):
             load_peft(args, model, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("init_lora_weights", one) for one in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")],
+        *[
+            (one, True)
+            for one in ("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "use_bdlora")
+        ],
+        *[("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}), ("bias", "all"), ("peft_type", "LOHA")],
+        *[("modules_to_save", ["lm_head"]), ("trainable_token_indices", [3]), ("layer_replication", [[0, 2]])],
+        *[("target_parameters", ["experts.w"]), ("ensure_weight_tying", True), ("kasa_config", {"beta": 1})],
+        *[("alora_invocation_tokens", [1]), ("a_key_of_tomorrow", "on"), ("megatron_config", {"a": 1})],
+    ],
+)
+def test_what_is_not_plain_lora_is_refused_by_its_name_at_the_start(key: str, value: object, tmp_path: Path) -> None:
+    case = load_cases(["qwen3"])["qwen3"]
+    case.write_checkpoint(tmp_path / "hf")
+    from peft import LoraConfig
+
+    plain = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"]).to_dict() | {"target_modules": ["q_proj"]}
+    (tmp_path / "adapter").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "adapter" / TENSOR_FILE)
+    config = tmp_path / "adapter" / "adapter_config.json"
+    for change in ({}, {"init_lora_weights": "gaussian"}, {"peft_version": "0.99", "a_key_of_tomorrow": None}):
+        config.write_text(json.dumps(plain | change))
+        lora_args(case, tmp_path / "hf", "q_proj", lora_load=tmp_path / "adapter")
+    config.write_text(json.dumps(plain | {key: value}))
+    with pytest.raises(DataError, match=rf"--lora-load .*{key} "):
+        lora_args(case, tmp_path / "hf", "q_proj", lora_load=tmp_path / "adapter")
 
 
 def test_the_gradient_of_the_logits_reaches_the_vocabulary_as_one_matrix() -> None:
