@@ -132,6 +132,14 @@ def test_bf16_with_fp32_masters_and_several_overlapped_buckets_resumes_bit_for_b
     assert run_ranks(load_and_train, 2, layout, "--bf16", str(tmp_path)) == expected
 
 
+def test_with_the_schedule_of_the_checkpoint_no_flag_of_it_counts_from_the_first_step_on(tmp_path):
+    schedule = "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style linear --lr-warmup-init 1e-3"
+    decay = "--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.9"
+    (expected,) = run_ranks(train_and_save, 1, f"{schedule} {decay}".split(), "--fp32", str(tmp_path))
+    others = "--use-checkpoint-opt_param-scheduler --lr 1e-4 --weight-decay 0.05".split()
+    assert run_ranks(load_and_train, 1, others, "--fp32", str(tmp_path)) == [expected]
+
+
 def load_into_wider_model(save: str) -> str:
     from slime.backends.megatron_utils.checkpoint import load_checkpoint
 

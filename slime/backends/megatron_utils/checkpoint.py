@@ -38,6 +38,7 @@ from slime.backends.megatron_utils.checkpoints.resumed_state import (
     load_optimizer,
     load_schedule,
     rng_state,
+    schedule_state,
 )
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
 from slime.backends.megatron_utils.layers.frozen_base import hold_quantized
@@ -165,9 +166,9 @@ def save_checkpoint(
     state.update(weights)
     if optimizer is not None and not args.no_save_optim:
         state["optimizer"] = optimizer_state(optimizer, weights)
-        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+        state["opt_param_scheduler"] = schedule_state(opt_param_scheduler)
     elif optimizer is not None and args.use_stateless_adam:
-        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()  # there is no more to such an optimizer
+        state["opt_param_scheduler"] = schedule_state(opt_param_scheduler)  # there is no more to such an optimizer
     if not args.no_save_rng:
         state["rng_state"] = rng_state()
     write_checkpoint(state, folder, background=background)

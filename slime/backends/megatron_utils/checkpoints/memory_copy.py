@@ -28,7 +28,12 @@ from slime.backends.megatron_utils.checkpoints.optimizer_state import (
     take_over_own,
     trained_parameters,
 )
-from slime.backends.megatron_utils.checkpoints.resumed_state import load_schedule, rng_state, set_generators
+from slime.backends.megatron_utils.checkpoints.resumed_state import (
+    load_schedule,
+    rng_state,
+    schedule_state,
+    set_generators,
+)
 from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.utils.errors import CheckpointError
 from slime.weights.state_copy import StateCopy
@@ -54,7 +59,7 @@ def copy_state(
     values = {
         "others": {name: value for name, value in untrained.items() if name not in tensors},
         "optimizer": own_settings(optimizer),
-        "opt_param_scheduler": scheduler.state_dict(),
+        "opt_param_scheduler": schedule_state(scheduler),
         "rng_state": rng_state().data,
     }
     tensors |= own_tensors(optimizer)

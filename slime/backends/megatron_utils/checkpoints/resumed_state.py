@@ -56,12 +56,23 @@ def load_optimizer(
         load_schedule(args, common, opt_param_scheduler)
 
 
+_NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+"""Parts of a schedule that megatron-core's state of it leaves out."""
+
+
+def schedule_state(opt_param_scheduler: Any) -> dict[str, Any]:
+    """Return a whole schedule and the position on it."""
+    return opt_param_scheduler.state_dict() | {name: getattr(opt_param_scheduler, name) for name in _NOT_IN_STATE}
+
+
 def load_schedule(args: Namespace, common: dict[str, Any], opt_param_scheduler: Any) -> None:
     """Load the position on the schedule, and with ``--use-checkpoint-opt-param-scheduler`` the schedule."""
     saved = common["opt_param_scheduler"]
     if not args.use_checkpoint_opt_param_scheduler:
-        saved = _flags_schedule(opt_param_scheduler.state_dict(), saved)
+        saved = _flags_schedule(schedule_state(opt_param_scheduler), saved)
+    vars(opt_param_scheduler).update({name: saved[name] for name in _NOT_IN_STATE if name in saved})
     opt_param_scheduler.load_state_dict(saved)
+    opt_param_scheduler.step(increment=0)  # it has set the decay of the first step before it took over the saved one
 
 
 def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
