@@ -8,12 +8,15 @@
 ``--save-debug-train-data`` writes the data that the trainer trained on, whatever its layout was::
 
     {"format_version": 2, "rollout_id": int, "rank": int,      the rank that wrote it
-     "samples": [{"position": int, "dp_rank": int, column: value, ...}, ...],   by position in the rollout
-     "dp_shards": [{"dp_rank", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes"}, ...],
+     "samples": [{"rollout_position": int, "sample_index": Sample.index, "dp_rank": int, column: value, ...}, ...],
+     "dp_shards": [{"dp_rank", "rank", "partition", "sample_indices", "micro_batch_indices", "num_microbatches",
+                    "global_batch_sizes"}, ...],
      "raw_reward": [...]}
 
-``sample_index`` and ``data_parallel_rank`` are further names of a sample's ``position`` and ``dp_rank``.  Per-token
-columns are whole: tensors [response length], joined from the context-parallel ranks.
+Samples are in the order of their positions, of which ``position`` is another name; ``data_parallel_rank`` is one of
+``dp_rank``, and ``rank`` that of the process that gave the shard.  Without ``sample_indices`` in the train data a
+sample's index is its position.  Per-token columns are whole: tensors [response length], joined from the
+context-parallel ranks.
 
 A path is a template: ``{rollout_id}`` becomes the number (``eval_N`` for an evaluation); without it each rollout
 overwrites the last.  A dump that cannot be written (a full disk) leaves no half file behind.
@@ -146,27 +149,33 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
     Args:
         template: may have ``{rollout_id}`` and ``{rank}``.
         rank: the one that writes.
-        shards: of each data-parallel rank: ``dp_rank``, the keys of ``LAYOUT``, ``raw_reward`` and ``samples``, one
-            dict of columns for each entry of ``partition``.
+        shards: of each data-parallel rank: ``dp_rank``, ``rank``, the keys of ``LAYOUT``, ``raw_reward`` and
+            ``samples``, one dict of columns for each entry of ``partition``.
 
     Raises:
         DataError: it cannot be written; a dump that was there before still is.
     """
-    samples = [
-        {"position": place, "sample_index": place, "dp_rank": rank, "data_parallel_rank": rank, **columns}
-        for shard in shards
-        for rank in [shard["dp_rank"]]
-        for place, columns in zip(shard["partition"], shard["samples"], strict=True)
-    ]
+    samples: list[dict[str, Any]] = []
+    dp_shards: list[dict[str, Any]] = []
+    for shard in shards:
+        names = {"dp_rank": shard["dp_rank"], "data_parallel_rank": shard["dp_rank"]}
+        own = [
+            {
+                **{"position": place, "rollout_position": place, "sample_index": columns.get("sample_indices", place)},
+                **names,
+                **columns,
+            }
+            for place, columns in zip(shard["partition"], shard["samples"], strict=True)
+        ]
+        samples += own
+        layout = {name: shard.get(name) for name in ("rank", *LAYOUT)}
+        dp_shards.append({**names, **layout, "sample_indices": [sample["sample_index"] for sample in own]})
     content = {
         "format_version": FORMAT_VERSION,
         "rollout_id": rollout_id,
         "rank": rank,
         "samples": sorted(samples, key=lambda sample: sample["position"]),
-        "dp_shards": [
-            {"data_parallel_rank": shard["dp_rank"]} | {name: shard.get(name) for name in ("dp_rank", *LAYOUT)}
-            for shard in shards
-        ],
+        "dp_shards": dp_shards,
         "raw_reward": shards[0].get("raw_reward"),
     }
     path = Path(template.format(rollout_id=rollout_id, rank=rank))

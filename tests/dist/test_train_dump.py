@@ -19,6 +19,8 @@ LAYOUTS = {
     "PP2": ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"),
     "reused": ("--advantage-estimator", "grpo"),
 }
+INDICES = [40 + 3 * position for position in range(len(LENGTHS))]
+"""``Sample.index`` of each sample: a run does not begin at 0 in every rollout."""
 
 
 def train_and_dump(rank: int, world_size: int, port: int, hf: str, folder: str) -> None:
@@ -31,7 +33,7 @@ def train_and_dump(rank: int, world_size: int, port: int, hf: str, folder: str) 
         args = make_args(Path(hf), *flags)
         worker = start_worker(args, rank, world_size, port, with_ref=name != "reused")
         parallel = worker.get_parallel_config()
-        top = {"teacher_top": [[[[1.0, -0.5]]] * response for _, response in LENGTHS]}
+        top = {"teacher_top": [[[[1.0, -0.5]]] * response for _, response in LENGTHS], "sample_indices": INDICES}
         worker.train(3, cut(args, make_train_data() | top, parallel)[parallel["dp_rank"]])
 
 
@@ -47,6 +49,12 @@ def test_all_layouts_write_the_same_samples(tmp_path):
         assert [shard["dp_rank"] for shard in dump["dp_shards"]] == ([0, 1] if name in ("DP2", "reused") else [0])
         assert sorted(p for shard in dump["dp_shards"] for p in shard["partition"]) == list(range(len(LENGTHS)))
         assert dump["raw_reward"] == given["raw_reward"]
+        assert [sample["rollout_position"] for sample in dump["samples"]] == list(range(len(LENGTHS)))
+        assert [sample["sample_index"] for sample in dump["samples"]] == INDICES
+        for shard in dump["dp_shards"]:
+            assert shard["sample_indices"] == [INDICES[position] for position in shard["partition"]]
+        writers = {"DP2": [0, 1], "reused": [0, 1], "PP2": [1]}
+        assert [shard["rank"] for shard in dump["dp_shards"]] == writers.get(name, [0])
         for position, (sample, (prompt, response)) in enumerate(zip(dump["samples"], LENGTHS, strict=True)):
             assert sample["tokens"].tolist() == given["tokens"][position]
             assert sample["loss_masks"].tolist() == given["loss_masks"][position]

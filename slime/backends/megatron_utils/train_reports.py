@@ -209,6 +209,7 @@ def _shard_of_this_rank(rollout_data: DeviceBatch) -> dict[str, Any] | None:
     layout = {name: rollout_data.get(name) for name in LAYOUT}
     return {
         "dp_rank": mpu.get_data_parallel_rank(),
+        "rank": dist.get_rank(),
         **layout,
         "partition": list(rollout_data.partition or range(len(samples))),
         "raw_reward": rollout_data.raw_reward,
