@@ -11,13 +11,14 @@ import logging
 import os
 import string
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.agent.sandbox import check_local_sandbox
+from slime.arguments.overlay import ROLES_FLAG
 from slime.flags.algorithm import uses_reference
-from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
+from slime.flags.checkpoint import CheckpointFolder, check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
@@ -27,6 +28,7 @@ from slime.rollout import gym
 from slime.rollout.mixture import sources_of
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_config, read_object, text_over_all
+from slime.weights.file_digests import check_headers
 from slime.weights.quantize import read_format
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 
@@ -55,8 +57,7 @@ def check_files(args: Namespace) -> None:
     _check_save_folder(args)
     if not args.debug_rollout_only:
         _check_starting_point(args)
-    _check_reference(args)
-    _check_teacher(args)
+        list(_checkpoints(args))
     _check_replay(args)
     with _tokenizer_trial(args) as trial:  # which begins while the rows are read
         _check_prompts(args, trial)
@@ -151,6 +152,46 @@ def _check_save_folder(args: Namespace) -> None:
         )
 
 
+def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
+    """Yield flag and folder of each checkpoint that the actor loads."""
+    flag = "--ref-load" if args.load == args.ref_load else "--load"
+    yield flag, inspect_checkpoint(args.load, flag, step=args.ckpt_step)
+    if args.ref_load is None and uses_reference(args) and args.lora_rank is None:  # else the actor without adapters
+        asking = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
+        raise ConfigError(f"{asking} needs a reference model; name its checkpoint: --ref-load.")
+    if args.ref_load is not None and (uses_reference(args) or args.lora_rank is not None):
+        yield "--ref-load", inspect_checkpoint(args.ref_load, "--ref-load", step=args.ref_ckpt_step)
+    flag = "--opd-teacher-load" if args.opd_teachers is None else "--opd-teachers"
+    for folder in trainer_teachers(args).values():
+        yield flag, inspect_checkpoint(folder, flag, step=args.opd_teacher_ckpt_step)
+
+
+def check_contents(args: Namespace) -> None:
+    """Compare the files of model and checkpoints with what these say of them: names, lengths, headers, digests of
+    headers.  No weights are read.
+
+    Raises:
+        DataError: a file is missing, cut or damaged.
+    """
+    from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
+
+    model = Path(args.hf_checkpoint)
+    loaded = [] if args.debug_train_only else [("--hf-checkpoint", CheckpointFolder("huggingface", None, model))]
+    loaded += [] if args.debug_rollout_only else _checkpoints(args)
+    critic = args.critic_args
+    if critic is not None and critic.load is not None:
+        flag = f"{ROLES_FLAG}: load of the critic"
+        loaded.append((flag, inspect_checkpoint(critic.load, flag, step=critic.ckpt_step)))
+    for flag, found in {found.folder: (flag, found) for flag, found in loaded}.values():
+        try:
+            if found.kind == "huggingface":
+                check_headers(found.folder, verify=args.verify_checkpoint)
+            else:
+                CheckpointReader(found.folder, verify=args.verify_checkpoint).check_files()
+        except DataError as error:
+            raise DataError(f"{flag}: {error}") from error
+
+
 def _check_starting_point(args: Namespace) -> None:
     if args.load is None:
         raise ConfigError(
@@ -184,25 +225,6 @@ def _check_format(folder: str, flag: str) -> None:
         raise ConfigError(
             f"{flag}: the trainer cannot read the quantized weights of {folder}: {error} Give the bf16 model."
         ) from error
-
-
-def _check_reference(args: Namespace) -> None:
-    if args.debug_rollout_only or not uses_reference(args):
-        return
-    if args.ref_load is None and args.lora_rank is not None:
-        return  # the actor without its adapters
-    if args.ref_load is None:
-        asking = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
-        raise ConfigError(f"{asking} needs a reference model; name its checkpoint: --ref-load.")
-    inspect_checkpoint(args.ref_load, "--ref-load", step=args.ref_ckpt_step)
-
-
-def _check_teacher(args: Namespace) -> None:
-    if args.debug_rollout_only:
-        return
-    flag = "--opd-teacher-load" if args.opd_teachers is None else "--opd-teachers"
-    for folder in trainer_teachers(args).values():
-        inspect_checkpoint(folder, flag, step=args.opd_teacher_ckpt_step)
 
 
 def _check_replay(args: Namespace) -> None:

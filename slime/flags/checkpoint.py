@@ -129,6 +129,8 @@ class CheckpointFolder:
     kind: Literal["megatron", "huggingface"]
     iteration: int | Literal["release"] | None
     """Iteration that the tracker names; None for a Hugging Face folder."""
+    folder: Path
+    """Of the files."""
 
 
 def has_finished_save(folder: str | None) -> bool:
@@ -177,9 +179,9 @@ def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> Check
     if not path.is_dir():
         raise ConfigError(f"{flag}: {folder} is not a folder. Give a Megatron or a Hugging Face checkpoint.")
     if is_iteration_folder(folder):
-        return CheckpointFolder("megatron", int(path.name.removeprefix("iter_")))
+        return CheckpointFolder("megatron", int(path.name.removeprefix("iter_")), path)
     if path.name == "release" and (path / "metadata.json").is_file():
-        return CheckpointFolder("megatron", "release")
+        return CheckpointFolder("megatron", "release", path)
     if (path / TRACKER).is_file():
         iteration = read_tracker(path / TRACKER, flag)
         wanted = iteration if step is None else step
@@ -189,10 +191,10 @@ def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> Check
                 f"{flag}: {folder} has no checkpoint {name}, or it is empty; saves there: {_saves_in(path)}. "
                 + ("Repair the folder or give another one." if step is None else "Choose one of those.")
             )
-        return CheckpointFolder("megatron", wanted)
+        return CheckpointFolder("megatron", wanted, path / name)
     if is_huggingface_folder(folder):
         check_huggingface_folder(folder, flag)
-        return CheckpointFolder("huggingface", None)
+        return CheckpointFolder("huggingface", None, path)
     raise ConfigError(
         f"{flag}: {folder} holds neither a Megatron checkpoint ({TRACKER}) nor a Hugging Face model (config.json). "
         "Convert a model with tools/convert_hf_to_torch_dist.py, or correct the path."

@@ -30,11 +30,14 @@ from slime.utils.errors import DataError
 from slime.utils.json_file import parse_object
 from slime.utils.outside_file import opened, read_outside_file
 from slime.weights.stored_tensors import (
+    INDEX_FILE,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
+    SUFFIX,
     MappedFile,
     StoredTensor,
     read_header,
+    read_layout,
     weight_files,
 )
 
@@ -237,6 +240,24 @@ def _pieces(path: Path, bytes_of: Callable[[StoredTensor], Any]) -> list[Piece]:
     for stored in read_header(path)[0].values():
         pieces += [(begin, part.nbytes, digest_of(part)) for begin, part in _split(stored, bytes_of(stored))]
     return pieces
+
+
+def check_headers(folder: Path, *, verify: bool = True) -> None:
+    """Compare names, headers and lengths of a folder's safetensors with its index and digests; read no weights.
+
+    Args:
+        folder: of a model; one whose weights are in other files passes.
+        verify: compare with the digests, if there are any.
+
+    Raises:
+        DataError: a file is missing, cut or damaged, or is not what the index says.
+    """
+    if not (folder / INDEX_FILE).exists() and not any(folder.glob(f"*{SUFFIX}")):
+        return
+    read_layout(folder)
+    digests = FolderDigests.read(folder) if verify else None
+    for path in weight_files(folder) if digests is not None else ():
+        check_header(digests, path)
 
 
 def check_in_background(folder: Path) -> Future[None] | None:

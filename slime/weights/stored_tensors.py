@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from slime.utils.outside_file import opened, read_outside_file
 from slime.weights.delta import Bytes
 
 SUFFIX = ".safetensors"
+_COUNTED = re.compile(r"-\d+(-of-\d+)\.safetensors$")
+"""The name of a part of a model, ``model-00002-of-00005.safetensors``."""
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 * 1024**2
@@ -170,12 +173,26 @@ def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def _check_index(folder: Path, layout: Mapping[str, StoredTensor]) -> None:
-    """Compare the index of a folder, if it has one, with what is in the files."""
+    """Compare the index of a folder, if it has one, with what is in its files, and with the number in their names."""
     index = folder / INDEX_FILE
-    for name, file in sorted(read_index(index).items()) if index.exists() else ():
+    if not index.exists():
+        return
+    weight_map = read_index(index)
+    for name, file in sorted(weight_map.items()):
         if name not in layout or layout[name].file.name != file:
             there = f"it is in {layout[name].file.name}" if name in layout else "no file has it"
             raise DataError(f"{index} puts {name} into {file}, and {there}; download the folder again")
+    for name in sorted(layout.keys() - weight_map.keys()):
+        raise DataError(f"{index} leaves out {name}, which {layout[name].file} has; download the folder again")
+    check_parts(index, set(weight_map.values()))
+
+
+def check_parts(index: Path, files: Collection[str]) -> None:
+    """Refuse an index that leaves a whole file of its model out; files of other names may be of another."""
+    counted = {match[1] for file in files if (match := _COUNTED.search(file))}
+    for path in sorted(index.parent.glob(f"*{SUFFIX}")):
+        if path.name not in files and (match := _COUNTED.search(path.name)) and match[1] in counted:
+            raise DataError(f"{index} leaves out {path.name}, a part of the same model; download the folder again")
 
 
 def read_bytes(stored: StoredTensor) -> Bytes:

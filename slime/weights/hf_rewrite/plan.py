@@ -17,7 +17,7 @@ from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_config
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.hf_rewrite.tensor_file import RowReader, make_header
-from slime.weights.stored_tensors import StoredTensor, TensorInfo, read_header, read_index
+from slime.weights.stored_tensors import StoredTensor, TensorInfo, check_parts, read_header, read_index
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ def open_source(folder: str | Path) -> HfSource:
                 f"{len(absent)} of {len(files)} shards that {INDEX_FILE} names are not in {path}: {shown(absent)}; "
                 "finish the download"
             )
+        check_parts(index, files)
         if others := sorted(file.name for file in path.glob("*.safetensors") if file.name not in set(files)):
             logger.warning("%s are not in %s and are left out", shown(others), index)
     else:

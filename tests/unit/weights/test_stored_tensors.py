@@ -136,3 +136,19 @@ def test_an_index_and_its_files_must_agree(folder):
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
     with pytest.raises(DataError, match=r"and it is in part-1\.safetensors"):
         read_layout(folder)
+
+
+def test_an_index_leaves_nothing_of_its_model_out(folder):
+    names = sorted(TENSORS)
+    files = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: TENSORS[name] for name in names if files[name] == file}, folder / file)
+    index = folder / INDEX_FILE
+    index.write_text(json.dumps({"weight_map": files}))
+    assert read_layout(folder).keys() == TENSORS.keys(), "files of another name are not of this model"
+    index.write_text(json.dumps({"weight_map": {name: files[name] for name in names[1:]}}))
+    with pytest.raises(DataError, match=f"index.json leaves out {names[0]}, which .*model-00001-of-00002"):
+        read_layout(folder)
+    index.write_text(json.dumps({"weight_map": {n: file for n, file in files.items() if "00001-of" in file}}))
+    with pytest.raises(DataError, match=r"index.json leaves out model-00002-of-00002\.safetensors"):
+        read_layout(folder)

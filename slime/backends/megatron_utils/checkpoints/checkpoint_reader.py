@@ -109,6 +109,26 @@ class CheckpointReader(dcp.FileSystemReader):
             )
         return common
 
+    def check_files(self) -> None:
+        """Read the small files, and compare the lengths of the others with what these say.
+
+        Raises:
+            DataError: one is missing, cut, or of another format.
+        """
+        self.check_format()
+        self.read_common()
+        ends: dict[str, int] = {}
+        for place in self.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, end in sorted(ends.items()):
+            if self.digests is not None:
+                self.digests.check_size(name)
+            path = self.folder / name
+            size = path.stat().st_size if path.is_file() else None
+            if size is None or size < end:
+                has = "is missing" if size is None else f"has {size} bytes"
+                raise DataError(f"{path} {has}; {TENSOR_FILE} puts tensors into its first {end}. {OTHER_CHECKPOINT}")
+
     def check_format(self) -> None:
         """Check that ``metadata.json`` names the format that is read here.
 

@@ -227,6 +227,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, source, m
             DataError,
             r"1 of 4 shards that .* model-00002-of-00004\.safetensors; finish the download",
         ),
+        (lambda f: forget_in_index(f, "model-00004-of-00004"), DataError, "leaves out model-00004-of-00004"),
         (lambda f: (f / INDEX).write_text("{}"), DataError, "has no weight_map"),
         (
             lambda f: rename_in_index(f, "model.norm.weight", "model.lost.weight"),
@@ -252,6 +253,12 @@ def test_a_damaged_source_is_refused_before_anything_is_written(tmp_path, source
 def rename_in_index(folder, old, new):
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"][new] = index["weight_map"].pop(old)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def forget_in_index(folder, file):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] = {name: of for name, of in index["weight_map"].items() if file not in of}
     (folder / INDEX).write_text(json.dumps(index))
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from argparse import Namespace
@@ -22,9 +23,11 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from slime.arguments.validate_files import check_contents
 from slime.backends.megatron_utils.checkpoint import load_checkpoint, save_checkpoint
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.backends.megatron_utils.checkpoints.torch_dist_reader import TorchDistFolder
+from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.model import build_model
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.file_digests import DIGEST_FILE
@@ -100,6 +103,8 @@ def damage(path: Path, kind: str) -> None:
         data[middle : middle + 4096] = bytes(len(data[middle : middle + 4096]))
     elif kind == "cut":
         del data[middle:]
+    elif kind == "a byte short":
+        del data[-1:]
     elif kind == "empty":
         data.clear()
     elif kind == "foreign":
@@ -139,6 +144,30 @@ def test_a_damaged_file_about_the_checkpoint_is_named(read, name, kind, has_dige
         (folder / DIGEST_FILE).unlink()
     damage(folder / name, kind)
     assert name in error_of(read, good, folder)
+
+
+def files_of_a_start(good: tuple[Namespace, Any], folder: Path, hf: Path) -> None:
+    """What the driver does before it asks for GPUs."""
+    flags = {"load": str(folder), "ref_load": None, "ckpt_step": None, "critic_args": None, "debug_train_only": False}
+    check_contents(Namespace(**{**vars(good[0]), **flags, "hf_checkpoint": str(hf)}))
+
+
+@pytest.mark.parametrize("has_digests", [True, False], ids=["with digests", "of upstream"])
+@pytest.mark.parametrize("kind", ["cut", "empty", "missing", "a byte short"])
+def test_a_start_finds_what_lacks_bytes_without_reading_a_weight(kind, has_digests, good, folder, tmp_path):
+    save_hf_model_to_path(good[0], tmp_path / "hf", good[1])
+    if not has_digests:
+        (folder / DIGEST_FILE).unlink()
+        (tmp_path / "hf" / DIGEST_FILE).unlink()
+    files_of_a_start(good, folder, tmp_path / "hf")
+    of_checkpoint = [*shards(folder), *(folder / name for name in ("common.pt", ".metadata", "metadata.json"))]
+    for path in (*of_checkpoint, next((tmp_path / "hf").glob("*.safetensors"))):
+        kept = path.read_bytes()
+        damage(path, kind)
+        with pytest.raises(DataError, match=f"--(load|hf-checkpoint).*{re.escape(path.name)}"):
+            files_of_a_start(good, folder, tmp_path / "hf")
+        path.write_bytes(kept)
+    files_of_a_start(good, folder, tmp_path / "hf")
 
 
 @pytest.mark.parametrize("has_digests", [True, False], ids=["with digests", "of upstream"])
