@@ -324,9 +324,20 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return super().state_dict() | {"buffer": groups_to_state(self.buffer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``; one without a buffer empties the buffer."""
+        """Go on from ``state``; one without a buffer empties the buffer.
+
+        Raises:
+            DataError: it is no position in this data, or its buffer has groups of another size.
+        """
         super().load_state_dict(state)
-        self.buffer = groups_from_state(state.get("buffer") or [])
+        buffer = groups_from_state(state.get("buffer") or [])
+        other = next((len(group) for group in buffer if len(group) != self.args.n_samples_per_prompt), None)
+        if other is not None:
+            raise DataError(
+                f"The buffer of the data position holds groups of {other} samples, and --n-samples-per-prompt is "
+                f"{self.args.n_samples_per_prompt}. Give {other}, or load a checkpoint with an empty buffer."
+            )
+        self.buffer = buffer
 
     def get_buffer_length(self) -> int:
         """Return the number of groups in the buffer."""

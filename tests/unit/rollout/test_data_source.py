@@ -293,6 +293,19 @@ def test_a_state_without_a_buffer_and_of_other_data_loads_with_a_warning(make_ar
     assert source.epoch_id == 2
 
 
+def test_a_buffer_of_groups_of_another_size_is_refused_when_it_is_loaded(make_args):
+    source = RolloutDataSourceWithBuffer(make_args())
+    source.add_samples(source.get_samples(1))
+    source.save(0)
+    with pytest.raises(DataError, match=r"--load .* groups of 2 samples, and --n-samples-per-prompt is 3\. Give 2"):
+        RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=3, load=source.args.save)).load(0)
+    source.get_samples(1)
+    source.save(1)
+    again = RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=3, load=source.args.save))
+    again.load(1)
+    assert [len(group) for group in again.get_samples(1)] == [3]
+
+
 def test_details_hold_the_tokenizer(make_args, tmp_path):
     RolloutDataSource(make_args(dump_details=str(tmp_path / "details")))
     assert (tmp_path / "details" / "tokenizer").is_dir()

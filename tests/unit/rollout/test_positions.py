@@ -233,7 +233,7 @@ def test_positions_of_earlier_versions_and_of_the_original_are_read_with_a_line(
     args = make_args()
     path = state_path(args.load, 0)
     path.parent.mkdir(parents=True)
-    for extra in ({}, {"num_prompts": 5}, {"num_prompts": 5, "buffer": [[Sample(prompt="b").to_dict()]]}):
+    for extra in ({}, {"num_prompts": 5}, {"num_prompts": 5, "buffer": [[Sample(prompt="b").to_dict()] * 2]}):
         torch.save(STATE | {"metadata": {"note": (1, 2)}} | extra, path)
         source = RolloutDataSourceWithBuffer(args)
         source.load(0)
