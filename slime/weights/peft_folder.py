@@ -102,8 +102,8 @@ def read_peft_config(folder: str | Path, *, flag: str, config: LoraConfig | None
         if key not in _WITHOUT_EFFECT and value not in plain:
             known = ", ".join(json.dumps(one) for one in plain) if key in _PLAIN_LORA else "null"
             raise DataError(
-                f"{flag}: {CONFIG_FILE} has {key} {str(value)[:80]!r}; the adapters known here are plain LoRA, where "
-                f"it is {known}. Convert the adapter with peft, or train from a model with it merged in."
+                f"{flag}: {CONFIG_FILE} has {key} {str(value)[:80]!r}; only plain LoRA is known here, where it is "
+                f"{known}. Convert the adapter with peft, or train from a model with it merged in."
             )
     if config is not None and (theirs := (content.get("r"), content.get("lora_alpha"))) != (config.rank, config.alpha):
         raise DataError(
