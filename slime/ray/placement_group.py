@@ -1,5 +1,6 @@
-"""The beginning of a job, under the names of upstream's ``slime.ray.placement_group``, from which its ``train.py``
-builds one; ``slime.ray.train_loop`` begins here too.
+"""The names of upstream's ``slime.ray.placement_group``, from which its ``train.py`` builds a job.
+
+For drivers written against them; ``train.py`` here goes through ``slime.ray.train_loop``.
 """
 
 from argparse import Namespace

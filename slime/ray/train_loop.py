@@ -26,7 +26,7 @@ from slime.observability.run_record import event, span, start_recording, stop_re
 from slime.ray.background_eval import BackgroundEvaluation
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
 from slime.ray.engines.memory import memory_timeout_s
-from slime.ray.placement_group import create_placement_groups
+from slime.ray.gpus import create_placement_groups
 from slime.ray.preemption import NOTICE
 from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.save_lock import lock_outputs

@@ -255,9 +255,9 @@ def check_headers(folder: Path, *, verify: bool = True) -> None:
     if not (folder / INDEX_FILE).exists() and not any(folder.glob(f"*{SUFFIX}")):
         return
     read_layout(folder)
-    digests = FolderDigests.read(folder) if verify else None
-    for path in weight_files(folder) if digests is not None else ():
-        check_header(digests, path)
+    if verify and (digests := FolderDigests.read(folder)) is not None:
+        for path in weight_files(folder):
+            check_header(digests, path)
 
 
 def check_in_background(folder: Path) -> Future[None] | None:

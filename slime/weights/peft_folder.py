@@ -23,7 +23,7 @@ from slime.utils.outside_file import read_outside_file
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_PLAIN_LORA = {
+_PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     # The other beginnings (pissa, olora, corda, loftq, lora_ga) change the weights under the adapters too.
