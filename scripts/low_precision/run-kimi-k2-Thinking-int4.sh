@@ -8,7 +8,7 @@
 #
 # Variables are those of scripts/run-kimi-k2-Thinking.sh.  BASE_DIR holds Kimi-K2-Thinking:
 #   it is published so.
-# The pinned SGLang takes no pushes of packed integers: the first one fails (docs/quantization.md).
+# Not run on GPUs yet: an engine proves at its start that it can take pushes of packed integers (docs/quantization.md).
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 
 exec bash "${SCRIPT_DIR}/../run-kimi-k2-Thinking.sh" \

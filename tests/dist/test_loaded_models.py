@@ -6,6 +6,8 @@ One pair of processes serves all families; they start once (the import of SGLang
 from __future__ import annotations
 
 import dataclasses
+import json
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,14 @@ import torch
 from torch import Tensor
 
 from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.load_plan import is_description
+from slime.backends.sglang_utils.repacked_layers import refusal
+from slime.backends.sglang_utils.weight_check import compare_weights
 from slime.utils.errors import WeightSyncError
+from slime.weights.hf_rewrite.run import rewrite_folder
+from slime.weights.hf_rewrite.to_quantized import ToQuantized, to_fp8, to_int4
 from slime.weights.manifest import Manifest
+from slime.weights.push.wire import CHECK_REPORT, flatten_reports
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.loaded_model.buckets import cut_buckets, digests, fill, whole_buckets
 from tests.loaded_model.engine import LoadedModel
@@ -152,3 +160,102 @@ def test_what_is_wrong_with_a_push_is_named_for_each_rank(model: LoadedModel, tm
     with pytest.raises(WeightSyncError, match=r"rank 0: model.layers.1.self_attn.k_proj.weight \[.*\] does not fit"):
         model.begin_weight_update(whole_buckets(wrong).id, "wrong", whole_buckets(wrong).to_json())
     assert push(model, whole_buckets(tensors, 2), tensors, "right")["problems"] == []
+
+
+# --- formats that SGLang repacks after a load -----------------------------------------------------------------------
+
+GROUP = 32
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 256}
+EXPERTS = {**ALL_SPARSE, "moe_intermediate_size": 128}
+REPACKED = {
+    # family, sizes, how it is quantized
+    "rows": ("qwen3", {}, to_fp8("channel")),
+    "rows of experts": ("qwen3_moe", EXPERTS, to_fp8("channel")),
+    "tensors": ("qwen3", {}, to_fp8("tensor")),
+    "experts in int4": ("qwen3_moe", EXPERTS, to_int4(GROUP, ignore_rules=["re:.*self_attn"])),
+    "experts in int4 by Triton": ("qwen3_moe", EXPERTS, to_int4(GROUP, ignore_rules=["re:.*self_attn"])),
+    "int4": ("qwen3", {}, to_int4(GROUP)),
+    "int4 with zero points": ("qwen3", {}, to_int4(GROUP, is_symmetric=False)),
+}
+
+
+def as_on_an_h100(rank: Any, experts: str) -> None:
+    """Runs on a rank: what SGLang asks of the GPU.  Of Triton's experts every step is plain torch.
+
+    The order of Marlin's tiles comes from a kernel for GPUs: another order of the same shape stands for it here, so
+    that the way there and back is seen, and not the kernel.
+    """
+    from sglang.srt.layers.moe import utils
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16 as dense
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16_moe as moe
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    utils.MOE_RUNNER_BACKEND = utils.MoeRunnerBackend(experts)
+    dense.gptq_marlin_repack = shuffled
+    moe.gptq_marlin_moe_repack = lambda packed, perm, *sizes: torch.stack(
+        [shuffled(one, order, *sizes) for one, order in zip(packed, perm, strict=True)]
+    )
+    kinds = {num_bits: Namespace(size_bits=num_bits) for num_bits in (4, 8)}
+    dense.WNA16_SUPPORTED_TYPES_MAP = dense.WNA16_ZP_SUPPORTED_TYPES_MAP = kinds
+    for module in (dense, moe):
+        module.marlin_make_workspace = lambda device, *_: torch.zeros(8, dtype=torch.int32)
+
+
+def shuffled(packed: Tensor, perm: Tensor, size_k: int, size_n: int, num_bits: int) -> Tensor:
+    assert packed.shape == (size_k * num_bits // 32, size_n) and not perm.numel()
+    return packed.view(size_k // 16, -1, size_n).transpose(1, 2).flip(1).reshape(size_k // 16, size_n * num_bits // 2)
+
+
+def served(rank: Any) -> tuple[dict[str, Tensor], dict[str, int], str]:
+    """Runs on a rank: all that a model holds in its layers, where it lies, and why it refuses pushes."""
+    held = rank.parameters()
+    for name, module in rank.model.named_modules():
+        held |= {f"{name}.{key}": value for key, value in vars(module).items() if isinstance(value, Tensor)}
+    held = {name: tensor for name, tensor in held.items() if not is_description(name)}
+    addresses = {name: tensor.data_ptr() for name, tensor in held.items()}
+    return {name: tensor.clone() for name, tensor in held.items()}, addresses, refusal(rank.model)
+
+
+def differing(rank: Any, tensors: dict[str, Tensor]) -> list[str]:
+    compare_weights(rank.model, tensors.items())
+    return flatten_reports(rank.model.get_weights_by_name(CHECK_REPORT))
+
+
+def converted(folder: Path, case: FamilyCase, recipe: ToQuantized) -> dict[str, Tensor]:
+    """The tensors of a quantized folder that is written."""
+    case.write_checkpoint(folder / "plain")
+    rewrite_folder(recipe, folder / "plain", folder / "quantized")
+    return read_tensors(folder / "quantized")
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", REPACKED)
+def test_a_push_leaves_what_an_engine_has_that_starts_from_the_folder(
+    model: LoadedModel, tmp_path: Path, name: str
+) -> None:
+    family, sizes, recipe = REPACKED[name]
+    case = case_of(family, **SIZES, **sizes)
+    first = converted(tmp_path, case, recipe)
+    second = {key: tensor if is_description(key) else tensor.flip(0) for key, tensor in first.items()}
+    model.call(as_on_an_h100, "triton" if "Triton" in name else "auto")
+    config = json.loads((tmp_path / "quantized/config.json").read_text())["quantization_config"]
+    started = []
+    for tensors in (second, first):
+        model.swap(tmp_path / "quantized", quantization=config, weights=tensors)
+        started.append(model.call(served))
+    assert [refused for _, _, refused in started[1]] == ["", ""]
+    for number, (layout, goal) in enumerate([(whole_buckets, 0), (whole_buckets, 1), (cut_buckets, 0)]):
+        sent = (second, first)[goal]
+        assert push(model, layout(sent, 3), sent, f"p{number}")["problems"] == []
+        assert model.call(differing, sent) == [[], []]
+        model.commit_weight_update(f"p{number}", str(number))
+        for got, wanted, here in zip(model.call(served), started[goal], started[1], strict=True):
+            assert [key for key, value in wanted[0].items() if not torch.equal(bits(value), bits(got[0][key]))] == []
+            assert got[1] == here[1], "CUDA graphs read the addresses that they were captured with"
+    sides = zip(started[0][0][0].items(), started[1][0][0].values(), strict=True)
+    alike = {key for (key, value), other in sides if torch.equal(bits(value), bits(other))}
+    assert not [key for key in alike if "weight_packed" in key or key.endswith("weight")]

@@ -91,10 +91,17 @@ class LoadedModel(WeightVerbs):
             pipe.close()
         self._folder.cleanup()
 
-    def swap(self, folder: str | Path, *, quantization: dict[str, Any] | None = None, dtype: str = "bfloat16") -> None:
+    def swap(
+        self,
+        folder: str | Path,
+        *,
+        quantization: dict[str, Any] | None = None,
+        dtype: str = "bfloat16",
+        weights: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         """Become a fresh engine of another model in the same processes, which saves their start (10 s)."""
         self._push_id = self._acknowledged = None
-        self._ask("swap", str(folder), dtype, quantization)
+        self._ask("swap", str(folder), dtype, quantization, weights)
 
     def pause_generation(self) -> None:
         self.is_paused = True

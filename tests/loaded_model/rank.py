@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.repacked_layers import watch_repacking
 from slime.utils import env
 
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -95,15 +96,21 @@ class LoadedRank:
         self.tp_rank, self.tp_size, self._store, self._device = tp_rank, tp_size, store, device
         self.swap(folder, dtype, quantization)
 
-    def swap(self, folder: str | Path, dtype: str, quantization: dict[str, Any] | None) -> None:
-        """Put a fresh model in the place of the old one."""
+    def swap(
+        self,
+        folder: str | Path,
+        dtype: str,
+        quantization: dict[str, Any] | None,
+        weights: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Put a fresh model in the place of the old one, with these weights of a checkpoint or random ones."""
         self.model = self.draft = None  # type: ignore[assignment]
         gc.collect()  # models are parts of cycles
         self.weight_version = "default"
         with _config_folder(folder, quantization) as configured:
             server_args, model_config = _describe(configured, self.tp_size, dtype, self._device)
         _enter_world(server_args, model_config, self.tp_rank, self.tp_size, self._store)
-        self.model = _build(model_config, self._device)
+        self.model = _build(model_config, self._device, weights=weights)
         self.loaders = tuple(server_args.custom_weight_loader)
 
     def add_draft(self, folder: str, dtype: str) -> None:
@@ -217,14 +224,17 @@ def _enter_world(server_args: Any, model_config: Any, tp_rank: int, tp_size: int
     initialize_dp_attention(server_args=server_args, model_config=model_config)
 
 
-def _build(model_config: Any, device: str, *, is_draft: bool = False) -> torch.nn.Module:
-    """As ``DummyModelLoader``, which fills the model with random numbers.
+def _build(
+    model_config: Any, device: str, *, is_draft: bool = False, weights: dict[str, torch.Tensor] | None = None
+) -> torch.nn.Module:
+    """As ``DummyModelLoader``, which fills the model with random numbers, or as ``DefaultModelLoader``.
 
-    On a CPU without AMX, SGLang refuses to *run* FP8 and says so when it prepares weights for its kernels; that step
-    is left out.  On a GPU without UE8M0 scales it changes nothing that a loader sees.
+    On a CPU without AMX, SGLang refuses to *run* FP8 by blocks and says so when it prepares weights for its kernels;
+    that step is left out.  On a GPU without UE8M0 scales it changes nothing that a loader sees.  FP8 by tensors is
+    prepared as for an H100.
     """
     from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
     from sglang.srt.model_loader.loader import (
         _get_quantization_config,
         _initialize_model,
@@ -240,8 +250,13 @@ def _build(model_config: Any, device: str, *, is_draft: bool = False) -> torch.n
         initialize_dummy_weights(model)
         if not is_draft:  # it fails for drafts that inherit the target's; they are given their weights right away
             _post_load_weights(model)
+        if weights is not None:
+            model.load_weights(list(weights.items()))
+        watch_repacking(model)
         for module in model.modules():
             method = getattr(module, "quant_method", None)
-            if method is not None and not isinstance(method, (Fp8LinearMethod, Fp8MoEMethod)):
+            if isinstance(method, Fp8LinearMethod):
+                method.cutlass_fp8_supported = True
+            if method is not None and not getattr(method, "block_quant", False):
                 method.process_weights_after_loading(module)
     return model.eval()

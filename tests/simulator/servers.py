@@ -302,6 +302,7 @@ class EngineServer(Server):
         report = {
             "push_id": held.push_id, "needs_manifest": False, "buckets": digests,
             "problems": [*self.message_problems, *held.problems],
+            "is_unpacked": False,
             "seconds": {},
         }  # fmt: skip
         self._ok(reply, [orjson.dumps(report).decode()])

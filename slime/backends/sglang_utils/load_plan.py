@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slime.backends.sglang_utils.alike_layers import trace_by_layers
 from slime.backends.sglang_utils.load_follower import LoadTrace, Write
 from slime.weights.kernels.table_items import CopyItem
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
 from slime.weights.tensor_slice import (
     NotRectangularError,
     StridedCopy,
@@ -34,6 +34,7 @@ from slime.weights.tensor_slice import (
 logger = logging.getLogger(__name__)
 
 _OWN_SCALE = re.compile(r"(^|[._])(k_scale|v_scale|input_scale|input_scale_inv)$")
+_DESCRIPTION = re.compile(r"(weight_shape|g_idx|g_idx_sort_indices)$")
 Fingerprint = tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
@@ -63,7 +64,8 @@ class LoadPlan:
     def __init__(self, model: nn.Module, manifest: Manifest, trace: LoadTrace | None = None) -> None:
         self.manifest = manifest
         self._fingerprint = fingerprint(model)
-        self.trace = trace = trace or trace_by_layers(model, (*manifest.tensors, *manifest.kept))
+        entries = entries_to_load(manifest)
+        self.trace = trace = trace or trace_by_layers(model, entries)
         self.is_distrusted = False
         """The model's own loader did otherwise for some tensor."""
         self.fills = trace.fills
@@ -88,9 +90,9 @@ class LoadPlan:
         taken = self.writes.keys() | self.groups.keys() | self.stock.keys() | trace.failures.keys()
         self.unused = frozenset(manifest.by_name) - taken
         """Tensors that this model leaves out: experts and layers of other ranks, another model's part."""
-        entries = manifest.by_name | {entry.name: entry for entry in manifest.kept}
+        shapes = {entry.name: list(entry.shape) for entry in entries}
         self.problems = [
-            f"{name} {list(entries[name].shape)} does not fit the engine's model: {reason}"
+            f"{name} {shapes[name]} does not fit the engine's model: {reason}"
             for name, reason in trace.failures.items()
         ]
         self.unwritten: dict[str, str] = {}
@@ -193,6 +195,11 @@ class LoadPlan:
         return clip(write.copy, StridedSlice.whole(shape), StridedSlice.packed(part.slice))
 
 
+def entries_to_load(manifest: Manifest) -> list[TensorEntry]:
+    """Return the tensors of a push, and those that it keeps, that a loader is asked to place."""
+    return [entry for entry in (*manifest.tensors, *manifest.kept) if not is_description(entry.name)]
+
+
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Return name, address, shape, strides and dtype of every parameter."""
     return tuple((name, p.data_ptr(), tuple(p.shape), p.stride(), p.dtype) for name, p in model.named_parameters())
@@ -239,6 +246,14 @@ def is_own_scale(name: str) -> bool:
     return _OWN_SCALE.search(name) is not None
 
 
+def is_description(name: str) -> bool:
+    """Return True for what describes packed integers (shape, order of columns): an engine has it from its start.
+
+    The matrices that an engine joins have one shape for all of them, which no kernel reads.
+    """
+    return _DESCRIPTION.search(name) is not None
+
+
 def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, str]]:
     """Return elements written more than once, a sentence a parameter, and parameters with unwritten elements."""
     by_memory: dict[int, list[Write]] = {}
@@ -249,6 +264,8 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
     doubled, unwritten = [], {}
     counts: dict[Any, tuple[int, int]] = {}  # layers are alike
     for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue
         memory = parameter.untyped_storage().data_ptr()
         writes = by_memory.get(memory, [])
         also = [target for target in excused if target.untyped_storage().data_ptr() == memory]
@@ -263,7 +280,7 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
                 f"{name}: {num_twice} of {parameter.numel()} elements are written more than once, by "
                 f"{', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}"
             )
-        is_own = num_missing == parameter.numel() and is_own_scale(name)
+        is_own = num_missing == parameter.numel() and (is_own_scale(name) or is_description(name))
         if num_missing and not is_own:
             unwritten[name] = f"{name}: no tensor of the push fills {num_missing} of {parameter.numel()} elements"
     return doubled, unwritten

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem
+from slime.backends.sglang_utils.load_plan import LoadPlan, PlannedItem, entries_to_load
 from slime.backends.sglang_utils.load_trace import trace_load
+from slime.backends.sglang_utils.repacked_layers import has_repacked_layers, repack, unpack
 from slime.backends.sglang_utils.stored_plans import StoredPlans, sample
 from slime.backends.sglang_utils.weight_check import (
     differing_names,
@@ -167,6 +168,7 @@ class ModelLoad:
 
     def begin(self, manifest: Manifest) -> None:
         """Forget what was under way and prepare for the buckets of ``manifest``."""
+        unpack(self.model)
         plan = self.plan
         if plan is None or plan.manifest.id != manifest.id or not plan.fits(self.model):
             # The old plan would keep memory alive that the parameters have left.
@@ -223,7 +225,10 @@ class ModelLoad:
         self.holds_constants = self.holds_constants and not bucket.is_constant
 
     def finish(self) -> None:
-        """Rebuild what the model derives from its weights; wait for the device; collect what is wrong."""
+        """Rebuild what the model derives from its weights; wait for the device; collect what is wrong.
+
+        Layers that SGLang repacks keep their loaded form, in which weights can be compared, until :meth:`commit`.
+        """
         plan, held = self._begun()
         self.problems += [f"{name} did not come, or not all that belongs to it" for name in held.incomplete]
         rebuild_derived(self.model)
@@ -246,10 +251,14 @@ class ModelLoad:
             self._is_proven, self._sample, self._taken = True, frozenset(), []
         self._constants = self._digest_constants() if is_complete and not self.problems else None
 
+    def commit(self) -> None:
+        """Give the model the form that it serves."""
+        repack(self.model)
+
     def _trace_all_layers(self, wrong: LoadPlan) -> None:
         """Make the plan anew, without conclusions from layer to layer: more of them may be wrong."""
         manifest = wrong.manifest
-        trace = trace_load(self.model, (*manifest.tensors, *manifest.kept))
+        trace = trace_load(self.model, entries_to_load(manifest))
         if trace.has_lost_targets:
             self.problems.append(
                 f"the model's loader was tried on zeros for {', '.join(sorted(trace.opaque)[:3])}, which may have "
@@ -265,6 +274,8 @@ class ModelLoad:
 
     def _digest_constants(self) -> Tensor | None:
         """Return digests of the memory of the constant buckets, int64; None where it is not known."""
+        if has_repacked_layers(self.model):
+            return None  # their memory is packed again in each push
         if self._constant_memory is None:
             plan, _ = self._begun()
             memory = plan.constant_memory()

@@ -30,6 +30,7 @@ import torch
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
+from slime.backends.sglang_utils.repacked_layers import reload, watch_repacking
 from slime.backends.sglang_utils.request_check import (
     LOADING,
     UNREADABLE,
@@ -61,6 +62,7 @@ _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "transformers.PreTrainedTokenizerBase"
 _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 _ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
+_LOADER = "sglang.srt.model_loader.loader"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 _is_registered = False
 
@@ -77,6 +79,8 @@ def register() -> None:
         logger.warning("this SGLang has no plugins: it returns no nuclei, and --rollout-top-p must be 1")
         return
     for target, hook, kind in (
+        (f"{_LOADER}._initialize_model", _watch, HookType.AFTER),
+        (f"{_LOADER}.DefaultModelLoader.load_weights_and_postprocess", reload, HookType.AROUND),
         (f"{_BATCH_INFO}.from_schedule_batch", _mark, HookType.AFTER),
         (f"{_BATCH_INFO}.filter_batch", _filter, HookType.AFTER),
         (f"{_BATCH_INFO}.merge_batch", _merge, HookType.AROUND),
@@ -106,6 +110,10 @@ def register() -> None:
     for module in (native_layers, delta_nets) if cpu_shim.is_needed() else ():
         for target, name in module.HOOKED.items():
             HookRegistry.register(target, getattr(module, name), HookType.AROUND)
+
+
+def _watch(model: torch.nn.Module, *args: Any, **options: Any) -> None:
+    watch_repacking(model)
 
 
 def _mark(info: Any, cls: type, batch: Any, *args: Any, **options: Any) -> None:

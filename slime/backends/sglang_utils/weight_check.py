@@ -26,7 +26,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_plan import is_own_scale
+from slime.backends.sglang_utils.load_plan import is_description, is_own_scale
 from slime.backends.sglang_utils.load_trace import trace_load
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
 from slime.weights.manifest import Manifest
@@ -47,7 +47,7 @@ def compare_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
     Takes, for the length of the call, as much memory again as the weights.
     """
     with _reporting(model) as problems:
-        problems += differing_names(model, list(named_tensors))
+        problems += differing_names(model, [one for one in named_tensors if not is_description(one[0])])
 
 
 def fill_with_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
@@ -101,8 +101,9 @@ def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[s
 
 
 def _is_pushed(name: str, parameter: Tensor, only: Collection[str] | None) -> bool:
-    """Return True for floating-point parameters except the engine's own scales."""
-    return parameter.is_floating_point() and not is_own_scale(name) and (only is None or name in only)
+    """Return True for floating-point parameters except the engine's own scales and descriptions."""
+    is_own = is_own_scale(name) or is_description(name)
+    return parameter.is_floating_point() and not is_own and (only is None or name in only)
 
 
 def _nan_of(parameter: Tensor) -> int:

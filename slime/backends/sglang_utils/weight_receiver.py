@@ -33,6 +33,7 @@ from slime.backends.sglang_utils.loader_report import (
     with_ranks,
 )
 from slime.backends.sglang_utils.model_load import ModelLoad
+from slime.backends.sglang_utils.repacked_layers import is_unpacked
 from slime.backends.sglang_utils.stored_plans import stored_plans
 from slime.observability.timer import DeviceTimes
 from slime.utils.errors import WeightSyncError
@@ -133,6 +134,12 @@ class ReceivingRank:
             self._buffer = None  # the KV cache may want the room
         self._load_of(model).finish()
 
+    def commit_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Give ``model`` the form that it serves."""
+        self._require_push(message["push_id"])
+        self._load_of(model).commit()
+        _wait_for_device()
+
     def join_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
         """Join a broadcast group, in the first call only."""
         if is_first:
@@ -160,6 +167,7 @@ class ReceivingRank:
             "digests": {index: digests.cpu().numpy().tobytes() for index, digests in self._digests.items()},
             "holds_constants": all(load.holds_constants for load in loads),
             "problems": self._own_problems(),
+            "is_unpacked": any(is_unpacked(load.model) for load in loads),
             "seconds": self._times.seconds(),
         }
         ranks = gather_over_ranks(own)
@@ -168,6 +176,7 @@ class ReceivingRank:
             "needs_manifest": shares is None or any(rank["manifest_id"] != own["manifest_id"] for rank in ranks),
             "buckets": [],
             "problems": with_ranks([rank["problems"] for rank in ranks]),
+            "is_unpacked": any(rank["is_unpacked"] for rank in ranks),
             "seconds": {
                 name: max(rank["seconds"].get(name, 0.0) for rank in ranks)
                 for rank in ranks

@@ -39,7 +39,7 @@ from slime.weights.push.wire import CHECK_REPORT, NOTHING, PUSH_REPORT, encode, 
 logger = logging.getLogger(__name__)
 
 SHOWN_PROBLEMS = 20
-REPORT_FIELDS = ("push_id", "needs_manifest", "buckets", "problems", "seconds")
+REPORT_FIELDS = ("push_id", "needs_manifest", "buckets", "problems", "is_unpacked", "seconds")
 """Of what the loader answers after each message."""
 CHECK_LOADERS = {"snapshot": SNAPSHOT, "reset_tensors": FILL_WITH_NAN, "compare": COMPARE_SNAPSHOT}
 """The loaders behind ``check_weights`` on a CPU, where SGLang's own ``/weights_checker`` wants CUDA."""
@@ -57,6 +57,8 @@ class WeightVerbs(EngineVerbs):
     """Of the push begun last and not committed: while it is set, the engine must not serve."""
     _acknowledged: str | None = None
     """Of the push whose last acknowledgement was complete and named no problem."""
+    _is_unpacked: bool = False
+    """Its model has layers that must be repacked before it serves."""
     _num_buckets: int = 0
     """Of the push begun last."""
     _adapter: str | None = None
@@ -122,7 +124,8 @@ class WeightVerbs(EngineVerbs):
             )
         is_complete = all(report["buckets"]) and not report["problems"]
         self._acknowledged = push_id if is_complete else None
-        return {name: report[name] for name in REPORT_FIELDS if name != "needs_manifest"}
+        self._is_unpacked = report["is_unpacked"]
+        return {name: report[name] for name in ("push_id", "buckets", "problems", "seconds")}
 
     def commit_weight_update(self, push_id: str, weight_version: str) -> None:
         self._require_push(push_id)
@@ -132,6 +135,9 @@ class WeightVerbs(EngineVerbs):
                     f"engine {self.rank} will not serve push {push_id} as version {weight_version}: it has not "
                     "acknowledged all buckets without a problem since they were loaded"
                 )
+            if self._is_unpacked:
+                report = self._ask_loader("commit_weight_update", push_id)
+                self._refuse_problems(report, f"cannot serve push {push_id}")
             self._update("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
         self._push_id = None
 

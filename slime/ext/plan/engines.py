@@ -265,7 +265,7 @@ def quantized_bytes(hf_config: Mapping[str, Any]) -> float:
     """Return the bytes of an element of a layer's matrix as the engines store it."""
     quantization = hf_config.get("quantization_config") or {}
     method = str(quantization.get("quant_method", ""))
-    if method == "fp8":
+    if method == "fp8" or quantization.get("format") == "float-quantized":
         rows, columns = quantization.get("weight_block_size") or (1, 128)
         return 1 + 4 / (rows * columns)
     if method in ("compressed-tensors", "awq", "gptq"):

@@ -24,7 +24,7 @@ from slime.weights.push.acknowledgements import Buckets, check_acknowledgements
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
 from slime.weights.push.state import Push, PushReport
 from slime.weights.push.transports.base import Transport
-from slime.weights.push.verbs import COMPARE, FILL_WITH_NAN, FIND_NAN, EngineProxy
+from slime.weights.push.verbs import COMPARE, FILL_WITH_NAN, FIND_NAN, RECEIVER, EngineProxy
 from slime.weights.push.wire import NOTHING, by_value, encode, named_views
 
 logger = logging.getLogger(__name__)
@@ -126,14 +126,14 @@ def send_buckets(push: Push, buckets: Buckets, transport: Transport, *, by_stage
 
 
 def require_repacking(push: Push) -> None:
-    """See that the engines can undo and redo their own repacking of quantised weights, before anything is paused.
+    """See that engines without our loader can undo and redo their repacking of weights, before anything is paused.
 
     Raises:
         WeightSyncError: an engine cannot.
     """
     # Neither undo nor redo: an engine that has the endpoint does nothing.
     what = {"restore_weights_before_load": False, "post_process_quantization": False}
-    for engine in push.participants.good:
+    for engine in _without_loader(push):
         try:
             engine.post_process_weights(**what).wait(push.participants.clock.step_s)
         except (EngineDiedError, DeadlineError) as error:
@@ -141,8 +141,9 @@ def require_repacking(push: Push) -> None:
         except ProcessError as error:
             raise WeightSyncError(
                 f"--hf-checkpoint holds compressed-tensors weights, which engines repack when they load them; engine "
-                f"{engine.index} cannot undo that for a push ({error}). Stock SGLang has no /post_process_weights; "
-                "use an SGLang that has it, or an fp8 checkpoint (tools/convert_hf_to_fp8.py)"
+                f"{engine.index} cannot undo that for a push ({error}). Start it with --custom-weight-loader "
+                f"{RECEIVER}, which can, or use an SGLang with /post_process_weights or a checkpoint in FP8 by "
+                "blocks (tools/convert_hf_to_fp8.py)"
             ) from error
 
 
@@ -252,4 +253,9 @@ def compare(push: Push, plain: BucketSource, *, by_stage: bool) -> None:
 
 
 def _repack(push: Push, **what: bool) -> None:
-    push.participants.ask("repacking weights", lambda engine: engine.post_process_weights(**what))
+    asked = _without_loader(push)
+    push.participants.ask("repacking weights", lambda engine: engine.post_process_weights(**what), asked)
+
+
+def _without_loader(push: Push) -> list[EngineProxy]:
+    return [engine for engine in push.participants.good if not engine.acknowledges]

@@ -92,7 +92,7 @@ class Push:
     participants: Participants
     ranks: TrainerRanks = field(default_factory=TrainerRanks)
     repacks: bool = False
-    """The engines repack quantised weights when they load them, and must undo that for a push."""
+    """The engines repack quantised weights when they load them; those without our loader must undo that for a push."""
     checks: bool = False
     """``--check-weight-update-equal``: all weights are overwritten first, and compared afterwards."""
     is_resend: bool = False

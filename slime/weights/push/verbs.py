@@ -168,12 +168,14 @@ class EngineVerbs(Protocol):
         ``seconds``: of its slowest rank's device, by part: "copy" from other GPUs, "digest", "place".
         """
 
-    @verb()
+    @verb(in_loader=True)
     def commit_weight_update(self, push_id: str, weight_version: str) -> None:
         """Call the weights of a complete and acknowledged push ``weight_version``.
 
+        The loader repacks what SGLang repacks after a load.
+
         Raises:
-            WeightSyncError: it is not complete and acknowledged; the version stays what it was.
+            WeightSyncError: it is not complete and acknowledged, or cannot be repacked; the version stays what it was.
         """
 
     @verb(in_loader=True)
@@ -266,7 +268,10 @@ class EngineVerbs(Protocol):
     def post_process_weights(
         self, restore_weights_before_load: bool = False, post_process_quantization: bool = False
     ) -> None:
-        """Undo or redo the engine's own repacking of quantised weights (needs a patched SGLang)."""
+        """Undo or redo the engine's own repacking of quantised weights; our loader needs no such endpoint.
+
+        Stock SGLang does not have it.
+        """
 
     @verb()
     def get_weight_version(self) -> str | None:

@@ -29,7 +29,6 @@ from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_model_config, text_over_all
 from slime.weights.named_tensors import config_dtype
-from slime.weights.quantize.formats import BlockFp8
 
 logger = logging.getLogger(__name__)
 
@@ -364,13 +363,7 @@ def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) ->
     if model_name is not None:
         find_weight_map(model_name)
     check_engine_keys(config)
-    quantizer = checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=config_dtype(config))
-    if quantizer is not None and not isinstance(quantizer.format, BlockFp8):
-        logger.warning(
-            "--hf-checkpoint is quantized, and not in FP8 by blocks: SGLang rearranges such weights while it loads "
-            "them, and an engine that is not patched to undo that (/post_process_weights) refuses every push, naming "
-            "the tensors. tools/convert_hf_to_fp8.py --strategy block makes a checkpoint that needs no patch."
-        )
+    checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=config_dtype(config))
 
 
 def check_engine_keys(config: dict[str, Any]) -> None:

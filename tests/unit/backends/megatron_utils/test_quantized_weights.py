@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +16,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from slime.backends.megatron_utils import sglang
-from slime.backends.megatron_utils.flags.hf_config_check import check_that_weights_can_be_pushed
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, convert_to_hf
 from slime.backends.megatron_utils.models import FAMILIES
@@ -194,21 +192,6 @@ def test_names_are_read_from_files_without_an_index(tmp_path: Path) -> None:
     assert quantizer is not None
     assert quantizer.quantized_names == {Q, K, V}
     assert quantizer.outputs(Q, (200, 8))[0] == (Q, (200, 8), FP8)
-
-
-@pytest.mark.parametrize(("config", "is_warned_of"), [(BLOCKS, False), ({"quant_method": "fp8"}, True)])
-def test_formats_that_engines_lay_out_anew_are_warned_of_when_flags_are_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, object], is_warned_of: bool
-) -> None:
-    stored = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
-    save_file(
-        {Q: torch.ones(4, 4).to(FP8), f"{Q.removesuffix('weight')}{stored}": torch.ones(1, 1)},
-        tmp_path / "a.safetensors",
-    )
-    args = Namespace(hf_checkpoint=str(tmp_path), debug_train_only=False, model_name="qwen3")
-    with caplog.at_level(logging.WARNING):
-        check_that_weights_can_be_pushed(args, {"quantization_config": config})
-    assert ("refuses every push" in caplog.text) == is_warned_of
 
 
 def test_a_checkpoint_in_an_unknown_format_is_not_loaded_either(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from slime.weights.push.state import Push
 
 class Engine:
     def __init__(self, error: Exception | None = None, *, index: int = 3) -> None:
-        self.error, self.asked, self.index = error, [], index
+        self.error, self.asked, self.index, self.acknowledges = error, [], index, False
 
     def post_process_weights(self, **what: bool) -> Engine:
         self.asked.append(what)
@@ -27,7 +27,7 @@ class Engine:
 
 def test_an_engine_that_cannot_undo_its_repacking_is_refused_before_anything_is_paused() -> None:
     engine = Engine(EngineError("404: /post_process_weights"))
-    with pytest.raises(WeightSyncError, match=r"engine 3 cannot undo that for a push \(404.*Stock SGLang has no"):
+    with pytest.raises(WeightSyncError, match=r"engine 3 cannot undo that for a push \(404.*--custom-weight-loader"):
         require_repacking(Push("1", Participants([engine], PushClock(10))))
 
 
@@ -44,3 +44,10 @@ def test_an_engine_that_can_is_asked_to_do_nothing() -> None:
     engine = Engine()
     require_repacking(Push("1", Participants([engine], PushClock(10))))
     assert engine.asked == [{"restore_weights_before_load": False, "post_process_quantization": False}]
+
+
+def test_our_loader_needs_no_endpoint_for_that() -> None:
+    engine = Engine(EngineError("404: /post_process_weights"))
+    engine.acknowledges = True
+    require_repacking(Push("1", Participants([engine], PushClock(10))))
+    assert engine.asked == []

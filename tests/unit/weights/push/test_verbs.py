@@ -69,5 +69,5 @@ def test_the_engines_actor_and_our_loader_have_every_verb_that_is_theirs() -> No
 
 
 def test_a_loader_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(WeightSyncError, match="no verb 'commit_weight_update'; it knows begin_weight_update, "):
-        handle_in_loader(ReceivingRank(), "commit_weight_update")
+    with pytest.raises(WeightSyncError, match="no verb 'get_weight_version'; it knows begin_weight_update, "):
+        handle_in_loader(ReceivingRank(), "get_weight_version")
