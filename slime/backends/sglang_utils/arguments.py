@@ -212,6 +212,7 @@ def _check_layout(args: Namespace) -> None:
     layout = resolve_sglang_config(args)
     # Groups may break a rule alike.
     problems = list(dict.fromkeys([*size_problems(args, layout), *quantized_problems(args, layout)]))
+    problems += dict.fromkeys(own_quantization_problems(args, layout))
     problems += share_problems(args, layout)
     problems += layout_problems(args, layout)
     if args.sglang_config is not None:
@@ -320,6 +321,25 @@ def quantized_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
         for group in model.server_groups:
             if group.worker_type not in ("encoder", "placeholder"):
                 yield from cut_blocks(args, model.model_path, group, config)
+
+
+def own_quantization_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+    """Yield what would have engines quantize weights by themselves that are pushed: no push finds a place for them."""
+    if args.debug_rollout_only or (args.lora_rank is not None and args.lora_push == "adapter"):
+        return
+    for model in layout.models:
+        config = read_config(model.model_path) if model.update_weights else {}
+        held = (config.get("quantization_config") or {}).get("quant_method")
+        for group in model.server_groups:
+            for name in ("quantization", "torchao_config"):
+                asked = group.overrides.get(name, getattr(args, f"sglang_{name}", None))
+                if model.update_weights and asked and asked != held:
+                    yield (
+                        f"--sglang-{name.replace('_', '-')} (or the override {name} in --sglang-config) is {asked!r}, "
+                        f"and {model.model_path}, which is pushed to, is quantized as {held!r}: an engine that "
+                        "quantizes weights by itself has no place for those of a push. Drop it, and give "
+                        "--hf-checkpoint a folder in the format (tools/convert_hf_to_fp8.py)."
+                    )
 
 
 def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dict[str, Any]) -> Iterator[str]:

@@ -37,6 +37,8 @@ _LAYERS = "_slime_repacked_layers"
 """Attribute of a model: its :class:`RepackedLayer` s."""
 MAX_MORE = 1 / 8
 """Of a layer's bytes, how many more its loaded form may take: for scales, not for the weights of a wider dtype."""
+_PUSHED = ("fp8", "compressed_tensors")
+"""SGLang's names of the formats that a push can have."""
 _PARTS = ("quant_method", "scheme")
 """Attributes of a layer that SGLang's step may change too."""
 
@@ -196,7 +198,8 @@ def watch_repacking(model: nn.Module) -> None:
     vars(model)[_LAYERS] = found
     names = {module: name for name, module in model.named_modules()}
     for method in {getattr(module, "quant_method", None) for module in names}:
-        if getattr(method, "quant_config", None) is not None:
+        config = getattr(method, "quant_config", None)
+        if config is not None and config.get_name() in _PUSHED:
             vars(method)[_STEP] = functools.partial(_watched_step, getattr(method, _STEP), found, names)
 
 

@@ -20,6 +20,7 @@ from slime.ext.plan.engines import (
     engine_problems,
     kv_bytes_per_token,
     placement_problems,
+    quantized_bytes,
 )
 from slime.ext.plan.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
 from slime.ext.plan.plan import PlanOptions, find_card
@@ -527,3 +528,16 @@ def test_images_for_a_model_without_eyes_and_sizes_that_are_none_are_refused(cap
     with pytest.raises(SystemExit):
         plan_tool.main()
     assert "'64': give height and width in pixels, as 1024x768" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("quantization", "num_bytes"),
+    [
+        (None, 2.0),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128**2),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, 1 + 4 / 128),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, 0.5 + 2 / 32),
+    ],
+)
+def test_engines_hold_a_byte_for_fp8_and_half_of_one_for_int4(quantization, num_bytes):
+    assert quantized_bytes({"quantization_config": quantization}) == num_bytes

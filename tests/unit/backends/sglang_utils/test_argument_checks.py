@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.backends.sglang_utils.arguments import cut_blocks, quantized_problems
+from slime.backends.sglang_utils.arguments import cut_blocks, own_quantization_problems, quantized_problems
 from slime.backends.sglang_utils.sglang_config import (
     ModelConfig,
     ServerGroupConfig,
@@ -92,6 +92,33 @@ def test_blocks_of_each_model_are_judged_by_its_own_engines(tmp_path):
     )  # fmt: skip
     (found,) = quantized_problems(args, SGLangConfig(models=tuple(models)))
     assert f"{tmp_path / 'judge'} has FP8 blocks" in found and "(num_gpus_per_engine of --sglang-config 1)" in found
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, []),
+        ({"sglang_quantization": "fp8"}, ["default"]),
+        ({"sglang_torchao_config": "int4wo-128"}, ["default", "packed"]),
+        ({"sglang_quantization": "compressed-tensors"}, ["default"]),
+        ({"sglang_quantization": "fp8", "lora_rank": 8}, []),
+        ({"sglang_quantization": "fp8", "debug_rollout_only": True}, []),
+    ],
+)
+def test_engines_that_would_quantize_pushed_weights_by_themselves_are_refused(tmp_path, options, found):
+    models = []
+    for name, method in (("default", None), ("packed", "compressed-tensors"), ("judge", None)):
+        (tmp_path / name).mkdir()
+        config = QWEN3_4B | {"quantization_config": {"quant_method": method}, "model_type": "qwen3"}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        overrides = {"quantization": "compressed-tensors"} if name == "packed" else {}
+        group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+        is_pushed, path = name != "judge", str(tmp_path / name)
+        models.append(ModelConfig(name=name, model_path=path, update_weights=is_pushed, server_groups=(group,)))
+    defaults = {"sglang_quantization": None, "sglang_torchao_config": "", "lora_rank": None, "lora_push": "adapter"}
+    args = Namespace(**{"debug_rollout_only": False, **defaults, **options})
+    problems = list(own_quantization_problems(args, SGLangConfig(models=tuple(models))))
+    assert [next(name for name in found if f"/{name}, which" in problem) for problem in problems] == found
 
 
 def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
