@@ -6,7 +6,7 @@ One pair of processes serves all families; they start once (the import of SGLang
 from __future__ import annotations
 
 import dataclasses
-import json
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.backends.sglang_utils import cpu_shim
@@ -207,26 +208,27 @@ def shuffled(packed: Tensor, perm: Tensor, size_k: int, size_n: int, num_bits: i
     return packed.view(size_k // 16, -1, size_n).transpose(1, 2).flip(1).reshape(size_k // 16, size_n * num_bits // 2)
 
 
-def served(rank: Any) -> tuple[dict[str, Tensor], dict[str, int], str]:
+def served(rank: Any) -> tuple[dict[str, bytes], dict[str, int], str]:
     """Runs on a rank: all that a model holds in its layers, where it lies, and why it refuses pushes."""
     held = rank.parameters()
     for name, module in rank.model.named_modules():
         held |= {f"{name}.{key}": value for key, value in vars(module).items() if isinstance(value, Tensor)}
     held = {name: tensor for name, tensor in held.items() if not is_description(name)}
     addresses = {name: tensor.data_ptr() for name, tensor in held.items()}
-    return {name: tensor.clone() for name, tensor in held.items()}, addresses, refusal(rank.model)
+    return {name: bits(tensor).numpy().tobytes() for name, tensor in held.items()}, addresses, refusal(rank.model)
 
 
-def differing(rank: Any, tensors: dict[str, Tensor]) -> list[str]:
-    compare_weights(rank.model, tensors.items())
+def differing(rank: Any, folder: Path) -> list[str]:
+    """Runs on a rank: what ``--check-weight-update-equal`` finds."""
+    compare_weights(rank.model, read_tensors(folder).items())
     return flatten_reports(rank.model.get_weights_by_name(CHECK_REPORT))
 
 
 def converted(folder: Path, case: FamilyCase, recipe: ToQuantized) -> dict[str, Tensor]:
     """The tensors of a quantized folder that is written."""
-    case.write_checkpoint(folder / "plain")
-    rewrite_folder(recipe, folder / "plain", folder / "quantized")
-    return read_tensors(folder / "quantized")
+    case.write_checkpoint(folder.parent / "plain")
+    rewrite_folder(recipe, folder.parent / "plain", folder)
+    return read_tensors(folder)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -239,23 +241,25 @@ def test_a_push_leaves_what_an_engine_has_that_starts_from_the_folder(
 ) -> None:
     family, sizes, recipe = REPACKED[name]
     case = case_of(family, **SIZES, **sizes)
-    first = converted(tmp_path, case, recipe)
-    second = {key: tensor if is_description(key) else tensor.flip(0) for key, tensor in first.items()}
+    folders = (tmp_path / "first", tmp_path / "second")
+    first = converted(folders[0], case, recipe)
+    second = {key: tensor if is_description(key) else tensor.flip(0).contiguous() for key, tensor in first.items()}
+    folders[1].mkdir()
+    save_file(second, folders[1] / "model.safetensors")
+    shutil.copy(folders[0] / "config.json", folders[1])
     model.call(as_on_an_h100, "triton" if "Triton" in name else "auto")
-    config = json.loads((tmp_path / "quantized/config.json").read_text())["quantization_config"]
     started = []
-    for tensors in (second, first):
-        model.swap(tmp_path / "quantized", quantization=config, weights=tensors)
+    for folder in folders:
+        model.swap(folder, has_weights=True)
         started.append(model.call(served))
     assert [refused for _, _, refused in started[1]] == ["", ""]
     for number, (layout, goal) in enumerate([(whole_buckets, 0), (whole_buckets, 1), (cut_buckets, 0)]):
-        sent = (second, first)[goal]
+        sent = (first, second)[goal]
         assert push(model, layout(sent, 3), sent, f"p{number}")["problems"] == []
-        assert model.call(differing, sent) == [[], []]
+        assert model.call(differing, folders[goal]) == [[], []]
         model.commit_weight_update(f"p{number}", str(number))
         for got, wanted, here in zip(model.call(served), started[goal], started[1], strict=True):
-            assert [key for key, value in wanted[0].items() if not torch.equal(bits(value), bits(got[0][key]))] == []
+            assert [key for key, value in wanted[0].items() if value != got[0][key]] == []
             assert got[1] == here[1], "CUDA graphs read the addresses that they were captured with"
-    sides = zip(started[0][0][0].items(), started[1][0][0].values(), strict=True)
-    alike = {key for (key, value), other in sides if torch.equal(bits(value), bits(other))}
+    alike = {key for key, value in started[0][0][0].items() if value == started[1][0][0][key]}
     assert not [key for key in alike if "weight_packed" in key or key.endswith("weight")]

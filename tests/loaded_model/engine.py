@@ -97,11 +97,11 @@ class LoadedModel(WeightVerbs):
         *,
         quantization: dict[str, Any] | None = None,
         dtype: str = "bfloat16",
-        weights: dict[str, torch.Tensor] | None = None,
+        has_weights: bool = False,
     ) -> None:
         """Become a fresh engine of another model in the same processes, which saves their start (10 s)."""
         self._push_id = self._acknowledged = None
-        self._ask("swap", str(folder), dtype, quantization, weights)
+        self._ask("swap", str(folder), dtype, quantization, has_weights)
 
     def pause_generation(self) -> None:
         self.is_paused = True

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.repacked_layers import watch_repacking
@@ -101,16 +102,16 @@ class LoadedRank:
         folder: str | Path,
         dtype: str,
         quantization: dict[str, Any] | None,
-        weights: dict[str, torch.Tensor] | None = None,
+        has_weights: bool = False,
     ) -> None:
-        """Put a fresh model in the place of the old one, with these weights of a checkpoint or random ones."""
+        """Put a fresh model in the place of the old one, with the folder's weights or random ones."""
         self.model = self.draft = None  # type: ignore[assignment]
         gc.collect()  # models are parts of cycles
         self.weight_version = "default"
         with _config_folder(folder, quantization) as configured:
             server_args, model_config = _describe(configured, self.tp_size, dtype, self._device)
         _enter_world(server_args, model_config, self.tp_rank, self.tp_size, self._store)
-        self.model = _build(model_config, self._device, weights=weights)
+        self.model = _build(model_config, self._device, weights=Path(folder) if has_weights else None)
         self.loaders = tuple(server_args.custom_weight_loader)
 
     def add_draft(self, folder: str, dtype: str) -> None:
@@ -224,9 +225,7 @@ def _enter_world(server_args: Any, model_config: Any, tp_rank: int, tp_size: int
     initialize_dp_attention(server_args=server_args, model_config=model_config)
 
 
-def _build(
-    model_config: Any, device: str, *, is_draft: bool = False, weights: dict[str, torch.Tensor] | None = None
-) -> torch.nn.Module:
+def _build(model_config: Any, device: str, *, is_draft: bool = False, weights: Path | None = None) -> torch.nn.Module:
     """As ``DummyModelLoader``, which fills the model with random numbers, or as ``DefaultModelLoader``.
 
     On a CPU without AMX, SGLang refuses to *run* FP8 by blocks and says so when it prepares weights for its kernels;
@@ -251,7 +250,9 @@ def _build(
         if not is_draft:  # it fails for drafts that inherit the target's; they are given their weights right away
             _post_load_weights(model)
         if weights is not None:
-            model.load_weights(list(weights.items()))
+            model.load_weights(
+                one for file in sorted(weights.glob("*.safetensors")) for one in load_file(file).items()
+            )
         watch_repacking(model)
         for module in model.modules():
             method = getattr(module, "quant_method", None)
