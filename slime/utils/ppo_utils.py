@@ -103,7 +103,7 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """Return the discounted return of each token."""
+    """Return the discounted return of each trained token, over trained tokens alone; 0 for the others."""
     inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl, mask_N=loss_masks)
     return get_estimator("reinforce_plus_plus").compute(inputs, AdvantageConfig(kl_coef=kl_coef, gamma=gamma))[1]
 
@@ -125,7 +125,10 @@ def get_advantages_and_returns_batch(
     lambd: float,
     chunked: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return generalised advantages and returns of a ragged list; ``chunked`` is accepted and changes nothing."""
+    """Return generalised advantages and returns of a ragged list, each entry of which is a step of time.
+
+    The caller leaves out what a tool wrote.  ``chunked`` is accepted and changes nothing.
+    """
     return generalised_advantages(rewards_list, values_list, gamma=gamma, lambd=lambd)
 
 

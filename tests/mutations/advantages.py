@@ -75,9 +75,9 @@ ADVANTAGES = (
     ),
     Mutation(
         bug="PPO's reward on the wrong token: the first one",
-        target="slime.algorithms.advantages.ppo:ppo_advantages",
-        old="token_rewards_R[-1:]",
-        new="token_rewards_R[:1]",
+        target="slime.algorithms.advantages.inputs:token_rewards",
+        old="rewards_R[-1:]",
+        new="rewards_R[:1]",
         tests=(f"{UNIT}::test_ppo_rewards_the_last_token_of_the_response",),
     ),
     Mutation(
@@ -89,25 +89,21 @@ ADVANTAGES = (
     ),
     Mutation(
         bug="PPO's KL penalty with the wrong sign",
-        target="slime.algorithms.advantages.ppo:ppo_advantages",
+        target="slime.algorithms.advantages.inputs:token_rewards",
         old="-config.kl_coef * kl_R",
         new="config.kl_coef * kl_R",
         tests=(f"{ORACLE}::test_estimators[ppo-0]",),
     ),
     Mutation(
-        bug="REINFORCE++ puts the reward on the last token, masked or not",
-        target="slime.algorithms.advantages.reinforce_plus_plus:reinforce_plus_plus_advantages",
-        old="token_rewards_R[trained[-1]]",
-        new="token_rewards_R[-1]",
-        tests=(f"{UNIT}::test_reinforce_plus_plus_discounts_from_the_last_trained_token",),
-    ),
-    Mutation(
-        bug="REINFORCE++ punishes the KL of masked tokens",
-        target="slime.algorithms.advantages.reinforce_plus_plus:reinforce_plus_plus_advantages",
-        old="torch.where(mask_R != 0, -config.kl_coef * kl_R * mask_R, 0.0)",
-        new="-config.kl_coef * kl_R",
-        tests=(f"{ORACLE}::test_estimators[reinforce_plus_plus-0]",),
-        cells=(("cp2", "reinforce"),),
+        bug="masked tokens are steps of time",
+        target="slime.algorithms.advantages.inputs:over_trained_tokens",
+        old="if inputs.mask_N is None:",
+        new="if True:",
+        tests=(
+            f"{UNIT}::test_reinforce_plus_plus_discounts_from_the_last_trained_token",
+            f"{ORACLE}::test_estimators[ppo-0]",
+        ),
+        cells=(("cp2", "reinforce"), ("dp2_cp2", "ppo")),
     ),
     Mutation(
         bug="REINFORCE++ without its discount",

@@ -145,34 +145,36 @@ def leave_one_out(examples: list[Example], example: Example) -> Tensor:
 
 def reinforce_plus_plus(example: Example, kl_penalty: Tensor, kl_coef: float, gamma: float) -> Tensor:
     """Discounted sum of a KL penalty on each trained token and the reward on the last trained one."""
-    trained = [position for position, trains in enumerate(example.mask) if trains]
-    returns = torch.zeros(example.response_length, dtype=torch.float64)
-    following = 0.0
-    for position in reversed(range(example.response_length)):
-        reward = -kl_coef * float(kl_penalty[position]) * example.mask[position]
-        if trained and position == trained[-1]:
-            reward += example.reward
-        following = reward + gamma * following
-        returns[position] = following
-    return returns
+    return gae(example, kl_penalty, kl_coef, gamma, lambd=1.0, values=[0.0] * example.response_length)[0]
 
 
 def reinforce_plus_plus_baseline(example: Example, kl_penalty: Tensor, kl_coef: float) -> Tensor:
     return example.reward - kl_coef * kl_penalty.double()
 
 
-def gae(example: Example, kl_penalty: Tensor, kl_coef: float, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """PPO: advantages and returns; the reward is on the last response token, the value after it is 0."""
-    length = example.response_length
-    advantages = torch.zeros(length, dtype=torch.float64)
+def gae(
+    example: Example,
+    kl_penalty: Tensor,
+    kl_coef: float,
+    gamma: float,
+    lambd: float,
+    values: list[float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """PPO: advantages and returns of the trained tokens, the only steps there are; 0 on the others.
+
+    The reward is on the last step, the value after it is 0.
+    """
+    values = example.values if values is None else values
+    steps = [position for position, trains in enumerate(example.mask) if trains]
+    advantages, returns = torch.zeros(2, example.response_length, dtype=torch.float64)
     next_value, next_advantage = 0.0, 0.0
-    for position in reversed(range(length)):
-        reward = -kl_coef * float(kl_penalty[position]) + (example.reward if position == length - 1 else 0.0)
-        delta = reward + gamma * next_value - example.values[position]
+    for position in reversed(steps):
+        reward = -kl_coef * float(kl_penalty[position]) + (example.reward if position == steps[-1] else 0.0)
+        delta = reward + gamma * next_value - values[position]
         next_advantage = delta + gamma * lambd * next_advantage
-        next_value = example.values[position]
-        advantages[position] = next_advantage
-    return advantages, advantages + f64(example.values)
+        next_value = values[position]
+        advantages[position], returns[position] = next_advantage, next_advantage + next_value
+    return advantages, returns
 
 
 def whitened(advantages: list[Tensor], examples: list[Example]) -> list[Tensor]:

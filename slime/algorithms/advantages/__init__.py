@@ -8,14 +8,11 @@ distillation apply to the result of any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from slime.algorithms.advantages.group_relative import group_relative_advantages
-from slime.algorithms.advantages.inputs import AdvantageConfig, AdvantageInputs
+from slime.algorithms.advantages.inputs import AdvantageConfig, AdvantageInputs, Advantages
 from slime.algorithms.advantages.ppo import ppo_advantages
 from slime.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_advantages
 from slime.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline_advantages
@@ -41,15 +38,13 @@ __all__ = [
     "group_relative_advantages",
 ]
 
-Advantages = Callable[[AdvantageInputs, AdvantageConfig], tuple[list[Tensor], list[Tensor]]]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
     """One way to turn a reward per sample into an advantage per token."""
 
     compute: Advantages
-    """Gives ``(advantages_N, returns_N)``, one entry per response token."""
+    """Gives ``(advantages_N, returns_N)``, one entry per response token; knows masked tokens by ``mask_N``."""
     group_baseline: GroupBaseline | None = None
     """The baseline of the rewards that ``compute`` sees; None leaves them as they are."""
     policy_loss: PolicyLoss = PPO_CLIP

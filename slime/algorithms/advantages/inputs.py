@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -42,3 +43,47 @@ class AdvantageInputs:
     """The critic's value of each token."""
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """The columns of ``Estimator.columns``, by name; one entry for each sample, [R] where they span the response."""
+
+
+Advantages = Callable[[AdvantageInputs, AdvantageConfig], tuple[list[Tensor], list[Tensor]]]
+"""Gives ``(advantages_N, returns_N)``, one entry per response token."""
+
+
+def over_trained_tokens(compute: Advantages) -> Advantages:
+    """Return ``compute`` over the trained tokens alone, as if the response had no others; the others get 0.
+
+    A token that a tool wrote is no step of time: it neither discounts, nor bootstraps, nor pays the KL penalty, and
+    the last token that the policy chose gets the reward.  ``AdvantageInputs.columns`` stay as they are.
+    """
+
+    @wraps(compute)
+    def over_all(inputs: AdvantageInputs, config: AdvantageConfig) -> tuple[list[Tensor], list[Tensor]]:
+        if inputs.mask_N is None:
+            return compute(inputs, config)
+        is_trained_N = [mask.to(kl.device) != 0 for mask, kl in zip(inputs.mask_N, inputs.kl_N, strict=True)]
+
+        def trained(column_N: Sequence[Tensor]) -> list[Tensor]:
+            return [values[is_trained] for values, is_trained in zip(column_N, is_trained_N, strict=True)]
+
+        def spread(trained_N: Sequence[Tensor]) -> list[Tensor]:
+            return [
+                values.new_zeros(len(is_trained)).masked_scatter(is_trained, values)
+                for values, is_trained in zip(trained_N, is_trained_N, strict=True)
+            ]
+
+        values_N = None if inputs.values_N is None else trained(inputs.values_N)
+        seen = replace(inputs, kl_N=trained(inputs.kl_N), values_N=values_N, mask_N=None)
+        advantages_N, returns_N = compute(seen, config)
+        return spread(advantages_N), spread(returns_N)
+
+    return over_all
+
+
+def token_rewards(inputs: AdvantageInputs, config: AdvantageConfig) -> list[Tensor]:
+    """Return ``-kl_coef * kl[t]``, plus the reward of the sample at its last token."""
+    rewards_N = []
+    for reward, kl_R in zip(inputs.rewards_N, inputs.kl_N, strict=True):
+        rewards_R = -config.kl_coef * kl_R
+        rewards_R[-1:] += float(reward)
+        rewards_N.append(rewards_R)
+    return rewards_N

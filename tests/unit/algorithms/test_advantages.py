@@ -70,8 +70,8 @@ def test_reinforce_plus_plus_discounts_from_the_last_trained_token():
         kl_N=[torch.tensor([1.0, 2.0, 7.0, 4.0]), torch.tensor([1.0, 1.0])],
         mask_N=[torch.tensor([1, 0, 1, 0]), torch.tensor([0, 0])],
     )
-    # token rewards: -0.1, 0, -0.7 + 8, 0; a sample without a trained token has no return at all
-    assert floats(advantages) == [[-0.1 + 0.25 * 7.3, 0.5 * 7.3, 7.3, 0.0], [0.0, 0.0]]
+    # rewards of the steps: -0.1, -0.7 + 8; a sample without a trained token has no return at all
+    assert floats(advantages) == [[-0.1 + 0.5 * 7.3, 0.0, 7.3, 0.0], [0.0, 0.0]]
 
 
 def test_baseline_takes_the_penalty_off_every_token():
@@ -94,6 +94,48 @@ def test_ppo_rewards_the_last_token_of_the_response():
     )
     assert floats(returns) == [[0.7, 0.8], []]
     assert floats(advantages) == [[0.2, 0.55], []]
+
+
+@pytest.mark.parametrize(
+    ("mask", "values", "lambd", "advantages", "returns"),
+    [
+        # deltas: 0.2 - 0.1, 0.3 - 0.2, 0.4 - 0.3, 1 - 0.4
+        ([1, 1, 0, 0, 1, 1], [0.1, 0.2, 5.0, -3.0, 0.3, 0.4], 1.0, [0.9, 0.8, 0, 0, 0.7, 0.6], [1, 1, 0, 0, 1, 1]),
+        ([1, 1, 0, 0], [0.0, 0.0, 0.0, 0.0], 0.5, [0.5, 1, 0, 0], [0.5, 1, 0, 0]),
+    ],
+    ids=["values of the tool's tokens", "a masked end"],
+)
+def test_what_a_tool_wrote_is_no_step_of_ppo(mask, values, lambd, advantages, returns):
+    kl = [torch.where(torch.tensor(mask) != 0, 0.0, 7.0)]
+    found = compute(
+        "ppo",
+        AdvantageConfig(kl_coef=0.1, lambd=lambd),
+        rewards_N=[1.0],
+        kl_N=kl,
+        mask_N=[torch.tensor(mask)],
+        values_N=[torch.tensor(values)],
+    )
+    assert [floats(rows) for rows in found] == [[advantages], [returns]]
+
+
+def test_what_a_tool_wrote_discounts_nothing_on_the_old_path_too():
+    from slime.utils.ppo_utils import get_reinforce_plus_plus_returns
+
+    columns = [torch.zeros(3)], [torch.tensor([1, 0, 1])], [3], [5]
+    assert floats(get_reinforce_plus_plus_returns(torch.ones(1), *columns, kl_coef=0.0, gamma=0.5)) == [
+        [0.5, 0.0, 1.0]
+    ]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_masked_tokens_leave_the_advantages_of_the_others_alone(name):
+    config = AdvantageConfig(kl_coef=0.3, gamma=0.9, lambd=0.8)
+    mask, kl, values = torch.tensor([0, 1, 1, 0, 0, 1, 0]), torch.rand(7), torch.rand(7)
+    trained = mask != 0
+    found = compute(name, config, rewards_N=[2.0], kl_N=[kl], mask_N=[mask], values_N=[values])
+    alone = compute(name, config, rewards_N=[2.0], kl_N=[kl[trained]], values_N=[values[trained]])
+    for rows, expected in zip(found, alone, strict=True):
+        torch.testing.assert_close(rows[0][trained], expected[0])
 
 
 def test_inputs_are_left_alone():
