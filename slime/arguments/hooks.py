@@ -185,7 +185,8 @@ class LossFunction(Protocol):
 class TisFunction(Protocol):
     """Correct the policy loss for the mismatch of trainer and engine, with --use-tis or --get-mismatch-metrics.
 
-    Returns (loss per token, loss masks, metrics per token). Take ``**kwargs`` too: more may be passed one day.
+    Returns (loss per token, loss masks, metrics per token). train_log_probs are of the weights before training,
+    cur_log_probs of those in training, with their gradient. Take ``**kwargs`` too: more may be passed one day.
     """
 
     def __call__(
@@ -198,6 +199,7 @@ class TisFunction(Protocol):
         loss_masks: list[Tensor],
         total_lengths: list[int],
         response_lengths: list[int],
+        cur_log_probs: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]: ...
 
 

@@ -12,7 +12,7 @@ from slime.flags.config import read_config
 from slime.rollout.base_types import check_samples
 from slime.rollout.context import current_run
 from slime.utils.errors import HookError
-from slime.utils.misc import load_function, parameters_of
+from slime.utils.misc import accepted, load_function
 from slime.utils.plugins import PluginCall, await_plugin
 from slime.utils.types import Sample
 
@@ -51,7 +51,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     for path in [paths] if isinstance(paths, str) else paths:
         hook = load_function(path)
         call = PluginCall("--rollout-sample-hook-path", path, value)
-        returned = await await_plugin(call, _run, hook, args, value, _accepted(hook, facts))
+        returned = await await_plugin(call, _run, hook, args, value, accepted(hook, facts))
         if returned is not None and not isinstance(returned, Sample):
             raise HookError(f"{call} returned {type(returned).__name__}; a sample hook must return a Sample or None.")
         value = value if returned is None else returned
@@ -63,11 +63,3 @@ async def _run(hook: Callable[..., Any], args: Namespace, sample: Sample, facts:
     """Call a hook, which may be a coroutine function."""
     returned = hook(args, sample, **facts)
     return await returned if inspect.isawaitable(returned) else returned
-
-
-def _accepted(hook: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``facts`` that the hook has a parameter for."""
-    parameters = parameters_of(hook)
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(facts)
-    return {name: value for name, value in facts.items() if name in parameters}

@@ -19,6 +19,7 @@ from slime.utils.sglang_meta import decode_int32_meta_array
 __all__ = [
     "Box",
     "SingletonMeta",
+    "accepted",
     "call_hook",
     "copy_plain",
     "decode_int32_meta_array",
@@ -61,6 +62,14 @@ def call_hook(flag: str, path: str, *args: Any, **kwargs: Any) -> Any:
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a plug-in's function by name; cached, because they are asked for with every sample."""
     return inspect.signature(function).parameters
+
+
+def accepted(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``facts`` that a plug-in's function has a parameter for; all when it takes ``**kwargs``."""
+    parameters = parameters_of(function)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(facts)
+    return {name: value for name, value in facts.items() if name in parameters}
 
 
 _IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None)})

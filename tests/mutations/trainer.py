@@ -63,8 +63,8 @@ TRAINER_BUGS = (
     Mutation(
         bug="TIS by the present policy instead of the old one",
         target=POLICY,
-        old="correct_mismatch(args, batch, loss_T, train_N, recorded_N)",
-        new="correct_mismatch(args, batch, loss_T, log_prob_N, recorded_N)",
+        old="loss_T, train_N, recorded_N, log_prob_N)",
+        new="loss_T, log_prob_N, recorded_N, log_prob_N)",
         cells=(("dp2", "tis"), ("cp2", "mis_sequence")),
     ),
     Mutation(

@@ -41,7 +41,7 @@ from slime.backends.megatron_utils.loss_columns import (
     response_log_probs,
 )
 from slime.backends.megatron_utils.top_k import top_k_divergence
-from slime.utils.misc import call_hook, load_function
+from slime.utils.misc import accepted, call_hook, load_function
 from slime.utils.plugins import PluginCall, call_plugin
 
 __all__ = [
@@ -103,7 +103,7 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     reduce, loss_masks = sum_of_sample_mean, batch["loss_masks"]
     if wants_mismatch(args):
         recorded_N = tokens.required("rollout_log_probs", "--use-tis and --get-mismatch-metrics need log-probs")
-        corrected_T, kept_masks, mismatch_T = correct_mismatch(args, batch, loss_T, train_N, recorded_N)
+        corrected_T, kept_masks, mismatch_T = correct_mismatch(args, batch, loss_T, train_N, recorded_N, log_prob_N)
         metrics_T |= mismatch_T
         if applies_correction(args):
             loss_T, loss_masks = corrected_T, kept_masks
@@ -262,6 +262,7 @@ def correct_mismatch(
     loss_T: Tensor,
     train_log_prob_N: Sequence[Tensor],
     rollout_log_prob_N: Sequence[Tensor],
+    log_prob_N: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """Run the correction; adds the metric ``ois``, the plain weight ``pi_train / pi_rollout``.
 
@@ -270,9 +271,10 @@ def correct_mismatch(
         too.
     """
     path = args.custom_tis_function_path
+    function = vanilla_tis_function if path is None else load_function(path)
     corrected_T, masks, metrics_T = call_plugin(
         PluginCall("--custom-tis-function-path", path or ""),
-        vanilla_tis_function if path is None else load_function(path),
+        function,
         args=args,
         pg_loss=loss_T,
         train_log_probs=list(train_log_prob_N),
@@ -280,6 +282,7 @@ def correct_mismatch(
         loss_masks=batch["loss_masks"],
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
+        **accepted(function, {"cur_log_probs": list(log_prob_N)}),
     )
     weight_T = importance_weight(torch.cat(list(train_log_prob_N)), torch.cat(list(rollout_log_prob_N)))
     return corrected_T, list(masks), {"ois": weight_T, **metrics_T}

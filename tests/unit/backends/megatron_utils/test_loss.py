@@ -245,6 +245,28 @@ def test_tis_weighs_the_loss_by_trainer_over_engine() -> None:
     assert metrics["tis_clipfrac"] == 1.0
 
 
+def of_the_weights_in_training(args, *, pg_loss, train_log_probs, loss_masks, cur_log_probs, **_):
+    """A correction that asks for the log-probs of the weights in training, for the test below."""
+    return pg_loss * 0 + torch.cat(cur_log_probs), loss_masks, {"before": torch.cat(train_log_probs)}
+
+
+def of_the_weights_before(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths,
+                          response_lengths):  # fmt: skip
+    """A correction as before it could ask, for the test below."""
+    return pg_loss, loss_masks, {}
+
+
+def test_a_correction_gets_the_log_probs_of_the_weights_in_training_if_it_takes_them() -> None:
+    batch = make_batch(masks=((1, 0),), advantages=[[1.0, 1.0]], log_probs=[[-1.0, -1.0]])
+    batch["rollout_log_probs"] = [torch.tensor([-1.5, -1.5])]
+    logits = make_logits(batch, [[-2.0, -3.0]])
+    args = make_args(use_tis=True, custom_tis_function_path=f"{__name__}.of_the_weights_in_training")
+    value, metrics = run(args, batch, logits)
+    assert (value, metrics["before"]) == (pytest.approx(-2.0, rel=1e-5), -1.0)
+    args.custom_tis_function_path = f"{__name__}.of_the_weights_before"
+    assert run(args, batch, logits)[0] == pytest.approx(-torch.tensor(-1.0).exp().item(), rel=1e-5)
+
+
 def test_mismatch_metrics_alone_leave_the_loss_as_it_is() -> None:
     batch = make_batch(masks=((1,),), advantages=[[1.0]], log_probs=[[-1.0]], rollout_log_probs=[[-1.5]])
     value, metrics = run(make_args(get_mismatch_metrics=True), batch, make_logits(batch, [[-1.0]]))
