@@ -102,6 +102,7 @@ def check_rollout_functions(args: Namespace) -> Iterator[str]:
 def check_run(args: Namespace) -> Iterator[str]:
     """Yield one message for each thing that makes the run pointless, or that would stop it later."""
     yield from _supervised(args)
+    yield from _signal(args)
     yield from _context(args)
     yield from _shared_engines(args)
     if None not in (args.start_rollout_id, args.num_rollout) and 0 < args.num_rollout <= args.start_rollout_id:
@@ -149,8 +150,9 @@ def check_in_step_arguments(args: Namespace) -> None:
 
 
 def _signal(args: Namespace) -> Iterator[str]:
-    """Name the consequence of groups of one: measured against itself, a sample teaches nothing."""
-    if args.debug_rollout_only or args.n_samples_per_prompt > 1 or args.loss_type != "policy_loss":
+    """Refuse groups of one: measured against itself, a sample teaches nothing."""
+    is_training = not (args.debug_rollout_only or args.debug_train_only or args.num_rollout == 0)
+    if not is_training or args.n_samples_per_prompt > 1 or args.loss_type != "policy_loss":
         return
     plug_ins = (
         "custom_generate_function_path",
@@ -220,8 +222,6 @@ def advise(args: Namespace) -> None:
         logger.warning("--save is given without --save-interval: no checkpoint will be written.")
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
-    for message in _signal(args):
-        logger.warning(message)
     advise_algorithm(args)
     _advise_lengths(args)
     _advise_idle_gpus(args)

@@ -274,7 +274,12 @@ BATCHES = (
         mistake="groups of one answer",
         flags="--n-samples-per-prompt 1 --global-batch-size 32",
         says=("--n-samples-per-prompt 1", "grpo", "every advantage is 0", "--disable-rewards-normalization"),
-        error=None,
+    ),
+    Broken(
+        mistake="a number of answers that is forgotten",
+        without=("--n-samples-per-prompt",),
+        flags="--global-batch-size 32 --advantage-estimator examples.custom_estimator.rloo.rloo",
+        says=("--n-samples-per-prompt 1", "rloo", "every advantage is 0"),
     ),
     Broken(
         mistake="neither rollouts nor epochs",

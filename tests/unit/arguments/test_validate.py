@@ -35,6 +35,28 @@ def test_the_smallest_command_is_accepted(make_args):
     slime_validate_args(make_args())
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "ppo"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        "",
+        "--disable-rewards-normalization",
+        "--num-rollout 0",
+        "--debug-rollout-only",
+        "--use-kl-loss --kl-loss-coef 0.1",
+        "--custom-advantage-function-path tests.oracle.plugins.leave_one_out",
+    ],
+)
+def test_one_answer_to_a_prompt_is_refused_where_nothing_else_teaches(make_args, estimator, others):
+    words = f"--n-samples-per-prompt 1 --advantage-estimator {estimator} --normalize-advantages {others}"
+    args = make_args(*words.split())
+    if others or estimator == "ppo":
+        slime_validate_args(args)
+        return
+    with pytest.raises(ConfigError, match=f"--n-samples-per-prompt 1 with --advantage-estimator {estimator}: "):
+        slime_validate_args(args)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
