@@ -80,8 +80,9 @@ SAID_OTHERWISE = {
     "--sglang-skip-server-warmup": "it is always on",
     "--sglang-enable-return-routed-experts": "it follows from --use-rollout-routing-replay",
     "--sglang-config-file": "a file that lays out engines is --sglang-config",
+    **dict.fromkeys(("--muon-", "--no-muon-", "--sgd-"), "the optimizer is Adam; there is neither Muon nor SGD"),
 }
-"""Flags that people expect and slime does not have, because another flag says the same; how to say it."""
+"""Flags, or beginnings of flags, that people expect and slime does not have, and what there is instead."""
 
 _DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u2212]")
 """Dashes that text processors put in place of one or two hyphens."""
@@ -217,9 +218,15 @@ def flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield flag, values
 
 
+def said_otherwise(name: str) -> str | None:
+    """Return what there is in place of a flag of :data:`SAID_OTHERWISE`; None for any other name."""
+    starts = (what for start, what in SAID_OTHERWISE.items() if start.endswith("-") and name.startswith(start))
+    return SAID_OTHERWISE.get(name) or next(starts, None)
+
+
 def _unknown_flag_line(name: str, known: Iterable[str]) -> str:
-    if name in SAID_OTHERWISE:
-        return f"{name} is not a flag: {SAID_OTHERWISE[name]}. Leave it out."
+    if (instead := said_otherwise(name)) is not None:
+        return f"{name} is not a flag: {instead}. Leave it out."
     similar = nearest(name, known)
     if similar:
         return f"{name} is not a flag. Did you mean {' or '.join(similar)}?"

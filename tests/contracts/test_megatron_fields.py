@@ -78,9 +78,6 @@ VALUES = {
     "main_params_dtype": "fp16",
     "exp_avg_dtype": "bf16",
     "exp_avg_sq_dtype": "bf16",
-    "muon_scale_mode": "other",
-    "muon_fp32_matmul_prec": "high",
-    "muon_tp_mode": "duplicated",
 }
 
 

@@ -276,6 +276,12 @@ YAML = (
         says=("--custom-config-path", "eps_clip is 'a fifth'", "number"),
     ),
     Broken(
+        mistake="the number of an optimizer that there is not, in a settings file",
+        flags="--custom-config-path $folder/mine.yaml",
+        files={"mine.yaml": "muon_momentum: 0.9\n"},
+        says=("--custom-config-path", "has the key muon_momentum", "the optimizer is Adam"),
+    ),
+    Broken(
         mistake="a misspelt key in a settings file",
         flags="--custom-config-path $folder/mine.yaml",
         files={"mine.yaml": "rollout_batchsize: 64\n"},

@@ -51,6 +51,11 @@ NAMES = (
         says=("--sglang-model-path is not a flag", "--hf-checkpoint"),
     ),
     Broken(
+        mistake="the number of an optimizer that there is not",
+        flags="--muon-momentum 0.9",
+        says=("--muon-momentum is not a flag", "the optimizer is Adam"),
+    ),
+    Broken(
         mistake="a flag of another framework",
         flags="--actor-learning-rate-scheduler cosine",
         says=("--actor-learning-rate-scheduler is not a flag", "docs/flags.md"),

@@ -96,10 +96,13 @@ DEFAULTS: dict[str, Any] = {
 }
 """Attribute -> default.  Dropout is off because a policy's log-probs must not be random."""
 
-HELP: dict[str, str] = dict.fromkeys(
-    ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    "Layers of that stage; none: as many as the others, also where a recipe has given a number.",
-)
+HELP: dict[str, str] = {
+    **dict.fromkeys(
+        ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "Layers of that stage; none: as many as the others, also where a recipe has given a number.",
+    ),
+    "optimizer": "There is adam alone, with decoupled weight decay (AdamW).",
+}
 """Attribute -> what its flag's help says behind the field that it sets."""
 
 NOT_FLAGS: dict[str, str] = {
@@ -133,6 +136,13 @@ NOT_FLAGS: dict[str, str] = {
     "moe_layer_recompute": "deprecated in megatron-core: --recompute-modules moe",
     "moe_token_dropping": "without effect in megatron-core",
     "decoupled_weight_decay": "Adam is AdamW here",
+    **dict.fromkeys(
+        (
+            *("muon_momentum", "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec"),
+            *("muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor", "sgd_momentum"),
+        ),
+        "the optimizer is Adam",
+    ),
     "is_hybrid_model": "Mamba layers",
     **dict.fromkeys((f"mamba_{of}" for of in ("state_dim", "head_dim", "num_groups", "num_heads")), "Mamba layers"),
     "use_mamba_mem_eff_path": "Mamba layers",

@@ -100,13 +100,6 @@ REFUSED: dict[str, str] = {
         ),
         "delayed weight gradients need TransformerEngine's layers",
     ),
-    **dict.fromkeys(
-        (
-            *("muon_momentum", "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec"),
-            *("muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor", "sgd_momentum"),
-        ),
-        "the optimizer is Adam",
-    ),
     **dict.fromkeys(("qk_clip_alpha", "qk_clip_threshold"), "packed attention does not clip its logits"),
     **dict.fromkeys(
         ("max_seqlen_per_dp_cp_rank", "hybrid_context_parallel"),
