@@ -17,7 +17,7 @@ GRADERS_WITH_LABEL = ("deepscaler", "dapo", "math", "f1", "math_verify")
 """Built-in graders that can say nothing without the row's label."""
 GRADERS_WITH_LABELS = ("deepscaler",)
 """Those that take a list of labels, any of which is right."""
-FAILURE_POLICIES = ("zero", "failed", "raise")
+FAILURE_POLICIES = ("failed", "zero", "raise")
 """Of ``--rm-failure-policy``."""
 
 
@@ -72,9 +72,10 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rm-failure-policy",
         choices=FAILURE_POLICIES,
-        default="zero",
-        help="What happens to a response whose grader hangs, raises or returns nonsense. zero: reward 0; failed: "
-        "reward 0 and status FAILED, excluded from training; raise: the run ends.",
+        default="failed",
+        help="What happens to a response whose grader hangs, raises or returns nonsense. failed: it gets the status "
+        "FAILED and counts nowhere, neither in training nor among the rewards of its group nor in metrics; zero: it "
+        "trains with reward 0, as a wrong answer does; raise: the run ends.",
     )
     group.add_argument(
         "--rm-max-failures",

@@ -29,7 +29,9 @@ from slime.utils.types import Sample
 
 
 def _reward(config: MetricsConfig, sample: Sample) -> float | None:
-    """Return a reward as a number; None when it is none (a dict without ``--reward-key``)."""
+    """Return a reward as a number; None when it is none (a dict without ``--reward-key``), or was not given."""
+    if not sample.is_graded:
+        return None
     key = config.reward_key
     reward = sample.reward[key] if key and isinstance(sample.reward, Mapping) else sample.reward
     return float(reward) if isinstance(reward, Real) else None
@@ -105,8 +107,9 @@ def _reward_categories(config: MetricsConfig, samples: Sequence[Sample]) -> dict
     key = config.log_reward_category
     if not key:
         return {}
-    counts = Counter(str(s.reward.get(key)) for s in samples if isinstance(s.reward, Mapping))
-    return {f"error_cat/{category}": count / len(samples) for category, count in counts.items()}
+    graded = [sample for sample in samples if sample.is_graded]
+    counts = Counter(str(s.reward.get(key)) for s in graded if isinstance(s.reward, Mapping))
+    return {f"error_cat/{category}": count / len(graded) for category, count in counts.items()}
 
 
 def compute_perf_metrics_from_samples(
@@ -167,8 +170,9 @@ def compute_rollout_record(
         record |= dict_add_prefix(_pass_rates(samples, numbers, config.n_samples_per_prompt), "passrate/")
     if config.log_multi_turn:
         record |= multi_turn_metrics(samples)
-    if config.log_correct_samples and len(rewards) == len(samples):
-        record |= correct_sample_metrics(samples, rewards)
+    graded = [sample for sample in samples if sample.is_graded]
+    if config.log_correct_samples and len(rewards) == len(graded) > 0:
+        record |= correct_sample_metrics(graded, rewards)
     record["rollout/step"] = compute_rollout_step(args, rollout_id)
     return record
 
@@ -188,29 +192,35 @@ def compute_eval_record(
     config = metrics_config(args)
     answers = {dataset.name: dataset.n_samples_per_eval_prompt for dataset in config.eval_datasets or []}
     for name, results in data.items():
-        rewards = [_eval_reward(reward, name) for reward in results["rewards"]]
-        record[f"eval/{name}"] = fmean(rewards) if rewards else 0.0
+        answered = results.get("samples") or []
+        rewards: list[float | None] = [_eval_reward(reward, name) for reward in results["rewards"]]
+        if len(answered) == len(rewards):
+            rewards = [reward if one.is_graded else None for one, reward in zip(answered, rewards, strict=True)]
+        if graded := [reward for reward in rewards if reward is not None]:
+            record[f"eval/{name}"] = fmean(graded)
         if results.get("truncated"):
             record[f"eval/{name}-truncated_ratio"] = fmean(results["truncated"])
-        if results.get("samples"):
-            details = compute_metrics_from_samples(args, results["samples"])
+        if answered:
+            details = compute_metrics_from_samples(args, answered)
             record |= dict_add_prefix(details, f"eval/{name}/")
         group_size = answers.get(name, config.n_samples_per_eval_prompt)
         record |= _standard_error(name, rewards, group_size)
         if config.log_passrate:
-            if len(answered := results.get("samples") or []) == len(rewards):
+            if len(answered) == len(rewards):
                 record |= dict_add_prefix(_pass_rates(answered, rewards, group_size), f"eval/{name}-")
-            elif not answered and len(rewards) % group_size == 0:  # a custom evaluation may give rewards alone
-                record |= dict_add_prefix(compute_pass_rate(rewards, group_size), f"eval/{name}-")
+            elif not answered and len(graded) % group_size == 0:  # a custom evaluation may give rewards alone
+                record |= dict_add_prefix(compute_pass_rate(graded, group_size), f"eval/{name}-")
     record["eval/step"] = compute_rollout_step(args, rollout_id)
     return record
 
 
-def _standard_error(name: str, rewards: Sequence[float], group_size: int) -> dict[str, float]:
+def _standard_error(name: str, rewards: Sequence[float | None], group_size: int) -> dict[str, float]:
     """Return ``eval/{name}/stderr``: of the mean reward, over prompts, whose answers lie side by side."""
     if len(rewards) % group_size:
         return {}
-    means = [fmean(rewards[i : i + group_size]) for i in range(0, len(rewards), group_size)]
+    groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
+    graded = [[reward for reward in group if reward is not None] for group in groups]
+    means = [fmean(group) for group in graded if group]
     return {f"eval/{name}/stderr": stdev(means) / len(means) ** 0.5} if len(means) > 1 else {}
 
 
@@ -237,7 +247,7 @@ def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], answ
 
     Args:
         samples: of a rollout or a data set.
-        rewards: one for each sample; None for what is no number, and is left out.
+        rewards: one for each sample; None for what is no number or was not graded, and is left out.
         answers: rollouts asked for of each prompt.
     """
     has_names = any(sample.group_index is not None for sample in samples)

@@ -243,6 +243,7 @@ def _row(
     copies: SmallCopies,
 ) -> dict[str, Any]:
     reward = sample.reward
+    number = float(reward) if isinstance(reward, Real) and sample.is_graded else None  # what statistics read
     calls = list(finished_spans([sample], REQUEST_SPANS))
     metadata, lacks = _metadata(sample)
     return {
@@ -252,8 +253,8 @@ def _row(
         "index": sample.index,
         "status": sample.status.value,
         "drop_reason": drop_reason,
-        "reward": float(reward) if isinstance(reward, Real) else None,
-        "reward_json": None if reward is None or isinstance(reward, Real) else json.dumps(reward, default=_number),
+        "reward": number,
+        "reward_json": None if reward is None or number is not None else json.dumps(reward, default=_number),
         "train_reward": train_reward,
         "prompt": _text(_prompt(sample.prompt)),
         "response": _text(sample.response),

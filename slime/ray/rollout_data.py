@@ -80,18 +80,19 @@ def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, An
 
 
 def _raw_rewards(args: Namespace, samples: list[Sample]) -> list[Any]:
-    """Return the reward of each sample, of a dict the entry ``--reward-key``.
+    """Return the reward of each sample, of a dict the entry ``--reward-key``; 0 where there is none.
 
     Raises:
         DataError: a reward is no finite number, or lacks the entry.
     """
     rewards = []
     for sample in samples:
-        reward = sample.reward
+        reward: Any = sample.reward if sample.is_graded else 0.0
         if args.reward_key and isinstance(reward, Mapping):
             reward = reward.get(args.reward_key)
         is_number = isinstance(reward, Real) and is_finite(reward)
-        if not is_number or (args.reward_key and not isinstance(sample.reward, Mapping)):
+        is_other = args.reward_key and sample.is_graded and not isinstance(sample.reward, Mapping)
+        if not is_number or is_other:
             path = sample.custom_rm_path or args.custom_rm_path
             given = f"--custom-rm-path {path}" if path else f"--rm-type {args.rm_type}"
             wanted = f"an object whose entry {args.reward_key!r} (--reward-key) is a" if args.reward_key else "a"
@@ -122,6 +123,7 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
             grpo_std_normalization=args.grpo_std_normalization,
             group_ids=[sample.group_index for sample in samples],
             rollout_ids=[sample.rollout_id for sample in samples],
+            graded=[sample.is_graded for sample in samples],
         )
     routed = None
     if args.use_rollout_routing_replay:

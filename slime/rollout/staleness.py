@@ -17,6 +17,7 @@ from typing import Any
 from slime.rollout.base_types import Entry, Group, first_index, is_finished, leaf_samples
 from slime.rollout.config import RolloutConfig
 from slime.rollout.control_client import engine_versions
+from slime.rollout.rm_hub.policy import UNGRADED_STATUS
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def back_to_prompt(entry: Entry) -> Sample:
     return sample
 
 
-_OF_THE_RESPONSE = ("start_rollout_id", "reward_error")
+_OF_THE_RESPONSE = ("start_rollout_id", "reward_error", UNGRADED_STATUS)
 _REPLAY = ("rollout_log_probs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts")
 
 

@@ -61,6 +61,8 @@ class TrainBatch:
     """Reward as the advantage estimator takes it, relative to the group where it asks for that."""
     raw_reward: Sequence[Any] | None = _column(scope="batch")
     """Reward as the grader gave it."""
+    graded: Sequence[bool] | None = _column(scope="batch")
+    """False where none was given, so that ``raw_reward`` has a stand-in; None is True everywhere."""
     truncated: Sequence[int] | None = _column()
     """1 where the response was cut off."""
     sample_indices: Sequence[int | None] | None = _column()
@@ -149,7 +151,7 @@ COLUMNS: dict[str, Column] = {
 class RankBatch(TrainBatch):
     """One data-parallel rank's share of a ``TrainBatch``, in micro-batch order, and its schedule.
 
-    Columns with a dtype hold CPU tensors; ``raw_reward`` stays whole.
+    Columns with a dtype hold CPU tensors; those of the batch stay whole.
     """
 
     partition: list[int]

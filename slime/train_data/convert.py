@@ -70,6 +70,7 @@ def samples_to_train_data(
         raw_reward=[
             (sample.metadata or {}).get("raw_reward", raw) for sample, raw in zip(samples, raw_rewards, strict=True)
         ],
+        graded=None if all(sample.is_graded for sample in samples) else [sample.is_graded for sample in samples],
         truncated=[int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
         sample_indices=[sample.index for sample in samples],
         rollout_ids=rollout_ids,

@@ -65,7 +65,8 @@ class DeviceBatch(dict[str, Any]):
     """[N] fp32."""
     rewards = _Always[list[float]]()
     raw_reward = _Sometimes[list[Any]]()
-    """Of the whole rollout."""
+    graded = _Sometimes[list[bool]]()
+    """Both of the whole rollout."""
     rollout_log_probs = _Sometimes[list[Tensor]]()
     """[r] fp32, as all columns of tokens below."""
     teacher_log_probs = _Sometimes[list[Tensor]]()

@@ -28,13 +28,15 @@ def post_process_rewards(
     grpo_std_normalization: bool,
     group_ids: Sequence[Hashable | None] | None = None,
     rollout_ids: Sequence[Hashable | None] | None = None,
+    graded: Sequence[bool] | None = None,
 ) -> list[float]:
     """Return the reward of each sample relative to the rollouts of the same prompt, ``(r - baseline) / scale``.
 
     A group is the samples with one group id: of any size, interleaved with others, or a single rollout (which gets 0
     from estimators that take off the group's mean).  Each rollout counts once in its group, with the mean of its
-    samples' rewards, however many samples a fan-out cut it into.  Estimators that do not compare within a group, and
-    ``rewards_normalization=False``, get the raw rewards back.
+    samples' rewards, however many samples a fan-out cut it into.  A sample that was not graded gets 0 and counts
+    nowhere; where that leaves a single rollout of several, it gets 0 too.  Estimators that do not compare within a
+    group, and ``rewards_normalization=False``, get the raw rewards back.
 
     Computed in float64: in float32 the rounding of the mean of equal rewards is not small against 1e-6.
 
@@ -48,6 +50,7 @@ def post_process_rewards(
         group_ids: ``sample.group_index`` of each sample.  When none has one, a group is ``n_samples_per_prompt``
             neighbours, provided that there are ``n_samples_per_prompt * rollout_batch_size`` samples.
         rollout_ids: ``sample.rollout_id`` of each sample; a sample without one is a rollout of its own.
+        graded: ``sample.is_graded`` of each sample; None is all of them.
 
     Raises:
         DataError: a reward is no finite number, or the samples cannot be told apart into groups.
@@ -81,7 +84,11 @@ def post_process_rewards(
                 "every prompt its own sample.group_index, and the samples of one rollout the same sample.rollout_id; "
                 "or normalise rewards yourself (--custom-reward-post-process-path)"
             )
-        for position, reward in _relative_to_group(raw_rewards, list(rollouts.values()), baseline, config):
+        members = [[one for one in positions if graded is None or graded[one]] for positions in rollouts.values()]
+        compared = [positions for positions in members if positions]
+        if len(compared) < min(2, len(rollouts)):
+            continue
+        for position, reward in _relative_to_group(raw_rewards, compared, baseline, config):
             relative[position] = reward
     return relative
 

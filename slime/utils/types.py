@@ -197,6 +197,14 @@ class Sample:
         """Response tokens that are trained."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
+    @property
+    def is_graded(self) -> bool:
+        """False where the reward stands for none: what should give it failed, and the sample does not train.
+
+        Such a sample is left out of every statistic of rewards.
+        """
+        return not (self.remove_sample and self.status == SampleStatus.FAILED)
+
     def append_response_tokens(
         self,
         args: Namespace | None = None,

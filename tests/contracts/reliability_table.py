@@ -823,12 +823,12 @@ EDGES: tuple[Edge, ...] = (
         "the event loop meets --loop-stall-timeout-s)",
         raises="TimeoutError",
         log="manager: a warning with the sample's index; the sample's metadata['reward_error']",
-        outcome="--rm-failure-policy: reward 0, or FAILED and not trained, or the run ends; "
+        outcome="--rm-failure-policy: FAILED and not counted, or reward 0, or the run ends; "
         "--rm-max-failures in a row end it with the first cause",
         tests=(
-            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_a_failed_grading_is_a_logged_zero",
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_with_the_policy_zero_a_failed_grading_is_a_logged_zero",
             "tests/unit/rollout/rm_hub/test_grading_policy.py::test_a_built_in_grader_that_blocks_costs_its_response_and_not_the_loop",
-            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_with_the_policy_failed_the_response_does_not_train",
+            "tests/unit/rollout/rm_hub/test_grading_policy.py::test_by_default_a_response_that_is_not_graded_does_not_train",
             "tests/unit/rollout/rm_hub/test_grading_policy.py::test_with_the_policy_raise_the_run_ends",
             "tests/unit/rollout/rm_hub/test_grading_policy.py::test_failures_in_a_row_end_the_run_with_the_first_cause",
             "tests/unit/rollout/rm_hub/test_grading_policy.py::test_waiting_for_a_thread_does_not_count_against_the_deadline",

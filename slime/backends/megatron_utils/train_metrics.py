@@ -112,14 +112,18 @@ def rollout_metrics(args: Namespace, rollout_data: DeviceBatch) -> dict[str, flo
         if rollout_data.get(name) is not None:
             total = float(reduce(torch.cat([values.float() for values in rollout_data[name]])))
             sums[name] = [total, share]
-    has_rewards = metrics_config(args).has_rewards
+    graded = rollout_data.graded
+    has_rewards = metrics_config(args).has_rewards and (graded is None or any(graded))
     for name in (*_SAMPLE_COLUMNS, "rewards") if has_rewards else _SAMPLE_COLUMNS:
         if rollout_data.get(name) is not None:
             column = [float(value) for value in rollout_data[name]]
+            if name == "rewards" and graded is not None and rollout_data.partition is not None:
+                column = [value for value, place in zip(column, rollout_data.partition, strict=True) if graded[place]]
             sums[name] = [sum(column), float(len(column))]
     means = _reduce_means(sums)
     if has_rewards and rollout_data.raw_reward is not None:
-        raw = [float(reward) for reward in rollout_data.raw_reward]
+        raw_reward = rollout_data.raw_reward
+        raw = [float(reward) for place, reward in enumerate(raw_reward) if graded is None or graded[place]]
         means["raw_reward"] = sum(raw) / len(raw)
     return dict_add_prefix(means, "rollout/")
 

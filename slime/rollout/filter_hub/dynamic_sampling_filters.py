@@ -21,13 +21,14 @@ MIN_REWARD_STD = 1e-6
 def check_reward_nonzero_std(args: Namespace, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
     """Keep the group when the unbiased standard deviation of its rewards is above 1e-6.
 
-    A fanned-out group (lists of samples) is judged by all of its samples.  A group of one sample has no deviation
-    and is dropped.
+    A fanned-out group (lists of samples) is judged by all of its samples that were graded.  A group of one such sample
+    has no deviation and is dropped.
     """
-    rewards = [float(sample.get_reward_value(args)) for sample in leaf_samples(samples)]
+    rewards = [float(sample.get_reward_value(args)) for sample in leaf_samples(samples) if sample.is_graded]
     std = torch.tensor(rewards, dtype=torch.float64).std() if len(rewards) > 1 else torch.zeros(())
     keep = bool(std > MIN_REWARD_STD)
-    return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+    reason = f"zero_std_{round(rewards[0], 1)}" if rewards else "not_graded"
+    return DynamicFilterOutput(keep=keep, reason=None if keep else reason)
 
 
 def check_reward_nonzero_std_with_fallback(args: Namespace, samples: Group, **kwargs: Any) -> DynamicFilterOutput:

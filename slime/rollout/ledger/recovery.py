@@ -21,6 +21,7 @@ from slime.rollout.ledger.frames import Record, describe_damage, read_folder
 from slime.rollout.ledger.journal import Journal, group_name, prompt_start
 from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, ReplayState, RolloutState
 from slime.rollout.ledger.sample_codec import apply_entry, to_entry
+from slime.rollout.rm_hub.policy import UNGRADED_STATUS
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -106,15 +107,19 @@ class SourceRecorder:
 
 
 def _forget_failed_rewards(group: list[Any]) -> None:
-    """Take the rewards of ``--rm-failure-policy zero`` away, so that the pool asks the grader again.
+    """Undo what ``--rm-failure-policy`` did to a sample, so that the pool asks the grader again.
 
-    What the policy ``failed`` changed of a sample is not recorded, and an environment is not asked a second time.
+    An environment is not asked a second time.
     """
     for sample in leaf_samples(group):
         metadata = sample.metadata or {}
-        can_be_graded = sample.status is not Sample.Status.FAILED and "environment_reward" not in metadata
+        status = metadata.get(UNGRADED_STATUS, sample.status.value)
+        can_be_graded = status != Sample.Status.FAILED.value and "environment_reward" not in metadata
         if "reward_error" in metadata and can_be_graded:
-            sample.metadata = {key: value for key, value in metadata.items() if key != "reward_error"}
+            if UNGRADED_STATUS in metadata:
+                sample.status, sample.remove_sample = Sample.Status(status), False
+            errors = ("reward_error", UNGRADED_STATUS)
+            sample.metadata = {key: value for key, value in metadata.items() if key not in errors}
             sample.reward = None
 
 

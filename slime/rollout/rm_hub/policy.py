@@ -3,8 +3,9 @@
 A grader that hangs (``--rm-timeout-s``), raises, or returns something that is no reward costs its response, not the
 run: the error goes to the log and to ``sample.metadata["reward_error"]``, and ``--rm-failure-policy`` decides:
 
+    failed   status FAILED, and it does not train (``remove_sample``): its reward of 0 stands for none, and no
+             statistic of rewards has it (``Sample.is_graded``)
     zero     reward 0, and it trains
-    failed   reward 0, status FAILED, and it does not train (``remove_sample``)
     raise    nothing: the run ends
 
 When nothing can be graded any more (``--rm-max-failures`` calls in a row) the run ends with the first cause, whatever
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MISTAKES = (ConfigError, HookError, NotImplementedError, ImportError)
 """Errors that every response would meet: they always end the run."""
+UNGRADED_STATUS = "ungraded_status"
+"""Key of the metadata of a sample that is FAILED because nothing graded it: the status that it had."""
 _NUM_TRACEBACKS = 3
 
 
@@ -180,8 +183,9 @@ def _record_failure(config: RewardConfig, samples: Sequence[Sample], error: Exce
 def _failed_reward(config: RewardConfig, sample: Sample, error: Exception) -> Any:
     sample.metadata = {**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"}
     if config.rm_failure_policy == "failed":
-        sample.status = Sample.Status.FAILED
-        sample.remove_sample = True
+        if not sample.remove_sample:  # what a restart asks the grader with again
+            sample.metadata[UNGRADED_STATUS] = sample.status.value
+        sample.status, sample.remove_sample = Sample.Status.FAILED, True
     keys = _reward_keys(config)
     return dict.fromkeys(keys, 0.0) if keys else 0.0
 

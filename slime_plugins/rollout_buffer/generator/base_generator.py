@@ -19,7 +19,7 @@ from typing import Any
 
 from slime.rollout.prompt_files import read_file
 from slime.rollout.rm_hub import async_rm
-from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.errors import ConfigError, GraderError, SlimeError
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
@@ -67,6 +67,8 @@ class Worker:
         text, finish_reason = await self.answer(instance["messages"])
         sample = Sample(prompt=instance["messages"], response=text, label=instance["label"])
         reward = await async_rm(Namespace(rm_type="deepscaler"), sample)
+        if not sample.is_graded:
+            raise GraderError(f"it could not be graded: {sample.metadata['reward_error']}")
         extra_info = {"finish_reason": finish_reason, "label": instance["label"], "seconds": time.time() - began}
         messages = [*instance["messages"], {"role": "assistant", "content": text}]
         return {"messages": messages, "reward": float(reward), "extra_info": extra_info}

@@ -170,6 +170,25 @@ def test_responses_that_could_not_be_graded_are_counted() -> None:
     assert compute_rollout_record(ARGS, 0, samples, None, rollout_time=1.0)["rollout/reward_failed_frac"] == 0.5
 
 
+def test_responses_that_were_not_graded_are_in_no_figure_of_rewards() -> None:
+    args = Namespace(**vars(ARGS) | {"n_samples_per_prompt": 4, "log_correct_samples": True})
+    args.log_reward_category, args.reward_key, args.eval_datasets = "why", "score", None
+    good = [sample(0, {"score": 1.0, "why": "right"}, 8) for _ in range(3)]
+    lost = sample(0, {"score": 0.0}, 8, Sample.Status.FAILED)
+    lost.remove_sample = True
+    record = compute_rollout_record(args, 0, [*good, lost], None, rollout_time=1.0)
+    assert record["rollout/raw_reward"] == record["rollout/correct_samples/ratio"] == record["passrate/pass@1"] == 1.0
+    assert record["rollout/error_cat/right"] == record["rollout/zero_std/count_1.0"] == 1
+    assert "rollout/raw_reward" not in compute_rollout_record(args, 0, [lost], None, rollout_time=1.0)
+    samples = [*good, lost, *(sample(1, {"score": 0.0}, 8) for _ in range(4))]
+    data = {"a": {"rewards": [one.reward["score"] for one in samples], "samples": samples}}
+    args.n_samples_per_eval_prompt = 4
+    record = compute_eval_record(args, 0, data)
+    assert record["eval/a"] == pytest.approx(3 / 7) and record["eval/a-pass@1"] == 0.5
+    assert record["eval/a/stderr"] == pytest.approx(0.5)
+    assert "eval/a" not in compute_eval_record(args, 0, {"a": {"rewards": [0.0], "samples": [lost]}})
+
+
 def test_pass_rates_of_evaluations_use_each_data_sets_number_of_answers() -> None:
     args = Namespace(**vars(ARGS), eval_datasets=[Namespace(name="a", n_samples_per_eval_prompt=2)])
     data = {"a": {"rewards": [1, 0, 0, 0]}, "b": {"rewards": [1, 0]}}

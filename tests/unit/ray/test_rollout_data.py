@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from slime.arguments.parser import build_parser
+from slime.flags.reward import reward_config
 from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
+from slime.rollout.rm_hub.policy import grade_by_policy
 from slime.utils.errors import DataError, HookError
 from slime.utils.types import Sample
 
@@ -174,3 +177,20 @@ def test_what_a_plug_in_raises_is_told_under_its_flag():
     first, *frames = error.value.__notes__[0].splitlines()
     assert first == f"--custom-reward-post-process-path {path(raises)} raised ZeroDivisionError: std of one"
     assert "in raises" in frames[0]
+
+
+@pytest.mark.parametrize("key", [None, "score"])
+def test_a_failed_grading_moves_no_advantage_of_its_group(key):
+    async def fails() -> list[float]:
+        raise KeyError("x")
+
+    rewards = [1.0, 1.0, 1.0, None] if key is None else [{key: 1.0}] * 3 + [None]
+    group = [sample(index=i, group_index=0, rollout_id=i, reward=reward) for i, reward in enumerate(rewards)]
+    [group[3].reward] = asyncio.run(grade_by_policy(reward_config(Namespace(reward_key=key)), group[3:], fails))
+    flags = {"n_samples_per_prompt": 4, "rewards_normalization": True, "reward_key": key}
+    batch = train_data(group, **flags)
+    assert batch.rewards == [0.0] * 4 and batch.graded == [True, True, True, False]
+    assert list(batch.loss_masks) == [[1], [1], [1], [0]]
+    group[0].reward = 0.0 if key is None else {key: 0.0}
+    assert train_data(group, **flags).rewards == train_data(group[:3], **flags).rewards + [0.0]
+    assert train_data(group[:3], **flags).graded is None

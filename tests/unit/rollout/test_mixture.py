@@ -12,6 +12,7 @@ from slime.rollout.context import RunState, current_run, use_run
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.mixture import read_mix
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.types import Sample
 
 SIZES = {"a": 4, "b": 10}
 
@@ -122,6 +123,16 @@ def test_of_rewards_that_are_dicts_the_entry_of_reward_key_counts(open_source):
     score = {"a0": (1, 1), "a1": (0, 0), "a2": (0, 1), "a3": (1, 0)}
     prompts = solve(source, lambda prompt: [{"score": s, "acc": True} for s in score[prompt]], 6)
     assert prompts == ["a0", "a1", "a2", "a3", "a2", "a3"]
+
+
+def test_an_answer_that_was_not_graded_says_nothing_about_its_prompt(open_source):
+    source = open_source(a=1, b=0, curriculum={"skip_epochs": 2}).dataset
+    first, second = [Sample(reward=1.0, metadata={"source_name": "a", "source_row": 0}) for _ in range(2)]
+    second.reward, second.status, second.remove_sample = 0.0, Sample.Status.FAILED, True
+    source.observe([first, second])
+    assert source.take_metrics()["rollout/mixture/a/pass_rate"] == 1.0
+    source.observe([second])
+    assert "rollout/mixture/a/pass_rate" not in source.take_metrics()
 
 
 def test_a_data_set_whose_every_prompt_is_left_out_comes_again(open_source):

@@ -10,7 +10,7 @@ from slime.flags.observability import RecordConfig
 from slime.observability import run_record, sample_record
 from slime.observability.dumps import save_rollout_dump
 from slime.observability.metrics_file import append_record
-from slime.observability.run_reader import Run, read_run
+from slime.observability.run_reader import Run, read_run, read_samples
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 from tools import replay_rollout
@@ -123,3 +123,12 @@ def test_answers_are_compared_token_by_token(tmp_path, capsys):
     assert "3 of 3 answers have the same tokens." in said and "2 of 3 answers" in said
     assert "1 answers were drawn by weights of several versions" in said
     assert "sample 2, from token 1 of its response on" in said
+
+
+def test_the_record_has_no_number_for_what_was_not_graded_and_a_replay_has_its_stand_in(tmp_path):
+    good, lost = answered(0), answered(1)
+    lost.reward, lost.status, lost.remove_sample = 0.0, Sample.Status.FAILED, True
+    rows = read_samples(record(tmp_path, [good, lost]).sample_files()[0]).to_pylist()
+    assert [row["reward"] for row in rows] == [1.0, None]
+    assert [sample_record.sample_of(row).reward for row in rows] == [1.0, 0.0]
+    assert [sample_record.sample_of(row).is_graded for row in rows] == [True, False]

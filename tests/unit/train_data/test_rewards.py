@@ -29,6 +29,28 @@ def test_without_deviation_the_group_is_only_centred(changes):
     assert normalise([1, 0, 0, 1], **changes) == [0.5, -0.5, -0.5, 0.5]
 
 
+RLOO = "examples.custom_estimator.rloo.rloo"
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", RLOO])
+@pytest.mark.parametrize("std", [True, False])
+@pytest.mark.parametrize("standin", [0.0, 1.0, -7.0])
+def test_what_was_not_graded_is_in_no_statistic_of_its_group(estimator, std, standin):
+    flags = {"advantage_estimator": estimator, "grpo_std_normalization": std, "group_ids": [0] * 4}
+    failed = {"graded": [True, True, False, True]}
+    assert normalise([1, 1, standin, 1], **flags, **failed) == [0.0] * 4
+    first, second, third = normalise([1, 0, 0.5], **flags | {"group_ids": [0] * 3})
+    assert normalise([1, 0, standin, 0.5], **flags, **failed) == [first, second, 0.0, third]
+    assert normalise([1, 0, standin, 0.5], **flags, graded=[True, False, False, False]) == [0.0] * 4
+    assert normalise([1, 0, standin, 0.5], **flags, graded=[False] * 4) == [0.0] * 4
+
+
+def test_a_rollout_has_the_mean_of_its_graded_samples():
+    flags = {"n_samples_per_prompt": 2, "grpo_std_normalization": False, "group_ids": [0] * 3}
+    relative = normalise([1, 0, 0], **flags, rollout_ids=[5, 5, 6], graded=[True, False, True])
+    assert relative == [0.5, 0.0, -0.5]
+
+
 def test_equal_rewards_give_no_signal_whatever_their_rounding():
     assert normalise([0.1] * 4) == pytest.approx([0.0] * 4, abs=1e-9)
 

@@ -65,6 +65,19 @@ def test_pass_rates_are_left_to_the_rollout_side(folder):
     assert not any(name.startswith("passrate/") for name in metrics)
 
 
+def test_rewards_that_were_not_given_are_in_no_mean(folder):
+    args, *_ = build(folder)
+    batch = make_train_data()
+    count = len(batch["rewards"])
+    batch["graded"] = [place > 0 for place in range(count)]
+    batch |= {"rewards": [-9.0] + [0.5] * (count - 1), "raw_reward": [-9.0] + [2.0] * (count - 1)}
+    data = prepare_rollout_data(cut(args, batch, {"dp_size": 1, "cp_size": 1})[0])
+    metrics = rollout_metrics(args, data)
+    assert (metrics["rollout/rewards"], metrics["rollout/raw_reward"]) == (0.5, 2.0)
+    data.graded = [False] * count
+    assert not any("reward" in name for name in rollout_metrics(args, data))
+
+
 def test_demonstrations_have_no_rewards_to_report(folder):
     args, *_ = build(folder, "--loss-type", "sft_loss", "--disable-compute-advantages-and-returns")
     data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])

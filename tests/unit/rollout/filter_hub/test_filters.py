@@ -56,6 +56,14 @@ def test_a_fanned_out_group_is_judged_by_all_its_samples():
     assert not check_reward_nonzero_std(ARGS, [group(1, 1), group(1)]).keep
 
 
+def test_a_sample_that_was_not_graded_keeps_no_group():
+    samples = group(1, 1, 0)
+    samples[2].status, samples[2].remove_sample = Sample.Status.FAILED, True
+    assert check_reward_nonzero_std(ARGS, samples).reason == "zero_std_1.0"
+    assert check_reward_nonzero_std(ARGS, samples[2:]).reason == "not_graded"
+    assert check_reward_nonzero_std(ARGS, group(0) + samples).keep
+
+
 def test_the_fallback_filter_asks_to_keep_when_insufficient():
     assert check_reward_nonzero_std_with_fallback(ARGS, group(1, 1)).keep_when_insufficient
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import shutil
 from argparse import Namespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slime.flags.reward import reward_config
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.ledger import journal
@@ -17,6 +19,7 @@ from slime.rollout.ledger import ledger as ledger_module
 from slime.rollout.ledger.frames import segment_files
 from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger, NoLedger, open_ledger, position_path
 from slime.rollout.ledger.records import SAMPLE_FLAGS
+from slime.rollout.rm_hub.policy import grade_by_policy
 from slime.rollout.state_file import read_state
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import make_args
@@ -402,6 +405,27 @@ def test_a_reward_that_the_grader_could_not_give_is_taken_away_and_no_other(tmp_
     for sample in group:
         assert (sample.reward, sample.metadata) == (reward, error | fields.get("metadata", {}))
         assert sample.status is fields.get("status", Sample.Status.COMPLETED) and sample.tokens == [7, 8]
+
+
+def test_what_was_not_graded_is_asked_for_again_after_a_restart(tmp_path):
+    async def fails() -> list[float]:
+        raise KeyError("x")
+
+    process = Process(tmp_path)
+    process.ledger.journal.record_begin(0)
+    [group] = process.ledger.data_source.get_samples(1)
+    for sample in group:
+        process.answer(sample, "stop")
+        [sample.reward] = asyncio.run(grade_by_policy(reward_config(Namespace()), [sample], fails))
+    assert not any(sample.is_graded for sample in group)
+    process.ledger.journal.record_finished(group)
+    process.die()
+    process = Process(tmp_path)
+    process.ledger.journal.record_begin(0)
+    [group] = process.ledger.data_source.get_samples(1)
+    for sample in group:
+        assert (sample.reward, sample.metadata, sample.remove_sample) == (None, {}, False)
+        assert sample.status is Sample.Status.COMPLETED and sample.tokens == [7, 8]
 
 
 def test_a_reward_that_the_grader_could_not_give_is_taken_away_after_a_checkpoint_too(tmp_path):

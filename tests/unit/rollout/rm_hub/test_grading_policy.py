@@ -66,17 +66,18 @@ def grade(response: str, **flags: Any) -> tuple[Any, Sample]:
 
 
 @pytest.mark.parametrize("response", ["hang", "crash", "nan", "nan32", "deaf"])
-def test_a_failed_grading_is_a_logged_zero(response, caplog):
+def test_with_the_policy_zero_a_failed_grading_is_a_logged_zero(response, caplog):
     with caplog.at_level(logging.WARNING):
-        reward, sample = grade(response)
-    assert reward == 0.0 and sample.status is Sample.Status.COMPLETED and not sample.remove_sample
+        reward, sample = grade(response, rm_failure_policy="zero")
+    assert sample.is_graded and reward == 0.0 and sample.status is Sample.Status.COMPLETED and not sample.remove_sample
     assert sample.metadata["kept"] == 1 and sample.metadata["reward_error"]
     assert "sample 3 could not be graded" in caplog.text
 
 
-def test_with_the_policy_failed_the_response_does_not_train():
-    reward, sample = grade("crash", rm_failure_policy="failed")
-    assert reward == 0.0 and sample.status is Sample.Status.FAILED and sample.remove_sample
+@pytest.mark.parametrize("flags", [{}, {"rm_failure_policy": "failed"}])
+def test_by_default_a_response_that_is_not_graded_does_not_train(flags):
+    reward, sample = grade("crash", **flags)
+    assert reward == 0.0 and sample.status is Sample.Status.FAILED and sample.remove_sample and not sample.is_graded
     assert sample.metadata["reward_error"] == "KeyError: 'x'"
 
 
