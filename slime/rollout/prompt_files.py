@@ -81,12 +81,13 @@ def read_rows(
         yield from gym.read_task(*split_path(path), flag)
         return
     if path.startswith(VERIFIERS_PREFIXES):
-        yield from verifiers_data.read_environment(*split_path(path), flag)
+        for where, row in verifiers_data.read_environment(*split_path(path), flag):
+            yield where, without_absent(row)
         return
     file, rows = checked_file(path, flag)
     if file.suffix == ".parquet":
         for number, row in _select(_read_parquet(file, columns), rows):
-            yield f"{file} row {number}", row
+            yield f"{file} row {number}", {key: without_absent(value) for key, value in row.items()}
         return
     with _open(file, flag) as lines:
         _check_first_bytes(lines, file, flag)
@@ -228,6 +229,19 @@ def _check_text(row: dict[str, Any], where: str) -> None:
 
 
 # Rows
+
+
+def without_absent(value: Any) -> Any:
+    """Return a value of an arrow table without the fields that are null, down to the innermost.
+
+    All structs of a column have the fields of every row there, so what a row did not have is null: a parameter of
+    another tool, an argument of another call.  Two nulls stay: the content of a message, which stands beside calls,
+    and the path of an image.
+    """
+    if isinstance(value, dict) and value.keys() != {"bytes", "path"}:
+        stays = "content" if isinstance(value.get("role"), str) else None
+        return {key: without_absent(item) for key, item in value.items() if item is not None or key == stays}
+    return [without_absent(item) for item in value] if isinstance(value, list) else value
 
 
 def _select(numbered: Iterator[Any], rows: slice) -> Iterator[Any]:

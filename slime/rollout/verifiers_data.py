@@ -105,5 +105,4 @@ def read_environment(path: str, rows: slice, flag: str) -> Iterator[tuple[str, d
     for index in range(len(asked))[rows]:
         row = asked[index]
         metadata = {"source_name": parse_query(path)[0], "verifiers": {"environment": path, "index": index}}
-        prompt = [{key: value for key, value in said.items() if value is not None} for said in row["prompt"]]
-        yield f"{path} row {index}", {"input": prompt, "label": row.get("answer"), "metadata": metadata}
+        yield f"{path} row {index}", {"input": row["prompt"], "label": row.get("answer"), "metadata": metadata}

@@ -247,6 +247,47 @@ def test_nested_columns_of_parquet_are_lists_and_dicts(tmp_path):
     assert sample.metadata == {"a": 1}
 
 
+def test_what_a_row_of_parquet_did_not_have_is_not_there(tmp_path):
+    def called(name, **arguments):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    def tool(name, *, strict=None, **properties):
+        schema = {"type": "object", "properties": properties} | ({} if strict is None else {"strict": strict})
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    picture = {"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "What?"}]}
+    add = tool("add", a={"type": "integer"}, b={"type": "integer", "enum": [None, 1]})
+    rows = [
+        {
+            "input": [{"role": "user", "content": "2+3"}, called("add", a=2, b=3)],
+            "tools": [add, tool("weather", strict=True, city={"type": "string"})],
+            "metadata": {"seed": 1},
+        },
+        {
+            "input": [{"role": "user", "content": "Rain?"}, called("weather", city="Oslo")],
+            "tools": [add],
+            "metadata": {"rm_type": "math", "tools": [add]},
+        },
+    ]
+    table, lines = tmp_path / "data.parquet", tmp_path / "data.jsonl"
+    pq.write_table(pa.Table.from_pylist(rows), table)
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    from_table, from_lines = (read(str(path), tool_key="tools").samples for path in (table, lines))
+    assert [sample.prompt for sample in from_table] == [row["input"] for row in rows]
+    assert [sample.metadata for sample in from_table] == [sample.metadata for sample in from_lines]
+    assert from_table[0].metadata == {"seed": 1, "tools": rows[0]["tools"]}
+
+    pq.write_table(pa.Table.from_pylist([{"input": [picture]}]), table)
+    assert read(str(table)).samples[0].prompt == [picture]
+
+    # A row of JSON says null itself.
+    meant = {"input": [{"role": "user", "content": "Rain?"}, called("weather", city=None)], "metadata": {"x": None}}
+    lines.write_text(json.dumps(meant))
+    [sample] = read(str(lines)).samples
+    assert (sample.prompt, sample.metadata) == (meant["input"], {"x": None})
+
+
 def test_an_image_that_cannot_be_used_is_found_before_the_run_with_its_row(write, tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "x.png")
     good, cut = (tmp_path / "x.png").read_bytes(), (tmp_path / "x.png").read_bytes()[:40]
