@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.agent.sandbox import check_local_sandbox
+from slime.arguments.cross_group import SFT_ROLLOUT
 from slime.arguments.overlay import ROLES_FLAG
 from slime.flags.algorithm import uses_reference
 from slime.flags.checkpoint import CheckpointFolder, check_huggingface_folder, inspect_checkpoint
@@ -266,6 +267,7 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
     asked = {"--metadata-key": (args.metadata_key, "metadata"), "--tool-key": (args.tool_key, "tools")}
     has_built_in = _is_plain(args) and not args.custom_rm_path
     num_rows = 0
+    template_kwargs = {"add_generation_prompt": args.apply_chat_template, **(args.apply_chat_template_kwargs or {})}
     for source in sources:
         num_rows += check_prompt_file(
             source["path"],
@@ -276,7 +278,7 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
             multimodal_keys=args.multimodal_keys,
             grader=args.rm_type if has_built_in else None,
             rm_types=RM_TYPES if has_built_in else None,
-            template=trial.template(args.apply_chat_template_kwargs) if args.apply_chat_template else None,
+            template=trial.template(template_kwargs) if _renders_rows(args) else None,
             some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
         )
         _check_first_row(args, source)
@@ -311,10 +313,15 @@ def _is_plain(args: Namespace) -> bool:
     return args.rollout_function_path in OWN_ROLLOUTS and args.data_source_path in OWN_DATA_SOURCES
 
 
+def _renders_rows(args: Namespace) -> bool:
+    """Return True when rows of --prompt-data become text by the chat template, as they are."""
+    return bool(args.apply_chat_template or args.rollout_function_path == SFT_ROLLOUT)
+
+
 def _tokenizer_trial(args: Namespace) -> TokenizerTrial:
     from slime.rollout.tokenizer_trial import TokenizerTrial
 
-    has_template = args.apply_chat_template or any(one.apply_chat_template for one in args.eval_datasets)
+    has_template = _renders_rows(args) or any(one.apply_chat_template for one in args.eval_datasets)
     trusted = trusts_remote_code(args)
     return TokenizerTrial(args.hf_checkpoint, has_template=has_template, trusts_code=trusted)
 

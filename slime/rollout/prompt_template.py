@@ -24,6 +24,8 @@ Row = tuple[str, list[dict[str, Any]], dict[str, Any]]
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that any chat template may be expected to know."""
+OTHER_ROLES = ("developer", "function", "observation", "ipython")
+"""Roles of single families: gpt-oss, OpenAI's older form, GLM, Llama."""
 RENDER_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
 TEMPLATE_OVERDUE = (
@@ -64,7 +66,7 @@ def check_roles(template: str, messages: list[dict[str, Any]], text: str, where:
     """Check that a rendered text has the messages with roles that not every template knows.
 
     Raises:
-        DataError: it leaves one out, or the role is misspelt.
+        DataError: it leaves one out, or the role is none that this template or one of another family names.
     """
     for number, message in enumerate(messages):
         if message["role"] not in ROLES:
@@ -74,8 +76,8 @@ def check_roles(template: str, messages: list[dict[str, Any]], text: str, where:
 def _check_role(template: str, message: Mapping[str, Any], text: str, where: str) -> None:
     role, content = message["role"], message.get("content")
     is_left_out = isinstance(content, str) and content.strip()[:40] not in text
-    is_misspelt = role.strip().lower() in ROLES and f"'{role}'" not in template and f'"{role}"' not in template
-    if is_left_out or is_misspelt:
+    is_named = f"'{role}'" in template or f'"{role}"' in template
+    if is_left_out or (role not in OTHER_ROLES and not is_named):
         raise DataError(
             f"{where} has the role {short(role)}, which the chat template "
             f"{'leaves out' if is_left_out else 'does not know'}: {short(message)}. Roles that templates know are "

@@ -338,12 +338,13 @@ def rendered(path, template):
 
 
 @pytest.mark.parametrize("run", [tried, rendered])
-def test_roles_that_the_template_leaves_out_or_that_are_misspelt_are_refused(tmp_path, run):
+def test_roles_that_the_template_leaves_out_or_does_not_name_are_refused(tmp_path, run):
     text = refusal(run, write_chat(tmp_path, "user", "narrator"), STRICT)
     assert "line 2: message 0 of the prompt has the role 'narrator', which the chat template leaves out" in text
-    text = refusal(run, write_chat(tmp_path, "user", "User"), ANY_ROLE)
-    assert "line 2: message 0 of the prompt has the role 'User', which the chat template does not know" in text
-    assert run(write_chat(tmp_path, "user", "narrator", "critic"), ANY_ROLE) == 3
+    for role in ("User", "narrator", "bot"):
+        text = refusal(run, write_chat(tmp_path, "user", role), ANY_ROLE)
+        assert f"line 2: message 0 of the prompt has the role '{role}', which the chat template does not know" in text
+    assert run(write_chat(tmp_path, "developer", "function", "observation", "ipython"), ANY_ROLE) == 4
     assert run(write_chat(tmp_path, "user", "Judge"), STRICT) == 2
 
 
