@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.flags.kinds import any_float, any_int
 from slime.rollout.prompt_files import SUFFIXES, read_rows
+from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import copy_assets
 from slime.weights.hf_rewrite.plan import HfSource, open_source
@@ -116,7 +117,7 @@ def token_ids(tokenizer: Any, row: dict[str, Any], max_tokens: int) -> list[int]
             f"a row of --data-dir has the columns {sorted(row)}; messages, text or prompt must be among them"
         )
     if not isinstance(content, str):
-        content = tokenizer.apply_chat_template(list(content), tokenize=False)
+        content = apply_chat_template(tokenizer, list(content))
     return list(tokenizer(content, truncation=True, max_length=max_tokens)["input_ids"])
 
 

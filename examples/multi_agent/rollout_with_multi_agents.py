@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from examples.tiny_arithmetic.reward import grade
+from slime.rollout.prompt_template import render
 from slime.rollout.rm_hub import extract_boxed_answer
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.types import Sample
@@ -91,9 +92,8 @@ class Team:
         one = copy.deepcopy(self.sample)
         one.rollout_id = self.sample.index if self.sample.rollout_id is None else self.sample.rollout_id
         one.metadata |= {"role": role, "number": number}
-        one.prompt = self.args.tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
+        asked, kwargs = [{"role": "user", "content": message}], one.apply_chat_template_kwargs
+        one.prompt = render(self.args.tokenizer, asked, None, f"Sample {one.index}", **kwargs)
         one.tokens, one.response, one.response_length = [], "", 0
         one.status = Sample.Status.PENDING
         own = self.args.sampling_params | params

@@ -15,6 +15,7 @@ import tau_env
 
 from slime.agent.parsing import parse_model_output
 from slime.rollout.multi_turn import converse
+from slime.rollout.prompt_template import render
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.types import Sample
 
@@ -29,15 +30,14 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     if not sample.tokens:
         messages = [{"role": "system", "content": env.wiki}] if env.wiki else []
         messages.append({"role": "user", "content": begun.observation})
-        sample.prompt = GenerateState(args).tokenizer.apply_chat_template(
-            messages, tools=env.tools_info, tokenize=False, add_generation_prompt=True
-        )
+        tokenizer, kwargs = GenerateState(args).tokenizer, sample.apply_chat_template_kwargs
+        sample.prompt = render(tokenizer, messages, env.tools_info, f"Sample {sample.index}", **kwargs)
     reward = 0.0
     actions = sample.metadata.setdefault("actions", [])
     for name, arguments in actions:  # a sample that was interrupted: bring the environment to where it was
         await asyncio.to_thread(env.step, action_class(name=name, kwargs=arguments))
 
-    async def environment(turn: str) -> tuple[str, str] | None:
+    async def environment(turn: str) -> list[dict[str, Any]] | None:
         nonlocal reward
         parsed = parse_model_output(
             turn,
@@ -52,7 +52,8 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         if response.done:
             reward = float(response.reward)
             return None
-        return ("tool" if use else "user"), response.observation
+        said_by = {"role": "tool", "name": name} if use else {"role": "user"}
+        return [said_by | {"content": response.observation}]
 
     max_turns = getattr(args, "tau_max_turns", MAX_TURNS)
     sample = await converse(args, sample, sampling_params, environment, max_turns=max_turns)

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
+from slime.utils.chat_template import call_arguments
 from slime.utils.errors import DataError
-from slime.utils.json_file import parse_value
 from slime.utils.mask_utils import common_length
 from slime.utils.types import Sample
 
@@ -92,13 +92,7 @@ def message_key(message: Mapping[str, Any]) -> str:
     calls = []
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = parse_value(arguments)
-            except ValueError:
-                arguments = arguments.strip()
-        calls.append([function.get("name"), arguments])
+        calls.append([function.get("name"), call_arguments(function.get("arguments"))])
     said = json.dumps([message.get("role"), text.strip(), calls], sort_keys=True)
     return blake2b(said.encode(), digest_size=16).hexdigest()  # a history of 100 turns is kept 100 times
 

@@ -23,7 +23,7 @@ from slime.flags.kinds import (
     text_map,
 )
 
-LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
+LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen", "any")
 
 
 @dataclass(frozen=True, kw_only=True)

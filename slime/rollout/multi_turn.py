@@ -30,8 +30,8 @@ from slime.rollout.rm_hub.policy import grade_by_policy
 from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.rollout.tools import Toolbox, TurnsConfig, call_in_time, toolbox, turns_config
-from slime.utils.chat_template import apply_chat_template
-from slime.utils.errors import ConfigError
+from slime.utils.chat_template import apply_chat_template, special_text, special_texts, text_after_end
+from slime.utils.errors import ConfigError, DataError
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import image_sources
 from slime.utils.types import Sample
@@ -102,7 +102,7 @@ async def converse(
         await generate_turn(args, sample, {**sampling_params, "max_new_tokens": limit})
         if sample.status is not Sample.Status.COMPLETED:
             return sample
-        end = _end_of_turn(tokenizer, sample.tokens[-1])
+        end = special_text(tokenizer, sample.tokens[-1])
         turn = sample.response[sample.metadata["turn_start"] :].removesuffix(end)
         sample.metadata["round_number"] = sample.metadata.get("round_number", 0) + 1
 
@@ -113,7 +113,7 @@ async def converse(
         if observation is None:
             return sample
         messages = _as_messages(observation, role)
-        text = observation_text(tokenizer, messages, end)
+        text = observation_text(tokenizer, messages, end, **sample.apply_chat_template_kwargs)
         images: list[dict[str, Any]] = []
         if image_sources(messages):
             tokens, *images = add_images(sample, messages, text, state.processor)
@@ -162,13 +162,6 @@ def _response_limit(
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _end_of_turn(tokenizer: Any, token: int) -> str:
-    """Return the text of the special token that ended a turn; "" where a stop string did."""
-    added = tokenizer.added_tokens_decoder.get(token)
-    is_special = token == tokenizer.eos_token_id or (added is not None and added.special)
-    return str(tokenizer.decode([token], skip_special_tokens=False)) if is_special else ""
-
-
 def _as_messages(observation: Any, role: str) -> Messages:
     if isinstance(observation, list):
         return observation
@@ -176,7 +169,7 @@ def _as_messages(observation: Any, role: str) -> Messages:
     return [{"role": said_by, "content": text}]
 
 
-def observation_text(tokenizer: Any, messages: Messages, end: str) -> str:
+def observation_text(tokenizer: Any, messages: Messages, end: str, **kwargs: Any) -> str:
     """Return the text between the end of one turn and the beginning of the next.
 
     Cut out of a rendered conversation, so it is whatever the model's template makes of the messages, the header of the
@@ -184,22 +177,52 @@ def observation_text(tokenizer: Any, messages: Messages, end: str) -> str:
 
     Args:
         messages: of the tools, of the environment, of a user.
-        end: the special token that the engine drew at the end of the turn; it is not repeated.
+        end: the special token that the engine drew at the end of the turn; the turn is not ended once more.
+        kwargs: further arguments of the template.
 
     Raises:
         ConfigError: the template does not show what the assistant said.
+        DataError: the template refuses the messages.
     """
-    rows = [("An observation", [*_PROBE, *messages])]
-    [whole] = map_with_deadline(
-        lambda where, turns: apply_chat_template(tokenizer, turns, where, add_generation_prompt=True), rows
-    )
-    _, found, rest = whole.rpartition(_SAID)
-    if not found:
+
+    def text(turns: Messages, **more: Any) -> str:
+        return apply_chat_template(tokenizer, turns, "An observation", **more | kwargs)
+
+    def cut(_: str, messages: Messages) -> tuple[str, str]:
+        try:
+            whole = text([*_PROBE, *messages], add_generation_prompt=True)
+        except DataError:  # gpt-oss and Mistral render the answer of a tool after its call alone
+            if not (called := _with_calls(messages)):
+                raise
+            head, whole = text(called[:2]), text(called, add_generation_prompt=True)
+            closing = next((mark for mark in special_texts(tokenizer) if head.rstrip().endswith(mark)), "")
+            closing = head[head.rfind(closing) :] if closing else ""
+            return (closing + whole[len(head) :], closing) if whole.startswith(head) else ("", "")
+        return whole.rpartition(_SAID)[2] if _SAID in whole else "", text(_PROBE).rpartition(_SAID)[2]
+
+    [(rest, alone)] = map_with_deadline(cut, [("An observation", messages)])
+    if not rest:
         raise ConfigError(
             "The chat template of --hf-checkpoint leaves out a turn of the assistant that another message follows, so "
             "observations cannot be rendered; give the model a template that keeps turns as they were drawn."
         )
-    return str(rest).removeprefix(end)
+    after = text_after_end(tokenizer, rest, alone, end)
+    return rest if after is None else after
+
+
+def _with_calls(messages: Messages) -> Messages:
+    """Return a question, a turn that calls the tools whose answers the messages are, and these; none without any."""
+    answers = [
+        {**one, "name": one.get("name") or "tool", "tool_call_id": f"{number:09}"}
+        for number, one in enumerate(messages)
+        if one["role"] == "tool"
+    ]
+    calls = [
+        {"id": one["tool_call_id"], "type": "function", "function": {"name": one["name"], "arguments": {}}}
+        for one in answers
+    ]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    return [_PROBE[0], turn, *answers, *(one for one in messages if one["role"] != "tool")] if calls else []
 
 
 # --rollout-tools and --rollout-environment
@@ -296,16 +319,18 @@ class _Player:
             tool_parser_name=config.sglang_tool_call_parser,
             reasoning_parser_name=config.sglang_reasoning_parser,
         )
-        calls = [
-            self._tools.call(use["name"], use["input"], timeout_s=config.turn_timeout_s) for use in parsed.tool_uses
-        ]
-        if calls:
+        uses = parsed.tool_uses
+        if uses:
+            calls = (self._tools.call(use["name"], use["input"], timeout_s=config.turn_timeout_s) for use in uses)
             answers = await asyncio.gather(*calls)
-        elif self._tools.schemas and parsed.ill_formed and parsed.text:
-            answers = [f"Error: this call cannot be read; the tools are {', '.join(self._tools.functions)}."]
-        else:
-            return None if self._environment is None else await self._step(turn)
-        return [{"role": "tool", "content": answer} for answer in answers]
+            return [
+                {"role": "tool", "name": use["name"], "content": answer}
+                for use, answer in zip(uses, answers, strict=True)
+            ]
+        if self._tools.schemas and parsed.ill_formed and parsed.text:
+            said = f"Error: this call cannot be read; the tools are {', '.join(self._tools.functions)}."
+            return [{"role": "tool", "content": said}]
+        return None if self._environment is None else await self._step(turn)
 
     async def close(self) -> None:
         """Let the environment free what it holds."""

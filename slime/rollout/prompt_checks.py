@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL, GRADERS_WITH_LABELS
 from slime.rollout.prompt_files import decode_json, short
+from slime.utils.chat_template import template_messages
 from slime.utils.errors import DataError
 
 MAX_PROMPT_CHARS = 4_000_000
@@ -57,6 +58,10 @@ def _check_message(message: Any, where: str) -> int:
         )
     if not isinstance(message.get("tool_calls"), list | None):
         raise DataError(f"{where} has the tool_calls {short(message['tool_calls'])}; they are a list of objects.")
+    try:
+        template_messages([message])
+    except ValueError as error:
+        raise DataError(f"{where}: {error}. Write an object such as {{...}}, or JSON text of one.") from error
     if isinstance(content, str):
         return len(content)
     if isinstance(content, list):

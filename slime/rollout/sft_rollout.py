@@ -6,6 +6,7 @@ Each row's prompt is a whole conversation; the loss mask marks what the assistan
 from __future__ import annotations
 
 import functools
+import json
 from argparse import Namespace
 from typing import Any
 
@@ -13,7 +14,6 @@ from slime.flags.security import trusts_remote_code
 from slime.rollout.base_types import check_samples
 from slime.rollout.generate import processed
 from slime.rollout.prompt_template import map_with_deadline
-from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -21,9 +21,12 @@ from slime.utils.types import Sample
 
 
 @functools.cache
-def _mask_generator(hf_checkpoint: str, loss_mask_type: str, trust_remote_code: bool) -> MultiTurnLossMaskGenerator:
+def _mask_generator(
+    hf_checkpoint: str, loss_mask_type: str, trust_remote_code: bool, template_kwargs: str
+) -> MultiTurnLossMaskGenerator:
     tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
-    return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type)
+    kwargs = json.loads(template_kwargs)
+    return MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=loss_mask_type, template_kwargs=kwargs)
 
 
 @functools.cache
@@ -33,7 +36,8 @@ def _processor(hf_checkpoint: str, trust_remote_code: bool) -> Any:
 
 def mask_generator(args: Namespace) -> MultiTurnLossMaskGenerator:
     """Return the generator of loss masks for ``--loss-mask-type``, made once."""
-    return _mask_generator(args.hf_checkpoint, args.loss_mask_type, trusts_remote_code(args))
+    kwargs = json.dumps(getattr(args, "apply_chat_template_kwargs", None) or {}, sort_keys=True)
+    return _mask_generator(args.hf_checkpoint, args.loss_mask_type, trusts_remote_code(args), kwargs)
 
 
 def generate_rollout(
@@ -80,7 +84,7 @@ def fill_from_conversation(
     if sample.multimodal_inputs:
         if processor is None:
             raise DataError(f"Sample {sample.index} has images, and the model of --hf-checkpoint has no processor.")
-        text = apply_chat_template(generator.tokenizer, sample.prompt, f"Sample {sample.index}", tools=tools)
+        text = generator.render(sample.prompt, tools)
         ids, sample.multimodal_train_inputs = processed(text, sample, processor)
         token_ids, loss_mask = generator.get_loss_mask_with_multimodal_alignment(sample.prompt, ids, tools)
     else:

@@ -3,7 +3,7 @@
 A regular expression of tokenizer.json or a loop of a template may never end, or take all memory.  Here that costs this
 process: an alarm ends it, and its memory has a limit.  It says on a line each what it begins with and what came of it.
 
-Run as a script.  Imports nothing of slime and, unless the model's own code may run, no torch, so that it starts fast.
+Run as a script.  Imports no torch, unless the model's own code may run, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2]))  # where slime is, if it is not installed
+
+from slime.utils.chat_template import template_messages  # noqa: E402
 
 MEMORY_BYTES = 4 << 30
 PROBES = (
@@ -66,7 +71,7 @@ def answers(tokenizer: Any, rows: Sequence[Sequence[Any]], max_chars: int) -> It
     for where, messages, kwargs in rows:
         yield {"begins": where}
         try:
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+            text = str(tokenizer.apply_chat_template(template_messages(messages), tokenize=False, **kwargs))
         except MemoryError:
             yield {"reason": f"it takes more than {MEMORY_BYTES >> 30} GiB"}
         except Exception as error:  # a template raises anything

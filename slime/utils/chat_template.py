@@ -1,20 +1,22 @@
-"""A model's chat template at work: bounded in memory and output, and its text looked at.
+"""A model's chat template at work: what it gets, bounded in memory and output, and its text looked at.
 
 Templates are programs that somebody else wrote.  One that is quiet on a row may take all memory on the next.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 import resource
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import DataError
+from slime.utils.json_file import parse_object
 
 MEMORY_BYTES = 2 << 30
 """That this process may grow by while a template renders; a text of the longest allowed takes a hundredth."""
@@ -26,6 +28,58 @@ _OBJECT = re.compile(
     r"|<(?:Macro '|Namespace \{|LoopContext \d|TemplateReference )[^<>]*>"
 )
 """What Python or jinja show of an object that is no text."""
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call: an object; its JSON text to a template that joins it to other text, as DeepSeek's does."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def call_arguments(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object, also where they come as JSON text, as OpenAI writes them.
+
+    Raises:
+        ValueError: they are neither.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_object(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            raise ValueError(f"the arguments of a call are the text {arguments[:80]!r}: {error}") from error
+    if not isinstance(arguments, Mapping | None):
+        raise ValueError(f"the arguments of a call are {str(arguments)[:80]!r}; they must be an object")
+    return _Arguments(arguments or {})
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], change: Callable[[Any], Any] = call_arguments
+) -> list[dict[str, Any]]:
+    """Return messages as every template takes them: the arguments of their calls are objects, by ``change``.
+
+    Raises:
+        ValueError: see ``call_arguments``.
+    """
+
+    def changed(call: Any) -> Any:
+        if isinstance(call, Mapping) and "function" in call:
+            return {**call, "function": changed(call["function"])}
+        has_arguments = isinstance(call, Mapping) and "arguments" in call
+        return {**call, "arguments": change(call["arguments"])} if has_arguments else call
+
+    return [
+        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
 
 
 def apply_chat_template(
@@ -47,13 +101,50 @@ def apply_chat_template(
 
     try:
         with bounded_memory(MEMORY_BYTES):
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+            text = str(tokenizer.apply_chat_template(template_messages(messages), tokenize=False, **kwargs))
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, TemplateError) as error:
         raise refused(where, messages, str(error)) from error
     except MemoryError as error:
         raise refused(where, messages, f"it takes more than {MEMORY_BYTES >> 30} GiB") from error
     check_rendered(text, messages, kwargs, str(getattr(tokenizer, "chat_template", "")), where)
     return text
+
+
+def special_text(tokenizer: Any, token: int) -> str:
+    """Return the text of a special token, such as one that ended a turn; "" for any other token."""
+    added = tokenizer.added_tokens_decoder.get(token)
+    is_special = token == tokenizer.eos_token_id or (added is not None and added.special)
+    return str(tokenizer.decode([token], skip_special_tokens=False)) if is_special else ""
+
+
+def special_texts(tokenizer: Any) -> list[str]:
+    """Return the texts of all special tokens, the longest first."""
+    found = {str(added) for added in tokenizer.added_tokens_decoder.values() if added.special}
+    return sorted(found | {tokenizer.eos_token or ""} - {""}, key=len, reverse=True)
+
+
+def text_after_end(tokenizer: Any, rest: str, alone: str, end: str) -> str | None:
+    """Return what a template writes after a turn of the assistant, without the end of that turn if it was drawn.
+
+    The token that was drawn stays, and no other one of the template's ends the turn once more: a model that ends by
+    ``<|eom_id|>`` is not given the template's ``<|eot_id|>``.
+
+    Args:
+        tokenizer: of the template.
+        rest: what the template writes after the words of the assistant, with the messages that follow.
+        alone: the same where no message follows; it begins with a special token if the template ends turns.
+        end: text of the special token that ended the turn; "" if none did.
+
+    Returns:
+        None where the template ends no turn, and the next one does not begin with ``end``.
+    """
+    if not end:
+        return rest
+    ends = special_texts(tokenizer)
+    for written in (end, *(ends if alone.lstrip().startswith((end, *ends)) else ())):
+        if rest.lstrip().startswith(written):
+            return rest.lstrip().removeprefix(written)
+    return None
 
 
 def refused(where: str, messages: Sequence[Mapping[str, Any]], reason: str) -> DataError:

@@ -8,17 +8,26 @@ The types differ in how a conversation becomes text:
   and keeps its thinking (an empty ``<think>`` block included).
 * ``qwen3_5``: the conversation is rendered once, as the template has it; assistant turns are found in the text.
 * ``distill_qwen``: the first message is the prompt, the last one the response.
+* ``any``: the conversation is rendered once, by the template of any family; a second rendering, with marks for what
+  the assistant says, tells where its turns are.
 
-In the first three, the end-of-turn token and the newline after it are trained, the turn's header is not.
+In the first three, the end-of-turn token and the newline after it are trained, the turn's header is not.  In the last
+one, what ends a turn is trained: the template's token for it, else the one that begins the next turn, else eos.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slime.utils.chat_template import apply_chat_template
+from slime.utils.chat_template import apply_chat_template, special_texts, template_messages
 from slime.utils.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 TokensAndMask = tuple[list[int], list[int]]
@@ -27,6 +36,7 @@ TURN_BEGIN = "<|im_start|>assistant\n"
 TURN_END = "<|im_end|>"
 THINK_BEGIN = "<think>\n"
 DISTILL_ASSISTANT_TOKEN = "<\uff5cAssistant\uff5c>"
+_FITS_ALL = "--loss-mask-type any fits the template of every family."
 _DUMMY: Message = {"role": "user", "content": "FOR TESTING ONLY"}
 
 
@@ -42,20 +52,26 @@ class MultiTurnLossMaskGenerator:
     ``step_loss_mask`` is absent or 1.
     """
 
-    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+    def __init__(
+        self, tokenizer: Any, tokenizer_type: str = "qwen", *, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
         self.tokenizer_type = tokenizer_type
         generators: dict[str, Callable[..., TokensAndMask]] = {
             "qwen": self.gen_multi_turn_loss_mask_qwen,
             "qwen3": self.gen_multi_turn_loss_mask_qwen3,
             "qwen3_5": self.gen_multi_turn_loss_mask_qwen3_5,
             "distill_qwen": self.gen_multi_turn_loss_mask_distill_qwen,
+            "any": self.gen_multi_turn_loss_mask_any,
         }
         if tokenizer_type not in generators:
             raise ConfigError(f"--loss-mask-type is {tokenizer_type!r}; it must be one of {', '.join(generators)}.")
         if tokenizer_type == "qwen" and DISTILL_ASSISTANT_TOKEN in _added_tokens(tokenizer):
             tokenizer_type = "distill_qwen"
         self._generate = generators[tokenizer_type]
+        self._is_any = tokenizer_type == "any"
+        self._has_warned = False
 
     def get_loss_mask(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
         """Return ``(token_ids, loss_mask)`` of a conversation.
@@ -69,7 +85,21 @@ class MultiTurnLossMaskGenerator:
         """
         if not messages:
             raise DataError("A conversation without messages has no loss mask.")
-        return self._generate(messages, tools)
+        try:
+            ids, mask = self._generate(messages, tools)
+        except DataError as error:
+            raise error if self._is_any else DataError(f"{error} {_FITS_ALL}") from error
+        ends = (self.tokenizer.decode(ids[begin:end]).rstrip() for begin, end in _runs(mask))
+        marks = tuple(special_texts(self.tokenizer))
+        if not self._has_warned and not all(text.endswith(marks) for text in ends):
+            self._has_warned = True
+            logger.warning(
+                "With --loss-mask-type %s what ends an answer is not trained, so the model does not learn to stop: no "
+                "special token ends a turn of the assistant. %s",
+                self.tokenizer_type,
+                _FITS_ALL,
+            )
+        return ids, mask
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
         """Call the module's function of that name."""
@@ -92,6 +122,8 @@ class MultiTurnLossMaskGenerator:
         steps = [message for message in messages if message["role"] == "assistant"]
         header_length = len(self._encode(self._generation_prompt()))
         ids = list(input_ids)
+        if self._is_any and text_mask[-1:] == [1] and text_ids[-1] != ids[-1] == text_ids[-2]:
+            ids.append(text_ids[-1])  # eos, where the template ends no turn
         mask = [0] * len(ids)
         cursor = 0
         for (begin, end), message in zip(_runs(text_mask), steps, strict=True):
@@ -108,7 +140,7 @@ class MultiTurnLossMaskGenerator:
         implied = self._implied_system_text()
 
         def text_of(unit: list[Message], is_first: bool) -> str:
-            text = self._render(unit, tools if is_first else None)
+            text = self.render(unit, tools if is_first else None)
             if is_first or unit[0]["role"] == "system":
                 return text
             return _without_prefix(text, implied, unit)
@@ -117,13 +149,13 @@ class MultiTurnLossMaskGenerator:
 
     def gen_multi_turn_loss_mask_qwen3(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
         """Render each message as the newest one: the first before a dummy user message, the others after one."""
-        dummy_text = self._render([_DUMMY])
-        dummy_tail = _without_prefix(self._render([_DUMMY, _DUMMY]), dummy_text, [_DUMMY])
+        dummy_text = self.render([_DUMMY])
+        dummy_tail = _without_prefix(self.render([_DUMMY, _DUMMY]), dummy_text, [_DUMMY])
 
         def text_of(unit: list[Message], is_first: bool) -> str:
             if not is_first:
-                return _without_prefix(self._render([_DUMMY, *unit]), dummy_text, unit)
-            text = self._render([*unit, _DUMMY], tools)
+                return _without_prefix(self.render([_DUMMY, *unit]), dummy_text, unit)
+            text = self.render([*unit, _DUMMY], tools)
             if not text.endswith(dummy_tail):
                 raise DataError(f"The chat template renders {unit[0]['role']!r} messages that depend on later ones.")
             return text.removesuffix(dummy_tail)
@@ -134,7 +166,7 @@ class MultiTurnLossMaskGenerator:
         self, messages: list[Message], tools: list[Any] | None = None
     ) -> TokensAndMask:
         """Render the conversation once; trained are the tokens that lie in a turn of the assistant as a whole."""
-        text = self._render(messages, tools)
+        text = self.render(messages, tools)
         steps = [_step_mask(message) for message in messages if message["role"] == "assistant"]
         spans = _assistant_spans(text)
         if len(spans) != len(steps):
@@ -142,7 +174,22 @@ class MultiTurnLossMaskGenerator:
                 f"The rendered conversation has {len(spans)} turns of the assistant for {len(steps)} such messages; "
                 f"{TURN_BEGIN!r} must begin exactly those."
             )
-        trained = [span for span, step in zip(spans, steps, strict=True) if step]
+        return self._mask_of_spans(text, [span for span, step in zip(spans, steps, strict=True) if step])
+
+    def gen_multi_turn_loss_mask_any(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
+        """Render the conversation, find the assistant's turns by a second rendering, and train each with its end."""
+        text = self.render(messages, tools)
+        steps = [_step_mask(message) for message in messages if message["role"] == "assistant"]
+        spans = _MarkedTurns(self, messages, tools).spans(text) if steps else []
+        ids, mask = self._mask_of_spans(text, [span for span, step in zip(spans, steps, strict=True) if step])
+        eos = self.tokenizer.eos_token_id
+        if messages[-1]["role"] == "assistant" and eos is not None:
+            if not text[slice(*spans[-1])].rstrip().endswith(tuple(special_texts(self.tokenizer))):
+                return [*ids, eos], [*mask, steps[-1]]
+        return ids, mask
+
+    def _mask_of_spans(self, text: str, trained: list[tuple[int, int]]) -> TokensAndMask:
+        """Return a text's ids, and a mask with 1 at the tokens that lie in a span of characters as a whole."""
         if not getattr(self.tokenizer, "is_fast", False):
             return self._mask_without_offsets(text, trained)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -169,7 +216,7 @@ class MultiTurnLossMaskGenerator:
         self, messages: list[Message], tools: list[Any] | None = None
     ) -> TokensAndMask:
         """Render the first message with the generation prompt, untrained, then the content of the last one."""
-        prompt_ids = self._encode(self._render(messages[:1], tools, add_generation_prompt=True))
+        prompt_ids = self._encode(self.render(messages[:1], tools, add_generation_prompt=True))
         response_ids = self._encode(messages[-1]["content"])
         trained = _step_mask(messages[-1]) if messages[-1]["role"] == "assistant" else 0
         return prompt_ids + response_ids, [0] * len(prompt_ids) + [trained] * len(response_ids)
@@ -191,20 +238,126 @@ class MultiTurnLossMaskGenerator:
 
     def _implied_system_text(self) -> str:
         """Return the text that the template puts before a conversation without a system message."""
-        one, two = self._render([_DUMMY]), self._render([_DUMMY, _DUMMY])
+        one, two = self.render([_DUMMY]), self.render([_DUMMY, _DUMMY])
         return one[: 2 * len(one) - len(two)]
 
     def _generation_prompt(self) -> str:
         """Return the header that the template writes for the assistant to go on."""
-        return _without_prefix(self._render([_DUMMY], add_generation_prompt=True), self._render([_DUMMY]), [_DUMMY])
+        return _without_prefix(self.render([_DUMMY], add_generation_prompt=True), self.render([_DUMMY]), [_DUMMY])
 
-    def _render(
+    def render(
         self, messages: list[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> str:
-        return apply_chat_template(self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        """Return a conversation as text."""
+        shown = {"tools": tools, **self.template_kwargs, "add_generation_prompt": add_generation_prompt}
+        return apply_chat_template(self.tokenizer, messages, **shown)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class _MarkedTurns:
+    """The assistant's turns of a conversation, found by rendering it with marks in the place of what they say.
+
+    What is between two marks stands in both renderings: the end of a turn, the messages after it, and the header of
+    the next turn.  End and header are known from renderings of the conversation up to a turn.
+    """
+
+    def __init__(self, generator: MultiTurnLossMaskGenerator, messages: list[Message], tools: Any) -> None:
+        self._render = functools.partial(generator.render, tools=tools)
+        self._special = special_texts(generator.tokenizer)
+        marks = "|".join(map(re.escape, self._special))
+        self._piece = re.compile(rf"({marks}{'|' if marks else ''}<[^<>\n]*>|\n)")
+        self._messages = [_marked(message, number) for number, message in enumerate(messages)]
+        self._turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        self._known: dict[tuple[str, Any], Any] = {}
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Return ``[begin, end)`` characters of each turn in ``text``, the rendered conversation.
+
+        Raises:
+            DataError: the template leaves out a turn, or renders what is around turns otherwise for other turns.
+        """
+        other, between, position = self._render(self._messages), [], 0
+        for turn in self._turns:
+            mark = _mark(turn)
+            if mark not in other:
+                raise DataError(f"The chat template leaves out message {turn}, a turn of the assistant.")
+            between.append(other[position : other.find(mark)])
+            position = other.rfind(mark) + len(mark)
+        between.append(other[position:])
+        spans, begin = [], 0
+        for number, shown in enumerate(between):
+            end = self._end_of(self._turns[number - 1], shown) if number else (0, 0)
+            is_last = number == len(self._turns)
+            stop = len(shown) if is_last else self._header_end(self._turns[number], shown)
+            around = shown[end[0] : stop]
+            at = len(text) - len(around) if is_last else text.find(around, begin)
+            if not text.startswith(around, at) or at < begin or (at and not number):
+                raise DataError(f"The chat template renders {around!r} otherwise after other words of the assistant.")
+            if number:
+                spans.append((begin, at + end[1] - end[0]))
+            begin = at + len(around)
+        return spans
+
+    def _header_end(self, turn: int, shown: str) -> int:
+        """Return where the header of a turn ends, in the text before what it says."""
+        before = self._messages[:turn] or [_DUMMY]
+        role = before[-1]["role"]
+        if ("header", role) not in self._known:
+            mark = _mark(turn - 1)
+            asked = [*before[:-1], before[-1] if role == "assistant" else _ended_by(before[-1], mark)]
+            header = self._render(asked, add_generation_prompt=True).rpartition(mark)[2]
+            self._known["header", role] = [piece for piece in self._piece.split(header) if piece]
+        pieces = self._known["header", role]
+        for first, last in itertools.product(range(len(pieces)), range(len(pieces), 0, -1)):
+            found = "".join(pieces[first:last])
+            if found and found in shown:  # a prompt may open thinking where a later rendering has none
+                return shown.rfind(found) + len(found)
+        return len(shown)
+
+    def _end_of(self, turn: int, shown: str) -> tuple[int, int]:
+        """Return ``[begin, end)`` of what ends a turn, in the text after what it says; nothing at its end."""
+        message, mark = self._messages[turn], _mark(turn)
+        key = "end", bool(message.get("tool_calls"))
+        if key not in self._known:
+            plain = [*self._messages[:turn], {"role": "assistant", "content": mark}]
+            closed = [self._render(turns).rpartition(mark)[2] for turns in (plain, self._messages[: turn + 1])]
+            self._known[key] = any(mark in closed[0] for mark in self._special), self._piece.split(closed[1])
+        ends_turns, closing = self._known[key]
+        pieces = self._piece.split(shown)
+        same = [piece for piece, other in itertools.takewhile(lambda two: two[0] == two[1], zip(pieces, closing))]
+        own = [number for number, piece in enumerate(same) if piece in self._special] if ends_turns else []
+        found = own[-1:] or [n for n, piece in enumerate(pieces) if n >= len(same) and piece in self._special][:1]
+        if not found:
+            return len("".join(same)), len("".join(same))
+        begin = len("".join(pieces[: found[0]]))
+        return begin, begin + len(pieces[found[0]])
+
+
+def _mark(turn: int) -> str:
+    """Return what stands for the words of a turn: no template changes it, and no conversation has it."""
+    return f"\u2063{turn}\u2063"
+
+
+def _marked(message: Message, number: int) -> Message:
+    """Return a message of the assistant with a mark for its words and arguments; any other one as it is."""
+    if message["role"] != "assistant":
+        return message
+    mark = _mark(number)
+    [marked] = template_messages([message], lambda _: {mark: mark})
+    if message.get("content") or not message.get("tool_calls"):
+        marked["content"] = mark
+    reasoning = (key for key in ("reasoning_content", "reasoning", "thinking") if message.get(key))
+    return {**marked, **dict.fromkeys(reasoning, mark)}
+
+
+def _ended_by(message: Message, mark: str) -> Message:
+    """Return a message whose text ends with the mark."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": [*content, {"type": "text", "text": mark}]}
+    return {**message, "content": f"{content}{mark}" if isinstance(content, str) else mark}
 
 
 def _units(messages: list[Message]) -> list[list[Message]]:

@@ -8,7 +8,6 @@ what the template puts after them is encoded.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from slime.agent.trajectory import KnownPrefix, Message, TurnRecord
 from slime.utils.answer_checks import problem_with_answer
+from slime.utils.chat_template import apply_chat_template, special_text, text_after_end
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 from slime.utils.sglang_meta import read_output_tokens
@@ -47,10 +47,12 @@ def build_prompt_ids(
         known: a beginning of the conversation whose ids, with these tools, are known.
         template_kwargs: further arguments of the template.
     """
-    render = functools.partial(
-        tokenizer.apply_chat_template, tools=list(tools) if tools else None, tokenize=False, **(template_kwargs or {})
-    )
-    text = render(list(messages), add_generation_prompt=True)
+    shown = {"tools": list(tools) if tools else None, **(template_kwargs or {})}
+
+    def render(messages: Sequence[Message], **kwargs: Any) -> str:
+        return apply_chat_template(tokenizer, messages, **shown | kwargs)
+
+    text = render(messages, add_generation_prompt=True)
     rest = None if known is None else _text_after(tokenizer, render, text, known)
     if known is None or rest is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -66,15 +68,9 @@ def _text_after(tokenizer: Any, render: Callable[..., str], text: str, known: Kn
     _, found, closure = render([*known.messages[:-1], last], add_generation_prompt=False).rpartition(_PROBE)
     if not found:
         return None
-    rest = closure + text[len(head) :]
-    if known.finish_reason != "stop" or not known.ids:
-        return rest
-    # The stop token was drawn already.  In most templates it closes the turn, in some it opens the next one.
-    stop_text = tokenizer.decode([known.ids[-1]], skip_special_tokens=False)
-    if rest.startswith(stop_text):
-        return rest.removeprefix(stop_text)
-    # A turn that ended at a stop string has no stop token; one that ended at another token is rendered anew.
-    return rest if known.ids[-1] not in set(tokenizer.all_special_ids) else None
+    # A turn that ended at a stop string has no stop token.
+    end = special_text(tokenizer, known.ids[-1]) if known.finish_reason == "stop" and known.ids else ""
+    return text_after_end(tokenizer, closure + text[len(head) :], closure, end)
 
 
 async def call_sglang_generate(

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from slime.agent.adapters.sessions import AdapterError
 from slime.agent.trajectory import Message
-from slime.utils.json_file import parse_value
+from slime.utils.chat_template import call_arguments
 
 Read = TypeVar("Read")
 MAX_MESSAGES, MAX_TOOLS = 10_000, 1000
@@ -80,12 +80,7 @@ def flatten_content(content: Any) -> str:
 
 def tool_call_dict(name: str, args: Any, call_id: str | None = None) -> dict[str, Any]:
     """Return a tool call as chat templates expect it: arguments as an object, also when they come as JSON text."""
-    if isinstance(args, str):
-        try:
-            args = parse_value(args or "{}")
-        except ValueError:
-            pass  # the client wrote it; the template shows it as it is
-    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": {} if args is None else args}}
+    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": call_arguments(args)}}
     return {"id": call_id, **call} if call_id else call
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slime.rollout import sft_rollout
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 WORDS = ["<|im_start|>", "<|im_end|>", "user", "assistant", "a", "b", "c", "d"]
@@ -107,3 +108,15 @@ def test_several_samples_of_a_row_and_evaluation_are_refused(args):
         sft_rollout.generate_rollout(args, 0, Source())
     with pytest.raises(ConfigError, match="--eval-function-path"):
         sft_rollout.generate_rollout(args, 0, Source(), evaluation=True)
+
+
+def test_arguments_of_the_template_hold_for_the_conversation(args, tmp_path):
+    template = "{% if brief %}d {% endif %}" + TEMPLATE
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "other")
+    args.hf_checkpoint, args.apply_chat_template_kwargs = str(tmp_path / "other"), {"brief": True}
+    one = [turn("user", "a"), turn("assistant", "b")]
+    args.loss_mask_type = "any"
+    groups = sft_rollout.generate_rollout(args, 0, Source(one, one))
+    assert tokenizer.decode(groups[0][0].tokens).startswith("d <|im_start|> user")

@@ -4,8 +4,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from slime.utils.chat_template import template_messages as messages_of_templates
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, common_length, get_response_lengths
+from tests.unit.utils.family_templates import FAMILIES, WITHOUT_TOOLS, tokenizer_of
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|image_pad|>"]
 
@@ -247,3 +249,106 @@ def test_common_length_is_what_a_loop_counts(shared):
     second = first[:shared] + [-1] * 5
     assert common_length(first, second) == shared
     assert common_length(second, first) == shared
+
+
+# --loss-mask-type any, with templates of every family
+
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+def conversation(name):
+    """A conversation with a call, and an answer without; what the assistant says in it."""
+    asked = [BRIEF, ask("2+3?")] if name != "mistral" else [ask("2+3?")]
+    if name in WITHOUT_TOOLS:
+        return [*asked, say("Five."), ask("Sure?"), say("Yes.")], ["Five.", "Yes."]
+    call = {"id": "a12345678", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+    result = {"role": "tool", "name": "add", "tool_call_id": "a12345678", "content": "5"}
+    turns = [say("", tool_calls=[call]), result, say("Five."), ask("Sure?"), say("Yes.")]
+    return [*asked, *turns], ["3", "Five.", "Yes."]
+
+
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "add"}}]], ids=["", "tools"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_trains_what_the_assistant_says_and_what_ends_it_with_every_family(name, tools):
+    tokenizer, family = tokenizer_of(name), FAMILIES[name]
+    messages, said = conversation(name)
+    generator = MultiTurnLossMaskGenerator(tokenizer, "any")
+    ids, mask = generator.get_loss_mask(messages, tools)
+    text = tokenizer.apply_chat_template(messages_of_templates(messages), tools=tools, tokenize=False)
+    eos = tokenizer.eos_token if name.startswith("glm") else ""  # nothing follows the last turn
+    assert tokenizer.decode(ids) == text + eos
+    trained = generator.get_text_from_loss_mask(ids, mask)
+    assert len(trained) == len(said)
+    for part, words in zip(trained, said, strict=True):
+        assert words in part and "Sure?" not in part and "2+3?" not in part and "Be brief" not in part
+        assert part.endswith(tuple(family.special)) and not part.startswith(tuple(family.special[1:3]))
+    ends = {
+        "glm4": ["<|observation|>", "<|user|>", "<|endoftext|>"],
+        "glm4.5": ["<|observation|>", "<|user|>", "<|endoftext|>"],
+        "gpt-oss": ["<|call|>", "<|end|>", "<|return|>"],
+    }.get(name, [family.end] * len(said))
+    assert all(part.endswith(end) for part, end in zip(trained, ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("qwen2.5", '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'),
+        ("qwen3", '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'),
+        ("glm4", 'add\n{"a": 2, "b": 3}<|observation|>'),
+        (
+            "kimi",
+            '<|tool_calls_section_begin|><|tool_call_begin|>a12345678<|tool_call_argument_begin|>{"a": 2, "b": 3}'
+            "<|tool_call_end|><|tool_calls_section_end|><|im_end|>",
+        ),
+        ("gpt-oss", ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>'),
+        ("llama3", '{"name": "add", "parameters": {"a": 2, "b": 3}}<|eot_id|>'),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}}]</s>'),
+    ],
+)
+def test_any_trains_a_call_as_a_whole(name, trained):
+    generator = MultiTurnLossMaskGenerator(tokenizer_of(name), "any")
+    assert generator.get_text_from_loss_mask(*generator.get_loss_mask(conversation(name)[0]))[0] == trained
+
+
+def test_any_trains_the_reasoning_that_the_template_shows_and_not_what_a_prompt_has_written():
+    messages = [ask("a"), say("b", reasoning_content="old"), ask("c"), say("d", reasoning_content="hm")]
+
+    def trained(name, **kwargs):
+        generator = MultiTurnLossMaskGenerator(tokenizer_of(name), "any", template_kwargs=kwargs)
+        return generator.get_text_from_loss_mask(*generator.get_loss_mask(messages))
+
+    assert trained("qwen3") == ["b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>"]
+    assert trained("qwen3.5") == ["b<|im_end|>", "hm\n</think>\n\nd<|im_end|>"]
+    messages[3].pop("reasoning_content")
+    assert trained("qwen3", enable_thinking=False) == ["b<|im_end|>", "d<|im_end|>"]
+    assert trained("qwen3") == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, WITH_SYSTEM, THINKING], ids=["plain", "with system", "thinking"])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_any_agrees_with_the_types_of_chatml_up_to_the_newline(make_tokenizer, template, name):
+    messages, trained = CONVERSATIONS[name]
+    tokenizer = make_tokenizer(template)
+    generator = MultiTurnLossMaskGenerator(tokenizer, "any")
+    ids, mask = generator.get_loss_mask(messages)
+    assert ids == rendered(tokenizer, messages)
+    found = [text.rpartition("</think>\n\n")[2] for text in generator.get_text_from_loss_mask(ids, mask)]
+    assert found == [text.removesuffix("\n") for text in trained]
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3"])
+def test_a_type_that_does_not_fit_names_the_one_that_does(kind):
+    with pytest.raises(DataError, match="must alternate.* --loss-mask-type any fits the template of every family"):
+        MultiTurnLossMaskGenerator(tokenizer_of("gemma3"), kind).get_loss_mask([ask("a"), say("b")])
+
+
+def test_a_type_that_trains_no_end_of_a_turn_says_so_once(caplog):
+    generator = MultiTurnLossMaskGenerator(tokenizer_of("glm4"), "qwen")
+    for _ in range(2):
+        generator.get_loss_mask([ask("a"), say("b")])
+    [warning] = [one for one in caplog.messages if "the model does not learn to stop" in one]
+    assert "--loss-mask-type qwen" in warning and "--loss-mask-type any" in warning
+    caplog.clear()
+    MultiTurnLossMaskGenerator(tokenizer_of("glm4"), "any").get_loss_mask([ask("a"), say("b")])
+    assert not caplog.messages
