@@ -202,7 +202,7 @@ async def answer_sample(context: RolloutContext, sample: Sample, sampling_params
         sample.status = Sample.Status.ABORTED
         return sample
     _check_images(sample, payload, output["meta_info"])
-    append_checked(context.args, sample, output)
+    append_checked(context.args, sample, output, decoder_of(state, payload))
     return sample
 
 
@@ -271,28 +271,58 @@ def check_answer(config: RolloutConfig, sample: Sample, output: Any, payload: di
     )
 
 
-def append_output(args: Namespace, sample: Sample, output: Any) -> None:
+Decode = Callable[[list[int]], str]
+CUT = "\ufffd"
+"""What a tokenizer shows of a character of which bytes are missing."""
+_SEAM_TOKENS = 16
+"""More than a character has, and what is before it in the response."""
+
+
+def decoder_of(state: Any, payload: dict[str, Any]) -> Decode | None:
+    """Return what makes text of ids as the engine does for a request; None without a tokenizer that decodes."""
+    decode = getattr(state.tokenizer, "decode", None)
+    shows_special = not payload["sampling_params"].get("skip_special_tokens", True)
+    return None if decode is None else lambda ids: decode(ids, skip_special_tokens=not shows_special)
+
+
+def append_output(args: Namespace, sample: Sample, output: Any, decode: Decode | None = None) -> None:
     """Append one engine answer to the sample.
+
+    Args:
+        decode: makes text of ids, where the answer goes on from one that was cut within a character.
 
     Raises:
         EngineError: the answer cannot be used.
     """
     if problem := problem_with_answer(output, {}):
         raise EngineError(f"The answer to sample {sample.index} cannot be used: {problem}")
-    append_checked(args, sample, output)
+    append_checked(args, sample, output, decode)
 
 
-def append_checked(args: Namespace, sample: Sample, output: dict[str, Any]) -> None:
+def append_checked(args: Namespace, sample: Sample, output: dict[str, Any], decode: Decode | None = None) -> None:
     """Append an engine answer that ``check_answer`` has seen; as ``append_output`` otherwise."""
     meta_info = output["meta_info"]
     tokens, log_probs = read_output_tokens(meta_info)
+    text, response = output.get("text") or "", sample.response
+    if decode is not None and tokens and response.endswith(CUT):
+        sample.response, text = _joined(sample, tokens, text, decode)
     try:
-        sample.append_response_tokens(
-            args,
-            tokens=tokens,
-            log_probs=log_probs,
-            meta_info=meta_info,
-            text=output.get("text") or "",
-        )
+        sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta_info, text=text)
     except ValueError as error:  # top-p spans or routed experts that do not fit the tokens
+        sample.response = response
         raise EngineError(f"The answer to sample {sample.index} cannot be used: {error}") from error
+
+
+def _joined(sample: Sample, tokens: list[int], text: str, decode: Decode) -> tuple[str, str]:
+    """Return the response before a character that was cut, and the text from there on, with the new tokens.
+
+    The ids on both sides are decoded as a whole, from the last ones whose text the response ends with.
+    """
+    drawn = sample.tokens[len(sample.tokens) - sample.response_length :]
+    before = sample.response.rstrip(CUT)
+    for count in range(1, min(len(drawn), _SEAM_TOKENS) + 1):
+        end = decode(drawn[-count:])
+        whole = end.rstrip(CUT)
+        if before.endswith(whole) and not whole.startswith(CUT) and (whole or count == len(drawn)):
+            return before.removesuffix(whole), decode([*drawn[-count:], *tokens])
+    return sample.response, text

@@ -24,12 +24,20 @@ from slime.rollout import sglang_rollout
 from slime.rollout.config import RolloutConfig
 from slime.rollout.context import RolloutContext, context_of
 from slime.rollout.direct_workers import NotForWorkers, WorkerPicker, router_would_drop
-from slime.rollout.generate import append_checked, append_output, check_answer, request_payload
+from slime.rollout.generate import (
+    CUT,
+    Decode,
+    append_checked,
+    append_output,
+    check_answer,
+    decoder_of,
+    request_payload,
+)
 from slime.rollout.waiting import cancel_all
 from slime.utils import http_utils
 from slime.utils.errors import ConfigError, EngineError, ProcessError
 from slime.utils.http_utils import RETRIED_STATUSES, HttpStatusError, post_for_events, waits_for_engines
-from slime.utils.sglang_meta import decode_generate_answer
+from slime.utils.sglang_meta import decode_generate_answer, read_output_tokens
 from slime.utils.types import Sample
 
 __all__ = ["generate_streaming"]
@@ -86,7 +94,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             )
             await asyncio.sleep(RETRY_WAIT_S)
             continue
-        append_checked(args, sample, output)
+        append_checked(args, sample, output, decoder_of(state, payload))
         return sample
 
 
@@ -95,6 +103,7 @@ async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[st
 
     When the stream breaks before its last event, what had arrived is appended to the sample, and the error is raised.
     """
+    decode = decoder_of(state, payload)
     latest: bytes | None = None  # the last event repeats all earlier ones; it is decoded when the stream is over
 
     async def read() -> None:
@@ -113,9 +122,9 @@ async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[st
         # With its last event the answer is whole: only the end of the stream was lost.
         if not isinstance(error, ProcessError) or not _is_whole(output):
             if latest is not None:
-                append_output(context.args, sample, _cut_off(output))
+                append_output(context.args, sample, _cut_off(output, decode), decode)
             raise
-    output = _cut_off(output)
+    output = _cut_off(output, decode)
     check_answer(context.config, sample, output, payload)
     return output
 
@@ -148,9 +157,15 @@ def _is_whole(output: dict[str, Any]) -> bool:
     return isinstance(reason, dict) and reason.get("type") not in (None, "abort")
 
 
-def _cut_off(output: dict[str, Any]) -> dict[str, Any]:
-    """Return the same answer, as an aborted one if it is not finished."""
-    output["meta_info"]["finish_reason"] = output["meta_info"].get("finish_reason") or {"type": "abort"}
+def _cut_off(output: dict[str, Any], decode: Decode | None) -> dict[str, Any]:
+    """Return the same answer, as an aborted one if it is not finished.
+
+    The engine holds back the words before a character that is not complete yet; its ids are there.
+    """
+    if not output["meta_info"].get("finish_reason"):
+        output["meta_info"]["finish_reason"] = {"type": "abort"}
+        text = decode(read_output_tokens(output["meta_info"])[0]) if decode else ""
+        output["text"] = text if text.endswith(CUT) else output.get("text")
     return output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,21 @@ import pytest
 
 from slime.rollout import direct_workers, sglang_rollout
 from slime.rollout.config import rollout_config
-from slime.rollout.generate import _check_images, _payload, _prepare_prompt_ids, append_output, drew_image
+from slime.rollout.generate import (
+    _check_images,
+    _payload,
+    _prepare_prompt_ids,
+    append_checked,
+    append_output,
+    decoder_of,
+    drew_image,
+)
 from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
+from slime.rollout.sglang_streaming_rollout import _cut_off
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.types import Sample
+from tests.unit.agent.talking_engine import drawn, make_tokenizer
 from tests.unit.rollout.fake_cluster import FakeTokenizer
 
 
@@ -246,3 +257,39 @@ def test_a_generate_function_cannot_end_the_loop(monkeypatch, error):
         HookError, match="--custom-generate-function-path plugin.generate, called for sample 3 of group 1, raised"
     ):
         run(call, timeout_s=20)
+
+
+def answered(tokenizer, ids, kind):
+    """An answer as SGLang gives it: bytes of a character without the others are shown as a replacement character."""
+    meta = {"finish_reason": {"type": kind}, "output_token_logprobs": [[-0.1, token, None] for token in ids]}
+    return {"text": tokenizer.decode(ids, skip_special_tokens=False), "meta_info": meta}
+
+
+@pytest.mark.parametrize("said", ["I say \u5317\u4eac and \U0001f642.", "\u5317\u4eac", "\U0001f642"])
+@pytest.mark.parametrize("before", ["", "<|im_start|>assistant\n"])
+def test_a_response_that_was_aborted_within_a_character_has_the_text_of_all_its_ids(said, before):
+    tokenizer = make_tokenizer()
+    ids = drawn(tokenizer, said)
+    payload = {"sampling_params": {"skip_special_tokens": False}}
+    decode = decoder_of(Namespace(tokenizer=tokenizer), payload)
+    for cuts in itertools.combinations(range(1, len(ids)), 2):
+        sample = Sample(prompt="a", tokens=[97])
+        observation = tokenizer.encode(before, add_special_tokens=False)
+        sample.append_response_tokens(Namespace(), tokens=observation, text=before, trainable=False)
+        for begin, end in itertools.pairwise((0, *cuts, len(ids))):
+            kind = "stop" if end == len(ids) else "abort"
+            append_checked(Namespace(), sample, answered(tokenizer, ids[begin:end], kind), decode)
+        assert sample.response == before + said and sample.tokens[1:] == observation + ids
+
+
+def test_a_stream_that_breaks_within_a_character_keeps_the_words_that_the_engine_held_back():
+    tokenizer = make_tokenizer()
+    ids = drawn(tokenizer, "to \u5317\u4eac")
+    decode = decoder_of(Namespace(tokenizer=tokenizer), {"sampling_params": {"skip_special_tokens": False}})
+    event = answered(tokenizer, ids[:-1], None) | {"text": "to "}
+    event["meta_info"]["finish_reason"] = None
+    sample = Sample(prompt="a", tokens=[97])
+    append_output(Namespace(), sample, _cut_off(event, decode), decode)
+    assert sample.response.rstrip("\ufffd") == "to \u5317"
+    append_checked(Namespace(), sample, answered(tokenizer, ids[-1:], "stop"), decode)
+    assert sample.response == "to \u5317\u4eac"
