@@ -83,7 +83,7 @@ def template_messages(
 
 
 def apply_chat_template(
-    tokenizer: Any, messages: list[dict[str, Any]], where: str = "A conversation", **kwargs: Any
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str = "A conversation", **kwargs: Any
 ) -> str:
     """Return messages as text, by the template of ``tokenizer``.
 

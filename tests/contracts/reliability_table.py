@@ -1115,6 +1115,17 @@ EDGES: tuple[Edge, ...] = (
     ),
     Edge(
         area=OTHERS,
+        waits="Agent adapter for chat template and tokenizer to make the prompt of a turn",
+        code=("slime.agent.adapters.common.BaseAdapter._prompt_in_time",),
+        bounds=("slime.agent.adapters.common.PROMPT_TIMEOUT_S",),
+        deadline="",
+        raises="TimeoutError",
+        log="the client: status 504 in its protocol's words, with the file",
+        outcome="not repeated by the HTTP client; then the agent's own affair",
+        tests=("tests/unit/agent/test_openai_adapter.py::test_a_template_without_an_end_is_a_timeout",),
+    ),
+    Edge(
+        area=OTHERS,
         waits="Sample for its environment of verifiers: to load, between two turns, for its reward",
         code=(
             "slime.rollout.verifiers_data.load",

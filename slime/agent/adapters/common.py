@@ -59,6 +59,7 @@ SMALL_BODY_BYTES = 64 << 10
 """Read at once; a larger body takes a thread, for others wait while it is parsed."""
 MAX_PROMPT_CHARS = 4_000_000
 """About a million tokens.  A tokenizer takes minutes for what is much longer, and its session waits."""
+PROMPT_TIMEOUT_S = 300.0
 KEEP_ALIVE_S = 10.0
 """A streaming client hears something at least this often, so that its own read timeout does not strike."""
 POLL_S = 0.2
@@ -270,7 +271,7 @@ class BaseAdapter(ABC):
                 raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False)
             stream = _wants_stream(request, body)
             async with session.reading:
-                messages, tools, prompt_ids = await asyncio.to_thread(self._prompt, session, body)
+                messages, tools, prompt_ids = await self._prompt_in_time(session, body)
             keys = self.max_token_keys, self.stop_keys
             params = read_part(lambda: session.sampling_params(body, len(prompt_ids), *keys))
             turn = await self._draw(request, session, prompt_ids, params, stream)
@@ -304,6 +305,17 @@ class BaseAdapter(ABC):
             raise AdapterError(CLIENT_GONE, "The client closed the connection.") from error
         finally:
             session.in_flight.discard(task)
+
+    async def _prompt_in_time(self, session: Session, body: dict[str, Any]) -> tuple[list[Message], Any, list[int]]:
+        """Return messages, tools and prompt of a request; a template may never end, and is left behind then."""
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self._prompt, session, body), PROMPT_TIMEOUT_S)
+        except TimeoutError as error:
+            message = (
+                f"The chat template or the tokenizer is still at work on the prompt after {PROMPT_TIMEOUT_S:g} s."
+            )
+            remedy = "A loop in chat_template.jinja of --hf-checkpoint may never end."
+            raise AdapterError(504, f"{message} {remedy}", may_retry=False) from error
 
     def _prompt(self, session: Session, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]], list[int]]:
         """Return messages, tools and prompt of a request.  In a thread: a long one takes a tokenizer a minute."""

@@ -179,6 +179,19 @@ def test_a_hung_engine_is_a_timeout(setup):
     assert late.value.status_code == 504
 
 
+def test_a_template_without_an_end_is_a_timeout(setup, monkeypatch):
+    monkeypatch.setattr(common, "PROMPT_TIMEOUT_S", 0.2)
+    world = setup()
+    release = threading.Event()
+    monkeypatch.setattr(world.adapter, "_prompt_ids", lambda *_: release.wait(30))
+    with pytest.raises(
+        openai.InternalServerError, match="chat template .* is still at work.*chat_template.jinja"
+    ) as late:
+        ask(world.client(), [{"role": "user", "content": "hi"}])
+    release.set()
+    assert late.value.status_code == 504
+
+
 def test_an_engine_that_answers_nonsense_is_a_bad_gateway(setup):
     world = setup(script={"faults": [Fault(kind="empty")]})
     with pytest.raises(openai.InternalServerError, match="meta_info") as broken:
