@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from slime.rollout.prompt_checks import check_prompt
-from slime.rollout.prompt_files import short
 from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import DataError
 from slime.utils.types import MultimodalTypes
@@ -22,10 +21,6 @@ R = TypeVar("R")
 Row = tuple[str, list[dict[str, Any]], dict[str, Any]]
 """What names a row in errors, its messages, and further arguments of the chat template."""
 
-ROLES = ("system", "user", "assistant", "tool")
-"""Roles that any chat template may be expected to know."""
-OTHER_ROLES = ("developer", "function", "observation", "ipython")
-"""Roles of single families: gpt-oss, OpenAI's older form, GLM, Llama."""
 RENDER_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
 TEMPLATE_OVERDUE = (
@@ -54,35 +49,9 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | No
     """Render messages as text by the tokenizer's chat template, up to the point where the response begins.
 
     Raises:
-        DataError: the template refuses them, takes too much for them, prints what is no text, or leaves out a message
-            whose role it does not know.
+        DataError: as ``apply_chat_template``.
     """
-    text = apply_chat_template(tokenizer, messages, where, **{"tools": tools, "add_generation_prompt": True} | kwargs)
-    check_roles(str(getattr(tokenizer, "chat_template", None)), messages, text, where)
-    return text
-
-
-def check_roles(template: str, messages: list[dict[str, Any]], text: str, where: str) -> None:
-    """Check that a rendered text has the messages with roles that not every template knows.
-
-    Raises:
-        DataError: it leaves one out, or the role is none that this template or one of another family names.
-    """
-    for number, message in enumerate(messages):
-        if message["role"] not in ROLES:
-            _check_role(template, message, text, f"{where}: message {number} of the prompt")
-
-
-def _check_role(template: str, message: Mapping[str, Any], text: str, where: str) -> None:
-    role, content = message["role"], message.get("content")
-    is_left_out = isinstance(content, str) and content.strip()[:40] not in text
-    is_named = f"'{role}'" in template or f'"{role}"' in template
-    if is_left_out or (role not in OTHER_ROLES and not is_named):
-        raise DataError(
-            f"{where} has the role {short(role)}, which the chat template "
-            f"{'leaves out' if is_left_out else 'does not know'}: {short(message)}. Roles that templates know are "
-            f"{', '.join(ROLES)}; change the role, or the template of --hf-checkpoint."
-        )
+    return apply_chat_template(tokenizer, messages, where, **{"tools": tools, "add_generation_prompt": True} | kwargs)
 
 
 class TemplateCheck:

@@ -80,15 +80,10 @@ def fill_from_conversation(
             f"Sample {sample.index} has a prompt of text; sft_rollout needs messages. "
             "Point --input-key to a list of messages and leave --apply-chat-template off."
         )
-    tools = sample.metadata.get("tools")
-    if sample.multimodal_inputs:
-        if processor is None:
-            raise DataError(f"Sample {sample.index} has images, and the model of --hf-checkpoint has no processor.")
-        text = generator.render(sample.prompt, tools)
-        ids, sample.multimodal_train_inputs = processed(text, sample, processor)
-        token_ids, loss_mask = generator.get_loss_mask_with_multimodal_alignment(sample.prompt, ids, tools)
-    else:
-        token_ids, loss_mask = generator.get_loss_mask(sample.prompt, tools=tools)
+    try:
+        token_ids, loss_mask = _ids_and_mask(sample, generator, processor)
+    except DataError as error:
+        raise DataError(f"Sample {sample.index}: {error}") from error
     [response_length] = generator.get_response_lengths([loss_mask])
     if response_length == 0:
         raise DataError(
@@ -100,3 +95,15 @@ def fill_from_conversation(
     sample.loss_mask = loss_mask[-response_length:]
     sample.reward = 0
     sample.status = Sample.Status.COMPLETED
+
+
+def _ids_and_mask(
+    sample: Sample, generator: MultiTurnLossMaskGenerator, processor: Any | None
+) -> tuple[list[int], list[int]]:
+    tools = sample.metadata.get("tools")
+    if not sample.multimodal_inputs:
+        return generator.get_loss_mask(sample.prompt, tools=tools)
+    if processor is None:
+        raise DataError("it has images, and the model of --hf-checkpoint has no processor.")
+    ids, sample.multimodal_train_inputs = processed(generator.render(sample.prompt, tools), sample, processor)
+    return generator.get_loss_mask_with_multimodal_alignment(sample.prompt, ids, tools)

@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from slime.rollout import trial_child
-from slime.rollout.prompt_template import RENDER_TIMEOUT_S, Row, TemplateCheck, check_roles, map_with_deadline, render
+from slime.rollout.prompt_template import RENDER_TIMEOUT_S, Row, TemplateCheck, map_with_deadline, render
 from slime.utils import env
-from slime.utils.chat_template import MAX_RENDERED_CHARS, check_rendered, refused
+from slime.utils.chat_template import MAX_RENDERED_CHARS, check_rendered, check_roles, refused
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import load_tokenizer
 

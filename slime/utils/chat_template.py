@@ -23,6 +23,10 @@ MEMORY_BYTES = 2 << 30
 MAX_RENDERED_CHARS = 8_000_000
 """Twice the longest prompt."""
 REMEDY = "Mend the row, or the template of --hf-checkpoint (chat_template.jinja)."
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles that any chat template may be expected to know."""
+OTHER_ROLES = ("developer", "function", "observation", "ipython")
+"""Roles of single families: gpt-oss, OpenAI's older form, GLM, Llama."""
 _OBJECT = re.compile(
     r"<(?:[^<>\n]|<\w+>){1,200} at 0x[0-9a-f]+>|<class '[\w.]+'>"
     r"|<(?:Macro '|Namespace \{|LoopContext \d|TemplateReference )[^<>]*>"
@@ -94,8 +98,8 @@ def apply_chat_template(
         kwargs: of the tokenizer's ``apply_chat_template``.
 
     Raises:
-        DataError: the template refuses the messages or takes too much memory, or its text is too long or shows an
-            object.
+        DataError: the template refuses the messages or takes too much memory, its text is too long or shows an
+            object, or a message has a role that the template leaves out, or that no template names.
     """
     from jinja2 import TemplateError
 
@@ -106,7 +110,9 @@ def apply_chat_template(
         raise refused(where, messages, str(error)) from error
     except MemoryError as error:
         raise refused(where, messages, f"it takes more than {MEMORY_BYTES >> 30} GiB") from error
-    check_rendered(text, messages, kwargs, str(getattr(tokenizer, "chat_template", "")), where)
+    template = str(getattr(tokenizer, "chat_template", None))
+    check_rendered(text, messages, kwargs, template, where)
+    check_roles(template, messages, text, where)
     return text
 
 
@@ -164,6 +170,29 @@ def check_rendered(text: str, messages: Any, kwargs: Any, template: str, where: 
     for found in set(_OBJECT.findall(text)):
         if found not in template and not any(found in said for said in _texts([messages, kwargs])):
             raise refused(where, messages, f"it prints an object of the program, {found!r}")
+
+
+def check_roles(template: str, messages: Sequence[Mapping[str, Any]], text: str, where: str) -> None:
+    """Check that a rendered text has the messages with roles that not every template knows.
+
+    Raises:
+        DataError: it leaves one out, or the role is none that this template or one of another family names.
+    """
+    for number, message in enumerate(messages):
+        if message.get("role") not in ROLES:
+            _check_role(template, message, text, f"{where}: message {number} of the prompt")
+
+
+def _check_role(template: str, message: Mapping[str, Any], text: str, where: str) -> None:
+    role, content = message.get("role"), message.get("content")
+    is_left_out = isinstance(content, str) and content.strip()[:40] not in text
+    is_named = f"'{role}'" in template or f'"{role}"' in template
+    if is_left_out or (role not in OTHER_ROLES and not is_named):
+        raise DataError(
+            f"{where} has the role {role!r}, which the chat template "
+            f"{'leaves out' if is_left_out else 'does not know'}: {reprlib.repr(message)[:80]}. Roles that templates "
+            f"know are {', '.join(ROLES)}; change the role, or the template of --hf-checkpoint."
+        )
 
 
 def _texts(value: Any) -> Iterator[str]:

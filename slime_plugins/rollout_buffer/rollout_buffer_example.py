@@ -126,6 +126,8 @@ async def _start_once(args: Namespace, url: str, data_buffer: Any) -> None:
         "tokenizer_path": args.hf_checkpoint,
         "skip_instance_ids": list(data_buffer.get_metadata().get(SEEN_KEY, [])),
     }
+    if kwargs := getattr(args, "apply_chat_template_kwargs", None):
+        payload["chat_template_kwargs"] = kwargs
     await post(f"{url}/start_rollout", payload, timeout_s=REQUEST_TIMEOUT_S)
     _STARTED.add(url)
 

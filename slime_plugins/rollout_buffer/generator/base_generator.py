@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from slime.rollout.generate import CUT
 from slime.rollout.prompt_files import read_file
 from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import ConfigError, GraderError, SlimeError
@@ -45,6 +46,8 @@ class Worker:
         max_tokens = given.pop("max_tokens", None) or data.get("max_tokens") or 4096
         # Numbers may come as strings.
         self.sampling = {"max_tokens": int(max_tokens)} | {key: float(value) for key, value in given.items()}
+        kwargs = data.get("chat_template_kwargs")
+        self.template = {"chat_template_kwargs": kwargs} if kwargs else {}
         self.slots = asyncio.Semaphore(concurrency)
 
     async def run(self, instances: list[dict[str, Any]]) -> int:
@@ -80,8 +83,8 @@ class Worker:
         """
         text, reason, left = "", "abort", int(self.sampling["max_tokens"])
         for attempt in range(MAX_ATTEMPTS):
-            body: dict[str, Any] = {"model": MODEL, "messages": messages, "stream": False, **self.sampling}
-            body["max_tokens"] = left
+            body: dict[str, Any] = {"model": MODEL, "messages": messages, "stream": False}
+            body |= {**self.sampling, **self.template, "max_tokens": left}
             if text:
                 partial = {"role": "assistant", "content": text}
                 body |= {"messages": [*messages, partial], "continue_final_message": True}
@@ -92,6 +95,7 @@ class Worker:
             left -= int((answer.get("usage") or {}).get("completion_tokens") or 0)
             if reason != "abort":
                 break
+            text = text.rstrip(CUT)  # the engine reads text: a character without all of its bytes is drawn again
             if left <= 0:
                 return text, "length"
             if attempt + 1 < MAX_ATTEMPTS:

@@ -130,6 +130,20 @@ def test_arguments_of_the_template_hold_for_every_turn():
     assert tokenizer.decode(ids).endswith(closed)
 
 
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda tokenizer, messages: build_prompt_ids(tokenizer, messages, None),
+        lambda tokenizer, messages: observation_text(tokenizer, messages, "<|im_end|>"),
+        lambda tokenizer, messages: MultiTurnLossMaskGenerator(tokenizer, "any").get_loss_mask(messages),
+    ],
+    ids=["agent", "environment", "mask"],
+)
+def test_a_role_that_no_template_names_is_refused_wherever_messages_are_rendered(show):
+    with pytest.raises(DataError, match="has the role 'bot', which the chat template does not know"):
+        show(tokenizer_of("kimi"), [USER, {"role": "bot", "content": "x"}])
+
+
 def test_the_child_of_the_trial_renders_what_a_job_will():
     from slime.rollout import trial_child
 

@@ -27,7 +27,7 @@ class ChatEngine:
 
     def __init__(self):
         self.bodies = []
-        self.num_drawn = 24
+        self.num_drawn, self.first = 24, "<think>hm</think> It is "
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.answer)
         self.server = run_app_in_thread(app, host="127.0.0.1")
@@ -37,7 +37,7 @@ class ChatEngine:
         self.bodies.append(body)
         goes_on = body.get("continue_final_message", False)
         a, b = body["messages"][0]["content"].split("+")
-        text = f"\\boxed{{{int(a) + int(b)}}}" if goes_on else "<think>hm</think> It is "
+        text = f"\\boxed{{{int(a) + int(b)}}}" if goes_on else self.first
         choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop" if goes_on else "abort"}
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": self.num_drawn}})
 
@@ -120,18 +120,30 @@ def test_an_answer_that_was_aborted_at_its_last_token_is_not_continued(engine):
     assert [body["max_tokens"] for body in engine.bodies] == [64]
 
 
+def test_an_answer_that_was_cut_within_a_character_goes_on_before_it_with_the_arguments_of_the_template(engine):
+    engine.first = "It is \ufffd"
+    data = {"remote_engine_url": f"http://127.0.0.1:{engine.server.port}", "remote_buffer_url": ""}
+    player = Worker(data | {"chat_template_kwargs": {"enable_thinking": False}}, concurrency=1)
+    text, _ = asyncio.run(player.answer([{"role": "user", "content": "1+1"}]))
+    assert text == "It is \\boxed{2}"
+    assert engine.bodies[1]["messages"][-1]["content"] == "It is "
+    assert [body["chat_template_kwargs"] for body in engine.bodies] == [{"enable_thinking": False}] * 2
+
+
 def test_groups_are_counted_and_not_their_items(args, monkeypatch):
     """A generator may post more items of an instance than are trained, or too few."""
     reads = [["a"] * 5 + ["short"], ["b", "b"]]
 
     async def post(url, payload, **options):
         if url.endswith("/start_rollout"):
+            assert payload["chat_template_kwargs"] == {"enable_thinking": False}
             return {}
         messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
         items = [{"instance_id": name, "messages": messages, "reward": 1.0} for name in reads.pop(0)]
         return {"success": True, "data": {"data": items, "meta_info": {}}}
 
     monkeypatch.setattr(rollout_buffer_example, "post", post)
+    args.apply_chat_template_kwargs = {"enable_thinking": False}
     args.rollout_buffer_url = "http://127.0.0.1:9"
     args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", 9
     groups = rollout_buffer_example.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
