@@ -64,6 +64,7 @@ def check_files(args: Namespace) -> None:
         _check_prompts(args, trial)
         _check_eval_data(args, trial)
         trial.finish()
+    _check_mask(args)
 
 
 def _check_model(args: Namespace) -> None:
@@ -316,6 +317,31 @@ def _is_plain(args: Namespace) -> bool:
 def _renders_rows(args: Namespace) -> bool:
     """Return True when rows of --prompt-data become text by the chat template, as they are."""
     return bool(args.apply_chat_template or args.rollout_function_path == SFT_ROLLOUT)
+
+
+def _check_mask(args: Namespace) -> None:
+    """Check that --loss-mask-type fits the chat template, by the first row of SFT."""
+    from slime.rollout.prompt_checks import parse_tools
+    from slime.rollout.prompt_files import read_rows
+    from slime.rollout.prompt_template import map_with_deadline
+    from slime.rollout.sft_rollout import mask_generator
+
+    is_read_here = args.prompt_data and args.data_source_path in OWN_DATA_SOURCES and not args.multimodal_keys
+    if args.rollout_function_path != SFT_ROLLOUT or not is_read_here:
+        return
+    source = sources_of(args.prompt_data)[0]
+    where, row = next(iter(read_rows(source["path"])))
+    key = source.get("input_key", args.input_key)
+    if not isinstance(row[key], list):
+        raise DataError(f"{where}: {key} (--input-key) is text; sft_rollout needs messages, answers included.")
+
+    def mask(where: str, tools: list[Any] | None) -> None:
+        try:
+            mask_generator(args).get_loss_mask(row[key], tools)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+    map_with_deadline(mask, [(where, parse_tools(row.get(args.tool_key), where))])
 
 
 def _tokenizer_trial(args: Namespace) -> TokenizerTrial:

@@ -7,7 +7,14 @@ import json
 from slime.utils.errors import DataError
 from tests.unit.arguments.broken_configurations import Broken
 from tests.unit.scripts.test_model_files import PUBLISHED
+from tests.unit.utils.family_templates import FAMILIES, tokenizer_of
 
+SFT = (
+    "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only "
+    "--n-samples-per-prompt 1 --global-batch-size 32 --disable-compute-advantages-and-returns"
+)
+CONVERSATION = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "1+1"}}]}
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n"
 """What lies in the place of a large file that was cloned and not fetched."""
 PREFILL_AND_DECODE = """
@@ -206,6 +213,26 @@ DATA = (
         mistake="a column of tools that no row has",
         flags="--tool-key functions --apply-chat-template",
         says=("No row of", "'functions', which --tool-key names"),
+        error=DataError,
+    ),
+    Broken(
+        mistake="a loss mask of another family's template",
+        flags=f"{SFT} --loss-mask-type qwen",
+        files={
+            "model/tokenizer.json": tokenizer_of("gemma3").backend_tokenizer.to_str(),
+            "model/tokenizer_config.json": json.dumps(
+                {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": FAMILIES["gemma3"].template}
+            ),
+            "prompts.jsonl": json.dumps({"input": CONVERSATION, "label": "2"}),
+        },
+        says=("prompts.jsonl line 1", "must alternate", "--loss-mask-type any fits the template of every family"),
+        error=DataError,
+    ),
+    Broken(
+        mistake="arguments of a call that are no object",
+        files={"prompts.jsonl": json.dumps({"input": [*CONVERSATION, CALL], "label": "2"})},
+        flags="--apply-chat-template",
+        says=("prompts.jsonl line 1: message 2 of the prompt: the arguments of a call are the text '1+1'",),
         error=DataError,
     ),
     Broken(
