@@ -15,7 +15,7 @@ from slime.rollout.base_types import check_samples
 from slime.rollout.generate import processed
 from slime.rollout.prompt_template import map_with_deadline
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from slime.utils.mask_utils import Message, MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
@@ -81,7 +81,7 @@ def fill_from_conversation(
             "Point --input-key to a list of messages and leave --apply-chat-template off."
         )
     try:
-        token_ids, loss_mask = _ids_and_mask(sample, generator, processor)
+        token_ids, loss_mask = _ids_and_mask(sample, sample.prompt, generator, processor)
     except DataError as error:
         raise DataError(f"Sample {sample.index}: {error}") from error
     [response_length] = generator.get_response_lengths([loss_mask])
@@ -98,12 +98,12 @@ def fill_from_conversation(
 
 
 def _ids_and_mask(
-    sample: Sample, generator: MultiTurnLossMaskGenerator, processor: Any | None
+    sample: Sample, messages: list[Message], generator: MultiTurnLossMaskGenerator, processor: Any | None
 ) -> tuple[list[int], list[int]]:
     tools = sample.metadata.get("tools")
     if not sample.multimodal_inputs:
-        return generator.get_loss_mask(sample.prompt, tools=tools)
+        return generator.get_loss_mask(messages, tools=tools)
     if processor is None:
         raise DataError("it has images, and the model of --hf-checkpoint has no processor.")
-    ids, sample.multimodal_train_inputs = processed(generator.render(sample.prompt, tools), sample, processor)
-    return generator.get_loss_mask_with_multimodal_alignment(sample.prompt, ids, tools)
+    ids, sample.multimodal_train_inputs = processed(generator.render(messages, tools), sample, processor)
+    return generator.get_loss_mask_with_multimodal_alignment(messages, ids, tools)

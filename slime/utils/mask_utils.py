@@ -168,7 +168,8 @@ class MultiTurnLossMaskGenerator:
         """Render the conversation once; trained are the tokens that lie in a turn of the assistant as a whole."""
         text = self.render(messages, tools)
         steps = [_step_mask(message) for message in messages if message["role"] == "assistant"]
-        spans = _assistant_spans(text)
+        written = self._generation_prompt().removeprefix(TURN_BEGIN) if self.template_kwargs else THINK_BEGIN
+        spans = _assistant_spans(text, written)
         if len(spans) != len(steps):
             raise DataError(
                 f"The rendered conversation has {len(spans)} turns of the assistant for {len(steps)} such messages; "
@@ -423,14 +424,19 @@ def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _assistant_spans(text: str) -> list[tuple[int, int]]:
-    """Return ``[begin, end)`` characters of what the assistant generates in each of its turns."""
+def _assistant_spans(text: str, written: str) -> list[tuple[int, int]]:
+    """Return ``[begin, end)`` characters of what the assistant generates in each of its turns.
+
+    Args:
+        text: the conversation.
+        written: what a prompt has after the header of a turn, such as an opened or empty thought.
+    """
     spans = []
     header = text.find(TURN_BEGIN)
     while header >= 0:
         begin = header + len(TURN_BEGIN)
-        if text.startswith(THINK_BEGIN, begin):
-            begin += len(THINK_BEGIN)
+        opened = next((part for part in (written, THINK_BEGIN) if part and text.startswith(part, begin)), "")
+        begin += len(opened)
         end = text.find(TURN_END, begin)
         if end < 0:
             raise DataError(f"A turn of the assistant has no {TURN_END!r}: {text[header : header + 80]!r}.")

@@ -325,6 +325,14 @@ def test_any_trains_the_reasoning_that_the_template_shows_and_not_what_a_prompt_
     assert trained("qwen3") == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5", "any"])
+def test_an_empty_thought_that_the_prompt_has_written_is_not_trained(kind):
+    name = "qwen3" if kind == "qwen3" else "qwen3.5"
+    generator = MultiTurnLossMaskGenerator(tokenizer_of(name), kind, template_kwargs={"enable_thinking": False})
+    ids, mask = generator.get_loss_mask([ask("a"), say("b")])
+    assert generator.get_text_from_loss_mask(ids, mask) == ["b<|im_end|>" + "\n" * (kind != "any")]
+
+
 @pytest.mark.parametrize("template", [PLAIN, WITH_SYSTEM, THINKING], ids=["plain", "with system", "thinking"])
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_any_agrees_with_the_types_of_chatml_up_to_the_newline(make_tokenizer, template, name):
