@@ -96,9 +96,9 @@ ADVANTAGES = (
     ),
     Mutation(
         bug="masked tokens are steps of time",
-        target="slime.algorithms.advantages.inputs:over_trained_tokens",
-        old="if inputs.mask_N is None:",
-        new="if True:",
+        target="slime.algorithms.advantages.inputs:_is_trained",
+        old="mask.to(like.device) != 0",
+        new="mask.to(like.device) >= 0",
         tests=(
             f"{UNIT}::test_reinforce_plus_plus_discounts_from_the_last_trained_token",
             f"{ORACLE}::test_estimators[ppo-0]",

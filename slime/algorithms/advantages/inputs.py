@@ -49,6 +49,11 @@ Advantages = Callable[[AdvantageInputs, AdvantageConfig], tuple[list[Tensor], li
 """Gives ``(advantages_N, returns_N)``, one entry per response token."""
 
 
+def _is_trained(mask_N: Sequence[Tensor], like_N: Sequence[Tensor]) -> list[Tensor]:
+    """Return whether each token is trained, on the devices of ``like_N``."""
+    return [mask.to(like.device) != 0 for mask, like in zip(mask_N, like_N, strict=True)]
+
+
 def over_trained_tokens(compute: Advantages) -> Advantages:
     """Return ``compute`` over the trained tokens alone, as if the response had no others; the others get 0.
 
@@ -60,7 +65,7 @@ def over_trained_tokens(compute: Advantages) -> Advantages:
     def over_all(inputs: AdvantageInputs, config: AdvantageConfig) -> tuple[list[Tensor], list[Tensor]]:
         if inputs.mask_N is None:
             return compute(inputs, config)
-        is_trained_N = [mask.to(kl.device) != 0 for mask, kl in zip(inputs.mask_N, inputs.kl_N, strict=True)]
+        is_trained_N = _is_trained(inputs.mask_N, inputs.kl_N)
 
         def trained(column_N: Sequence[Tensor]) -> list[Tensor]:
             return [values[is_trained] for values, is_trained in zip(column_N, is_trained_N, strict=True)]
