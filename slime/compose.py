@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 
-from slime.arguments.validate_files import check_contents
 from slime.observability.logging_utils import configure_logger
 from slime.ray import job
 
@@ -26,13 +25,7 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
         from slime.ext.recovery.supervisor import supervise
 
         sys.exit(supervise(sys.argv[0], words))
-
-    def check_all(args: Namespace) -> None:
-        if check is not None:
-            check(args)
-        check_contents(args)
-
-    job.run(train, check_all, complete=_fit if "--fit" in words else list)
+    job.run(train, check, complete=_fit if "--fit" in words else list)
 
 
 def _fit(words: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from types import FrameType
 from ray.exceptions import RayError
 
 from slime.arguments import parse_args
+from slime.arguments.validate_files import check_contents
 from slime.observability.logging_utils import configure_logger
 from slime.observability.run_record import event, stop_recording
 from slime.ray.connect import connect, disconnect
@@ -51,6 +52,7 @@ def run(
         args = parse_args(argv=complete(sys.argv[1:]))
         if check is not None:
             check(args)
+        check_contents(args)
         connect(args)
         NOTICE.listen()
         train(args)

@@ -63,5 +63,7 @@ ADAPTERS = {
     "slime.utils.ppo_utils",
     "slime.utils.dp_schedule",
     "slime.utils.external_utils.command_utils",
+    "slime.ray.placement_group",
 }
-"""Facades whose old signatures carry ``args`` or other old parameters, and so adapt instead of passing on."""
+"""Facades whose old signatures carry ``args`` or other old parameters, or that a driver begins with, and so adapt instead of
+passing on."""

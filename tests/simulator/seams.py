@@ -138,6 +138,7 @@ def install() -> Patches:
         (train_loop, "print", nothing),
         (rollout, "log_rollout", nothing),
         (job, "parse_args", lambda argv=None: world().make_args()),
+        (job, "check_contents", nothing),
         (job, "connect", nothing),
         (job, "configure_logger", nothing),
         (train_loop, "configure_logger", nothing),

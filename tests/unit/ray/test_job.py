@@ -29,6 +29,7 @@ def meets_a_hook_error(args: Namespace) -> None:
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "parse_args", Namespace)
+    monkeypatch.setattr(job, "check_contents", lambda args: None)
     monkeypatch.setattr(job, "connect", lambda args: None)
     monkeypatch.setattr(job, "configure_logger", lambda: None)
     monkeypatch.setattr(job.signal, "signal", lambda *args: None)
