@@ -32,7 +32,12 @@ FAMILIES = Path(__file__).parent / "families"
 WEIGHT_STD = 0.12
 """Standard deviation of every matrix: weights of the usual size of 0.02 hide wrong gradients."""
 ROUTER_BIAS = "e_score_correction_bias"
-FP32_IN_BF16_CHECKPOINTS = (ROUTER_BIAS,)
+FP32_IN_BF16_CHECKPOINTS = (
+    ROUTER_BIAS,
+    "linear_attn.A_log",
+    "linear_attn.norm.weight",
+    "block_sparse_moe.gate.weight",
+)
 """Tensors that stay fp32 in a bf16 checkpoint, as the published ones have it."""
 
 Tensors = dict[str, Tensor]
