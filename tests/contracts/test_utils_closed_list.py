@@ -65,5 +65,5 @@ ADAPTERS = {
     "slime.utils.external_utils.command_utils",
     "slime.ray.placement_group",
 }
-"""Facades whose old signatures carry ``args`` or other old parameters, or that a driver begins with, and so adapt instead of
-passing on."""
+"""Facades whose old signatures carry ``args`` or other old parameters, or that a driver begins with, and so adapt
+instead of passing on."""
