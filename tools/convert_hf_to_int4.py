@@ -28,6 +28,7 @@ from slime.flags.kinds import any_float, any_int
 from slime.rollout.prompt_files import SUFFIXES, read_rows
 from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.processing_utils import load_tokenizer
 from slime.weights.hf_files import copy_assets
 from slime.weights.hf_rewrite.plan import HfSource, open_source
 from slime.weights.hf_rewrite.to_quantized import ignored_by_int4, require_plain
@@ -168,9 +169,8 @@ def convert(options: Namespace) -> Path:
     source = check(options)
     oneshot, gptq_modifier = load_compressor()
     from datasets import Dataset
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(options.input_dir, trust_remote_code=options.trust_remote_code)
+    tokenizer = load_tokenizer(options.input_dir, trust_remote_code=options.trust_remote_code)
     rows = islice(calibration_rows(Path(options.data_dir)), options.num_calibration_samples)
     ids = [token_ids(tokenizer, row, options.max_sequence_length) for row in rows]
     data = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import io
 import ipaddress
+import json
 import logging
 import socket
 import struct
@@ -114,7 +115,7 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
     except (OSError, ValueError, KeyError) as error:
         _refuse_remote_code(path, error, trusted=bool(kwargs.get("trust_remote_code")))
         reason = str(error).strip().partition("\n")[0]
@@ -122,6 +123,23 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
             f"No tokenizer can be loaded from {path!r} ({type(error).__name__}: {reason}). "
             "It must hold tokenizer.json and tokenizer_config.json; set --hf-checkpoint to such a folder."
         ) from error
+    if not kwargs.get("trust_remote_code"):
+        _warn_of_another_class(path, "AutoTokenizer", tokenizer)
+    return tokenizer
+
+
+def _warn_of_another_class(path: str, kind: str, loaded: Any) -> None:
+    """Warn where a folder's own code has a class for what transformers loaded by one that it knows."""
+    own: list[str] = []
+    for file in filter(Path.is_file, (Path(path) / name for name in ("tokenizer_config.json", *PROCESSOR_FILES))):
+        classes = json.loads(file.read_text(encoding="utf-8")).get("auto_map") or {}
+        given = classes.get(kind) if isinstance(classes, dict) else classes  # of old, a tokenizer's alone
+        own += [name for name in (given if isinstance(given, list) else [given]) if name]
+    if own and type(loaded).__name__ not in {name.rpartition(".")[2] for name in own}:
+        logger.warning(
+            "%s has code of its own for %s, %s, which does not run without --trust-remote-code; %s of transformers is "
+            "used instead, and may not give the same.", path, kind, own[0], type(loaded).__name__,
+        )  # fmt: skip
 
 
 def _refuse_remote_code(path: str, error: Exception, *, trusted: bool) -> None:
@@ -164,7 +182,12 @@ def load_processor(path: str, **kwargs: Any) -> Any | None:
     except ImportError as error:
         logger.warning("The processor of %s is not used, because it needs what is not installed: %s", path, error)
         return None
-    return processor if isinstance(processor, ProcessorMixin) else None
+    if not isinstance(processor, ProcessorMixin):
+        return None
+    if not kwargs.get("trust_remote_code"):
+        _warn_of_another_class(path, "AutoProcessor", processor)
+        _warn_of_another_class(path, "AutoImageProcessor", getattr(processor, "image_processor", None))
+    return processor
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str, Any]:

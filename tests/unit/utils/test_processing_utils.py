@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from slime.utils import env, processing_utils
 from slime.utils.errors import ConfigError, DataError
@@ -171,6 +173,23 @@ def test_code_of_a_folder_that_is_trusted_runs(folder_with_code, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder_with_code / "cache"))
     assert type(load_tokenizer(str(folder_with_code), trust_remote_code=True)).__name__ == "Own"
     assert (folder_with_code / "mark").exists()
+
+
+@pytest.mark.parametrize("auto_map", [{"AutoTokenizer": ["own.Own", None]}, ["own.Own", None]])
+@pytest.mark.parametrize("own", ["Own", "TokenizersBackend"])
+def test_a_tokenizer_that_is_not_the_folders_own_is_named(tmp_path, caplog, auto_map, own):
+    vocabulary = WordLevel({"a": 0, "b": 1}, unk_token="b")
+    Tokenizer(vocabulary).save(str(tmp_path / "tokenizer.json"))
+    auto_map = json.loads(json.dumps(auto_map).replace("Own", own))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": auto_map}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert load_tokenizer(str(tmp_path), trust_remote_code=False).encode("a") == [0]
+    said = [record.getMessage() for record in caplog.records if "--trust-remote-code" in record.getMessage()]
+    if own == "TokenizersBackend":  # the class that is loaded anyway
+        assert said == []
+    else:
+        (line,) = said
+        assert str(tmp_path) in line and "own.Own" in line and "TokenizersBackend of transformers" in line
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
