@@ -107,9 +107,12 @@ def rendezvous() -> tuple[int, int, int]:
         )
     if env.get_str("MASTER_ADDR") is None:
         env.export({"MASTER_ADDR": "127.0.0.1"})
-    if env.get_str("MASTER_PORT") is None:
-        env.export({"MASTER_PORT": str(get_free_port(12355) if world_size == 1 else 12355)})
-    env.export({"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)})
+    port = env.get_int("MASTER_PORT", 0) or (get_free_port(12355) if world_size == 1 else 12355)
+    if port > 65535:
+        raise ConfigError(f"The environment variable MASTER_PORT is {port}; a port is at most 65535.")
+    env.export(
+        {"MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    )
     return rank, world_size, local_rank
 
 

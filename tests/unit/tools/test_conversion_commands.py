@@ -98,6 +98,10 @@ def test_a_job_of_slurm_needs_no_torchrun(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "12345")
     assert rendezvous() == (11, 16, 3)
+    for port, says in (("abc", "MASTER_PORT is 'abc'; it must be a whole number"), ("70000", "at most 65535")):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(ConfigError, match=says):
+            rendezvous()
 
 
 @pytest.mark.parametrize("missing", ["--hf-checkpoint", "--save"])
