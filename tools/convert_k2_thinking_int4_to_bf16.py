@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_object, text_over_all
+from slime.utils.json_file import language_config, read_object
 from slime.weights.hf_rewrite.to_bf16 import Int4ToBf16
 from tools.cli import NEW_FOLDER, logged_run, rewrite, rewrite_parser
 
@@ -32,7 +32,7 @@ def quantization_config(path: str | None) -> dict[str, object] | None:
     """Read the settings of the quantized weights from ``--config-path``."""
     if path is None:
         return None
-    found = text_over_all(read_object(path, flag="--config-path", error=ConfigError)).get("quantization_config")
+    found = language_config(read_object(path, flag="--config-path", error=ConfigError)).get("quantization_config")
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"--config-path {path} has no quantization_config; name the config of the quantized model")
     return dict(found)

@@ -27,7 +27,7 @@ from slime.agent.aiohttp_threaded import door, run_app_in_thread
 from slime.flags.config import read_config
 from slime.flags.distillation import TeacherServerConfig
 from slime.flags.security import secret_of_file
-from slime.utils.json_file import read_model_config, text_over_all
+from slime.utils.json_file import language_config, read_model_config
 from tools.cli import logged_run
 from tools.convert_hf_to_torch_dist import join_world, parse_training_flags, with_layout
 
@@ -89,7 +89,7 @@ def _answer_unready(port: int | None) -> Iterator[None]:
 
 
 def _longest(hf_checkpoint: str) -> int:
-    return int(text_over_all(read_model_config(hf_checkpoint))["max_position_embeddings"])
+    return int(language_config(read_model_config(hf_checkpoint))["max_position_embeddings"])
 
 
 def parse(argv: Sequence[str]) -> Namespace:

@@ -22,7 +22,7 @@ from slime.flags.reward import BOXED_PREFIX
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.rollout.rm_hub import RM_TYPES, math_utils
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import text_over_all
+from slime.utils.json_file import language_config
 from slime.weights.delta import new_checksum
 
 logger = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
         args: the flags.
         config: the keys of config.json.
     """
-    text = text_over_all(config)
+    text = language_config(config)
     rope = hf_rope_settings(text)
     original, factor = rope["original_max_position_embeddings"], rope.get("factor")
     if rope["rope_type"] not in ("yarn", "deepseek_yarn") or not original or not factor:

@@ -28,7 +28,7 @@ from slime.flags.security import trusts_remote_code
 from slime.rollout import gym
 from slime.rollout.mixture import sources_of
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.json_file import read_model_config, read_object, text_over_all
+from slime.utils.json_file import language_config, read_model_config, read_object
 from slime.weights.file_digests import check_headers
 from slime.weights.quantize import read_format
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
@@ -98,7 +98,7 @@ def _may_have_chat_template(folder: Path) -> bool:
 
 def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
     """Refuse answers longer than the model's positions, unless its rotary embedding is stretched."""
-    text = text_over_all(config)
+    text = language_config(config)
     positions = text.get("max_position_embeddings")
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     is_stretched = any(isinstance(rope, dict) and rope.get(key) is not None for key in ("factor", "long_factor"))

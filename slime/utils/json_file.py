@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,26 @@ from slime.utils.outside_file import read_outside_file
 COPY_AGAIN = "Download or copy it again."
 MAX_DEPTH = 100
 _CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(-?Infinity|NaN)')
-_TEXTS = ("model_type", "dtype", "torch_dtype")
-_OBJECTS = ("text_config", "vision_config", "quantization_config", "rope_scaling", "rope_parameters")
-"""Keys of a config.json whose value is an object, or null."""
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("model_type", "dtype", "torch_dtype"), (lambda value: isinstance(value, str), "a text")),
+    **dict.fromkeys(
+        ("text_config", "vision_config", "quantization_config", "rope_scaling", "rope_parameters"),
+        (lambda value: isinstance(value, dict), "an object"),
+    ),
+    **dict.fromkeys(
+        (
+            *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "vocab_size", "max_position_embeddings"),
+        ),
+        (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+    ),
+    **dict.fromkeys(
+        ("rope_theta", "rms_norm_eps"), (lambda value: type(value) in (int, float) and value > 0, "a number above 0")
+    ),
+}
+"""Key of a config.json -> what its value must be where it is not null, and that in words."""
+_OF_FOLDER = ("model_type", "architectures", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+"""Keys that a ``text_config`` may have as well, perhaps with another value, and that a model reads at the top."""
 
 
 def parse_object(data: str | bytes) -> dict[str, Any]:
@@ -98,12 +116,12 @@ def read_model_config(
     """
     path = Path(folder) / "config.json"
     config = read_object(path, flag=flag, error=error)
-    for part in (config, config.get("text_config")):
+    for part in (config, config.get("text_config"), config.get("vision_config")):
         for name, value in (part or {}).items():
-            wanted: type = str if name in _TEXTS else dict if name in _OBJECTS else object
-            if value is not None and not isinstance(value, wanted):
+            fits, words = _FORMS.get(name, (lambda value: True, ""))
+            if value is not None and not fits(value):
                 shown = f"{flag}: {path}: {name} is {str(value)[:80]!r}"
-                raise error(f"{shown}; it must be {'a text' if wanted is str else 'an object'}. {COPY_AGAIN}")
+                raise error(f"{shown}; it must be {words}. {COPY_AGAIN}")
     return config
 
 
@@ -118,9 +136,13 @@ def read_model_type(folder: str | Path, *, flag: str = "--hf-checkpoint") -> str
     return str(name)
 
 
-def text_over_all(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with the keys of its ``text_config``, where it has one, over its own."""
-    return {**config, **(config.get("text_config") or {})}
+def language_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of the language model.
+
+    Where there is a ``text_config``, its keys are over those of the top, except for what the top decides.
+    """
+    text = config.get("text_config") or {}
+    return {**config, **{name: text[name] for name in text if name not in _OF_FOLDER or config.get(name) is None}}
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.flags.field_table import (
     refuse_what_nobody_reads,
     reset_what_has_no_effect,
 )
+from slime.backends.megatron_utils.flags.hf_config_check import FIXED_FLAGS, MODEL_FLAGS
 from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS
 from slime.utils.errors import ConfigError
 from tests.contracts.megatron_readers import FIELDS_OF_READER
@@ -52,6 +53,39 @@ def test_the_reader_of_a_field_reads_it(module):
     read = names_read_by(module)
     unread = {name for name in FIELDS_OF_READER[module] if not {name, attribute_of(name)} & read}
     assert unread == set()
+
+
+SAME_FUNCTION = {
+    # fields of a model's config that change its layout, its speed, its rounding, or noise and losses of training
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("sequence_parallel", "context_parallel_size", "hierarchical_context_parallel_sizes"),
+    *("expert_model_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    *(
+        "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split",
+        "microbatch_group_size_per_vp_stage",
+    ),
+    *("account_for_loss_in_pipeline_split", "overlap_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm_warmup_flush"),
+    *("perform_initialization", "use_cpu_initialization", "init_method_std", "embedding_init_method_std"),
+    *("fp16", "bf16", "enable_autocast", "fp32_residual_connection", "deterministic_mode", "test_mode"),
+    *("attention_backend", "bias_activation_fusion", "bias_dropout_fusion", "transformer_impl", "config_logger_dir"),
+    *("activation_func_fp8_input_store", "fp8", "fp8_recipe", "first_last_layers_bf16"),
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "clone_scatter_output_in_embedding"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("distribute_saved_activations", "hidden_dropout", "attention_dropout", "qk_clip", "log_max_attention_logit"),
+    *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
+    *("moe_token_drop_policy", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend"),
+    *("moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_shared_expert_overlap"),
+    "mrope_section",  # by config.json alone
+}
+
+
+def test_every_field_that_changes_what_a_model_computes_is_held_against_config_json():
+    compared = {name for name in FIELDS if attribute_of(name) in MODEL_FLAGS | FIXED_FLAGS}
+    fields = {field.name for config_class in CONFIG_CLASSES[:2] for field, _ in config_fields(config_class)}
+    assert fields - compared - SAME_FUNCTION - {*WITHOUT_EFFECT, *REFUSED, *NOT_FLAGS} == set()
+    assert SAME_FUNCTION <= FIELDS - compared
 
 
 def test_the_reader_of_a_flag_that_is_no_field_reads_it():

@@ -13,7 +13,7 @@ def model_flags(folder: Path, *more: str) -> list[str]:
     config = read_hf_config(str(folder))
     family = family_of(config)
     flags = ["--make-vocab-size-divisible-by", "8"]
-    for flag in config_says(config, is_alone=True)[0].values():
+    for flag in config_says(config)[0].values():
         flags += words_of(flag.attribute, flag.value) if flag.value is not None else []
     if family is not None and family.spec and not family.is_spec_optional:
         flags += ["--spec", *family.spec.split()]

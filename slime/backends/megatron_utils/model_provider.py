@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
+from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.layers.fake_quantize import fake_quantize_weights
 from slime.backends.megatron_utils.layers.fp8_linear import use_fp8
 from slime.backends.megatron_utils.layers.layer_specs import block_spec_of_flags
@@ -32,7 +33,6 @@ from slime.backends.megatron_utils.layers.vision import VisionModel, VisionModel
 from slime.backends.megatron_utils.models import has_tower
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_model_config
 from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
 
 def _vision_options(args: Namespace) -> dict[str, Any]:
     """Return the arguments that a model with a vision tower takes beside GPTModel's; none for a model without."""
-    config = read_model_config(args.hf_checkpoint) if args.hf_checkpoint else {}
+    config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else {}
     if not has_tower(args, config):
         return {}
     return {"folder": args.hf_checkpoint, "hf_config": config, "trains_tower": args.train_vision_tower}

@@ -39,7 +39,7 @@ from slime.flags.kinds import (
 )
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_model_config, text_over_all
+from slime.utils.json_file import language_config, read_model_config
 from slime.utils.net import format_host
 
 SLIME_DECIDES = frozenset(
@@ -227,7 +227,7 @@ def _check_layout(args: Namespace) -> None:
 def read_config(folder: str | None) -> dict[str, Any]:
     """Return config.json of a checkpoint; {} where there is none to read."""
     has_one = (Path(folder or "") / "config.json").is_file()
-    return text_over_all(read_model_config(folder or "")) if has_one else {}
+    return language_config(read_model_config(folder or "")) if has_one else {}
 
 
 def derived_sglang_arguments(args: Namespace) -> dict[str, Any]:

@@ -13,16 +13,15 @@ from typing import Any
 
 from slime.arguments import backend_checks, parse_flags, slime_validate_args
 from slime.arguments.parser import flags_with_values
-from slime.backends.megatron_utils.flags.hf_config_check import fill_model_flags
+from slime.backends.megatron_utils.flags.hf_config_check import fill_model_flags, read_hf_config
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
-from slime.backends.megatron_utils.models import published_config
+from slime.backends.megatron_utils.models import IS_PARTIAL, published_config
 from slime.ext.plan.make_plan import make_plan
 from slime.ext.plan.plan import Plan, PlanOptions, find_card
 from slime.ext.plan.prompts import prompt_lengths
 from slime.ext.plan.tables import plan_tables
 from slime.utils import env
 from slime.utils.errors import SlimeError
-from slime.utils.json_file import read_model_config, text_over_all
 
 EXIT_OK, EXIT_TOO_LARGE, EXIT_ILLEGAL = 0, 1, 2
 
@@ -55,10 +54,12 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
     try:
         args = parse_flags(words)
         checkpoint = str(args.hf_checkpoint)
-        hf_config = _read_config(checkpoint)
-        if hf_config is None:
-            hf_config = dict(published_config(checkpoint))
-            notes.append(_assumption(checkpoint, hf_config))
+        if (Path(checkpoint) / "config.json").is_file():
+            hf_config = read_hf_config(checkpoint)
+        else:
+            known = published_config(checkpoint)
+            notes.append(_assumption(checkpoint, known))
+            hf_config = {**known, IS_PARTIAL: True}
         if not any(Path(checkpoint).glob("*.safetensors*")):
             args = parse_flags([*words, "--hf-checkpoint", str(_stand_in(folder, checkpoint, hf_config))])
     except SlimeError as error:
@@ -101,13 +102,6 @@ def _complete_model(args: Namespace) -> None:
     vars(args).update(_ONE_RANK)
     vars(args).update(fill_model_flags(args))
     vars(args).update(derived_arguments(args))
-
-
-def _read_config(checkpoint: str) -> dict[str, Any] | None:
-    """Return config.json of the checkpoint's folder, its ``text_config`` laid over it; None when it is not there."""
-    if not (Path(checkpoint) / "config.json").is_file():
-        return None
-    return text_over_all(read_model_config(checkpoint))
 
 
 def _assumption(checkpoint: str, config: Mapping[str, Any]) -> str:

@@ -79,6 +79,9 @@ def check_stages(args: Namespace, config: MLATransformerConfig) -> None:
 def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
     """Return the sizes of the indexer and how it pairs the dimensions that turn.
 
+    Args:
+        hf_config: as ``read_hf_config`` gives it.
+
     Raises:
         ConfigError: the config is not that of a model with an indexer.
     """
@@ -88,16 +91,15 @@ def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
             f"config.json of --hf-checkpoint has model_type {hf_config.get('model_type')!r}; sparse attention needs a "
             "model with an indexer, glm_moe_dsa or deepseek_v32; use another --spec."
         )
-    sizes = family.with_defaults(hf_config)
     is_interleaved = bool(hf_config.get("indexer_rope_interleave", False))
     is_neox = env.indexer_rope_is_neox()
     if is_neox is not None and is_neox == is_interleaved:
         logger.info("INDEXER_ROPE_NEOX_STYLE=%d overrides indexer_rope_interleave=%s.", is_neox, is_interleaved)
         is_interleaved = not is_neox
     return IndexerSettings(
-        num_heads=int(sizes["index_n_heads"]),
-        head_dim=int(sizes["index_head_dim"]),
-        topk=int(sizes["index_topk"]),
+        num_heads=int(hf_config["index_n_heads"]),
+        head_dim=int(hf_config["index_head_dim"]),
+        topk=int(hf_config["index_topk"]),
         is_interleaved=is_interleaved,
     )
 

@@ -21,6 +21,7 @@ from tests.unit.backends.megatron_utils.megatron_case import parse
 GLM52_CONFIG = {
     "model_type": "glm_moe_dsa",
     "architectures": ["GlmMoeDsaForCausalLM"],
+    "rope_theta": 8000000.0,
     "index_topk_freq": 4,
     "index_skip_topk_offset": 3,
     "index_n_heads": 32,

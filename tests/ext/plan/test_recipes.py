@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published_configs import PUBLISHED
 from slime.ext.plan.command import complete_run
 from slime.ext.plan.make_plan import make_plan
 from slime.ext.plan.plan import Plan, PlanOptions, find_card
 from slime.ext.plan.recipe import read_recipe
 from slime.ext.plan.trainer_memory import GIB
 from tests.contracts.source_tree import REPO
+from tests.unit.scripts.test_model_files import model_args
 
 RECIPES = sorted(path.name for path in REPO.glob("scripts/run-*.sh") if "tiny" not in path.name)
 TERABYTE = 1e12
+GEO3K = """--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 8
+--prompt-data /root/geo3k/train.parquet --input-key problem --label-key answer --multimodal-keys {"image":"images"}
+--apply-chat-template --rm-type math --num-rollout 10 --rollout-batch-size 64 --n-samples-per-prompt 8
+--rollout-max-response-len 4096 --global-batch-size 512 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --bf16"""
 
 
 def planned(name: str, folder: Path, *more: str, **environment: str) -> tuple[Plan, list[str]]:
@@ -37,6 +43,26 @@ def test_a_recipe_is_legal_and_fits(name, tmp_path, caplog):
     assert plan.phases.train is not None and plan.phases.train < plan.card.memory
     if plan.engines:
         assert all(group.memory.kv_tokens > 10_000 for group in plan.engine_groups)
+
+
+@pytest.mark.parametrize(("model", "billions"), [("Qwen3.5-35B-A3B", 35.1), ("Qwen3.5-0.8B", 0.75)])
+def test_the_tower_of_a_published_model_is_known_without_its_config_json(model, billions, tmp_path):
+    name = model.replace("Qwen", "qwen")
+    words = [*model_args(name), "--hf-checkpoint", f"/root/{model}", "--ref-load", f"/root/{model}", *GEO3K.split()]
+    run = complete_run(words, tmp_path)
+    assert run.args is not None and run.problems == []
+    plan = make_plan(run.args, run.hf_config, PlanOptions(card=find_card("H100")))
+    assert plan.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_vision_folder_around_a_known_language_model_is_not_planned(tmp_path):
+    text = {**PUBLISHED["qwen2.5-7B"]}
+    config = {"model_type": "mistral3", "text_config": text, "vision_config": {"hidden_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = GEO3K.replace('--multimodal-keys {"image":"images"}', "").split()
+    words = [*model_args("qwen2.5-7B"), "--hf-checkpoint", str(tmp_path), *flags]
+    (problem, *_) = complete_run(words, tmp_path).problems
+    assert "'mistral3'; weights can be converted for" in problem
 
 
 def test_the_stages_of_glm_52_begin_where_the_document_says(tmp_path):
@@ -87,7 +113,8 @@ def test_deepseek_r1_on_half_the_nodes_with_an_old_actor_does_not_fit_its_hosts(
 
 
 def test_a_config_folder_decides_the_format_of_the_engines_weights(tmp_path):
-    config = {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = {**PUBLISHED["qwen3-4B"]}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     plain, _ = planned("run-qwen3-4B.sh", tmp_path)
     fp8, problems = planned("run-qwen3-4B.sh", tmp_path, "--hf-checkpoint", str(tmp_path))

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import pytest
 
 from benchmarks.published_configs import NUM_PARAMETERS, PUBLISHED, WITHOUT_A_FILE, yarn
 from slime.backends.megatron_utils.flags.hf_config_check import (
+    FIXED_FLAGS,
+    FREE_FLAGS,
     MODEL_FLAGS,
+    OF_GROUPED_ATTENTION,
     config_says,
     disagreements,
     read_hf_config,
@@ -64,7 +68,7 @@ def test_a_model_file_says_what_is_derived_from_the_published_config(name, tmp_p
     by_hand = parse(*model_args(name))  # nothing is filled in
     differ = disagreements(by_hand, read_hf_config(str(tmp_path)))
     assert [line for line in differ if not line.startswith(LEFT_TO_CONFIG)] == []
-    said = config_says(read_hf_config(str(tmp_path)), is_alone=True)[0]
+    said = config_says(read_hf_config(str(tmp_path)))[0]
     for name, value in vars(derived).items():
         if name not in said and name not in SPELLED_OTHERWISE | NOMINAL | OF_THE_LAYOUT | OPTIONAL | MODEL_FLAGS:
             assert vars(by_hand)[name] == value or name in ("hf_checkpoint", "tokenizer_model"), name
@@ -93,8 +97,12 @@ GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_sc
         ({**SMOLLM2, "hidden_act": "gelu"}, "hidden_act is gelu"),
         ({**SMOLLM2, "layer_types": ["sliding_attention"] * 30}, "layer_types has sliding_attention"),
         ({**PHI4, "sliding_window": 2047}, "sliding_window is 2047 of max_position_embeddings 16384"),
-        ({**PHI4, "rope_scaling": {"type": "longrope", "factor": 32.0}}, "rope_type is longrope"),
-        ({key: PHI4[key] for key in PHI4 if key != "num_hidden_layers"}, "--num-layers is .*not given"),
+        (
+            {**PHI4, "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 64, "short_factor": [1.0] * 64}},
+            "rope_type is longrope",
+        ),
+        ({**PHI4, "num_hidden_layers": "40"}, "config.json.* num_hidden_layers is '40'"),
+        ({}, "config.json has no model_type"),
     ],
 )
 def test_a_config_that_nothing_here_computes_is_refused_by_what_it_asks_for(config, message, tmp_path):
@@ -135,12 +143,12 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
             {"text_config": QWEN35_27B | {"linear_num_value_heads": 32}},
             "--linear-num-value-heads is 48",
         ),
-        ("qwen3.5-27B", {"text_config": QWEN35_27B | {"tie_word_embeddings": True}}, "--untie-embeddings-and-output"),
+        ("qwen3.5-27B", {"tie_word_embeddings": True}, "--untie-embeddings-and-output"),
         ("gemma3-1B", {"sliding_window": 1024}, "--window-size is .511, 0.; .* 1023,0"),
         ("gemma3-1B", {"sliding_window_pattern": 4}, "--window-attn-skip-freq is 6; each 4th"),
         ("gemma3-1B", {"rope_local_base_freq": 5000}, "rope_local_base_freq is 5000"),
         ("gemma3-1B", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
-        ("gemma3-1B", {"layer_types": ["sliding_attention", "full_attention"] * 6}, "skip-freq is 6; each 2th"),
+        ("gemma3-1B", {"layer_types": ["sliding_attention", "full_attention"] * 13}, "skip-freq is 6; each 2th"),
         ("deepseek-v3", {"rope_scaling": yarn(64, 32)}, "--rotary-scaling-factor is 40"),
         ("gpt-oss-20b", {"sliding_window": 64}, "--window-size is .127, 0.; .* 63,0"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"] * 24}, "skip-freq 2"),
@@ -153,7 +161,11 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
             "--rotary-scaling-factor is 32.0; factor is 16",
         ),
         ("gpt-oss-20b", {"rope_scaling": OSS_ROPE | {"truncate": True}}, "--yarn-truncate is not given; truncate"),
-        ("gpt-oss-20b", {"rope_scaling": None}, "--position-embedding-type is yarn; rope_type is default"),
+        (
+            "gpt-oss-20b",
+            {"rope_scaling": {"rope_type": "default"}},
+            "--position-embedding-type is yarn; rope_type is default",
+        ),
         ("minimax-m2", {"num_local_experts": 128}, "--num-experts is 256"),
         ("minimax-m2", {"intermediate_size": 768}, "--moe-ffn-hidden-size is 1536"),
         ("minimax-m2", {"rotary_dim": 128}, "--rotary-percent is 0.5; rotary_dim is 128 of head_dim 128"),
@@ -168,6 +180,42 @@ def test_what_would_only_give_wrong_log_probs_is_an_error(name, change, message,
     (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED[name], **change}))
     with pytest.raises(ConfigError, match=message):
         parse(*model_args(name), "--hf-checkpoint", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("qwen3-4B", "--rotary-percent 0.5", "--rotary-percent is 0.5; a qwen3 has nothing of the kind"),
+        ("qwen3-4B", "--apply-layernorm-1p", "--apply-layernorm-1p is given; a qwen3 has"),
+        ("qwen3-4B", "--softmax-scale 0.5", "--softmax-scale is 0.5; a qwen3 has"),
+        ("qwen3-4B", "--post-mlp-layernorm", "--post-mlp-layernorm is given; a qwen3 has"),
+        ("qwen3-4B", "--use-gated-attention", "--attention-output-gate is given; a qwen3 has"),
+        ("qwen3-4B", "--no-rope-freq 4", "--no-rope-freq is 4; a qwen3 has"),
+        ("qwen2.5-7B", "--kv-channels 64", "--kv-channels is 64; hidden_size / num_attention_heads is 128"),
+        ("qwen3-30B-A3B", "--moe-router-topk-scaling-factor 2.5", "-scaling-factor is 2.5; a qwen3_moe has nothing"),
+        ("deepseek-v3", "--window-size 127,0", r"--window-size is \(127, 0\); a deepseek_v3 has"),
+    ],
+)
+def test_a_flag_that_changes_the_model_and_of_which_config_json_says_nothing_is_an_error(
+    name, flags, message, tmp_path
+):
+    with pytest.raises(ConfigError, match=message):
+        parse(*model_args(name), *flags.split(), *write_config(tmp_path, PUBLISHED[name]))
+
+
+@pytest.mark.parametrize("name", ["qwen3-30B-A3B", "deepseek-v3", "gpt-oss-20b", "qwen3-next-80B-A3B", "minimax-m2"])
+def test_no_model_flag_can_differ_from_config_json(name, tmp_path):
+    args = parse(*write_config(tmp_path, PUBLISHED[name]))
+    config = read_hf_config(args.hf_checkpoint)
+    said = config_says(config)[0]
+    free = FREE_FLAGS | (OF_GROUPED_ATTENTION if args.multi_latent_attention else frozenset())
+    free = {attribute for attribute in free | said.keys() if attribute not in said or not said[attribute].is_fact}
+    assert disagreements(args, config) == []
+    for attribute in (MODEL_FLAGS | FIXED_FLAGS) - free:
+        value = vars(args)[attribute]
+        other: Any = not value if isinstance(value, bool) else (3, 0) if attribute == "window_size" else 3
+        changed = Namespace(**{**vars(args), attribute: other})
+        assert disagreements(changed, config), attribute
 
 
 def test_a_model_whose_layers_do_not_exist_says_so():

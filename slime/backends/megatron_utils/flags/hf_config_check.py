@@ -20,14 +20,21 @@ from slime.backends.megatron_utils.flags.config_flags import add_config_flags, f
 from slime.backends.megatron_utils.flags.model_dims import linear_layers, moe_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
-from slime.backends.megatron_utils.models import FAMILIES, family_of, find_weight_map, has_tower
+from slime.backends.megatron_utils.models import (
+    FAMILIES,
+    IS_PARTIAL,
+    family_of,
+    family_of_spec,
+    find_weight_map,
+    has_tower,
+)
 from slime.backends.megatron_utils.models.family import EXPERT_COUNTS, ModelFamily, differs
-from slime.backends.megatron_utils.models.flag_rules import Flag, shared_rules
+from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS, Flag, shared_rules
 from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
 from slime.flags.distillation import trainer_teachers
 from slime.utils import env
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_model_config, text_over_all
+from slime.utils.json_file import COPY_AGAIN, language_config, read_model_config, read_model_type
 from slime.weights.named_tensors import config_dtype
 
 logger = logging.getLogger(__name__)
@@ -54,6 +61,22 @@ MODEL_FLAGS = frozenset(
 )
 """Attributes that config.json can decide: None until :func:`fill_model_flags`, so that it is known what was given."""
 
+FREE_FLAGS = frozenset(
+    {
+        *("moe_router_dtype", "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_grouped_gemm"),
+        *("expert_tensor_parallel_size", "mtp_num_layers", "rope_type", *YARN_DEFAULTS),
+    }
+)
+"""Those among :data:`MODEL_FLAGS` that are free, or checked elsewhere, where config.json says nothing of them."""
+OF_GROUPED_ATTENTION = frozenset({"num_query_groups", "group_query_attention", "add_qkv_bias"})
+"""Those that latent attention does not read."""
+FIXED_FLAGS = frozenset(
+    {
+        *("no_rope_freq", "rotary_seq_len_interpolation_factor", "experimental_attention_variant"),
+        *("moe_router_force_load_balancing", "moe_router_topk_limited_devices", "moe_apply_probs_on_input"),
+    }
+)
+"""Attributes that change what a model computes, in a way that no config.json of a known family asks for."""
 _NEUTRAL: Mapping[str, Any] = {
     # attribute -> the value that says the same as none
     "moe_router_num_groups": 1,
@@ -78,13 +101,22 @@ _LAYER_PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
 """What layers have -> part of a parameter's name in them, and the keys of config.json that say so."""
 
 
-def read_hf_config(path: str) -> dict[str, Any]:
-    """Return ``config.json`` of a checkpoint folder, its ``text_config`` laid over it where there is one.
+def read_hf_config(path: str, *, flag: str = "--hf-checkpoint") -> dict[str, Any]:
+    """Return the language model's part of ``config.json`` as its family reads it, what is absent filled in.
+
+    Args:
+        path: folder of the checkpoint.
+        flag: that names it.
 
     Raises:
-        ConfigError: as :func:`read_model_config`.
+        ConfigError: there is none, it is damaged, or says nothing of a model.
     """
-    return text_over_all(read_model_config(path))
+    config = read_model_config(path, flag=flag)
+    family = None if config.get(IS_PARTIAL) else FAMILIES.get(read_model_type(path, flag=flag))
+    try:
+        return language_config(config) if family is None else family.completed(config)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {path}/config.json: {error}. {COPY_AGAIN}") from error
 
 
 def open_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +134,8 @@ def _megatron_defaults() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     add_own_flags(parser)
     add_config_flags(parser)
-    return {action.dest: action.default for action in parser._actions if action.dest in MODEL_FLAGS}
+    known = MODEL_FLAGS | FIXED_FLAGS
+    return {action.dest: action.default for action in parser._actions if action.dest in known}
 
 
 def fill_model_flags(args: Namespace) -> dict[str, Any]:
@@ -115,9 +148,14 @@ def fill_model_flags(args: Namespace) -> dict[str, Any]:
     """
     missing = [name for name in MODEL_FLAGS if vars(args).get(name) is None]
     filled = {name: default for name, default in _megatron_defaults().items() if name in missing}
-    if args.use_rotary_position_embeddings:  # another way to give it
-        missing = [name for name in missing if name != "position_embedding_type"]
-        filled["position_embedding_type"] = "rope"
+    for is_given, attribute, value in (
+        # other ways to give them
+        (args.use_rotary_position_embeddings, "position_embedding_type", "rope"),
+        (args.use_gated_attention, "attention_output_gate", True),
+    ):
+        if is_given:
+            missing = [name for name in missing if name != attribute]
+            filled[attribute] = value
     if not args.hf_checkpoint:
         return filled
     config = read_hf_config(args.hf_checkpoint)
@@ -126,13 +164,13 @@ def fill_model_flags(args: Namespace) -> dict[str, Any]:
     if is_alone and not args.debug_rollout_only:
         if family is None:
             raise ConfigError(_unknown_family(args, config))
-        if problems := config_says(config, is_alone=True)[1]:
+        if problems := config_says(config)[1]:
             raise ConfigError(
                 f"{args.hf_checkpoint}/config.json asks for what the layers here do not compute:\n  "
                 + "\n  ".join(problems)
                 + "\nUse another checkpoint; docs/new_model.md says how to add layers."
             )
-    said = config_says(config, is_alone=is_alone)[0]
+    said = config_says(config)[0]
     chosen = {name: flag for name, flag in said.items() if name in missing and (flag.is_fact or is_alone)}
     filled |= {name: flag.value for name, flag in chosen.items()}
     if family is not None and family.spec and not (args.spec or args.custom_model_provider_path):
@@ -146,15 +184,14 @@ def fill_model_flags(args: Namespace) -> dict[str, Any]:
     return filled
 
 
-def config_says(config: Mapping[str, Any], *, is_alone: bool = False) -> tuple[dict[str, Flag], list[str]]:
+def config_says(config: Mapping[str, Any]) -> tuple[dict[str, Flag], list[str]]:
     """Return what config.json says of the model flags, by attribute, and what it asks for that no flag can say.
 
     Args:
         config: as :func:`read_hf_config` gives it.
-        is_alone: as of :meth:`ModelFamily.completed`.
     """
     family = family_of(config)
-    rules = list(shared_rules(config) if family is None else family.rules(family.completed(config, is_alone=is_alone)))
+    rules = list(shared_rules(config) if family is None else family.rules(family.with_defaults(config)))
     said = {rule.attribute: rule for rule in rules if isinstance(rule, Flag)}
     return said, [rule for rule in rules if isinstance(rule, str)]
 
@@ -203,7 +240,7 @@ def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]
                 "engines, take images alone. Leave it out, or give --custom-model-provider-path and "
                 "--custom-generate-function-path."
             )
-        yield from _features_without_layers(args, config["vision_config"])
+        yield from _features_without_layers(args, config.get("vision_config") or {})
         if args.enable_mtp_training:
             yield (
                 "--enable-mtp-training is given for a model with a vision tower; its MTP layers can be kept as they "
@@ -211,15 +248,16 @@ def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]
             )
         return
     towers = ", ".join(sorted(kind for kind, known in FAMILIES.items() if known.weight_map.tower))
+    kind = config.get("model_type")
+    what = f"has no vision tower for a {kind}; it has those of {towers}"
+    if kind in towers.split(", "):
+        what = f"builds the tower of a {kind} by vision_config of config.json, which is not there"
     for flag, value in (
         ("--train-vision-tower", args.train_vision_tower),
         ("--multimodal-keys", args.multimodal_keys),
     ):
         if value:
-            yield (
-                f"{flag} is given, but the trainer has no vision tower for a {config.get('model_type')}; it has those "
-                f"of {towers}. Drop the flag, or give --custom-model-provider-path."
-            )
+            yield f"{flag} is given, but the trainer {what}. Drop the flag, or give --custom-model-provider-path."
 
 
 def _features_without_layers(args: Namespace, vision: Mapping[str, Any]) -> Iterator[str]:
@@ -248,21 +286,39 @@ def disagreements(args: Namespace, config: Mapping[str, Any]) -> list[str]:
         for flag in said.values()
         if flag.is_fact and _is_other(args, flag)
     ]
-    family = family_of(config)
-    complete = family.with_defaults(config) if family is not None else config
-    if args.mtp_num_layers and config.get("model_type") and not any(complete.get(key) for key in _MTP_KEYS):
+    if args.mtp_num_layers and config.get("model_type") and not any(config.get(key) for key in _MTP_KEYS):
         lines.append(f"--mtp-num-layers is {args.mtp_num_layers}; the model has none ({_MTP_KEYS[0]})")
-    return lines + problems
+    return lines + _unsaid(args, config, said) + problems
+
+
+def _unsaid(args: Namespace, config: Mapping[str, Any], said: Mapping[str, Flag]) -> list[str]:
+    """Return one line for each flag that changes what the model computes, and of which its config.json says nothing.
+
+    Layers of the user's own may have any flags.
+    """
+    own_layers = args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None)
+    if own_layers or family_of(config) is None or config.get(IS_PARTIAL):
+        return []
+    idle = OF_GROUPED_ATTENTION if args.multi_latent_attention else frozenset()
+    names = sorted((MODEL_FLAGS | FIXED_FLAGS) - FREE_FLAGS - idle - said.keys())
+    flags = [
+        Flag(name, _megatron_defaults()[name], f"a {config['model_type']} has nothing of the kind") for name in names
+    ]
+    return [
+        f"{_as_given(flag.attribute, vars(args)[flag.attribute])}; {flag.source}"
+        for flag in flags
+        if (args.num_experts or not flag.attribute.startswith("moe_")) and _is_other(args, flag)
+    ]
 
 
 def _is_other(args: Namespace, flag: Flag) -> bool:
     """Return True when a flag's value means something else than the config's."""
     values = flag.value, vars(args)[flag.attribute]
-    wanted, given = (_NEUTRAL.get(flag.attribute) if value is None else value for value in values)
+    width = args.kv_channels or args.hidden_size // args.num_attention_heads
+    neutral = {**_NEUTRAL, "softmax_scale": width**-0.5, "kv_channels": width}.get(flag.attribute)
+    wanted, given = (neutral if value is None else value for value in values)
     if flag.attribute == "vocab_size":
         return bool(given < wanted)  # rows would be lost
-    if flag.attribute == "softmax_scale" and given is None and args.kv_channels:
-        given = args.kv_channels**-0.5
     if flag.attribute == "moe_layer_freq" and given is not None:
         given = moe_layers(given, args.num_layers)
     if flag.attribute == "linear_attention_freq":
@@ -313,10 +369,10 @@ class _Recorded(dict[str, Any]):
 
 def _differences(config: Mapping[str, Any], family: ModelFamily) -> list[str]:
     """Return what the rules of a family refuse, and the keys with a value that they would not look at."""
-    recorded = _Recorded(family.completed(config, is_alone=True))
+    recorded = _Recorded(family.completed(config))
     try:
         refused = [rule for rule in family.rules(recorded) if isinstance(rule, str)]
-    except (KeyError, TypeError, ConfigError) as error:
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
         refused = [f"{error!r} in its rules"]
     for what, (part, keys) in _LAYER_PARTS.items():
         said = [f"{key} is {config[key]}" for key in sorted(keys) if config.get(key)]
@@ -328,7 +384,7 @@ def _differences(config: Mapping[str, Any], family: ModelFamily) -> list[str]:
 
 
 def check_other_models(args: Namespace) -> None:
-    """Refuse other Hugging Face folders to load from that hold another model than the flags.
+    """Refuse Hugging Face folders to load from that hold a model unknown here, or another than the flags.
 
     A Megatron checkpoint is compared when it is loaded (``checkpoints/checkpoint_fit.py``).
 
@@ -339,10 +395,13 @@ def check_other_models(args: Namespace) -> None:
     teacher_flag = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
     folders += [(teacher_flag, folder) for folder in trainer_teachers(args).values()]
     for attribute, folder in folders:
-        if not folder or folder == args.hf_checkpoint or not (Path(folder) / "config.json").is_file():
+        if not folder or not (Path(folder) / "config.json").is_file():
             continue
-        if problems := disagreements(args, read_hf_config(folder)):
-            flag = "--ref-load" if folder == args.ref_load else flag_of(attribute)  # --load falls back to it
+        flag = "--ref-load" if folder == args.ref_load else flag_of(attribute)  # --load falls back to it
+        config = read_hf_config(folder, flag=flag)
+        if family_of(config) is None and not config.get(IS_PARTIAL):
+            find_weight_map(args.model_name or config["model_type"])
+        if folder != args.hf_checkpoint and (problems := disagreements(args, config)):
             raise ConfigError(
                 f"{flag}: {folder} is another model than that of the flags:\n  "
                 + "\n  ".join(problems)

@@ -60,7 +60,7 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
     )
     dims = dims if family is None else replace(dims, **family.dims(args, hf_config))
     seeing = family_of(hf_config) if hf_config and has_tower(args, hf_config) else None
-    if hf_config and seeing is not None and seeing.tower_parameters is not None:
+    if hf_config and hf_config.get("vision_config") and seeing is not None and seeing.tower_parameters is not None:
         tower = seeing.tower_parameters(hf_config["vision_config"])
         dims = replace(
             dims,

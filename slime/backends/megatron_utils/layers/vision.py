@@ -35,6 +35,7 @@ from slime.backends.megatron_utils.cp_utils import cp_rank
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
 from slime.backends.megatron_utils.layers.rotary import RotaryTables
 from slime.backends.megatron_utils.models import family_of
+from slime.backends.megatron_utils.models.flag_rules import hf_rope_settings
 from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
 from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import ConfigError, DataError
@@ -218,20 +219,19 @@ class VisionModel(GPTModel):
         Args:
             config: of the language model.
             folder: with the config.json that transformers builds the tower from; its weights are not read.
-            hf_config: that config.json.
+            hf_config: that config.json, as ``read_hf_config`` gives it.
             trains_tower: whether the tower's parameters need gradients.
 
         Raises:
             ConfigError: layers that take features of the tower are not on the first stage.
         """
         super().__init__(config, *args, **kwargs)
-        vision, text = hf_config["vision_config"], hf_config["text_config"]
+        vision = hf_config["vision_config"]
         self.image_token = int(hf_config["image_token_id"])
         self.merge = int(vision["spatial_merge_size"])
         family = family_of(hf_config)
         assert family is not None, "only families have towers"
-        rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-        section = rope.get("mrope_section") or family.rotary_section
+        section = hf_rope_settings(hf_config).get("mrope_section") or family.rotary_section
         self.axes = rotary_axes(section, interleaved=family.has_interleaved_axes)
         if not self.pre_process:
             return

@@ -41,6 +41,9 @@ def _load_families() -> dict[str, ModelFamily]:
 FAMILIES = _load_families()
 """By model_type of config.json."""
 
+IS_PARTIAL = "is_partial"
+"""Key of a config of which only a part is known: a key that it lacks says nothing."""
+
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
     """Return the family of a config.json; None for a model type that is not here."""
@@ -60,7 +63,7 @@ def has_tower(args: Namespace, config: Mapping[str, Any]) -> bool:
         config: config.json.
     """
     family, get = family_of(config), vars(args).get
-    if family is None or not family.weight_map.tower or not config.get("vision_config"):
+    if family is None or not family.weight_map.tower or not (config.get("vision_config") or config.get(IS_PARTIAL)):
         return False
     spec = get("spec") or ("",)
     asked = get("train_vision_tower") or get("multimodal_keys") or spec[0] == family.tower_spec.partition(" ")[0]

@@ -108,11 +108,11 @@ _SPARSE = ModelFamily(
     spec=SPARSE_SPEC,
     dims=sparse_dims,
     sparse_architecture="DeepseekV32ForCausalLM",
-    defaults={**_INDEX, "index_n_heads": 64},  # those of transformers' config classes
 )
 FAMILIES = (
     ModelFamily(
         model_types=("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+        config_class="deepseek_v3",
         weight_map=DEEPSEEK,
         always=SIGMOID,
         num_experts_key="n_routed_experts",
@@ -128,7 +128,6 @@ FAMILIES = (
         _SPARSE,
         model_types=("glm_moe_dsa",),
         sparse_architecture="GlmMoeDsaForCausalLM",
-        defaults=_INDEX,
         published={
             "GLM-5": _GLM5,
             "GLM-5-FP8": {**_GLM5, "quantization_config": BLOCK_FP8},

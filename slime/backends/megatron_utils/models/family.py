@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from slime.backends.megatron_utils.models.flag_rules import (
-    CLASS_DEFAULTS,
     DECODER,
     PLAIN,
     Config,
@@ -19,6 +21,7 @@ from slime.backends.megatron_utils.models.flag_rules import (
     shared_rules,
 )
 from slime.backends.megatron_utils.models.rule import WeightMap
+from slime.utils.json_file import language_config
 
 BLOCK_FP8: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
@@ -75,10 +78,10 @@ class ModelFamily:
     # --- config.json
     always: Mapping[str, Any] = field(default_factory=dict)
     """Attribute of args -> the value that every model of the family has, beside ``DECODER``, or instead."""
+    config_class: str = ""
+    """Model type whose class of transformers reads config.json, where transformers has none for the family's own."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key of config.json -> the value that a file without it means."""
-    class_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The same for a run without model flags: what transformers' class takes, beside ``CLASS_DEFAULTS``."""
+    """Key of config.json -> the value that a file without it means, where that class does not know the key."""
     fixed: Mapping[str, Any] = field(default_factory=lambda: PLAIN)
     """Key of config.json -> the one value that these layers can have."""
     sizes: Mapping[str, str] = field(default_factory=dict)
@@ -102,7 +105,7 @@ class ModelFamily:
 
     def with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``config`` with ``defaults`` where it has no value."""
-        return {**self.defaults, **{key: value for key, value in config.items() if value is not None}}
+        return {**config, **{key: value for key, value in self.defaults.items() if config.get(key) is None}}
 
     def rules(self, config: Config) -> Iterator[Flag | str]:
         """Yield what ``config``, defaults included, says of the model flags; the last for an attribute counts."""
@@ -121,20 +124,39 @@ class ModelFamily:
         if windows and not any(isinstance(flag, Flag) and flag.attribute == "window_size" for flag in own):
             yield f"layer_types has {windows.pop()}; all layers of a {kind} have full attention here"
 
-    def completed(self, config: Config, *, is_alone: bool) -> dict[str, Any]:
-        """Return :meth:`with_defaults`, with the number of experts under the key of the family.
+    def completed(self, config: Config) -> dict[str, Any]:
+        """Return the language model's part of config.json, as transformers reads it: defaults of its class included.
 
-        Args:
-            config: config.json.
-            is_alone: no flag says what the model is, so that transformers' defaults count as well.
+        The number of experts is under the key of the family.
+
+        Raises:
+            ValueError: the class refuses it.
         """
-        absent = {**CLASS_DEFAULTS, **self.class_defaults} if is_alone else {}
-        config = {**config, **absent, **self.with_defaults(config)}
-        # transformers saves several counts for some families, and what a model does not read may be a default.
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        known = copy.deepcopy(dict(config))
+        self._count_experts(known.get("text_config") or known)
+        kind = str(config.get("model_type"))
+        kind = kind if kind in self.model_types else self.model_types[0]
+        kind = kind if kind in CONFIG_MAPPING else self.config_class
+        if not kind:
+            return self.with_defaults(language_config(known))
+        config_class: Any = CONFIG_MAPPING[kind]
+        try:
+            whole = config_class.from_dict(known).to_dict()
+        except (StrictDataclassError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise ValueError(
+                f"{config_class.__name__} of transformers refuses it: {' '.join(str(error).split())}"
+            ) from error
+        whole = language_config({**whole, "model_type": config.get("model_type")})
+        self._count_experts(whole)
+        return self.with_defaults(whole)
+
+    def _count_experts(self, config: dict[str, Any]) -> None:
+        """Leave one number of experts: transformers saves several for some families, some of which nothing reads."""
         counts = [config.pop(key) for key in sorted(EXPERT_COUNTS - {self.num_experts_key}) if key in config]
         if counts and counts[0] is not None:
             config.setdefault(self.num_experts_key, counts[0])
-        return config
 
     def is_built_by(self, spec: str) -> bool:
         """Return True when ``spec``, the module that ``--spec`` names, has this family's layers."""

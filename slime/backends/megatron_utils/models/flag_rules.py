@@ -51,8 +51,6 @@ DECODER: Mapping[str, Any] = {
     "position_embedding_type": "rope",
 }
 """Attributes of every family that does not say otherwise."""
-CLASS_DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rope_theta": 10000.0, "rms_norm_eps": 1e-6}
-"""Key of config.json -> what transformers takes where the file lacks it, in most families."""
 PLAIN: Mapping[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 """Keys of config.json with the one value that layers can have, unless their family says otherwise."""
 NO_BIASES: Mapping[str, Any] = {**PLAIN, "attention_bias": False}
@@ -64,6 +62,8 @@ _SIZES = {
     "num_attention_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
     "rms_norm_eps": "norm_epsilon",
+}
+_EXPERT_SIZES = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
@@ -129,6 +129,9 @@ def mlp_width(config: Config) -> Iterator[Flag]:
 def grouped_attention(config: Config) -> Iterator[Flag | str]:
     """Yield heads and rotary positions of attention without latents."""
     yield from facts(config, {"num_key_value_heads": "num_query_groups", "head_dim": "kv_channels"})
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if width and heads and config.get("head_dim") is None:
+        yield Flag("kv_channels", width // heads, f"hidden_size / num_attention_heads is {width // heads}")
     if config.get("num_key_value_heads") is not None:
         yield fact(config, "num_key_value_heads", "group_query_attention", True)
     for key, attribute in (("attention_bias", "add_qkv_bias"), ("use_qk_norm", "qk_layernorm")):
@@ -216,7 +219,8 @@ def layers_with_experts(config: Config) -> list[int] | None:
 
 
 def expert_layers(config: Config) -> Iterator[Flag]:
-    """Yield which layers have experts, and how they are computed."""
+    """Yield which layers have experts, how wide these are, and how they are computed."""
+    yield from facts(config, _EXPERT_SIZES)
     layers = layers_with_experts(config)
     if layers is not None:
         dense = [layer for layer, has_experts in enumerate(layers) if not has_experts]

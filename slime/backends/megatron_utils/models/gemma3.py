@@ -63,7 +63,6 @@ FAMILIES = (
             **dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm"), True),
             **dict.fromkeys(("qk_layernorm", "apply_layernorm_1p"), True),
         },
-        class_defaults={"tie_word_embeddings": True, "rope_theta": 1000000.0, "sliding_window": 4096},
         fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, **NO_SOFTCAPS},
         flags=gemma3_flags,
         published={

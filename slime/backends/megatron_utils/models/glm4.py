@@ -46,7 +46,6 @@ GLM4_MOE = WeightMap(
     mtp_copies=MTP_COPIES,
 )
 
-HALF_TURNS = {"partial_rotary_factor": 0.5}
 SANDWICH = {"rotary_interleaved": True, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}
 
 
@@ -79,7 +78,6 @@ FAMILIES = (
         model_types=("glm4",),
         weight_map=GLM4,
         always=SANDWICH,
-        class_defaults=HALF_TURNS,
         spec="slime_plugins.models.glm4 get_glm_spec",
         is_spec_optional=True,
     ),
@@ -87,13 +85,11 @@ FAMILIES = (
         model_types=("glm4_moe",),
         weight_map=GLM4_MOE,
         always=SIGMOID,
-        class_defaults={**HALF_TURNS, "use_qk_norm": False},
         num_experts_key="n_routed_experts",
         published={"GLM-4.5-355B-A32B-FP8": {"model_type": "glm4_moe", "quantization_config": BLOCK_FP8}},
     ),
     ModelFamily(
-        # The names with _text are those of text_config.
-        model_types=("glm4v", "glm4v_text"),
+        model_types=("glm4v",),
         weight_map=replace(GLM4, family="GLM-4V", **COMPOSITE),
         always={**SANDWICH, "add_qkv_bias": True},
         fixed={**PLAIN, "attention_bias": True},
@@ -104,10 +100,9 @@ FAMILIES = (
         **_TOWER,
     ),
     ModelFamily(
-        model_types=("glm4v_moe", "glm4v_moe_text"),
+        model_types=("glm4v_moe",),
         weight_map=replace(GLM4_MOE, family="GLM-4V MoE", **COMPOSITE),
         always=SIGMOID,
-        class_defaults={**HALF_TURNS, "attention_bias": True},
         fixed={**PLAIN, "use_qk_norm": False},
         num_experts_key="n_routed_experts",
         published={

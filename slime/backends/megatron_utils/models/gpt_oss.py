@@ -91,8 +91,7 @@ FAMILIES = (
             **{"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, "add_bias_linear": True},
             **{"softmax_type": "learnable", "moe_router_score_function": "softmax", "moe_router_pre_softmax": False},
         },
-        defaults={"sliding_window": WINDOW, "swiglu_limit": 7.0},
-        class_defaults={"attention_bias": True},
+        defaults={"swiglu_limit": 7.0},
         flags=gpt_oss_flags,
         sizes={
             "num_local_experts": "num_experts",

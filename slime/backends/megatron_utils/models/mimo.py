@@ -41,4 +41,12 @@ def mtp_layers(config: Config) -> Iterator[Flag]:
         yield Flag("mtp_num_layers", count, f"num_nextn_predict_layers is {count}", is_fact=False)
 
 
-FAMILIES = (ModelFamily(model_types=("mimo",), weight_map=MIMO, always={"add_qkv_bias": True}, flags=mtp_layers),)
+FAMILIES = (
+    ModelFamily(
+        model_types=("mimo",),
+        weight_map=MIMO,
+        config_class="qwen2",
+        always={"add_qkv_bias": True},
+        flags=mtp_layers,
+    ),
+)

@@ -39,7 +39,6 @@ FAMILIES = (
     ModelFamily(
         model_types=("phi3",),
         weight_map=PHI3,
-        class_defaults={"rms_norm_eps": 1e-5},
         fixed=NO_BIASES,
         flags=window_is_idle,
     ),

@@ -64,14 +64,12 @@ FAMILIES = (
         model_types=("qwen3",),
         weight_map=DENSE,
         always={"qk_layernorm": True},
-        class_defaults={"head_dim": 128},
         fixed=NO_BIASES,
     ),
     ModelFamily(
         model_types=("qwen2_moe",),
         weight_map=QWEN_MOE,
         always={**SOFTMAX, "moe_shared_expert_gate": True, "add_qkv_bias": True},
-        class_defaults={"norm_topk_prob": False},
         fixed={**PLAIN, "qkv_bias": True},
         # They would be on its shared expert too, which SGLang's adapters take to be as wide as a dense MLP.
         engine_without_adapters=("gate_proj", "up_proj", "down_proj"),
@@ -80,7 +78,6 @@ FAMILIES = (
         model_types=("qwen3_moe",),
         weight_map=QWEN_MOE,
         always={**SOFTMAX, "qk_layernorm": True},
-        class_defaults={"norm_topk_prob": False},
         fixed=NO_BIASES,
     ),
 )

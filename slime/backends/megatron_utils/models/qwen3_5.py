@@ -30,7 +30,7 @@ from slime.backends.megatron_utils.models.qwen3_next import (
     QWEN3_NEXT,
     linear_flags,
 )
-from slime.backends.megatron_utils.models.qwen3_vl import tower_parameters
+from slime.backends.megatron_utils.models.qwen3_vl import TOWER, tower_parameters
 from slime.backends.megatron_utils.models.rule import (
     COMPOSITE,
     EXPERTS,
@@ -99,21 +99,20 @@ def _published(kind: str, value_heads: int = 32) -> dict[str, Any]:
 
 
 _DENSE, _EXPERTS = "qwen3_5", "qwen3_5_moe"
-_OF_27B, _OF_35B = _published(_DENSE, 48), _published(_EXPERTS)
+_TOWER = {**TOWER, "deepstack_visual_indexes": []}
+_OF_27B = {**_published(_DENSE, 48), "vision_config": {**_TOWER, "out_hidden_size": 5120}}
+_OF_35B = {**_published(_EXPERTS), "vision_config": {**_TOWER, "out_hidden_size": 2048}}
 
 FAMILIES = (
     ModelFamily(
-        # The names with _text are those of text_config.
-        model_types=(_DENSE, f"{_DENSE}_text", _EXPERTS, f"{_EXPERTS}_text"),
+        model_types=(_DENSE, _EXPERTS),
         weight_map=QWEN3_5,
         spec="slime_plugins.models.qwen3_5 get_qwen3_5_spec",
         tower_spec="slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider",
         tower_parameters=tower_parameters,
         rotary_section=(11, 11, 10),
         has_linear_attention=True,
-        defaults=_DELTA_NETS,
         always={**SOFTMAX, **GATED},
-        class_defaults={"partial_rotary_factor": 0.25},
         fixed={**NO_BIASES, "attn_output_gate": True},
         flags=qwen3_5_flags,
         published={

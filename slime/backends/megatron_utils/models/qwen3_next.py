@@ -159,12 +159,11 @@ FAMILIES = (
         spec="slime_plugins.models.qwen3_next get_qwen3_next_spec",
         has_linear_attention=True,
         always={**SOFTMAX, **GATED, "moe_shared_expert_gate": True},
-        class_defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
         flags=linear_flags,
         # SGLang's adapters know neither the gate of attention nor the width of the shared expert.
         engine_without_adapters=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
         # The published config.json does not speak of the MTP layer that every checkpoint has.
-        defaults={"full_attention_interval": 4, "num_nextn_predict_layers": 1, **DELTA_NET_SIZES},
+        defaults={"num_nextn_predict_layers": 1},
         published={
             "Qwen3-Next-80B-A3B-Instruct": _PUBLISHED,
             "Qwen3-Next-80B-A3B-Instruct-FP8": {**_PUBLISHED, "quantization_config": BLOCK_FP8},

@@ -59,12 +59,10 @@ SMALL_TOWER = {
 
 FAMILIES = (
     ModelFamily(
-        # The name with _text is that of text_config.
-        model_types=("qwen3_vl", "qwen3_vl_text"),
+        model_types=("qwen3_vl",),
         weight_map=QWEN3_VL,
         tower_parameters=tower_parameters,
         always={"qk_layernorm": True},
-        class_defaults={"head_dim": 128, "rope_theta": 500000.0},
         fixed=NO_BIASES,
         flags=interleaved_only,
         published={
@@ -79,12 +77,11 @@ FAMILIES = (
         },
     ),
     ModelFamily(
-        model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        model_types=("qwen3_vl_moe",),
         weight_map=QWEN3_VL_MOE,
         tower_parameters=tower_parameters,
         always={**SOFTMAX, "qk_layernorm": True},
         defaults={"norm_topk_prob": True},
-        class_defaults={"rope_theta": 500000.0},
         fixed={**NO_BIASES, "norm_topk_prob": True},
         flags=interleaved_only,
         published={

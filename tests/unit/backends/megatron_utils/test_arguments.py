@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,10 @@ from tests.unit.backends.megatron_utils.megatron_case import build_parser, hf_fl
 
 REPO = Path(__file__).parents[4]
 DENSE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --swiglu".split()
+QWEN3 = {
+    **{"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100},
+    **{"num_key_value_heads": 4, "head_dim": 16},
+}
 MOE = [*DENSE, *"--num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear".split()]
 
 SCRIPT_FLAGS = """
@@ -328,18 +333,19 @@ def test_all_disagreements_with_the_checkpoint_are_listed_at_once(tmp_path: Path
     ids=["old", "new", "multimodal"],
 )
 def test_the_rotary_base_is_found_in_configs_of_every_age(tmp_path: Path, config: dict[str, object]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "acme", **config}))
     with pytest.raises(ConfigError, match="--rotary-base is 10000.0; rope_theta is 9.0"):
         parse(*DENSE, "--rotary-base", "10000", "--hf-checkpoint", str(tmp_path))
 
 
-def test_what_the_checkpoint_does_not_say_is_not_compared(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+def test_what_the_checkpoint_of_an_unknown_family_does_not_say_is_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "acme"}')
     assert parse(*DENSE, "--hf-checkpoint", str(tmp_path)).hidden_size == 64
 
 
 def test_the_dense_size_of_a_model_of_experts_alone_is_not_compared(tmp_path: Path) -> None:
-    config = {"intermediate_size": 5, "moe_intermediate_size": 32, "num_experts": 4, "num_hidden_layers": 4}
+    config: dict[str, Any] = {"model_type": "acme"}
+    config |= {"intermediate_size": 5, "moe_intermediate_size": 32, "num_experts": 4, "num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = [*MOE, "--hf-checkpoint", tmp_path, "--num-experts", "4", "--num-layers", "4", "--ffn-hidden-size", "64"]
     assert parse(*flags).ffn_hidden_size == 64
@@ -352,9 +358,9 @@ def test_the_dense_size_of_a_model_of_experts_alone_is_not_compared(tmp_path: Pa
     ("config", "message"),
     [
         ({"model_type": "mamba"}, "'mamba'; weights can be converted for .*qwen3"),
-        ({"model_type": "qwen3", "quantization_config": {"quant_method": "gptq"}}, "is quantized .gptq."),
+        ({**QWEN3, "quantization_config": {"quant_method": "gptq"}}, "is quantized .gptq."),
         (
-            {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            {**QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "no folder with safetensors",
         ),
     ],
@@ -389,7 +395,7 @@ def test_a_damaged_config_is_named(tmp_path: Path) -> None:
 
 
 def test_gathered_context_parallelism_is_for_sparse_attention_only(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "acme", "architectures": ["Qwen3ForCausalLM"]}))
     layout = "--allgather-cp --context-parallel-size 2 --actor-num-gpus-per-node 2 --hf-checkpoint"
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM; only DeepseekV32ForCausalLM and GlmMoeDsaForCausalLM"):
         parse(*DENSE, *layout.split(), str(tmp_path))

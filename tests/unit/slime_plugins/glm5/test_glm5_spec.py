@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
 from slime.backends.megatron_utils.model_provider import freeze_indexer, get_model_provider
+from slime.backends.megatron_utils.models import FAMILIES
 from slime.backends.megatron_utils.models.index_sharing import PipelineSplitError
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.glm5 import first_layers_of_stages, get_glm5_spec, indexer_settings
@@ -199,7 +200,7 @@ def test_what_the_hf_config_leaves_out_is_what_its_class_says(model_type: str) -
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(model_type)
-    settings = indexer_settings({"model_type": model_type})
+    settings = indexer_settings(FAMILIES[model_type].completed({"model_type": model_type}))
     assert (settings.num_heads, settings.head_dim, settings.topk) == (
         known.index_n_heads,
         known.index_head_dim,
@@ -210,7 +211,7 @@ def test_what_the_hf_config_leaves_out_is_what_its_class_says(model_type: str) -
 def test_the_indexers_rotary_pairs_follow_the_config_unless_the_environment_overrides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = {"model_type": "glm_moe_dsa"}
+    config = FAMILIES["glm_moe_dsa"].completed({"model_type": "glm_moe_dsa"})
     monkeypatch.delenv("INDEXER_ROPE_NEOX_STYLE", raising=False)
     assert not indexer_settings(config).is_interleaved
     assert indexer_settings({**config, "indexer_rope_interleave": True}).is_interleaved

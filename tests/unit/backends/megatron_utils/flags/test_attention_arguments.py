@@ -19,6 +19,8 @@ SPEC = "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec"
 GATED = f"{SPEC} --attention-output-gate --apply-layernorm-1p"
 CONFIG = {
     "model_type": "qwen3_next",
+    **{"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4},
+    **{"vocab_size": 100, "intermediate_size": 96, "num_experts": 0, "head_dim": 8},
     "full_attention_interval": 3,
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 16,
@@ -56,7 +58,7 @@ def test_a_list_of_types_says_the_same_as_an_interval(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{GATED} --linear-attention-freq 2", "--linear-attention-freq is 2; full_attention_interval is 3"),
+        (f"{GATED} --linear-attention-freq 2", "--linear-attention-freq is 2; the layers with full attention are .2"),
         (f"{GATED} --linear-num-key-heads 4", "--linear-num-key-heads is 4; linear_num_key_heads is 8"),
         ("--no-attention-output-gate", "--attention-output-gate is not given; a qwen3_next has it"),
         ("--no-apply-layernorm-1p", "--apply-layernorm-1p is not given"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import CohereConfig, Gemma2Config, OlmoeConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from slime.backends.megatron_utils.flags.hf_config_check import vision_problems
+from slime.backends.megatron_utils.flags.hf_config_check import config_says, read_hf_config, vision_problems
+from slime.backends.megatron_utils.models import FAMILIES
 from slime.backends.megatron_utils.models.family import differs
 from slime.utils.errors import ConfigError
 from tests.matrix.case import load_cases, read_config
@@ -57,7 +60,7 @@ def test_floats_differ_by_more_than_rounding(one: Any, other: Any, is_different:
 def test_a_float_of_config_json_may_be_rounded(
     tmp_path: Path, config: dict[str, Any], flags: str, refusal: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "acme", **config}))
     checkpoint = ("--hf-checkpoint", str(tmp_path))
     parse(*DENSE, *flags.split(), *checkpoint)
     other = flags.replace("1e-05", "1e-06").replace("1000000", "10000").replace("0.25", "0.5").replace(" 8", " 9")
@@ -144,3 +147,114 @@ def test_a_model_of_no_family_is_refused_with_the_nearest_one_and_what_differs(
     says = f"is a {model.model_type!r}, a family unknown here. The nearest one is {nearest!r}, from which config.json "
     with pytest.raises(ConfigError, match=re.escape(f"{says}differs so: {apart}. Where")):
         parse("--hf-checkpoint", str(tmp_path))
+
+
+COMPOSITES = [
+    kind for kind, family in FAMILIES.items() if family.weight_map.layer_prefix.startswith("model.language_model.")
+]
+
+
+def write_folder(folder: Path, config: Mapping[str, Any]) -> str:
+    """A folder with this config.json."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", COMPOSITES)
+@pytest.mark.parametrize("top", [True, False, None])
+def test_the_top_of_config_json_decides_what_concerns_the_whole_folder(
+    tmp_path: Path, kind: str, top: bool | None
+) -> None:
+    config = {**CONFIG_MAPPING[kind]().to_diff_dict(), "dtype": "float16"}
+    config["text_config"] |= {"tie_word_embeddings": not top, "dtype": "bfloat16", "num_hidden_layers": 4}
+    config["text_config"].pop("layer_types", None)
+    config.pop("tie_word_embeddings")
+    if top is not None:
+        config["tie_word_embeddings"] = top
+    read = read_hf_config(write_folder(tmp_path, config))
+    assert (read["model_type"], read["dtype"], read["num_hidden_layers"]) == (kind, "float16", 4)
+    assert config_says(read)[0]["untie_embeddings_and_output_weights"].value is not bool(top)
+
+
+@pytest.mark.parametrize("text", ["mistral", "gemma3_text", "qwen2"])
+def test_a_folder_of_an_unknown_family_is_refused_whatever_its_language_model_is(tmp_path: Path, text: str) -> None:
+    config = {"model_type": "mistral3", "text_config": {"model_type": text}, "vision_config": {"hidden_size": 8}}
+    folder = write_folder(tmp_path, config)
+    with pytest.raises(ConfigError, match="'mistral3', a family unknown here"):
+        parse("--hf-checkpoint", folder)
+    with pytest.raises(ConfigError, match="'mistral3'; weights can be converted for .*mistral"):
+        parse(*DENSE, "--hf-checkpoint", folder, "--load", folder)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_key_that_config_json_lacks_has_the_default_of_transformers_class(tmp_path: Path, kind: str) -> None:
+    family = FAMILIES[kind]
+    config_class = CONFIG_MAPPING[kind if kind in CONFIG_MAPPING else family.config_class]
+    full = {**config_class().to_diff_dict(), "model_type": kind}
+    said = config_says(read_hf_config(write_folder(tmp_path, full)))
+    values = {name: flag.value for name, flag in said[0].items()}
+    part = full.get("text_config") or full
+    for place, key in [*((full, key) for key in full), *((part, key) for key in part)]:
+        if key in ("model_type", "text_config"):
+            continue
+        value = place.pop(key, None)
+        again = config_says(read_hf_config(write_folder(tmp_path, full)))
+        assert {name: flag.value for name, flag in again[0].items()} == values, key
+        assert again[1] == said[1], key
+        place[key] = value
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute", "value"),
+    [
+        ("minimax_m2", "rotary_base", 5000000.0),
+        ("gpt_oss", "rotary_base", 150000.0),
+        ("gpt_oss", "position_embedding_type", "yarn"),
+        ("gpt_oss", "rotary_scaling_factor", 32.0),
+        ("gpt_oss", "norm_epsilon", 1e-5),
+        ("glm4", "norm_epsilon", 1.5625e-07),
+        ("glm4", "rotary_percent", 0.5),
+        ("glm4_moe", "norm_epsilon", 1e-5),
+        ("glm4_moe_lite", "moe_router_topk_scaling_factor", 1.8),
+        ("glm_moe_dsa", "dsa_indexer_n_heads", 32),
+        ("deepseek_v32", "dsa_indexer_n_heads", 64),
+        ("kimi_k2", "moe_router_topk_scaling_factor", 2.5),
+        ("qwen3_vl", "rotary_base", 500000.0),
+        ("qwen3_5", "rotary_percent", 0.25),
+        ("qwen3_next", "linear_attention_freq", [1, 1, 1, 0] * 12),
+        ("gemma3_text", "rotary_base", 1000000.0),
+        ("qwen3_moe", "moe_router_pre_softmax", True),
+        ("qwen2_moe", "moe_shared_expert_intermediate_size", 5632),
+        ("phi3", "norm_epsilon", 1e-5),
+    ],
+)
+def test_defaults_of_classes_by_hand(tmp_path: Path, kind: str, attribute: str, value: Any) -> None:
+    flag = config_says(read_hf_config(write_folder(tmp_path, {"model_type": kind})))[0][attribute]
+    assert flag.value == value and flag.is_fact
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'; it must be a whole number above 0"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers is '-2'; it must be a whole number above 0"),
+        ({"hidden_size": 64.0}, "hidden_size is '64.0'; it must be a whole number above 0"),
+        ({"vocab_size": True}, "vocab_size is 'True'; it must be a whole number above 0"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6'; it must be a number above 0"),
+        ({"num_experts_per_tok": "8"}, "Qwen3MoeConfig of transformers refuses it: .*'num_experts_per_tok'"),
+        ({"layer_types": ["full_attention"]}, "Qwen3MoeConfig of transformers refuses it: .*layer_types"),
+        ({"model_type": None}, "has no model_type"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_file(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    config = {**CONFIG_MAPPING["qwen3_moe"]().to_diff_dict(), **change}
+    place = re.escape(f"--hf-checkpoint: {tmp_path}/config.json")
+    for flags in ((), DENSE):
+        with pytest.raises(ConfigError, match=f"{place}.*{message}"):
+            parse(*flags, "--hf-checkpoint", write_folder(tmp_path, config))
+
+
+def test_an_empty_config_json_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="config.json has no model_type"):
+        parse(*DENSE, "--hf-checkpoint", write_folder(tmp_path, {}))

@@ -32,7 +32,7 @@ def packed_folder(folder: Path, names: tuple[str, ...], *, group_size: int = 32,
     plain = folder / "plain"
     plain.mkdir()
     save_file({name: torch.ones(8, 64) for name in names}, plain / "model.safetensors")
-    (plain / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    (plain / "config.json").write_text(json.dumps({"model_type": "acme", "dtype": "bfloat16"}))
     rewrite_folder(to_int4(group_size, symmetric), plain, folder / "int4")
     return folder / "int4"
 
@@ -125,7 +125,7 @@ def test_what_cannot_work_is_refused_with_its_numbers(flags: list[Any], message:
     ],
 )  # fmt: skip
 def test_a_checkpoint_quantized_in_another_way_is_refused(tmp_path: Path, quantization: dict[str, Any]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "acme", "quantization_config": quantization}))
     with pytest.raises(ConfigError, match="--int4-qat rounds to symmetric four-bit integers"):
         parse(*MOE, "--int4-qat", "--hf-checkpoint", str(tmp_path))
 
