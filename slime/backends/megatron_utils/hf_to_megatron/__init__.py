@@ -24,7 +24,7 @@ from slime.train_data.model_dims import ModelDims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, stored_dtypes
 from slime.backends.megatron_utils.layers.value_head import is_of_value_head
 from slime.backends.megatron_utils.models import FAMILIES, WeightMap, find_weight_map
-from slime.backends.megatron_utils.models.rule import from_hf
+from slime.backends.megatron_utils.models.rule import EMBEDDING, OUTPUT_LAYER, from_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.utils.errors import DataError
@@ -116,6 +116,8 @@ def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMa
     """
     full = _read_whole(name, tensors, weight_map, shape)
     _check_copies(tensors, weight_map.copies_of(name, shape), full)
+    if name == EMBEDDING and shape.has_tied_embeddings:
+        _check_head(tensors, weight_map.find(OUTPUT_LAYER, shape)[1][0], full)
     if name in VOCABULARY:
         full = pad_vocabulary(full, shape)
     part = local_part(shard, full)
@@ -188,27 +190,36 @@ def _check_copies(tensors: HfTensors, names: Sequence[str], original: Tensor) ->
             )  # fmt: skip
 
 
+def _check_head(tensors: HfTensors, head: str, embedding: Tensor) -> None:
+    """Refuse an output projection beside the embedding that it should be: nothing would train it."""
+    if head in tensors and not torch.equal(tensors.get(head), embedding):
+        raise DataError(
+            f"{tensors.where(head)}: {head} differs from the embedding, and tie_word_embeddings of config.json says "
+            "that they are one; set it to false there (--untie-embeddings-and-output-weights), or remove the tensor."
+        )
+
+
 def check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) -> None:
     """Refuse a checkpoint that has tensors that the model has not, such as biases, query norms, or a second head.
 
-    Of the layers, only those of which something was read are looked at: others belong to other pipeline stages; and
-    not their experts, most of which belong to other ranks.  Outside of the layers the family's weight map says what
-    there may be: its rules, what it ignores, what is not trained, and MTP layers that this model goes without.
+    A part of which nothing was read, such as a layer, belongs to another pipeline stage, or the model goes without it;
+    of any other part every tensor must have been read.  Experts are looked at as one, since other ranks have most of
+    them.  Outside of these parts the family's weight map says what there may be.
     """
-    prefix = re.escape(weight_map.layer_prefix).replace(r"\{layer\}", r"\d+")
     copies = {copy for name in weight_map.mtp_copies for copy in weight_map.copies_of(name, shape)}
-    layers = {match[0] for name in tensors.read - copies if (match := re.match(prefix, name))}
+    read = {_EXPERT.sub(".experts.*.", name) for name in tensors.read}
+    parts = {weight_map.part_of(name) for name in tensors.read - copies}
     unused = [
         name
         for name in tensors.names()
-        if name not in tensors.read
-        and (match := re.match(prefix, name))
-        and match[0] in layers
-        and not _EXPERT.search(name)
+        if (part := weight_map.part_of(name)) is not None
+        and part in parts
+        and _EXPERT.sub(".experts.*.", name) not in read
         and name not in copies
         and not any(re.fullmatch(pattern, name) for pattern in weight_map.ignored)
     ]
-    unused += [name for name in tensors.names() if not weight_map.has_place(name, shape)]
+    unused += [name for name in tensors.names() if name not in unused and not weight_map.has_place(name, shape)]
+    unused += [f"{name}[{shape.num_experts}]" for name, rows in tensors.rows.items() if rows > shape.num_experts]
     if unused:
         raise DataError(
             f"{tensors.where(unused[0])}: {len(unused)} tensors have no place in the model, such as {unused[0]}; "

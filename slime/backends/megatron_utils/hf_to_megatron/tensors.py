@@ -122,6 +122,8 @@ class HfTensors:
         self.folder = Path(folder)
         self.read: set[str] = set()
         """Names asked for so far."""
+        self.rows: dict[str, int] = {}
+        """Rows of the tensors in the files of which single rows were asked for."""
         self._pool = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="digest")
         self._verdicts: deque[Future[None]] = deque()
         self._open: dict[str, tuple[Any, ExitStack]] = {}
@@ -184,7 +186,9 @@ class HfTensors:
         return read_weight(name, self.get_stored, self._file_of, self._format)
 
     def _row_of_stored(self, name: str, row: int) -> Tensor:
-        part = self._handle(self._file_of[name]).get_slice(name)[row]
+        stored = self._handle(self._file_of[name]).get_slice(name)
+        self.rows[name] = stored.get_shape()[0]
+        part = stored[row]
         self._check(name, part, row=row)
         return part
 

@@ -22,13 +22,14 @@ Merge = Callable[..., Tensor]
 Split = Callable[[Tensor, ModelDims], Sequence[Tensor]]
 
 _EXPERT = re.compile(r"(.*\bexperts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+_HF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 MAX_MTP_LAYERS = 8
 """More than any published model has; a run may go without those of its checkpoint."""
 TOWER = "vision_model."
 """Prefix of the parameters of a vision tower in the trainer's model."""
-_OUTPUT_LAYER, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+OUTPUT_LAYER, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +136,34 @@ class WeightMap:
         """Beginnings of names, by the layers of the model and the first MTP layer: a checkpoint has 100,000 names."""
         return {}
 
+    def part_of(self, hf_name: str) -> str | None:
+        """Return what the names of a HF tensor's part begin with: a layer, MTP layers, a vision tower; else None."""
+        if self.tower and hf_name.startswith(self.tower):
+            return self.tower
+        if layer := self._layer.match(hf_name):
+            return layer[0]
+        prefixes = (self.own_mtp_prefix.format(index=index) for index in range(MAX_MTP_LAYERS))
+        return next((prefix for prefix in prefixes if prefix and hf_name.startswith(prefix)), None)
+
     def has_place(self, hf_name: str, shape: ModelDims) -> bool:
         """Return False for a HF tensor that belongs to no layer of the model, nor to anything else of the family."""
         if hf_name in {name for rule in self.top for name in rule.hf} or self.is_untrained(hf_name):
             return True
         if self.tower and hf_name.startswith(self.tower):
             return True
-        if self._is_in_mtp(hf_name, shape) or any(re.fullmatch(pattern, hf_name) for pattern in self.ignored):
+        if any(re.fullmatch(pattern, hf_name) for pattern in self.ignored):
             return True
-        before, _, behind = self.layer_prefix.partition("{layer}")
-        layer = re.match(rf"{re.escape(before)}(\d+){re.escape(behind)}", hf_name)
+        if (expert := _HF_EXPERT.search(hf_name)) and int(expert[1]) >= shape.num_experts:
+            return False
+        if self._is_in_mtp(hf_name, shape):
+            return True
+        layer = self._layer.match(hf_name)
         return layer is not None and int(layer[1]) < shape.num_layers
+
+    @cached_property
+    def _layer(self) -> re.Pattern[str]:
+        """What a name in a layer begins with."""
+        return re.compile(r"(\d+)".join(map(re.escape, self.layer_prefix.split("{layer}"))))
 
     @cached_property
     def _rules(self) -> dict[str, dict[str, Rule]]:
@@ -187,7 +205,7 @@ def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelDims) ->
     Raises:
         KeyError: the family has no such parameter.
     """
-    if name == _OUTPUT_LAYER and shape.has_tied_embeddings:
+    if name == OUTPUT_LAYER and shape.has_tied_embeddings:
         return []
     rule, hf_names = weight_map.find(name, shape)
     return list(zip(hf_names, rule.split(tensor, shape), strict=True))
@@ -205,8 +223,8 @@ def from_hf(weight_map: WeightMap, name: str, get: Callable[[str], Tensor], shap
     Raises:
         KeyError: the family has no such parameter, or the checkpoint lacks a tensor of it.
     """
-    if name == _OUTPUT_LAYER and shape.has_tied_embeddings:
-        name = _EMBEDDING
+    if name == OUTPUT_LAYER and shape.has_tied_embeddings:
+        name = EMBEDDING
     rule, hf_names = weight_map.find(name, shape)
     return rule.merge(*(get(hf_name) for hf_name in hf_names), shape)
 

@@ -15,6 +15,7 @@ from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, Miss
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.utils.errors import ConfigError, DataError
+from tests.matrix.case import load_cases, read_config
 from tests.unit.backends.megatron_utils.megatron_case import (
     hf_flags,
     parse,
@@ -224,11 +225,72 @@ def test_a_tensor_too_many_is_an_error_with_its_file(tmp_path: Path, name: str) 
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
-def test_tensors_that_families_may_have_beside_the_model_are_passed_over(tmp_path: Path, name: str) -> None:
-    write_hf_model(tmp_path, "qwen3", tie_word_embeddings=True)
-    edit(tmp_path, **{name: torch.ones(2)})
+def test_tensors_that_families_may_have_beside_the_model_are_passed_over(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    edit(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
     load(tmp_path)
+
+
+def test_an_output_projection_beside_a_tied_embedding_must_be_a_copy_of_it(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3", tie_word_embeddings=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    edit(tmp_path, **{"lm_head.weight": embedding.clone()})
+    load(tmp_path)
+    edit(tmp_path, **{"lm_head.weight": embedding + 1})
+    with pytest.raises(DataError, match="lm_head.weight differs from the embedding, and tie_word_embeddings"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5_vl"])
+def test_the_head_of_a_folder_with_parts_is_read_where_its_top_says_so(tmp_path: Path, kind: str) -> None:
+    case = load_cases([kind])[kind]
+    case.write_checkpoint(tmp_path)
+    config = read_config(tmp_path)
+    config |= {"tie_word_embeddings": False, "text_config": config["text_config"] | {"tie_word_embeddings": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = torch.randn(tensors["model.language_model.embed_tokens.weight"].shape)
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    args = parse("--hf-checkpoint", tmp_path, "--fp32")
+    assert args.untie_embeddings_and_output_weights
+    start_single_process(args)
+    model = get_model_provider(args)()
+    load_hf_weights(args, [model], tmp_path)
+    assert model.output_layer.weight[: len(head)].equal(head)
+
+
+def test_a_stack_of_more_experts_than_the_model_has_is_an_error(tmp_path: Path) -> None:
+    case = load_cases(["gpt_oss"])["gpt_oss"]
+    case.write_checkpoint(tmp_path)
+    args = parse("--hf-checkpoint", tmp_path, *case.flags(tmp_path))
+    start_single_process(args)
+    name = "model.layers.0.mlp.experts.down_proj"
+    stack = load_file(tmp_path / "model.safetensors")[name]
+    edit(tmp_path, **{name: torch.cat([stack, stack[:1]])})
+    with pytest.raises(DataError, match=rf"1 tensors have no place in the model, such as {name}\[{len(stack)}\]"):
+        load_hf_weights(args, [get_model_provider(args)()], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen3_moe", "model.layers.1.mlp.experts.0.gate_proj.bias"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.99.gate_proj.weight"),
+        ("mimo", "model.mtp_layers.0.input_proj.bias"),
+        ("qwen3_next", "mtp.fc.bias"),
+        ("glm4v", "model.visual.merger.extra.weight"),
+        ("qwen3_vl", "model.visual.blocks.99.norm1.weight"),
+    ],
+)
+def test_a_tensor_that_no_part_of_the_model_reads_is_an_error(tmp_path: Path, kind: str, name: str) -> None:
+    case = load_cases([kind])[kind]
+    case.write_checkpoint(tmp_path)
+    args = parse("--hf-checkpoint", tmp_path, *case.flags(tmp_path))
+    start_single_process(args)
+    load_hf_weights(args, [get_model_provider(args)()], tmp_path)
+    edit(tmp_path, **{name: torch.ones(2)})
+    with pytest.raises(DataError, match=f"1 tensors have no place in the model, such as {name}"):
+        load_hf_weights(args, [get_model_provider(args)()], tmp_path)
 
 
 def test_two_files_with_one_tensor_are_an_error(tmp_path: Path) -> None:
