@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from slime.flags.kinds import positive_int
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_model_config, read_model_type
+from slime.utils.json_file import language_config, read_model_config, read_model_type
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter
 from slime.weights.hf_rewrite.plan import without_quantization
 from slime.weights.named_tensors import check_finite, config_dtype
@@ -121,7 +121,9 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
         args.vocab_size = options.vocab_size
     model_name = model_name_of(options)
     origin = Path(options.origin_hf_dir) if options.origin_hf_dir else None
-    default_dtype = config_dtype(read_model_config(options.origin_hf_dir, flag="--origin-hf-dir")) if origin else None
+    config = read_model_config(origin, flag="--origin-hf-dir") if origin else {}
+    _check_head(options, args, config)
+    default_dtype = config_dtype(config) if origin else None
     dtypes = stored_dtypes(str(origin)) if origin else {}
     start = time.monotonic()
     names: set[str] = set()
@@ -176,10 +178,21 @@ def _each(parts: Iterator[tuple[Any, Any]], bar: Any) -> Iterator[tuple[str, tor
         bar.update(part.num_bytes)
 
 
+def _check_head(options: Namespace, args: Any, config: dict[str, Any]) -> None:
+    """Refuse a copied config.json by which readers would pass over the output projection, or look for one."""
+    is_tied, tied = not vars(args).get("untie_embeddings_and_output_weights"), config.get("tie_word_embeddings")
+    if tied is not None and bool(tied) != is_tied:
+        raise ConfigError(
+            f"{options.origin_hf_dir}/config.json, which is copied, has tie_word_embeddings {tied}; the checkpoint "
+            f"{options.input_dir} has {'none' if is_tied else 'an output projection'} beside the embedding; correct "
+            "the config, or give the folder that belongs to the checkpoint"
+        )
+
+
 def _check_vocab_size(options: Namespace, rows: int | None) -> None:
     """Refuse a vocabulary that is not that of the model's config, or larger than the embedding."""
     config = read_model_config(options.origin_hf_dir, flag="--origin-hf-dir") if options.origin_hf_dir else {}
-    expected = (config.get("text_config") or config).get("vocab_size")
+    expected = language_config(config).get("vocab_size")
     if expected is not None and options.vocab_size != expected:
         raise ConfigError(
             f"--vocab-size {options.vocab_size}: {options.origin_hf_dir}/config.json, which is copied, says "

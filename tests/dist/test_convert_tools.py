@@ -8,9 +8,11 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.dist.trainer_case import run_workers
+from tests.matrix.case import load_cases, read_config
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, write_hf_model
 
 pytestmark = pytest.mark.dist
@@ -51,6 +53,29 @@ def test_there_and_back_gives_every_tensor_bit_for_bit(tmp_path):
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 4
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == before.keys()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
+def test_a_head_of_which_the_top_of_config_json_decides_comes_back(tmp_path, kind):
+    source = tmp_path / "hf"
+    case = load_cases([kind])[kind]
+    case.write_checkpoint(source)
+    config = read_config(source)
+    config |= {"tie_word_embeddings": False, "text_config": config["text_config"] | {"tie_word_embeddings": True}}
+    (source / "config.json").write_text(json.dumps(config))
+    before = tensors_of(source)
+    before["lm_head.weight"] = torch.rand_like(before["model.language_model.embed_tokens.weight"])
+    save_file(before, source / "model.safetensors")
+    done = run_tool("convert_hf_to_torch_dist.py", "--hf-checkpoint", source, "--save", tmp_path / "dist")
+    assert done.returncode == 0, done.stderr
+    back = ("--input-dir", tmp_path / "dist" / "release", "--output-dir", tmp_path / "back", "--origin-hf-dir", source)
+    done = run_tool("convert_torch_dist_to_hf.py", *back)
+    assert done.returncode == 0, done.stderr
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == before.keys() and after["lm_head.weight"].equal(before["lm_head.weight"])
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    done = run_tool("convert_torch_dist_to_hf.py", *back, "-f")
+    assert done.returncode == 2 and "tie_word_embeddings True; the checkpoint" in done.stderr
 
 
 def bytes_in_memory(rank: int, world_size: int, port: int, folder: str) -> list[int]:
