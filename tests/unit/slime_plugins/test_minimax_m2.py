@@ -49,8 +49,8 @@ def test_the_model_file_makes_minimax_m2_in_its_full_size(tmp_path: Path) -> Non
 def test_the_mean_square_is_that_of_all_heads_of_a_token(
     tiny_folder: Path, zero_centered: bool, dtype: torch.dtype
 ) -> None:
-    flags = ["--apply-layernorm-1p"] if zero_centered else []
-    args = parse("--hf-checkpoint", tiny_folder, *CASE.flags(tiny_folder), *flags)
+    args = parse("--hf-checkpoint", tiny_folder, *CASE.flags(tiny_folder))
+    args.apply_layernorm_1p = zero_centered
     start_single_process(args)
     norm = AllHeadsNorm(transformer_config_from_args(args), 4, 1e-6, num_heads=3)
     x, weight = torch.randn(5, 1, 3, 4).to(dtype), torch.rand(12)
