@@ -11,6 +11,7 @@ import hashlib
 import io
 from typing import Any
 
+from slime.utils.processing_utils import as_rgb
 from slime.utils.types import Sample
 
 SIDE = 192
@@ -56,7 +57,7 @@ def small_copy(image: Any) -> bytes | None:
     scale = min(1.0, SIDE / max(image.size))
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     try:
-        plain = image if image.mode in ("RGB", "L") else image.convert("RGB")
+        plain = image if image.mode == "L" else as_rgb(image)
         small = plain.resize(size, Image.Resampling.BICUBIC, reducing_gap=2.0)
         found = [_encoded(small, format="PNG", optimize=True)]
         for quality in QUALITIES:

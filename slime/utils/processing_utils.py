@@ -192,9 +192,11 @@ def load_processor(path: str, **kwargs: Any) -> Any | None:
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str, Any]:
     """Return keyword arguments for ``processor(text=..., **kwargs)``: ids as lists, everything else as
-    torch tensors.
+    torch tensors, images in RGB.
     """
     kwargs = dict(multimodal_inputs or {})
+    if kwargs.get("images"):
+        kwargs["images"] = [as_rgb(image) for image in kwargs["images"]]
     forced: dict[str, dict[str, Any]] = {
         "text_kwargs": {"return_tensors": None, "return_mm_token_type_ids": False},
         "audio_kwargs": {"return_tensors": "pt"},
@@ -322,36 +324,58 @@ def _unwrapped(source: Any) -> Any:
     return next((source[key] for key in ("bytes", "path", "url", "base64") if source.get(key)), source)
 
 
+def as_rgb(image: Any) -> Any:
+    """Return a PIL image in RGB, upright as its EXIF data says, on white where it is transparent, and with 16 bits a
+    channel scaled to 8; what is so already, or no PIL image, is returned itself.
+    """
+    from PIL import ExifTags, Image, ImageOps
+
+    if not isinstance(image, Image.Image):
+        return image
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        import numpy as np
+
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.has_transparency_data:
+        picture = image.convert("RGBA")
+        image = Image.new("RGBA", picture.size, "white")
+        image.alpha_composite(picture)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
 def open_image(source: Any) -> Any:
-    """Return a PIL image in RGB, decoded.
+    """Return a PIL image in RGB, decoded; see :func:`as_rgb`.
 
     Args:
         source: a path, a ``file:``, ``data:``, ``http:`` or ``https:`` URL, bytes, base64, an image, or a map with
             one of these under ``bytes``, ``path``, ``url`` or ``base64``.
 
     Raises:
-        DataError: it cannot be read, is damaged or cut off, of an unknown format, animated, in CMYK, or too large.
+        DataError: it cannot be read, is damaged or cut off, of an unknown format, animated, too large, or of a mode
+            that has no plain picture: CMYK, 32 bits a pixel.
     """
     from PIL import Image
 
     source = _unwrapped(source)
-    if isinstance(source, Image.Image):
-        return source.convert("RGB")
-    name, data = _image_data(source)
+    is_open = isinstance(source, Image.Image)
+    name, data = ("(an object of PIL)", b"") if is_open else _image_data(source)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+            image = source if is_open else Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise DataError(
                     f"The image {name} of a prompt has {image.width} x {image.height} pixels; {MAX_IMAGE_PIXELS} are "
                     "allowed. Make it smaller."
                 )
             frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)  # MPO: a JPEG, then its previews
-            if frames != 1 or image.mode == "CMYK":
-                what = f"has {frames} frames" if frames != 1 else "is in CMYK"
+            if frames != 1 or image.mode in ("CMYK", "I", "F"):
+                what = f"has {frames} frames" if frames != 1 else f"is in {image.mode}"
                 raise DataError(f"The image {name} of a prompt {what}; save it as one picture in RGB.")
-            return image.convert("RGB")
+            image.load()
+            return as_rgb(image).convert("RGB")  # a copy, without the file
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error, OverflowError) as error:
         if isinstance(error, DataError):
             raise
@@ -436,5 +460,5 @@ def _public_connection(address: tuple[str, int], *others: Any) -> socket.socket:
 def encode_image_for_rollout_engine(image: Any) -> str:
     """Return a PIL image as the ``data:image/png;base64,...`` URL that the engine takes in ``image_data``."""
     buffer = io.BytesIO()
-    (image if image.mode in ("RGB", "RGBA", "L", "P") else image.convert("RGB")).save(buffer, format="PNG")
+    as_rgb(image).save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

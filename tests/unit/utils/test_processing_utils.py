@@ -9,15 +9,17 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from slime.utils import env, processing_utils
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import (
+    as_rgb,
     build_processor_kwargs,
     compact_pixels,
     encode_image_for_rollout_engine,
@@ -250,6 +252,87 @@ def test_of_the_pictures_that_a_phone_puts_into_one_jpeg_the_first_is_taken():
     taken = open_image(encoded(photo, "MPO", save_all=True, append_images=[preview.resize((2, 2))]))
     assert taken.mode == "RGB" and taken.size == photo.size
     assert taken.getpixel((0, 0))[0] > 200
+
+
+def half_red(mode: str) -> Image.Image:
+    """Two pixels: one red, one transparent over black."""
+    image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
+    image.putpixel((1, 0), (0, 0, 0, 0))
+    if mode == "P":
+        image = image.convert("RGB").quantize(4)
+        image.info["transparency"] = image.getpixel((1, 0))
+    elif mode == "RGB":
+        image = image.convert("RGB")
+        image.info["transparency"] = (0, 0, 0)
+    return image.convert(mode)
+
+
+def pixels(image: Image.Image) -> list[tuple[int, ...]]:
+    assert image.mode == "RGB"
+    return [image.getpixel((x, y)) for y in range(image.height) for x in range(image.width)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "first"),
+    [
+        ("RGBA", "PNG", (255, 0, 0)),
+        ("RGBA", "WEBP", (255, 0, 0)),
+        ("RGBA", "TIFF", (255, 0, 0)),
+        ("LA", "PNG", (76, 76, 76)),
+        ("P", "PNG", (255, 0, 0)),
+        ("P", "GIF", (255, 0, 0)),
+        ("RGB", "PNG", (255, 0, 0)),
+        ("RGBa", None, (255, 0, 0)),
+    ],
+)
+def test_what_is_transparent_is_white(mode, kind, first):
+    image = half_red(mode)
+    options = {"lossless": True} if kind == "WEBP" else {}
+    if "transparency" in image.info:
+        options["transparency"] = image.info["transparency"]
+    sources = [image] if kind is None else [image, encoded(image, kind, **options)]
+    for source in sources:
+        assert pixels(open_image(source)) == [first, (255, 255, 255)]
+    for seen in (
+        build_processor_kwargs({"images": [image]})["images"][0],
+        open_image(encode_image_for_rollout_engine(image)),
+    ):
+        assert pixels(seen) == [first, (255, 255, 255)]
+
+
+def test_half_transparent_is_half_white():
+    assert pixels(open_image(Image.new("RGBA", (1, 1), (255, 0, 0, 127)))) == [(255, 128, 128)]
+
+
+def test_sixteen_bits_are_scaled_and_not_cut():
+    image = Image.fromarray(np.array([[0, 0x1234, 0x8000, 0xFFFF]], dtype=np.uint16))
+    wanted = [(grey,) * 3 for grey in (0, 0x12, 0x80, 0xFF)]
+    assert image.mode.startswith("I;16")
+    for source in (image, encoded(image), encoded(image, "TIFF")):
+        assert pixels(open_image(source)) == wanted
+
+
+def test_a_photo_is_upright():
+    photo = Image.new("RGB", (2, 1), "red")
+    photo.putpixel((1, 0), (0, 0, 255))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # turn it clockwise
+    for source in (encoded(photo, exif=exif), Image.open(io.BytesIO(encoded(photo, exif=exif)))):
+        upright = open_image(source)
+        assert upright.size == (1, 2) and pixels(upright) == [(255, 0, 0), (0, 0, 255)]
+        assert pixels(open_image(encode_image_for_rollout_engine(upright))) == pixels(upright)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "I", "F"])
+def test_a_mode_without_a_plain_picture_is_refused(mode):
+    with pytest.raises(DataError, match=f"is in {mode}; save it as one picture in RGB"):
+        open_image(Image.new(mode, (2, 1)))
+
+
+def test_an_image_that_is_as_it_must_be_stays_the_same_object():
+    assert as_rgb(NOISE.convert("RGB").copy()).mode == "RGB"
+    image = Image.new("RGB", (2, 1))
+    assert as_rgb(image) is image and as_rgb("img") == "img"
 
 
 def test_an_image_may_be_a_path_bytes_base64_or_a_dict(tmp_path):
