@@ -93,8 +93,9 @@ def _raw_rewards(args: Namespace, samples: list[Sample]) -> list[Any]:
         is_number = isinstance(reward, Real) and is_finite(reward)
         is_other = args.reward_key and sample.is_graded and not isinstance(sample.reward, Mapping)
         if not is_number or is_other:
-            path = sample.custom_rm_path or args.custom_rm_path
-            given = f"--custom-rm-path {path}" if path else f"--rm-type {args.rm_type}"
+            path = args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
+            rm_type = (sample.metadata or {}).get("rm_type") or args.rm_type
+            given = f"--custom-rm-path {path}" if path else f"--rm-type {rm_type}"
             wanted = f"an object whose entry {args.reward_key!r} (--reward-key) is a" if args.reward_key else "a"
             kind = type(sample.reward).__name__
             raise DataError(

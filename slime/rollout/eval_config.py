@@ -7,7 +7,8 @@ The YAML file, at its root or under ``eval:``::
       - {name: aime, path: /data/aime.jsonl, rm_type: math}
 
 ``datasets`` may also map names to entries.  A value is taken from the entry, else from ``defaults``, else from the
-flags: ``--eval-x`` before ``--rollout-x`` or ``--x``.
+flags: ``--eval-x`` before ``--rollout-x`` or ``--x``.  An entry with ``rm_type`` alone is not graded by a function
+that ``defaults`` or a flag names.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class EvalDatasetConfig:
     path: str
     """.jsonl or .parquet, maybe with ``@[a:b]``."""
     rm_type: str | None = None
-    """Grader; wins over ``--rm-type``."""
+    """Grader; wins over ``--rm-type`` and ``--custom-rm-path``."""
     custom_rm_path: str | None = None
     input_key: str | None = None
     label_key: str | None = None
@@ -209,6 +210,11 @@ def build_eval_dataset_configs(
         _refuse_unknown(entry, _FIELDS, where)
         entry = _checked(entry, where)
         values = {name: _from_flags(args, name) for name in FALLBACK_FLAGS} | defaults | entry
+        grader = next(
+            (level for level in (entry, defaults) if level.get("rm_type") or level.get("custom_rm_path")), {}
+        )
+        if grader.get("rm_type"):
+            values["custom_rm_path"] = grader.get("custom_rm_path")
         kept = {name: value for name, value in values.items() if value is not None}
         configs.append(EvalDatasetConfig(**{"name": "", "path": ""} | kept))
     names = [config.name for config in configs]

@@ -126,7 +126,7 @@ def _samples_of(context: RolloutContext, dataset_cfg: EvalDatasetConfig) -> list
             sample.group_index = number
             sample.session_id = str(uuid.uuid4())
             sample.metadata = dataset_cfg.inject_metadata(sample.metadata)
-            sample.custom_rm_path = dataset_cfg.custom_rm_path
+            sample.custom_rm_path = dataset_cfg.custom_rm_path or ("" if dataset_cfg.rm_type else None)
             sample.generate_function_path = dataset_cfg.custom_generate_function_path
             samples.append(sample)
     return samples

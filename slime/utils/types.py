@@ -134,7 +134,7 @@ class Sample:
     generate_function_path: str | None = None
     """Generate function of this sample; wins over ``--custom-generate-function-path``."""
     custom_rm_path: str | None = None
-    """Reward function of this sample; wins over ``--custom-rm-path``."""
+    """Reward function of this sample; wins over ``--custom-rm-path``.  An empty text: none, so a built-in grader."""
     train_metadata: dict[str, Any] | None = None
     """Shipped to the trainer as the column ``metadata``."""
     session_id: str | None = None

@@ -100,7 +100,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 
 
 def _custom_path(config: RewardConfig, sample: Sample) -> str | None:
-    return sample.custom_rm_path or config.custom_rm_path
+    return config.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
 
 
 def _rm_type(config: RewardConfig, sample: Sample) -> str:
@@ -112,7 +112,8 @@ async def _call_custom(
     config: RewardConfig, path: str, args: Namespace, graded: Sample | list[Sample], **kwargs: Any
 ) -> Any:
     """Return what the user's function gives to a sample, or to several."""
-    call = PluginCall("--custom-rm-path", path, graded)
+    flag = "--custom-rm-path" if path == config.custom_rm_path else "--eval-config or --eval-custom-rm-path"
+    call = PluginCall(flag, path, graded)
     return await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, graded, **kwargs))
 
 

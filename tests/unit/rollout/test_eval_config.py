@@ -46,6 +46,23 @@ def test_a_value_comes_from_the_entry_then_the_defaults_then_eval_flags_then_rol
     assert plain.temperature == 1.0
 
 
+@pytest.mark.parametrize(
+    ("entry", "defaults", "flags", "grader"),
+    [
+        ({"rm_type": "math"}, {}, {"custom_rm_path": "my.rm"}, ("math", None)),
+        ({"rm_type": "math"}, {}, {"eval_custom_rm_path": "my.rm"}, ("math", None)),
+        ({"rm_type": "math"}, {"custom_rm_path": "my.rm"}, {}, ("math", None)),
+        ({}, {"rm_type": "math"}, {"custom_rm_path": "my.rm"}, ("math", None)),
+        ({"custom_rm_path": "my.rm"}, {"rm_type": "math"}, {"custom_rm_path": "other.rm"}, ("math", "my.rm")),
+        ({"rm_type": "math", "custom_rm_path": "my.rm"}, {}, {}, ("math", "my.rm")),
+        ({}, {}, {"custom_rm_path": "my.rm"}, (None, "my.rm")),
+    ],
+)
+def test_the_grader_of_a_data_set_wins_over_a_function_of_the_run(entry, defaults, flags, grader):
+    [config] = build_eval_dataset_configs(make_args(**flags), [{"name": "a", "path": "a.jsonl", **entry}], defaults)
+    assert (config.rm_type, config.custom_rm_path) == grader
+
+
 def test_names_and_paths_come_in_pairs_and_a_single_path_is_aime():
     pairs = eval_datasets_from_args(make_args(eval_prompt_data=["x", "x.jsonl", "y", "y.jsonl@[0:8]"]))
     assert [(config.name, config.path) for config in pairs] == [("x", "x.jsonl"), ("y", "y.jsonl@[0:8]")]

@@ -110,10 +110,11 @@ def test_answers_to_one_prompt_have_different_seeds_when_deterministic(cluster, 
 
 
 def test_metadata_overrides_and_grader_of_the_data_set_reach_the_samples(cluster, tmp_path):
-    config = dataset(tmp_path, "d", ["a"], custom_rm_path=None, rm_type="f1", metadata_overrides={"k": 1})
-    data = evaluate(cluster, config, custom_rm_path=None, rm_type="math")
-    assert data["d"]["samples"][0].metadata == {"k": 1, "rm_type": "f1"}
-    assert data["d"]["rewards"] == [0.0]
+    config = dataset(tmp_path, "d", ["dull"], custom_rm_path=None, rm_type="f1", metadata_overrides={"k": 1})
+    for of_run in (None, f"{HOOKS}.position_reward"):
+        data = evaluate(cluster, config, custom_rm_path=of_run, rm_type="math")
+        assert data["d"]["samples"][0].metadata == {"k": 1, "rm_type": "f1"}
+        assert data["d"]["rewards"] == [0.0]  # 1 by the function of the run
 
 
 def test_a_dict_reward_is_reported_by_its_key(cluster, tmp_path):
