@@ -82,7 +82,9 @@ async def _call_generate(
         return await points.generate(args, sample, sampling_params)
     function: Callable[..., Any] = points.load_function(path)
     keywords = {"evaluation": evaluation} if "evaluation" in parameters_of(function) else {}
-    call = PluginCall("--custom-generate-function-path", path, sample)
+    is_of_run = path == context.config.custom_generate_function_path
+    flag = "--custom-generate-function-path" if is_of_run else "--eval-config"
+    call = PluginCall(flag, path, sample)
     entry = await await_plugin(call, function, args, sample, sampling_params, **keywords)
     if not isinstance(entry, Sample | list):
         raise HookError(f"{call} returned {type(entry).__name__}; it must return a Sample or a list of Samples.")

@@ -182,7 +182,8 @@ def result_of(task: asyncio.Task[Group], name: str) -> Group:
     """
     if task.cancelled():
         raise HookError(
-            f"{name} was cancelled, and not by the rollout. Does a custom generate or reward function cancel its task?"
+            f"{name} was cancelled, and not by the rollout. Does a custom generate or reward function, or a sample "
+            "hook, cancel its task?"
         )
     return task.result()
 
@@ -322,14 +323,14 @@ class GroupPool:
         Raises:
             DeadlineError: the wait's time is over.
         """
+        self.raise_failure()
         if wait.remaining_s <= 0:
-            raise await deadline_error(
-                self.config,
-                wait.title.capitalize(),
-                wait,
-                num_done=len(self.kept),
-                pending=f"{len(self.in_flight)} groups pending",
-            )
+            pending, num_dropped = f"{len(self.in_flight)} groups pending", self.policy.counts["dropped"]
+            if num_dropped:
+                path = self.config.dynamic_sampling_filter_path
+                pending += f", {num_dropped} dropped by --dynamic-sampling-filter-path {path}"
+            what, num_done = wait.title.capitalize(), len(self.kept)
+            raise await deadline_error(self.config, what, wait, num_done=num_done, pending=pending)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(POLL_S, wait.remaining_s)):
                 await self.news.wait()

@@ -13,7 +13,7 @@ from slime.rollout.base_types import check_samples
 from slime.rollout.context import current_run
 from slime.utils.errors import HookError
 from slime.utils.misc import accepted, load_function
-from slime.utils.plugins import PluginCall, await_plugin
+from slime.utils.plugins import PluginCall, await_plugin, call_plugin
 from slime.utils.types import Sample
 
 
@@ -51,7 +51,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     for path in [paths] if isinstance(paths, str) else paths:
         hook = load_function(path)
         call = PluginCall("--rollout-sample-hook-path", path, value)
-        returned = await await_plugin(call, _run, hook, args, value, accepted(hook, facts))
+        returned = await await_plugin(call, _run, call, hook, args, value, accepted(hook, facts))
         if returned is not None and not isinstance(returned, Sample):
             raise HookError(f"{call} returned {type(returned).__name__}; a sample hook must return a Sample or None.")
         value = value if returned is None else returned
@@ -59,7 +59,9 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     return value
 
 
-async def _run(hook: Callable[..., Any], args: Namespace, sample: Sample, facts: Mapping[str, Any]) -> Any:
+async def _run(
+    call: PluginCall, hook: Callable[..., Any], args: Namespace, sample: Sample, facts: Mapping[str, Any]
+) -> Any:
     """Call a hook, which may be a coroutine function."""
-    returned = hook(args, sample, **facts)
+    returned = call_plugin(call, hook, args, sample, **facts)
     return await returned if inspect.isawaitable(returned) else returned

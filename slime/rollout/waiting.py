@@ -13,6 +13,7 @@ from slime.rollout.config import RolloutConfig
 from slime.rollout.control_client import busy_engines
 from slime.utils.async_utils import DEFAULT_TIMEOUT_S
 from slime.utils.errors import DeadlineError
+from slime.utils.plugins import SECONDS, calls_under_way
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class LongWait:
         self.interval_s = REDRAW_INTERVAL_S if self._is_terminal else LINE_INTERVAL_S
         """Between two lines."""
         self._start_s = clock()
+        self._seconds_before = dict(SECONDS)
         self._shown_s = self._start_s
         self._drew = False
 
@@ -59,6 +61,12 @@ class LongWait:
     def remaining_s(self) -> float:
         """Seconds to the deadline; never negative."""
         return max(0.0, self.timeout_s - self.elapsed_s)
+
+    def seconds_in_plugins(self) -> dict[str, float]:
+        """Return the time since the wait began that synchronous plug-ins held up the event loop, from a second on."""
+        before = self._seconds_before
+        spent = {name: round(seconds - before.get(name, 0.0), 1) for name, seconds in dict(SECONDS).items()}
+        return {name: seconds for name, seconds in spent.items() if seconds >= 1}
 
     def show(self, done: int, detail: str = "") -> None:
         """Draw the line, when it is time to."""
@@ -97,21 +105,23 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
             task.exception()  # retrieved, so that asyncio does not report it as forgotten
     if left:
         logger.error(
-            "%d tasks have not ended %.0f s after they were cancelled, the first is %s. Does a custom generate or "
-            "reward function catch CancelledError?",
+            "%d tasks have not ended %.0f s after they were cancelled, the first is %s. Which of these plug-ins "
+            "catches CancelledError: %s?",
             len(left),
             CANCEL_WAIT_S,
             next(iter(left)),
+            calls_under_way(),
         )
 
 
 async def deadline_error(
     config: RolloutConfig, what: str, wait: LongWait, *, num_done: int, pending: str
 ) -> DeadlineError:
-    """Return the error for a wait whose deadline passed: how far it came, and which engines still hold requests."""
-    busy = await busy_engines(config)
+    """Return the error for a wait whose deadline passed: how far it came, and who works or has taken the time."""
+    busy, calls = await busy_engines(config), calls_under_way()
     return DeadlineError(
         f"{what} did not end within {wait.timeout_s:.0f} s: {num_done} of {wait.total} are done, {pending}; "
-        f"engines that hold requests: {busy or 'none, so a custom generate or reward function is stuck'}. "
-        "Look at the logs of these engines, or raise --rollout-timeout-s."
+        f"engines that hold requests: {busy or 'none'}; plug-ins under way, with calls: {calls or 'none'}; "
+        f"plug-ins that blocked the loop, with seconds: {wait.seconds_in_plugins() or 'none'}. "
+        "Look at these plug-ins and at the logs of these engines, or raise --rollout-timeout-s."
     )

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from slime.utils.errors import DeadlineError, HookError, ProcessError
 from slime.utils.plugins import frames_of, frames_of_thread, said_by
@@ -115,19 +115,22 @@ class AsyncLoopThread:
         deadline_s = time.monotonic() + timeout_s
         self._escaped = None
         _arm()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        future = asyncio.run_coroutine_threadsafe(_outcome(coroutine), self.loop)
         watch = LoopWatch(self.loop, self._thread)
         try:
             while True:
                 left_s = max(0.0, deadline_s - time.monotonic())
                 try:
-                    return future.result(min(BEAT_S, left_s))
+                    value, failure = future.result(min(BEAT_S, left_s))
+                    if failure is not None:
+                        break
+                    return cast(T, value)
                 except FutureTimeoutError as error:
-                    if future.done():  # just now; or it was the coroutine's own TimeoutError, which is the same class
-                        return future.result(0)
-                    if left_s <= BEAT_S:
+                    if left_s <= BEAT_S and not future.done():
+                        call, _ = frames_of_thread(self._thread)
+                        blocked = f" {call} blocks its loop." if call else ""
                         raise DeadlineError(
-                            f"{name} did not end within {timeout_s:.0f} s; see --rollout-timeout-s."
+                            f"{name} did not end within {timeout_s:.0f} s; see --rollout-timeout-s.{blocked}"
                         ) from error
                 except (SystemExit, KeyboardInterrupt) as error:
                     if not future.done():  # Ctrl-C
@@ -142,6 +145,15 @@ class AsyncLoopThread:
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
+        raise failure
+
+
+async def _outcome(coroutine: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
+    """Return the result of a coroutine, or what it raised: a future would copy a TimeoutError without its notes."""
+    try:
+        return await coroutine, None
+    except Exception as error:
+        return None, error
 
 
 def _arm() -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def call_plugin(call: PluginCall, function: Callable[..., Any], *args: Any, **kw
     Raises:
         HookError: the plug-in tried to end the process.
     """
+    began = time.monotonic()
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -85,6 +87,8 @@ def call_plugin(call: PluginCall, function: Callable[..., Any], *args: Any, **kw
         raise
     except (SystemExit, KeyboardInterrupt) as error:
         raise _ended(call, error) from error
+    finally:
+        SECONDS[f"{call.flag} {call.path}"] += time.monotonic() - began
 
 
 async def await_plugin(call: PluginCall, function: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +102,23 @@ async def await_plugin(call: PluginCall, function: Callable[..., Awaitable[Any]]
         raise
     except BaseException as error:
         raise _ended(call, error) from error
+
+
+SECONDS: Counter[str] = Counter()
+"""Time in synchronous plug-ins of this process, by flag and path."""
+
+
+def calls_under_way() -> dict[str, int]:
+    """Return how many calls of each plug-in the tasks of this event loop await, by flag and path."""
+    found: Counter[str] = Counter()
+    for task in asyncio.all_tasks():
+        step: Any = task.get_coro()
+        while step is not None:
+            if getattr(step, "cr_code", None) is await_plugin.__code__ and step.cr_frame is not None:
+                call = step.cr_frame.f_locals["call"]
+                found[f"{call.flag} {call.path}"] += 1
+            step = getattr(step, "cr_await", None)
+    return dict(found)
 
 
 _WRAPPERS = (call_plugin.__code__, await_plugin.__code__)

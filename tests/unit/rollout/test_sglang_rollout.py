@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -465,6 +466,53 @@ def test_the_deadline_names_what_is_done_and_which_engine_is_busy(start_job):
     message = str(caught.value)
     assert "1 of 2 are done, 1 groups pending" in message
     assert f"{job.cluster.engine_urls[0]} (2)" in message and "--rollout-timeout-s" in message
+
+
+def drop_all(args: Any, group: Any) -> bool:
+    return False
+
+
+def drop_slowly(args: Any, group: Any) -> bool:
+    time.sleep(1.1)
+    return False
+
+
+def hook_slowly(args: Any, sample: Sample) -> None:
+    time.sleep(1.1)
+
+
+async def wait_for_ever(args: Any, sample: Sample, *rest: Any) -> Any:
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("flag", "plug_in", "says"),
+    [
+        ("dynamic_sampling_filter_path", drop_all, "dropped by --dynamic-sampling-filter-path {}; .*: none"),
+        ("dynamic_sampling_filter_path", drop_slowly, "blocked the loop, .*'--dynamic-sampling-filter-path {}'"),
+        ("rollout_sample_hook_path", hook_slowly, "blocked the loop, .*'--rollout-sample-hook-path {}'"),
+        ("rollout_sample_hook_path", wait_for_ever, "under way, .*'--rollout-sample-hook-path {}': 4"),
+        ("custom_generate_function_path", wait_for_ever, "under way, .*'--custom-generate-function-path {}': 4"),
+        ("custom_rm_path", wait_for_ever, "under way, .*'--custom-rm-path {}': 4"),
+    ],
+)
+def test_the_deadline_names_the_plug_in_that_took_the_time(start_job, flag, plug_in, says):
+    path = f"{__name__}.{plug_in.__name__}"
+    job = start_job(["a", "b"], rollout_timeout_s=1.5, rm_timeout_s=60.0, **{flag: path})
+    with pytest.raises(DeadlineError, match=says.format(path)):
+        job.rollout()
+
+
+async def time_out(args: Any, *rest: Any, **more: Any) -> Any:
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("flag", ["rollout_sample_hook_path", "custom_generate_function_path"])
+def test_a_timeout_of_a_plug_in_keeps_its_name(start_job, flag):
+    path = f"{__name__}.time_out"
+    with pytest.raises(TimeoutError) as caught:
+        start_job(["a"], **{flag: path}).rollout()
+    assert f"--{flag.replace('_', '-')} {path}, called for sample" in caught.value.__notes__[0]
 
 
 def test_a_data_source_without_groups_is_refused(start_job):
