@@ -16,6 +16,7 @@ from slime.flags.security import trusts_remote_code
 from slime.rollout.base_types import Group
 from slime.rollout.config import RolloutConfig, rollout_config
 from slime.rollout.prompt_template import encode
+from slime.rollout.rm_hub import TOKENIZERS
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -71,6 +72,7 @@ class RequestState(metaclass=SingletonMeta):
         config = rollout_config(args)
         self.args = args
         self.tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+        TOKENIZERS[config.hf_checkpoint] = self.tokenizer
         self.processor = load_processor(config.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
         num_requests = args.sglang_server_concurrency * get_rollout_num_engines(args)
         self.semaphore = asyncio.Semaphore(num_requests)

@@ -56,6 +56,8 @@ TIMEOUT_S = 120.0
 """For one answer of a reward server."""
 MAX_GRADED_CHARS = 200_000
 """Of a response, from its end, for graders that read every word of it; others look for the answer at its end."""
+TOKENIZERS: dict[str, Any] = {}
+"""Of this process, by ``--hf-checkpoint``, so that graders need not load them; the rollout puts its own there."""
 _READS_EVERY_WORD = ("f1", "gpqa", "ifbench", "gym")
 
 logger = logging.getLogger(__name__)
@@ -120,7 +122,9 @@ async def _call_custom(
 @functools.cache
 def _end_tokens(hf_checkpoint: str, trust_remote_code: bool) -> tuple[str, ...]:
     """Return the special tokens of a model; a closing tag, such as ``</answer>``, is one only where it is the eos."""
-    tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
+    tokenizer = TOKENIZERS.get(hf_checkpoint)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
     return tuple(text for text in special if text and (text == tokenizer.eos_token or not text.startswith("</")))

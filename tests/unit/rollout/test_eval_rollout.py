@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import eval_rollout, rm_hub, state
+from slime.rollout import eval_rollout, state
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
@@ -26,8 +26,7 @@ Evaluate = Callable[..., dict[str, dict[str, list[Any]]]]
 
 @pytest.fixture
 def cluster(monkeypatch) -> Iterator[FakeCluster]:
-    for module in (state, rm_hub):
-        monkeypatch.setattr(module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+    monkeypatch.setattr(state, "load_tokenizer", lambda *a, **k: FakeTokenizer())
     monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
     monkeypatch.setattr(eval_rollout, "_datasets", {})
     fake_cluster.CALLS.clear()
