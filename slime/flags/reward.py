@@ -53,8 +53,8 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("reward", "Graders of responses.")
     group.add_argument(
         "--rm-type",
-        help="Built-in grader: remote_rm, deepscaler, dapo, math, f1, gpqa, ifbench, random or math_verify; with the "
-        "prefix boxed_ it grades the boxed answer. A row's metadata may name another.",
+        help="Built-in grader: math_verify (for mathematics), math, deepscaler, dapo, f1, gpqa, ifbench, random or "
+        "remote_rm; with the prefix boxed_ it grades the boxed answer. A row's metadata may name another.",
     )
     group.add_argument("--rm-url", type=http_url, help="Address of the remote grader or teacher.")
     group.add_argument("--reward-key", help="Entry of a dict reward to train on.")

@@ -579,7 +579,7 @@ EDGES: tuple[Edge, ...] = (
         bounds=("--rollout-timeout-s",),
         deadline="",
         raises="DeadlineError",
-        log="manager: groups done and wanted, and which engines still hold requests",
+        log="manager: groups done and wanted, and which engines and plug-ins still work",
         outcome="ends the run; every task is cancelled",
         tests=(
             "tests/unit/rollout/test_sglang_rollout.py::test_the_deadline_names_what_is_done_and_which_engine_is_busy",
