@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ async def await_plugin(call: PluginCall, function: Callable[..., Awaitable[Any]]
         raise _ended(call, error) from error
 
 
-SECONDS: Counter[str] = Counter()
+SECONDS: defaultdict[str, float] = defaultdict(float)
 """Time in synchronous plug-ins of this process, by flag and path."""
 
 
