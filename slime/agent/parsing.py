@@ -57,7 +57,7 @@ class ParsedTools(NamedTuple):
     """True when something like a call could not be read, or calls a tool that was not offered."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class ParsedModelOutput:
     """A drawn text, taken apart."""
 

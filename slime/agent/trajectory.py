@@ -47,10 +47,10 @@ class TurnRecord:
     prompt_ids: list[int]
     output_ids: list[int]
     """Drawn ids, the stop token included."""
-    output_log_probs: list[float]
-    """In nats, under the weights that drew the token."""
     finish_reason: str = "stop"
     """``stop``, ``length`` or ``abort``."""
+    output_log_probs: list[float] = field(default_factory=list)
+    """In nats, under the weights that drew the token."""
     text: str = ""
     """The drawn ids as text; without one, the adapter decodes them."""
     weight_spans: list[tuple[str | None, int]] = field(default_factory=list)
@@ -62,6 +62,9 @@ class TurnRecord:
     ended_s: float = 0.0
 
     def __post_init__(self) -> None:
+        by_position = self.finish_reason, self.output_log_probs
+        if not isinstance(by_position[0], str):  # callers give the two in either order
+            self.finish_reason, self.output_log_probs = str(by_position[1] or "stop"), by_position[0]
         if len(self.output_log_probs) != len(self.output_ids):
             raise DataError(
                 f"A turn has {len(self.output_log_probs)} log-probs for {len(self.output_ids)} sampled tokens; "

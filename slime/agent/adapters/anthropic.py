@@ -71,7 +71,7 @@ class AnthropicAdapter(BaseAdapter):
         for use in parsed.tool_uses:
             blocks.append({"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", **use})
         finish = _STOP_REASONS[manager_finish_reason(parsed.tool_uses, raw_finish)]
-        return Reply(_assistant_message(blocks), blocks, finish)
+        return Reply(_assistant_message(blocks), finish, blocks)
 
     async def _respond(
         self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool
@@ -106,20 +106,21 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 def _turns(messages: list[Any]) -> list[dict[str, Any]]:
     """Return the messages with blocks as content, neighbours of one role as one message, as Anthropic's server does.
 
-    A system message inside the conversation (Claude Code reminds its model so) becomes part of the user's turn: most
-    chat templates refuse it there.
+    A system message inside the conversation becomes part of the user's turn, within the marks by which Claude Code's
+    own prompt knows a reminder: most chat templates refuse a system message there.
     """
     turns: list[dict[str, Any]] = []
     for message in messages:
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise AdapterError(400, f"A message is {str(message)[:200]}; its role must be user or assistant.")
         role, last = message["role"], turns[-1]["role"] if turns else "system"
+        blocks = _blocks(message.get("content"))
         if role == "system" != last:
-            role = "user"
+            role, blocks = "user", _blocks(f"<system-reminder>\n{flatten_content(blocks)}\n</system-reminder>")
         if turns and role == last:
-            turns[-1]["content"] += _blocks(message.get("content"))
+            turns[-1]["content"] += blocks
         else:
-            turns.append({"role": role, "content": _blocks(message.get("content"))})
+            turns.append({"role": role, "content": blocks})
     return turns
 
 

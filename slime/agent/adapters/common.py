@@ -77,8 +77,8 @@ class BaseAdapter(ABC):
         reasoning_parser: SGLang's name of the model's reasoning format; None reads ``<think>`` blocks.
         max_turns_per_sid: further turns of a session are refused (429); None: no limit.
         fork_threshold_tokens: see ``TrajectoryManager``.
-        debug_callback: called for each turn with ``(sid, turn, prompt_messages, response_message, metadata)``, which
-            the manager records; what it raises is logged.
+        debug_callback: called for each turn with ``(sid, translated, tools, message, turn)``; what it raises is
+            logged.
         generate_timeout_s: deadline of one turn of the engine, its continuations after aborts included.
         chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
     """
@@ -98,7 +98,7 @@ class BaseAdapter(ABC):
         reasoning_parser: str | None = None,
         max_turns_per_sid: int | None = None,
         fork_threshold_tokens: int | None = None,
-        debug_callback: Callable[[str, TurnRecord, list[Message], Message, dict[str, Any]], Any] | None = None,
+        debug_callback: Callable[[str, list[Message], list[dict[str, Any]], Message, TurnRecord], Any] | None = None,
         generate_timeout_s: float = POST_TIMEOUT_S,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -198,8 +198,8 @@ class BaseAdapter(ABC):
     def _session_id(self, request: web.BaseRequest, body: dict[str, Any]) -> str | None:
         """Return the session that a request names."""
 
-    def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Change the body before anything reads it; by default it stays as it is."""
+    def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Change the body before anything reads it, in place or by returning another; by default it stays as it is."""
         return body
 
     @abstractmethod
@@ -242,7 +242,9 @@ class BaseAdapter(ABC):
         """Serve one request from its body to its answer."""
         sid = DEFAULT_SID
         try:
-            body = self._preprocess_body(await self._read_body(request))
+            body = await self._read_body(request)
+            changed = self._preprocess_body(body)
+            body = body if changed is None else changed
             sid = self._session_id(request, body) or DEFAULT_SID
             session = self._sessions.admit(sid)
             return await self._turn(request, body, session)
@@ -272,9 +274,7 @@ class BaseAdapter(ABC):
             stream = _wants_stream(request, body)
             async with session.reading:
                 messages, tools, prompt_ids = await self._prompt_in_time(session, body)
-            keys = self.max_token_keys, self.stop_keys
-            params = read_part(lambda: session.sampling_params(body, len(prompt_ids), *keys))
-            turn = await self._draw(request, session, prompt_ids, params, stream)
+            turn = await self._draw(request, session, prompt_ids, body, stream)
             turn.text = self._text_of(turn)
             parsed = parse_model_output(
                 turn.text,
@@ -295,7 +295,7 @@ class BaseAdapter(ABC):
                 metadata=facts,
                 tools=tools,
             )
-            self._debug(session.sid, turn, messages, reply.manager_message, facts)
+            self._debug(session.sid, messages, tools, reply.manager_message, turn)
             return await self._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)
         except asyncio.CancelledError:
             if not session.is_closed:
@@ -337,10 +337,10 @@ class BaseAdapter(ABC):
             raise AdapterError(400, message) from error
 
     async def _draw(
-        self, request: web.Request, session: Session, prompt_ids: list[int], params: dict[str, Any], stream: bool
+        self, request: web.Request, session: Session, prompt_ids: list[int], body: dict[str, Any], stream: bool
     ) -> TurnRecord:
         """Generate the engine's turn while the client is connected; failures become errors of the protocol."""
-        drawing = call_sglang_generate(self.sglang_url, prompt_ids, params, session_id=session.sid)
+        drawing = call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=session.sid)
         call = asyncio.ensure_future(drawing)
         deadline = time.monotonic() + self.generate_timeout_s
         spoken_at = time.monotonic()
@@ -384,18 +384,11 @@ class BaseAdapter(ABC):
             matched = self.tokenizer.decode([matched], skip_special_tokens=False)
         return text.removesuffix(matched or "")
 
-    def _debug(
-        self,
-        sid: str,
-        turn: TurnRecord,
-        prompt_messages: list[Message],
-        response_message: Message,
-        metadata: dict[str, Any],
-    ) -> None:
+    def _debug(self, *told: Any) -> None:
         if self.debug_callback is None:
             return
         try:
-            self.debug_callback(sid, turn, prompt_messages, response_message, metadata)
+            self.debug_callback(*told)
         except Exception:
             self.logger.exception("%s: debug_callback failed.", self.log_prefix)
 

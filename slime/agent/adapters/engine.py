@@ -11,14 +11,19 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slime.agent.adapters.messages import read_part
+from slime.agent.adapters.sessions import Session
 from slime.agent.trajectory import KnownPrefix, Message, TurnRecord
 from slime.utils.answer_checks import problem_with_answer
 from slime.utils.chat_template import apply_chat_template, special_text, text_after_end
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 from slime.utils.sglang_meta import read_output_tokens
+
+if TYPE_CHECKING:
+    from slime.agent.adapters.common import BaseAdapter
 
 MAX_RESUMES = 6
 """Continuations of one turn after aborts; each weight update may cause one."""
@@ -74,12 +79,12 @@ def _text_after(tokenizer: Any, render: Callable[..., str], text: str, known: Kn
 
 
 async def call_sglang_generate(
-    sglang_url: str,
     prompt_ids: Sequence[int],
-    sampling_params: Mapping[str, Any],
-    session_id: str | None = None,
+    session: Session,
+    body: Mapping[str, Any],
     *,
-    max_resumes: int = MAX_RESUMES,
+    adapter: BaseAdapter,
+    session_id: str | None = None,
 ) -> TurnRecord:
     """Generate one turn.
 
@@ -87,18 +92,21 @@ async def call_sglang_generate(
     which weights drew which tokens.  Cancelling the coroutine closes the connection, on which SGLang ends the request.
 
     Args:
-        sglang_url: of the router or an engine, with or without ``/generate``.
         prompt_ids: the prompt.
-        sampling_params: SGLang's.
+        session: its settings bound what the request asks for.
+        body: of the request.
+        adapter: its ``sglang_url`` is the router or an engine, with or without ``/generate``; its keys name the
+            limits of a body.
         session_id: sent as routing key, so that a session's turns can share an engine's prefix cache.
-        max_resumes: continuations after an abort before the turn ends with finish reason ``abort``.
 
     Raises:
+        AdapterError: a parameter of the request cannot be used, or the prompt leaves no room.
         EngineError: the engine cannot be reached, refuses, or does not answer in time.
     """
-    url = f"{sglang_url.rstrip('/').removesuffix('/generate')}/generate"
+    url = f"{adapter.sglang_url.rstrip('/').removesuffix('/generate')}/generate"
     headers = {"X-SMG-Routing-Key": session_id} if session_id else {}
-    params: dict[str, Any] = {**_FIXED_SAMPLING_PARAMS, **sampling_params}
+    keys = adapter.max_token_keys, adapter.stop_keys
+    params = {**_FIXED_SAMPLING_PARAMS, **read_part(lambda: session.sampling_params(body, len(prompt_ids), *keys))}
     began_s = time.monotonic()
     ids: list[int] = []
     log_probs: list[float] = []
@@ -106,7 +114,7 @@ async def call_sglang_generate(
     metas: list[dict[str, Any]] = []
     reason: Mapping[str, Any] = {}
     text = ""
-    for attempt in range(max_resumes + 1):
+    for attempt in range(MAX_RESUMES + 1):
         if attempt:
             await asyncio.sleep(RESUME_WAIT_S)
         left = dict(params)

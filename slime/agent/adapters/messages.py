@@ -22,11 +22,18 @@ class Reply:
     """One turn's answer."""
 
     manager_message: Message
-    """As the chat template gets it when the conversation goes on."""
-    wire: Any = None
-    """In the protocol's form: Anthropic's content blocks, OpenAI's message."""
+    """As the chat template gets it when the conversation continues."""
     finish_reason: str = "stop"
     """In the protocol's words."""
+    wire: Any = None
+    """In the protocol's form: Anthropic's content blocks, OpenAI's message."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.finish_reason, str):
+            raise TypeError(
+                f"A Reply has the finish reason {str(self.finish_reason)[:200]!r}; it must be a text. By position a "
+                "Reply takes manager_message, finish_reason, wire."
+            )
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Any]:
@@ -78,15 +85,18 @@ def flatten_content(content: Any) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def tool_call_dict(name: str, args: Any, call_id: str | None = None) -> dict[str, Any]:
+def tool_call_dict(name: str, arguments: Any, call_id: str | None = None) -> dict[str, Any]:
     """Return a tool call as chat templates expect it: arguments as an object, also when they come as JSON text."""
-    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": call_arguments(args)}}
+    function = {"name": name, "arguments": call_arguments(arguments)}
+    call: dict[str, Any] = {"type": "function", "function": function}
     return {"id": call_id, **call} if call_id else call
 
 
 def manager_finish_reason(tool_uses: Sequence[Any] | None, raw_finish: str) -> str:
-    """Return the engine's finish reason, or ``tool_calls`` where the turn ended by itself with a call of a tool."""
-    return "tool_calls" if tool_uses and raw_finish == "stop" else raw_finish
+    """Return ``tool_calls`` for a turn that called a tool, also where it was cut after the call; else the engine's
+    reason.
+    """
+    return "tool_calls" if tool_uses else raw_finish
 
 
 def sid_from_bearer(request: web.BaseRequest) -> str | None:

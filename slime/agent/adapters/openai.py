@@ -78,7 +78,7 @@ class OpenAIAdapter(BaseAdapter):
             wire["tool_calls"] = [_wire_call(call_id, use) for call_id, use in uses]
         elif wire["content"] is None:
             wire["content"] = ""
-        return Reply(message, wire, manager_finish_reason(parsed.tool_uses, raw_finish))
+        return Reply(message, manager_finish_reason(parsed.tool_uses, raw_finish), wire)
 
     async def _respond(
         self, request: web.Request, body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int, stream: bool

@@ -48,7 +48,7 @@ class AdapterError(Exception):
 class Session:
     """One agent's conversation, or its several ones."""
 
-    sid: str
+    sid: str = ""
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     sampling_overrides: dict[str, Any] = field(default_factory=dict)
     max_context_tokens: int = 0

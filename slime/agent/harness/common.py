@@ -22,7 +22,7 @@ INSTALL_TIMEOUT_S = 600.0
 NODE_HOME = "/opt/node22"
 NODE_PATH = f"{NODE_HOME}/bin:$PATH"
 HOME = f"/home/{AGENT_USER}"
-MODEL_LABEL = "slime"
+MODEL_LABEL = "slime-actor"
 
 
 class SingletonABCMeta(SingletonMeta, ABCMeta):

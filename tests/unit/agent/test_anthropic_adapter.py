@@ -106,10 +106,10 @@ def test_a_system_message_within_the_conversation_becomes_part_of_the_users_turn
     translated, _ = here.adapter._translate({**QUESTION, "messages": [*messages, note, question]})
     assert [(message["role"], message["content"]) for message in translated] == [
         ("system", "Be good.\nBe brief."),
-        ("user", "What is 1 + 2?\nBe brief."),
+        ("user", "What is 1 + 2?\n<system-reminder>\nBe brief.\n</system-reminder>"),
         ("assistant", ""),
         ("tool", "3"),
-        ("user", "Be brief.\nWhat is 1 + 2?"),
+        ("user", "<system-reminder>\nBe brief.\n</system-reminder>\nWhat is 1 + 2?"),
     ]
     assert here.ask(messages=[*messages, note]).status_code == 200
 

@@ -276,9 +276,7 @@ def test_an_aborted_turn_goes_on_and_says_which_weights_drew_what(setup, monkeyp
 
 def test_a_turn_that_is_aborted_for_good_is_no_answer(setup, monkeypatch):
     monkeypatch.setattr(engine, "RESUME_WAIT_S", 0.0)
-    monkeypatch.setattr(
-        engine.call_sglang_generate, "__kwdefaults__", {**engine.call_sglang_generate.__kwdefaults__, "max_resumes": 1}
-    )
+    monkeypatch.setattr(engine, "MAX_RESUMES", 1)
     world = setup(lambda prompt: "never", script={"hold_after": 0})
     done = threading.Event()
 
@@ -402,11 +400,10 @@ def test_other_requests_are_served(setup):
 def test_the_debug_callback_sees_every_turn_and_may_fail(setup):
     seen = []
 
-    def look(sid, turn, prompt_messages, response_message, metadata):
-        said = (prompt_messages[-1]["content"], response_message["content"])
-        seen.append((sid, turn.text, said, metadata["use_tool"]))
+    def look(sid, translated, tools, message, turn):
+        seen.append((sid, translated[-1]["content"], tools, message["content"], turn.text))
         raise RuntimeError("broken callback")
 
     world = setup(lambda prompt: "ok", debug_callback=look)
     ask(world.client(), [{"role": "user", "content": "hi"}])
-    assert seen == [("s1", "ok", ("hi", "ok"), False)]
+    assert seen == [("s1", "hi", [], "ok", "ok")]

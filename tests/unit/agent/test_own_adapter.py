@@ -9,8 +9,17 @@ import pytest
 from aiohttp import web
 
 from slime.agent.adapters import common
-from slime.agent.adapters.common import BaseAdapter, Reply, TurnRecord, flatten_content, manager_finish_reason
+from slime.agent.adapters.common import (
+    BaseAdapter,
+    Reply,
+    TurnRecord,
+    flatten_content,
+    manager_finish_reason,
+    tool_call_dict,
+)
 from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.harness import HarnessContext
+from slime.agent.parsing import ParsedModelOutput
 from slime.utils.types import Sample
 
 
@@ -24,17 +33,18 @@ class WordAdapter(BaseAdapter):
         return body["who"]
 
     def _preprocess_body(self, body):
-        return {**body, "messages": [{"role": "user", "content": flatten_content(body["text"])}]}
+        body["messages"] = [{"role": "user", "content": flatten_content(body["text"])}]
 
     def _translate(self, body):
         return body["messages"], []
 
     def _build_reply(self, parsed, raw_finish, translated, tools):
-        wire = {"word": parsed.text, "why": manager_finish_reason(parsed.tool_uses, raw_finish)}
-        return Reply({"role": "assistant", "content": parsed.text}, wire)
+        finish = manager_finish_reason(parsed.tool_uses, raw_finish)
+        return Reply({"role": "assistant", "content": parsed.text}, finish, {"word": parsed.text})
 
     async def _respond(self, request, body, reply, in_tok, out_tok, stream):
-        return web.json_response({**reply.wire, "in": in_tok, "out": out_tok, "stream": stream})
+        told = {**reply.wire, "why": reply.finish_reason, "in": in_tok, "out": out_tok, "stream": stream}
+        return web.json_response(told)
 
 
 @pytest.fixture
@@ -42,10 +52,11 @@ def ask(tokenizer, monkeypatch):
     """Ask the adapter; the engine is a function in the place of ``call_sglang_generate``."""
     calls = []
 
-    async def call(sglang_url, prompt_ids, sampling_params, session_id=None):
-        calls.append((sglang_url, sampling_params["max_new_tokens"], session_id))
+    async def call(prompt_ids, session, body, *, adapter, session_id):
+        params = session.sampling_params(body, len(prompt_ids), adapter.max_token_keys, adapter.stop_keys)
+        calls.append((adapter.sglang_url, params["max_new_tokens"], session_id))
         ids = tokenizer.encode("hello<|im_end|>")
-        return TurnRecord(list(prompt_ids), ids, [-0.5] * len(ids), "stop")
+        return TurnRecord(list(prompt_ids), ids, "stop", [-0.5] * len(ids))
 
     monkeypatch.setattr(common, "call_sglang_generate", call)
     adapter = WordAdapter(tokenizer=tokenizer, sglang_url="http://engine")
@@ -89,8 +100,34 @@ def test_a_stream_is_asked_for_by_the_body_or_by_the_header(ask, accept, body, s
     assert ask({"Accept": accept}, **body).json()["stream"] is stream
 
 
-def test_a_turn_ended_by_a_call_of_a_tool_says_so():
+def test_a_body_may_be_changed_by_returning_another(ask, monkeypatch):
+    def changed(adapter, body):
+        return {**body, "messages": [{"role": "user", "content": "changed"}]}
+
+    monkeypatch.setattr(WordAdapter, "_preprocess_body", changed)
+    assert ask().status_code == 200
+    (sample,) = asyncio.run(ask.adapter.finish_session("s1", base_sample=Sample(index=0)))
+    assert "changed" in ask.adapter.tokenizer.decode(sample.tokens)
+
+
+def test_parts_given_by_position_land_where_the_original_has_them():
+    assert Reply({"role": "assistant"}, "stop", ["wire"]) == Reply(
+        manager_message={"role": "assistant"}, finish_reason="stop", wire=["wire"]
+    )
+    with pytest.raises(TypeError, match="takes manager_message, finish_reason, wire"):
+        Reply({"role": "assistant"}, {"word": "hello"})
+    use = {"name": "add", "input": {"a": 1}}
+    assert ParsedModelOutput("why", "text", [use], True) == ParsedModelOutput(
+        reasoning="why", text="text", tool_uses=[use], ill_formed=True
+    )
+    turn = TurnRecord(prompt_ids=[1], output_ids=[2], output_log_probs=[-0.5], finish_reason="length")
+    assert TurnRecord([1], [2], "length", [-0.5]) == turn == TurnRecord([1], [2], [-0.5], "length")
+    assert TurnRecord([1], [2], [-0.5]).finish_reason == "stop"
+    assert tool_call_dict("add", arguments='{"a": 1}')["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert HarnessContext("/w", "s", "http://host").model_label == "slime-actor"
+
+
+def test_a_turn_with_a_call_of_a_tool_says_so():
     use = {"name": "add", "input": {}}
-    assert manager_finish_reason([use], "stop") == "tool_calls"
-    assert manager_finish_reason([use], "length") == "length"
+    assert manager_finish_reason([use], "stop") == manager_finish_reason([use], "length") == "tool_calls"
     assert manager_finish_reason([], "stop") == manager_finish_reason(None, "stop") == "stop"

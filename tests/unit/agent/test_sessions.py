@@ -49,9 +49,9 @@ def test_no_route_of_an_adapter_on_the_network_gives_a_stranger_a_token(kind, to
 def test_a_stranger_gets_no_turn_of_an_adapter_on_the_network(tokenizer, monkeypatch):
     """Through a socket that listens everywhere, as ``run_app_in_thread`` does by default."""
 
-    async def call(sglang_url, prompt_ids, sampling_params, session_id=None):
+    async def call(prompt_ids, session, body, *, adapter, session_id):
         ids = tokenizer.encode("hello<|im_end|>")
-        return common.TurnRecord(list(prompt_ids), ids, [-0.5] * len(ids), "stop")
+        return common.TurnRecord(list(prompt_ids), ids, "stop", [-0.5] * len(ids))
 
     monkeypatch.setattr(common, "call_sglang_generate", call)
     adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url="http://engine")
@@ -67,9 +67,9 @@ def test_a_stranger_gets_no_turn_of_an_adapter_on_the_network(tokenizer, monkeyp
 
 
 def test_a_turn_that_was_admitted_while_its_session_closed_is_refused_and_leaves_nothing(tokenizer, monkeypatch):
-    async def call(sglang_url, prompt_ids, sampling_params, session_id=None):
+    async def call(prompt_ids, session, body, *, adapter, session_id):
         ids = tokenizer.encode("hello<|im_end|>")
-        return common.TurnRecord(list(prompt_ids), ids, [-0.5] * len(ids), "stop")
+        return common.TurnRecord(list(prompt_ids), ids, "stop", [-0.5] * len(ids))
 
     admit, admitted, closed = SessionBook.admit, threading.Event(), threading.Event()
 
