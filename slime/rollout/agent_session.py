@@ -14,6 +14,8 @@ from typing import Any
 
 from slime.agent.adapters import BaseAdapter, OpenAIAdapter
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
+from slime.flags.reward import reward_config
+from slime.rollout.rm_hub.policy import leave_out
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.rollout.tools import turns_config
 from slime.utils.types import Sample
@@ -37,10 +39,11 @@ async def play(
     host: str = "127.0.0.1",
     evaluation: bool = False,
 ) -> Sample | list[Sample]:
-    """Run ``agent`` and return the samples of its session; an ABORTED sample when it made no request.
+    """Run ``agent`` and return the samples of its session.
 
-    So it is where the rollout was over first: turns are refused then, whatever the agent makes of that, and it begins
-    again in another rollout.
+    An agent that raises, or makes no request, costs its sample: it is FAILED, and trains nothing.  Where the rollout
+    was over first the sample is ABORTED: turns are refused then, whatever the agent makes of that, and it begins again
+    in another rollout.
 
     A turn has ``max_new_tokens``, and a session ``--rollout-max-turns`` and ``--rollout-max-context-len``.
 
@@ -58,18 +61,21 @@ async def play(
         max_context_tokens=max_context_tokens or 0,
     )
     state = GenerateState(args)
+    failure: Exception = RuntimeError("the agent ended before the first request to the policy")
     try:
         reward = await agent(url, sid)
-    except BaseException as error:
-        await adapter.drop_session(sid)
-        if not (isinstance(error, Exception) and state.aborted):
-            raise
-    else:
         is_over = state.aborted
         samples = await adapter.finish_session(sid, base_sample=sample, reward=reward, extra_metadata=sample.metadata)
         if samples and not is_over:
             return samples
-    sample.status = Sample.Status.ABORTED
+    except Exception as error:  # the user's program may raise anything
+        failure, is_over = error, state.aborted
+    finally:
+        await adapter.drop_session(sid)
+    if is_over:
+        sample.status = Sample.Status.ABORTED
+    else:
+        leave_out(reward_config(args), sample, failure)
     return sample
 
 

@@ -12,11 +12,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from slime.flags.reward import reward_config
 from slime.observability.trace_utils import trace_next_attempt, trace_span
 from slime.rollout.base_types import Entry, Group, check_samples, is_finished, leaf_samples
 from slime.rollout.config import RolloutConfig
 from slime.rollout.context import RolloutContext
-from slime.rollout.rm_hub.policy import is_one_each
+from slime.rollout.rm_hub.policy import is_one_each, leave_out
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.waiting import cancel_all
 from slime.utils.errors import HookError
@@ -89,7 +90,20 @@ async def _call_generate(
     if not isinstance(entry, Sample | list):
         raise HookError(f"{call} returned {type(entry).__name__}; it must return a Sample or a list of Samples.")
     check_samples(entry, f"{call} returned")
+    _settle_given_up(context, entry, call)
     return entry
+
+
+def _settle_given_up(context: RolloutContext, entry: Entry, call: PluginCall) -> None:
+    """Leave out the samples that a generate function gave up: ABORTED, to be removed.
+
+    Where the rollout is over, that may be why; they begin again in another.
+    """
+    for sample in leaf_samples(entry):
+        if sample.status is Sample.Status.ABORTED and sample.remove_sample:
+            sample.remove_sample = False
+            if not context.state().aborted:
+                leave_out(reward_config(context.args), sample, RuntimeError(f"{call} gave it up"))
 
 
 async def _reward(context: RolloutContext, entry: Entry) -> Entry:

@@ -26,7 +26,7 @@ from slime.flags.reward import reward_config
 from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import add_images, drew_image, processed
 from slime.rollout.prompt_template import as_messages, encode, map_with_deadline, render
-from slime.rollout.rm_hub.policy import grade_by_policy
+from slime.rollout.rm_hub.policy import grade_by_policy, leave_out
 from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.rollout.tools import Toolbox, TurnsConfig, call_in_time, toolbox, turns_config
@@ -265,21 +265,14 @@ async def set_reward(args: Namespace, sample: Sample, reward: float, failure: En
     config = reward_config(args)
     has_grader = sample.custom_rm_path or config.custom_rm_path or sample.metadata.get("rm_type") or config.rm_type
     sample.metadata["environment_reward"] = reward
-    if has_grader and failure is None:
-        return
 
     async def grade() -> list[float]:
-        if failure is not None:
-            raise failure
         return [reward]
 
-    sample.reward = (await grade_by_policy(config, [sample], grade))[0]
     if failure is not None:
-        if not sample.response_length:  # it never began; a sample has tokens of both kinds
-            state = GenerateState(args)
-            sample.tokens = sample.tokens or _prompt_tokens(state, sample, toolbox(args))
-            sample.append_response_tokens(args, tokens=[state.tokenizer.eos_token_id], trainable=False)
-        sample.status, sample.remove_sample = Sample.Status.FAILED, True
+        leave_out(config, sample, failure)
+    elif not has_grader:
+        sample.reward = (await grade_by_policy(config, [sample], grade))[0]
 
 
 class _Player:

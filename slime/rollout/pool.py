@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from slime.flags.reward import reward_config
 from slime.observability.sample_record import record_dropped
 from slime.rollout.base_types import Group, check_samples, first_index, has_response, is_finished, leaf_samples
 from slime.rollout.context import RolloutContext
@@ -26,6 +27,7 @@ from slime.rollout.filter_hub.base_types import (
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
+from slime.rollout.rm_hub.policy import leave_out
 from slime.rollout.staleness import oldest_version, version_number
 from slime.rollout.waiting import LongWait, cancel_all, deadline_error
 from slime.utils.errors import DataError, EngineError, HookError
@@ -139,8 +141,10 @@ class GroupPolicy:
     def count_no_progress(self, group: Group, before: InFlightGroup, moment: tuple[int | None, int]) -> int:
         """Return how often in a row a group came back unfinished although nothing interrupted it.
 
+        After ``MAX_NO_PROGRESS`` times the samples that a custom generate function aborts are left out.
+
         Raises:
-            EngineError: ``MAX_NO_PROGRESS`` times.
+            EngineError: the built-in generate function aborted samples so often.
             HookError: a custom generate function leaves its samples pending.
         """
         self.counts["resubmitted"] += 1
@@ -150,14 +154,21 @@ class GroupPolicy:
         times = before.no_progress + 1
         if times < MAX_NO_PROGRESS:
             return times
-        path = self.config.custom_generate_function_path
-        if path and all(sample.status is Sample.Status.PENDING for sample in leaf_samples(group)):
+        samples = list(leaf_samples(group))
+        path = samples[0].generate_function_path or self.config.custom_generate_function_path
+        if path and any(sample.status is Sample.Status.PENDING for sample in samples):
             raise HookError(
                 f"--custom-generate-function-path {path} returned samples with status pending; it must set "
                 "sample.status: COMPLETED, TRUNCATED or FAILED (Sample.append_response_tokens with the engine's "
                 "meta_info does)."
             )
-        statuses = ", ".join(sorted({sample.status.value for sample in leaf_samples(group)}))
+        if path:
+            failure = RuntimeError(f"--custom-generate-function-path {path} returned it aborted {times} times")
+            for sample in samples:
+                if sample.status is Sample.Status.ABORTED:
+                    leave_out(reward_config(self._context.args), sample, failure)
+            return times
+        statuses = ", ".join(sorted({sample.status.value for sample in samples}))
         raise EngineError(
             f"The group of sample {first_index(group)} came back unfinished {times} times (statuses: {statuses}), "
             "although the rollout was not over and no weights were pushed. Engines abort requests that do not fit "
@@ -262,11 +273,12 @@ class GroupPool:
         self.state.pendings.discard(task)
         try:
             group = result_of(task, f"The group of sample {first_index(before.group)}")
+            no_progress = 0 if is_finished(group) else self.policy.count_no_progress(group, before, self._moment)
             if is_finished(group):
                 self._finish(group, before)
             else:
                 stamp_start(group, self.rollout_id)
-                self._start(group, no_progress=self.policy.count_no_progress(group, before, self._moment))
+                self._start(group, no_progress=no_progress)
         except Exception as error:  # callbacks have no caller; whoever waits for groups raises it
             self.fail(error)
         self._record_outstanding()

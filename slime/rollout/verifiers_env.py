@@ -20,7 +20,6 @@ from slime.flags.reward import reward_config
 from slime.rollout.agent_session import TURN_TIMEOUT_S, play
 from slime.rollout.multi_turn import EnvironmentFailure, set_reward
 from slime.rollout.rm_hub.policy import within
-from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.tools import turns_config
 from slime.rollout.verifiers_data import load, row_of
 from slime.utils.async_utils import AsyncLoopThread
@@ -61,24 +60,14 @@ async def generate(
             cause = "" if error.__cause__ is None else f" ({error.__cause__})"
             raise EnvironmentFailure(f"{path}: {type(error).__name__}: {error}{cause}") from error
 
-    try:
-        played = await play(args, sample, sampling_params, agent, evaluation=evaluation)
-        if isinstance(played, list):
-            for one in played:
-                is_cut = one.metadata["truncated"] or ended.get("is_truncated") or ended.get("error") is not None
-                one.status = Sample.Status.TRUNCATED if is_cut else Sample.Status.COMPLETED
-                one.metadata |= {"round_number": one.metadata["num_turns"], "metrics": ended.get("metrics")}
-                one.reward = None  # unless no grader is named
-                await set_reward(args, one, float(ended["reward"]), None)
-            return played
-        failure = EnvironmentFailure(f"{path}: it ended before the first request to the policy")
-    except EnvironmentFailure as error:
-        failure = error
-    if GenerateState(args).aborted:  # the rollout is over, and its turns ended with it; it begins again in another
-        sample.status = Sample.Status.ABORTED
-        return sample
-    await set_reward(args, sample, 0.0, failure)
-    return sample
+    played = await play(args, sample, sampling_params, agent, evaluation=evaluation)
+    for one in played if isinstance(played, list) else ():
+        is_cut = one.metadata["truncated"] or ended.get("is_truncated") or ended.get("error") is not None
+        one.status = Sample.Status.TRUNCATED if is_cut else Sample.Status.COMPLETED
+        one.metadata |= {"round_number": one.metadata["num_turns"], "metrics": ended.get("metrics")}
+        one.reward = None  # unless no grader is named
+        await set_reward(args, one, float(ended["reward"]), None)
+    return played
 
 
 def check(args: Namespace) -> None:

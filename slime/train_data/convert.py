@@ -156,8 +156,9 @@ def _optional_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         if any(entry is not None for entry in entries):
             if column.span == "response":
                 entries = [
-                    _present(sample, name, [] if entry is None and sample.response_length == 0 else entry)
+                    _present(sample, name, [0.0] * sample.response_length if is_left_out else entry)
                     for sample, entry in zip(samples, entries, strict=True)
+                    for is_left_out in (entry is None and not any(_loss_mask(sample)),)
                 ]
             columns[name] = entries
     names = [source_name(sample) for sample in samples]
@@ -179,8 +180,8 @@ def _top_p_columns(samples: Sequence[Sample], rollout_top_p: float) -> dict[str,
     offsets: list[Any] = []
     for sample in samples:
         token_ids, token_offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
-        if sample.response_length == 0 and token_offsets is None:
-            token_ids, token_offsets = [], [0]
+        if token_offsets is None and not any(_loss_mask(sample)):
+            token_ids, token_offsets = [], [0] * (sample.response_length + 1)
         if token_ids is None or token_offsets is None:
             raise DataError(
                 f"sample {sample.index} has no rollout_top_p_token_ids and --rollout-top-p is {rollout_top_p}; the "

@@ -137,7 +137,7 @@ class BaseAdapter(ABC):
             sampling_overrides: parameters that no request can change, such as the temperature that is trained at.
 
         Raises:
-            ValueError: the session exists, or existed.
+            ValueError: a session of that id is open.
         """
         session = Session(
             sid=sid,

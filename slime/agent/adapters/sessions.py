@@ -102,7 +102,7 @@ class Session:
 
 
 class SessionBook:
-    """The sessions of one adapter.  Invariant: an id is open, closed or unknown; it never opens twice."""
+    """The sessions of one adapter.  Invariant: an id is open, closed or unknown; a closed one may open again."""
 
     def __init__(self, max_turns_per_sid: int | None = None) -> None:
         self.max_turns_per_sid = max_turns_per_sid
@@ -114,10 +114,11 @@ class SessionBook:
         return len(self._open)
 
     def add(self, session: Session) -> None:
-        """Open a session.  ValueError when its id is, or was, in use."""
+        """Open a session.  ValueError while one of its id is open."""
         with self._lock:
-            if session.sid in self._open or session.sid in self._closed:
-                raise ValueError(f"Session {session.sid!r} exists already; every session needs an id of its own.")
+            if session.sid in self._open:
+                raise ValueError(f"Session {session.sid!r} is open already; finish or drop it before it opens again.")
+            self._closed.pop(session.sid, None)
             self._open[session.sid] = session
 
     def admit(self, sid: str) -> Session:

@@ -121,6 +121,27 @@ async def grade_by_policy(
     return graded
 
 
+def leave_out(config: RewardConfig, sample: Sample, failure: Exception) -> None:
+    """Make ``sample`` FAILED, with what the trainer needs of a sample that trains nothing.
+
+    A reward that it has stays; else ``--rm-failure-policy`` gives one.  The failure counts as one of a grader does, so
+    that a run in which nothing can be played ends.
+
+    Raises:
+        ConfigError, HookError, NotImplementedError, ImportError: ``failure`` is one of these.
+        GraderError: ``--rm-max-failures`` responses in a row have failed.
+    """
+    if isinstance(failure, _MISTAKES):
+        raise failure
+    _record_failure(config, [sample], failure)
+    reward = _failed_reward(config, sample, failure)
+    sample.reward = reward if sample.reward is None else sample.reward
+    if not sample.response_length:
+        sample.tokens = list(sample.tokens) or [0]
+        sample.append_response_tokens(tokens=[0], trainable=False)
+    sample.status, sample.remove_sample = Sample.Status.FAILED, True
+
+
 def is_one_each(rewards: Any, samples: Sequence[Sample]) -> bool:
     """Return True for a list, or what is like one, with a reward for each sample."""
     is_list = hasattr(rewards, "__len__") and not isinstance(rewards, str | bytes | Mapping | set)

@@ -126,7 +126,7 @@ def test_two_turns_become_one_sample_of_exactly_the_tokens_that_were_drawn(setup
 
 def test_a_session_ends_once_and_then_refuses(setup):
     world = setup()
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="is open already"):
         world.adapter.open_session("s1")
     play(world.client())
     assert len(world.finish()) == 1

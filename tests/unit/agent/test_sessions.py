@@ -94,3 +94,16 @@ def test_a_turn_that_was_admitted_while_its_session_closed_is_refused_and_leaves
         assert answer.result().status_code == 503
     server.stop()
     assert not adapter.manager.has_session("s")
+
+
+def test_a_session_can_be_opened_again_after_it_was_dropped_or_finished(tokenizer):
+    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url="http://engine")
+    for end in (adapter.drop_session("s"), adapter.finish_session("s", base_sample=Sample(index=0))):
+        adapter.open_session("s")
+        with pytest.raises(ValueError, match="'s' is open already"):
+            adapter.open_session("s")
+        asyncio.run(end)
+    with pytest.raises(AdapterError, match="is closed"):
+        adapter._sessions.admit("s")
+    adapter.open_session("s")
+    assert adapter._sessions.admit("s").num_turns == 1

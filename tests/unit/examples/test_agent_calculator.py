@@ -11,6 +11,7 @@ import pytest
 
 from examples.agent_calculator import generate as example
 from slime.rollout import agent_session
+from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 from slime.utils.types import Sample
 from tests.unit.agent.talking_engine import TalkingEngine, make_tokenizer
@@ -84,6 +85,24 @@ def test_an_agent_whose_turns_end_with_the_rollout_begins_again_in_another(args,
     played = asyncio.run(agent_session.play(args, sample, {"max_new_tokens": 200}, agent))
     assert played is sample and sample.status is Sample.Status.ABORTED
     assert (sample.reward, sample.response_length, sample.tokens) == (None, 0, [])
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_agent_that_dies_costs_its_sample(args, has_begun):
+    async def agent(url: str, sid: str) -> float:
+        if has_begun:
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=sid) as client:
+                said = [{"role": "user", "content": "What is 12 times 13?"}]
+                await client.chat.completions.create(model="policy", messages=said)
+            raise RuntimeError("no room in the sandbox")
+        return 1.0
+
+    sample = Sample(index=5, prompt="What is 12 times 13?", label="156")
+    assert asyncio.run(agent_session.play(args, sample, {"max_new_tokens": 200}, agent)) is sample
+    assert (sample.status, sample.remove_sample, sample.reward) == (Sample.Status.FAILED, True, 0.0)
+    why = "no room in the sandbox" if has_begun else "the agent ended before the first request"
+    assert why in sample.metadata["reward_error"]
+    FAILURES.succeeded()
 
 
 def test_wrong_arguments_are_an_answer_of_the_tool():

@@ -17,6 +17,7 @@ from slime.rollout.config import rollout_config
 from slime.rollout.context import RolloutContext, RunState
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.pool import DROPS_BEFORE_WARNING, MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
+from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.waiting import LongWait
 from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.types import Sample
@@ -106,6 +107,17 @@ def test_a_generate_function_that_sets_no_status_is_named():
         assert before.no_progress == times
     with pytest.raises(HookError, match="--custom-generate-function-path mine.generate .*status pending.* COMPLETED"):
         policy.count_no_progress(group, before, (None, 0))
+
+
+def test_samples_that_a_generate_function_keeps_aborting_are_left_out():
+    policy = GroupPolicy(context_with(custom_generate_function_path="mine.generate"))
+    answered, dead = finished(0, reward=1.0), Sample(index=1, status=Sample.Status.ABORTED)
+    before = InFlightGroup([answered, dead], 0, (None, 0), 1, MAX_NO_PROGRESS - 1)
+    policy.count_no_progress([answered, dead], before, (None, 0))
+    assert (answered.status, answered.remove_sample, answered.reward) == (Sample.Status.COMPLETED, False, 1.0)
+    assert (dead.status, dead.remove_sample, dead.reward) == (Sample.Status.FAILED, True, 0.0)
+    assert "mine.generate returned it aborted 3 times" in dead.metadata["reward_error"]
+    FAILURES.succeeded()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from slime.rollout import generate as generate_module
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import policy
-from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
+from slime.train_data.convert import samples_to_train_data
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.errors import DeadlineError, EngineError, GraderError
@@ -137,6 +138,30 @@ def dead_url() -> str:
 def no_waits_between_tries(monkeypatch):
     monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)
     monkeypatch.setattr(control_client.random, "random", lambda: 1.0)
+
+
+async def gives_up(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """An agent that dies at the second sample of each prompt, and says so as functions for the original do."""
+    if sample.index % 2:
+        sample.status, sample.remove_sample = Sample.Status.ABORTED, True
+        return sample
+    return await generate(args, sample, sampling_params)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_an_agent_that_gives_up_costs_its_sample_and_training_gets_the_others(rollout, top_p):
+    samples = rollout(custom_generate_function_path=f"{__name__}.gives_up")
+    lost = [sample for sample in samples if sample.index % 2]
+    assert len(samples) == 8 and {s.status for s in samples if not s.index % 2} == {Sample.Status.COMPLETED}
+    assert all(s.status is Sample.Status.FAILED and s.remove_sample and s.reward == 0.0 for s in lost)
+    for sample in samples:
+        sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = (
+            (None, None) if sample in lost else ([], [0] * (sample.response_length + 1))
+        )
+    rewards = [float(sample.reward) for sample in samples]
+    data = samples_to_train_data(samples, rewards, rewards, rollout_top_p=top_p)
+    for sample, mask, log_probs in zip(samples, data.loss_masks, data.rollout_log_probs, strict=True):
+        assert len(mask) == len(log_probs) == sample.response_length > 0 and any(mask) is (sample not in lost)
 
 
 def test_a_reward_server_that_is_down_costs_rewards_and_not_the_rollout(rollout, no_waits_between_tries):
