@@ -36,7 +36,7 @@ export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning,ignore::UserWarni
 # The second folder lets processes without CUDA import SGLang; with CUDA it has no effect.
 export PYTHONPATH="${REPO_DIR}:${REPO_DIR}/slime/backends/sglang_utils/cpu_shim${PYTHONPATH:+:${PYTHONPATH}}"
 # Local traffic bypasses proxies; Ray's servers refuse clients without the token.
-export no_proxy="127.0.0.1,localhost,$(hostname -I 2>/dev/null | tr ' ' ',')${no_proxy:-}"
+export no_proxy="127.0.0.1,localhost,::1,$(hostname -I 2>/dev/null | tr ' ' ',')${no_proxy:-}"
 export NO_PROXY="${no_proxy}"
 export RAY_AUTH_MODE=token
 # A missing model or data folder is an error, not a download from the Hugging Face hub.

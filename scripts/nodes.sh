@@ -12,10 +12,15 @@
 # Everything that is started here, on any node, ends with this script, and nothing else.  SLIME_SCRIPT_EXTERNAL_RAY=1
 # uses a running cluster.
 
+# host_port HOST PORT: print HOST:PORT, with an IPv6 address in brackets.
+host_port() {
+    [[ "$1" == *:* ]] && echo "[$1]:$2" || echo "$1:$2"
+}
+
 # join_command NODE_ADDRESS NUM_GPUS: print the command that joins a node.  Ray opens its folder to every user, so it is in one
 # that only this user enters.
 join_command() {
-    echo "ray start --address=${MASTER_ADDR}:${RAY_PORT} --num-gpus $2 --node-ip-address $1 --disable-usage-stats" \
+    echo "ray start --address=$(host_port "${MASTER_ADDR}" "${RAY_PORT}") --num-gpus $2 --node-ip-address $1 --disable-usage-stats" \
         '--temp-dir "$(mktemp -d)/ray"'
 }
 
@@ -38,10 +43,10 @@ start_nodes() {
         # A node that is joined by hand has no token; to require one, set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token on all.
         export RAY_AUTH_MODE=disabled
     fi
-    echo "ray: starting the head at ${MASTER_ADDR}:${RAY_PORT} (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
+    echo "ray: starting the head at $(host_port "${MASTER_ADDR}" "${RAY_PORT}") (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
     export _RAY_DIR REPO_DIR
     # One process group: the head, and an ssh to each other node; when the ssh ends, so does its node.
-    setsid bash -c "$(declare -f _run_nodes _node_addresses _node_text join_command); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
+    setsid bash -c "$(declare -f _run_nodes _node_addresses _node_text join_command host_port); _run_nodes ${num_gpus}" >"${_RAY_DIR}/ray-start.log" 2>&1 &
     _RAY_PID=$!
     disown "${_RAY_PID}"
     _watch_ray
@@ -117,7 +122,7 @@ NODE
 
 # _joined NUM_GPUS: print the nodes and GPUs of the cluster; succeed when it has that many GPUs.
 _joined() {
-    RAY_ADDRESS="${MASTER_ADDR}:${RAY_PORT}" timeout 60 python3 - "$1" 2>/dev/null <<'PY'
+    RAY_ADDRESS="$(host_port "${MASTER_ADDR}" "${RAY_PORT}")" timeout 60 python3 - "$1" 2>/dev/null <<'PY'
 import sys
 import ray
 

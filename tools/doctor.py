@@ -34,7 +34,7 @@ from slime.flags.kinds import port_number
 from slime.observability.run_reader import Run, read_run
 from slime.utils import env
 from slime.utils.errors import DataError
-from slime.utils.net import is_loopback
+from slime.utils.net import format_host_port, is_loopback
 from tools.installed import BAD, GOOD, UNKNOWN, table
 from tools.terminal import say
 
@@ -202,7 +202,7 @@ def listening() -> Verdict:
             for each in process.net_connections("tcp") if program is not None else ():
                 if each.status == psutil.CONN_LISTEN:
                     side = "loopback" if is_loopback(each.laddr.ip.removeprefix("::ffff:")) else "the network"
-                    sockets[side].append(f"{each.laddr.ip}:{each.laddr.port} ({program})")
+                    sockets[side].append(f"{format_host_port(*each.laddr)} ({program})")
     beyond = sorted(set(sockets["the network"]))
     if beyond:
         return UNKNOWN, f"{', '.join(beyond)}: keep strangers out of that network (docs/security.md)"

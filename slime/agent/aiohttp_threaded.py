@@ -83,7 +83,8 @@ class AppHandle:
                 return
         self.thread.join(timeout_sec)
         if self.thread.is_alive():
-            raise DeadlineError(f"The server at {self.host}:{self.port} did not end within {timeout_sec:.0f} s.")
+            where = format_host_port(self.host, self.port)
+            raise DeadlineError(f"The server at {where} did not end within {timeout_sec:.0f} s.")
 
 
 def run_app_in_thread(
@@ -149,8 +150,9 @@ def run_app_in_thread(
     except (Exception, SystemExit) as error:
         if not started.done():
             raise DeadlineError(
-                f"The server at {host}:{port} did not listen within {start_timeout_sec:.0f} s."
+                f"The server at {format_host_port(host, port)} did not listen within {start_timeout_sec:.0f} s."
             ) from None
-        raise ProcessError(f"The server cannot listen at {host}:{port}: {error!r}. Is the port taken?") from error
+        where = format_host_port(host, port)
+        raise ProcessError(f"The server cannot listen at {where}: {error!r}. Is the port taken?") from error
     logger.info("%s listens at %s", thread_name, format_host_port(host, handle.port))
     return handle

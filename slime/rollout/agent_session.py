@@ -18,6 +18,7 @@ from slime.flags.reward import reward_config
 from slime.rollout.rm_hub.policy import leave_out
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.rollout.tools import turns_config
+from slime.utils.net import http_url
 from slime.utils.types import Sample
 
 TURN_TIMEOUT_S = 1800.0
@@ -98,7 +99,7 @@ def _adapter_of(
             )
             _SERVERS[key] = (adapter, run_app_in_thread(adapter.app, host=host))
         adapter, handle = _SERVERS[key]
-        return adapter, f"http://{host}:{handle.port}"
+        return adapter, http_url(host, handle.port)
 
 
 def stop_servers() -> None:

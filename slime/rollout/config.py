@@ -17,6 +17,7 @@ from slime.flags.fault_tolerance import add_fault_tolerance_arguments
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 from slime.flags.weight_sync import add_weight_sync_arguments
+from slime.utils.net import http_url
 
 DEFAULT_RETRIES = 60
 """Repetitions of a request that no engine takes, about a second apart."""
@@ -77,7 +78,7 @@ class RolloutConfig:
     @property
     def router_url(self) -> str:
         """Address of the default router."""
-        return f"http://{self.sglang_router_ip}:{self.sglang_router_port}"
+        return http_url(self.sglang_router_ip, self.sglang_router_port)
 
     @property
     def fault_detection_s(self) -> float:

@@ -36,6 +36,7 @@ from slime.rollout.waiting import LongWait, deadline_error
 from slime.utils.async_utils import run
 from slime.utils.errors import ProcessError
 from slime.utils.misc import load_function
+from slime.utils.net import http_url
 from slime.utils.types import Sample
 
 __all__ = [
@@ -86,7 +87,7 @@ def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate")
     config = rollout_config(args)
     default = config.sglang_router_ip, config.sglang_router_port
     ip, port = (config.sglang_model_routers or {}).get(model_name, default)
-    return f"http://{ip}:{port}{endpoint}"
+    return f"{http_url(ip, port)}{endpoint}"
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -69,6 +69,26 @@ def copy() -> dict[str, str]:
     return dict(os.environ)
 
 
+def without_http_proxies() -> dict[str, str]:
+    """Return a copy without the proxies of plain HTTP, in which the servers of a job talk to each other.
+
+    HTTPS keeps its proxy: a model or a package may come from outside.
+    """
+    variables = copy()
+    of_all = variables.get("all_proxy") or variables.get("ALL_PROXY")
+    if of_all and not (variables.get("https_proxy") or variables.get("HTTPS_PROXY")):
+        variables["https_proxy"] = of_all
+    return {name: value for name, value in variables.items() if name.lower() not in ("http_proxy", "all_proxy")}
+
+
+def no_proxy_for(*hosts: str) -> dict[str, str]:
+    """Return the variables that keep requests to this machine and to ``hosts`` off proxies, beside those that are."""
+    known = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    names = [*known, "127.0.0.1", "localhost", "::1", *(host.strip("[]") for host in hosts)]
+    text = ",".join(dict.fromkeys(name.strip() for name in names if name.strip()))
+    return {"no_proxy": text, "NO_PROXY": text}
+
+
 def host_ip_override() -> str | None:
     """Return ``SLIME_HOST_IP``: the address other nodes reach this one by.
 

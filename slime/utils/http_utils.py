@@ -27,7 +27,7 @@ import orjson
 
 from slime.utils import env
 from slime.utils.errors import EngineError
-from slime.utils.net import find_available_port, get_host_info, is_port_available
+from slime.utils.net import find_available_port, get_current_node_ip, get_host_info, http_url, is_port_available
 from slime.utils.plugins import said_by
 
 __all__ = [
@@ -157,7 +157,8 @@ def init_http_client(args: Namespace) -> None:
 
     Call it before the first request.
 
-    From then on requests to the job's routers carry its secret.
+    From then on requests to the job's routers carry its secret, and no client of this process, those of plug-ins
+    included, asks this machine or a router through a proxy.
     """
     _CLIENT.max_connections = args.sglang_server_concurrency * get_rollout_num_engines(args)
     known = vars(args)
@@ -165,7 +166,8 @@ def init_http_client(args: Namespace) -> None:
     _CLIENT.secret = known.get("job_secret")
     routers = [*(known.get("sglang_model_routers") or {}).values()]
     routers.append((known.get("sglang_router_ip"), known.get("sglang_router_port")))
-    add_job_servers(*(f"http://{host}:{port}" for host, port in routers if host and port))
+    add_job_servers(*(http_url(host, port) for host, port in routers if host and port))
+    env.export(env.no_proxy_for(get_current_node_ip(), *(host for host, _ in routers if host)))
 
 
 def add_job_servers(*urls: str) -> None:

@@ -91,6 +91,11 @@ def format_host_port(host: str, port: int) -> str:
     return f"{format_host(host)}:{port}"
 
 
+def http_url(host: str | None, port: int | None) -> str:
+    """Return ``http://host:port``; with "None" in the place of what is not known yet."""
+    return f"http://{format_host(str(host))}:{port}"
+
+
 def is_port_available(port: int) -> bool:
     """Return True when a server may listen on ``port`` on all interfaces, IPv4 and IPv6 alike."""
     if not 0 < port <= MAX_PORT:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.utils import env
+from slime.utils import env, net
 from slime.utils.distributed_utils import open_store
 from slime.utils.errors import WeightSyncError
 
@@ -87,8 +87,9 @@ class WeightChannel:
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
             self._abandon_unjoined()
             raise WeightSyncError(
-                f"rank {rank} of {world_size} could not join the weight group at {master_address}:{master_port} "
-                f"(--weight-update-timeout-s {timeout_s:g}): {error}{_nccl_settings(backend)}"
+                f"rank {rank} of {world_size} could not join the weight group at "
+                f"{net.format_host_port(master_address, master_port)} (--weight-update-timeout-s {timeout_s:g}): "
+                f"{error}{_nccl_settings(backend)}"
             ) from error
         self._store.set_timeout(question)
 

@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 
@@ -141,9 +142,9 @@ class GeneratorProcess:
         with self._lock:
             self._stop()
             words = ["-m", "slime_plugins.rollout_buffer.registry", str(generator.file), json.dumps(data)]
-            variables = env.copy()
+            servers = [str(data[key]) for key in ("remote_engine_url", "remote_buffer_url") if data.get(key)]
+            variables = env.copy() | env.no_proxy_for(*(urlsplit(server).hostname or "" for server in servers))
             if self._secret_file is not None:
-                servers = [str(data[key]) for key in ("remote_engine_url", "remote_buffer_url") if data.get(key)]
                 variables["SLIME_JOB_SECRET_FILE"] = str(self._secret_file.absolute())
                 variables["SLIME_JOB_SERVERS"] = " ".join(servers)
             # A group of its own, so that its workers end with it.

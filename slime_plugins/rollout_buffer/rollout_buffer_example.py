@@ -21,6 +21,7 @@ from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DataError, DeadlineError
 from slime.utils.http_utils import add_job_servers, post
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from slime.utils.net import http_url
 from slime.utils.types import Sample
 
 __all__ = ["generate_rollout"]
@@ -116,7 +117,7 @@ async def _start_once(args: Namespace, url: str, data_buffer: Any) -> None:
     payload = {
         "num_process": str(buffer_config(args).rollout_buffer_num_process),
         "num_epoch": str(args.num_epoch or 1),
-        "remote_engine_url": f"http://{args.sglang_router_ip}:{args.sglang_router_port}",
+        "remote_engine_url": http_url(args.sglang_router_ip, args.sglang_router_port),
         "remote_buffer_url": url,
         "task_type": args.rollout_task_type,
         "input_file": str(args.prompt_data),

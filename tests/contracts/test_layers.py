@@ -6,6 +6,7 @@ Lazy imports and imports for type checkers count like any other: what matters is
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from tests.contracts.source_tree import REPO, imports_of, is_facade, module_name, python_files, tree_of
@@ -191,3 +192,11 @@ def test_args_is_written_only_where_flags_are_resolved():
                 if node.args and ast.unparse(node.args[0]) in ("args", "self.args"):
                     problems.append(f"{path.relative_to(REPO)}:{node.lineno} {ast.unparse(node)}")
     assert problems == []
+
+
+def test_a_host_and_a_port_are_joined_in_one_module():
+    """An IPv6 address needs brackets in front of a port, which ``slime.utils.net`` gives it."""
+    joined = re.compile(r"\{[^{}]*(host|addr|address|ip)\}:\{[^{}]*port", re.IGNORECASE)
+    files = [path for path in python_files() if module_name(path) != "slime.utils.net"]
+    found = [(path.name, line) for path in files for line in path.read_text().splitlines() if joined.search(line)]
+    assert found == []

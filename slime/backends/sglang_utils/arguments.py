@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import re
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from slime.backends.sglang_utils.sglang_config import (
     share_problems,
     size_problems,
 )
+from slime.flags.checkpoint import check_huggingface_folder
 from slime.flags.kinds import (
     INT64_MAX,
     WholeNumber,
@@ -42,6 +44,7 @@ from slime.utils.errors import ConfigError
 from slime.utils.json_file import language_config, read_model_config
 from slime.utils.net import format_host
 
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SLIME_DECIDES = frozenset(
     {
         "model_path",
@@ -218,10 +221,28 @@ def _check_layout(args: Namespace) -> None:
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
 
+        _check_folders(args, layout)
         fields = [field.name for field in dataclasses.fields(ServerArgs)]
         problems += override_problems(args.sglang_config, layout, _engine_parser(), fields)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_folders(args: Namespace, layout: SGLangConfig) -> None:
+    """Check the folder that each model of ``--sglang-config`` serves; SGLang resolves names of the Hugging Face hub.
+
+    Raises:
+        ConfigError: a folder, or a file of one, is missing or malformed.
+    """
+    for model in layout.models:
+        path = Path(model.model_path)
+        is_name = not path.exists() and HUB_NAME.fullmatch(model.model_path)
+        if model.model_path != args.hf_checkpoint and not is_name and not path.is_file():
+            check_huggingface_folder(
+                model.model_path,
+                f"--sglang-config {args.sglang_config}: model_path of {model.name}",
+                weights=not any("load_format" in group.overrides for group in model.server_groups),
+            )
 
 
 def read_config(folder: str | None) -> dict[str, Any]:

@@ -67,7 +67,8 @@ class ChildProcess:
         """Start ``python -m module`` and give it ``settings`` as JSON on its standard input."""
         self.name = name
         self.log_path = new_log_file(name)
-        variables = {key: value for key, value in env.copy().items() if key not in without_variables}
+        inherited = env.without_http_proxies()
+        variables = {key: value for key, value in inherited.items() if key not in without_variables}
         # Libraries keep compiled code and locks at names that other users could take before them.
         variables |= {"TMPDIR": str(user_folder())} | dict(extra_environment)
         paths = [str(REPOSITORY), *variables.get("PYTHONPATH", "").split(os.pathsep)]

@@ -16,6 +16,7 @@ from slime.backends.sglang_utils.nuclei_support import check_returns_nuclei
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.flags.security import job_secret
 from slime.utils.errors import ConfigError, ProcessError
+from slime.utils.net import http_url
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,7 @@ def normalise(address: str) -> str:
         port = None
     if parts.scheme != "http" or not parts.hostname or port is None or parts.path not in ("", "/"):
         raise ConfigError(f"{FLAG} has {address!r}; an address is host:port or http://host:port, with its port.")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"http://{host}:{port}"
+    return http_url(parts.hostname, port)
 
 
 def fetch_info(url: str, secret: str | None = None) -> dict[str, Any]:

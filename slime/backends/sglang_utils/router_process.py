@@ -12,7 +12,7 @@ from typing import Any
 from slime.backends.sglang_utils.child_process import ChildProcess, raise_if_ended
 from slime.backends.sglang_utils.server_control import Refused, ServerControl
 from slime.utils.errors import DeadlineError, EngineError
-from slime.utils.net import format_host, format_host_port, is_loopback, loopback_address
+from slime.utils.net import format_host, format_host_port, http_url, is_loopback, loopback_address
 
 MODULE = "slime.backends.sglang_utils.router_main"
 START_TIMEOUT_S = 60.0
@@ -26,7 +26,7 @@ class RouterHandle:
     """A router's address, and its process when it is ours."""
 
     host: str
-    """As written in a URL: IPv6 in brackets."""
+    """As in a URL: IPv6 in brackets."""
     port: int
     process: ChildProcess | None = None
     metrics_port: int | None = None
@@ -39,7 +39,7 @@ class RouterHandle:
         """Its Prometheus page; None for a router that the user runs."""
         if self.metrics_port is None:
             return None
-        return f"http://{format_host(loopback_address())}:{self.metrics_port}/metrics"
+        return f"{http_url(loopback_address(), self.metrics_port)}/metrics"
 
     @property
     def control(self) -> ServerControl:
@@ -49,7 +49,7 @@ class RouterHandle:
     @property
     def url(self) -> str:
         """``http://host:port``."""
-        return f"http://{self.host}:{self.port}"
+        return http_url(self.host, self.port)
 
     def is_alive(self) -> bool:
         """Return True while the router runs; one that the user runs is asked over HTTP."""
@@ -147,7 +147,7 @@ def build_router_args(
     flags = Namespace(**{k.removeprefix("router_"): v for k, v in vars(args).items() if k.startswith("router_")})
     settings = dataclasses.asdict(RouterArgs.from_cli_args(flags, use_router_prefix=False))
     settings |= {
-        "host": host.strip("[]"),
+        "host": format_host(host),  # the router joins it with the port as it is
         "port": port,
         "prometheus_port": prometheus_port,
         "prometheus_host": settings["prometheus_host"] or loopback_address(),
@@ -158,7 +158,7 @@ def build_router_args(
         "disable_health_check": True,
     }
     # Without any, the router lets every page in a browser ask it, and read the answers.
-    settings["cors_allowed_origins"] = settings["cors_allowed_origins"] or [f"http://{format_host_port(host, port)}"]
+    settings["cors_allowed_origins"] = settings["cors_allowed_origins"] or [http_url(host, port)]
     if secret is not None:
         settings["control_plane_api_keys"] = [*settings["control_plane_api_keys"], ("slime", "slime", secret, "admin")]
         settings["api_key"] = None if is_loopback(host) else secret

@@ -28,7 +28,7 @@ from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.flags.security import job_secret
 from slime.utils.env import visible_index
 from slime.utils.errors import DataError, DeadlineError, EngineDiedError, EngineError, ProcessError
-from slime.utils.net import format_host_port
+from slime.utils.net import format_host_port, http_url
 from slime.weights.file_digests import check_in_background
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class SGLangEngine(WeightVerbs):
         self._push_id = self._acknowledged = None
         self._adapter = self._unloading = None
         name = f"engine {self.rank} {format_host_port(host, port)}"
-        self.server = ServerControl(f"http://{format_host_port(host, port)}", api_key=self._secret, name=name)
+        self.server = ServerControl(http_url(host, port), api_key=self._secret, name=name)
         self._worker_key = None if self._secret is None else generation_key(self._secret)
         self._find_router(router_ip, router_port)
         remove_segments()  # of engines that were killed here before
@@ -150,9 +150,7 @@ class SGLangEngine(WeightVerbs):
 
     def _find_router(self, host: str | None, port: int | None) -> None:
         if host and port:
-            self.router = ServerControl(
-                f"http://{format_host_port(host, port)}", api_key=self._secret, name="the router"
-            )
+            self.router = ServerControl(http_url(host, port), api_key=self._secret, name="the router")
 
     def wait_ready(self, timeout_s: float, *, register: bool = True) -> None:
         """Wait until the server serves; then tell the router, with ``register``.  See :meth:`init`."""

@@ -39,6 +39,7 @@ from slime.backends.sglang_utils.request_check import (
     check_text,
     give_own_ids,
 )
+from slime.utils.net import format_host_port
 from slime.utils.sglang_meta import TOP_P_ASK
 from slime.weights.push.adapter import ADAPTER_PREFIX, IN_ONE_BUFFER, named_parts
 
@@ -198,7 +199,7 @@ def _attach_log_probs(
 
 
 async def _generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-    engine = f"{manager.server_args.host}:{manager.server_args.port}"
+    engine = format_host_port(manager.server_args.host, manager.server_args.port)
     end = ""
     try:
         if request is None or not request.url.path.startswith("/health"):  # the server's own, whose id it needs

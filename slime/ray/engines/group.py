@@ -40,7 +40,7 @@ from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import name_actor, wait_for
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, ProcessError
 from slime.utils.http_utils import add_job_servers
-from slime.utils.net import format_host_port
+from slime.utils.net import http_url
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class EngineGroup:
             cursors=self.cursors,
         )
         for index, address in zip(indices, addresses[::nodes], strict=True):
-            url = self.urls[index] = f"http://{format_host_port(address.host, address.port)}"
+            url = self.urls[index] = http_url(address.host, address.port)
             add_job_servers(url)
             self.bootstrap_ports[index] = address.disaggregation_bootstrap_port
         return [

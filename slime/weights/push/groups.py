@@ -129,8 +129,8 @@ class UpdateGroup:
             given_up.set()
             joining.drop()
             raise WeightSyncError(
-                f"the trainer could not join the weight group {self.name} at {place.address}:{place.port}, though all "
-                f"{len(wanted)} engines did: {channel}"
+                f"the trainer could not join the weight group {self.name} at "
+                f"{net.format_host_port(place.address, place.port)}, though all {len(wanted)} engines did: {channel}"
             )
         self._channel = channel
 

@@ -340,6 +340,15 @@ YAML = (
         says=("engines.yaml", "5 GPUs do not divide into engines of 2", "num_gpus_per_engine"),
     ),
     Broken(
+        mistake="a second model whose folder is not there",
+        flags="--sglang-config $folder/engines.yaml",
+        files={
+            "engines.yaml": PREFILL_AND_DECODE % (4, "")
+            + "  - {name: judge, model_path: /no/judge, server_groups: [{worker_type: regular, num_gpus: 2}]}\n"
+        },
+        says=("engines.yaml: model_path of judge: /no/judge is not a folder", "hf download"),
+    ),
+    Broken(
         mistake="a misspelt key of a group",
         flags="--sglang-config $folder/engines.yaml",
         files={"engines.yaml": "sglang: [{name: a, server_groups: [{worker: regular, num_gpus: 8}]}]\n"},

@@ -119,6 +119,12 @@ def test_a_token_of_the_user_s_is_that_of_every_attempt(tmp_path: Path) -> None:
     assert text.startswith("mine\n") and text.count("mine") == 1
 
 
+def test_an_ipv6_address_has_brackets_where_a_port_follows() -> None:
+    for address, says in (("::1", "[::1]:6379"), ("10.0.0.1", "10.0.0.1:6379"), ("head", "head:6379")):
+        done = lib(f'source "{REPO}/scripts/nodes.sh"; MASTER_ADDR={address} RAY_PORT=6379 join_command ADDRESS 8')
+        assert f"ray start --address={says} --num-gpus 8 --node-ip-address ADDRESS" in done.stdout
+
+
 def test_a_node_that_ssh_starts_looks_for_ray_in_the_folder_of_the_head(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     own = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()

@@ -21,7 +21,7 @@ from slime.backends.sglang_utils.router_process import (
 )
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, PortTakenError
-from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
+from slime.utils.net import get_current_node_ip, get_free_port, http_url, is_loopback, loopback_address
 from tests.unit.backends.sglang_utils.fake_worker import FakeEngine
 
 ARGS = Namespace(sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn")
@@ -68,7 +68,7 @@ def test_prefixed_flags_reach_the_router_and_slime_decides_above_them():
     built = build_router_args(args, host="[::1]", port=1, prometheus_port=2, pd_disaggregation=True)
     expected = {
         "policy": "round_robin",
-        "host": "::1",
+        "host": "[::1]",
         "port": 1,
         "prometheus_port": 2,
         "request_timeout_secs": 60,
@@ -86,6 +86,35 @@ def test_an_engine_is_listed_after_registration_and_gone_after_removal(router, e
     assert find_worker(control, engine_url)["worker_type"] == "regular"
     unregister_worker(control, engine_url)
     unregister_worker(control, engine_url)
+
+
+def listed_and_asked(host: str) -> None:
+    """Let a router at ``host`` list an engine there, pass a request on, and show its metrics."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+
+    with Server((host, 0), FakeEngine) as engine:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        handle = start_router(ARGS, host=host, port=get_free_port(26600), prometheus_port=get_free_port(27600))
+        register_worker(handle.control, http_url(host, engine.server_port), worker_type="regular", timeout_s=20)
+        assert handle.control.post("/generate", {"text": "a"})["text"] == "x"
+        assert ServerControl(handle.metrics_url.removesuffix("/metrics")).answers("/metrics")
+        handle.stop()
+        engine.shutdown()
+
+
+def test_a_router_works_on_the_loopback_of_ipv6(monkeypatch):
+    monkeypatch.setenv("SLIME_PREFER_IPV6", "1")
+    listed_and_asked(loopback_address())
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_a_router_reaches_its_engines_whatever_proxy_the_environment_names(monkeypatch, name):
+    for other in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
+    listed_and_asked("127.0.0.1")
 
 
 def test_an_engine_that_answers_nothing_is_never_listed(router):
