@@ -12,29 +12,51 @@ history), the chain is cut back to what both share and goes on from there, when 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import threading
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime.utils.chat_template import call_arguments
 from slime.utils.errors import DataError
 from slime.utils.mask_utils import common_length
+from slime.utils.processing_utils import join_images
+from slime.utils.sglang_meta import ROUTED_EXPERTS_KEY, TOP_P_IDS_KEYS, TOP_P_OFFSETS_KEYS
 from slime.utils.types import Sample
 
-__all__ = ["DEFAULT_FORK_THRESHOLD_TOKENS", "KnownPrefix", "TrajectoryManager", "TurnRecord", "message_key"]
+__all__ = [
+    "DEFAULT_FORK_THRESHOLD_TOKENS",
+    "KnownPrefix",
+    "Pictures",
+    "TrajectoryManager",
+    "TurnRecord",
+    "message_key",
+]
 
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
 DEFAULT_FORK_THRESHOLD_TOKENS = 1024
+REPLAY_KEYS = frozenset({ROUTED_EXPERTS_KEY, *TOP_P_IDS_KEYS, *TOP_P_OFFSETS_KEYS})
+"""Of meta_info: values that go with tokens."""
 _NO_MESSAGE = ""
 """In the place of a message's key; no message has it."""
+
+
+class Pictures(NamedTuple):
+    """Images that were processed together."""
+
+    images: list[Any]
+    """Opened, in the order of their places in the prompt."""
+    train_inputs: dict[str, Any]
+    """The processor's outputs for the trainer, such as ``pixel_values``."""
 
 
 @dataclass
@@ -56,10 +78,12 @@ class TurnRecord:
     weight_spans: list[tuple[str | None, int]] = field(default_factory=list)
     """(weight version, number of tokens), one for each call of the engine."""
     meta_infos: list[dict[str, Any]] = field(default_factory=list)
-    """The engine's meta_info of each call, without the tokens."""
+    """The engine's meta_info of each call, without the log-probs of the tokens."""
     began_s: float = 0.0
     """Of a monotonic clock; 0 when it is not known."""
     ended_s: float = 0.0
+    pictures: list[Pictures] = field(default_factory=list)
+    """Those of the prompt."""
 
     def __post_init__(self) -> None:
         by_position = self.finish_reason, self.output_log_probs
@@ -84,6 +108,7 @@ class KnownPrefix:
     """As they were when the ids were made; the reasoning that clients do not send back is in them."""
     ids: list[int]
     finish_reason: str
+    pictures: list[Pictures] = field(default_factory=list)
 
 
 def message_key(message: Mapping[str, Any]) -> str:
@@ -117,18 +142,23 @@ class _State:
     end: int
     """The chain's ids up to here are the prompt and what was drawn."""
     finish_reason: str
+    pictures: list[Pictures]
 
 
 class _Chain:
-    """Turns that continue each other, as one growing list of ids with a mask."""
+    """Turns that continue each other, as one growing sample.
 
-    def __init__(self, turn: TurnRecord) -> None:
+    Args:
+        turn: the first one.
+        args: of the job, which tell the sizes of routed experts.
+    """
+
+    def __init__(self, turn: TurnRecord, args: Namespace | None = None) -> None:
+        self._args = args
         self.prompt_length = len(turn.prompt_ids)
-        self.ids = list(turn.prompt_ids)
-        # One entry for each id after the first prompt.
-        self.mask: list[int] = []
-        self.log_probs: list[float] = []
+        self.sample = Sample(tokens=list(turn.prompt_ids), loss_mask=[], rollout_log_probs=[])
         self.versions: list[str | None] = []
+        """One for each token of the response; None where it was not drawn."""
         self.turns: list[TurnRecord] = []
         self.states: list[_State] = []
         self.metadata: list[dict[str, Any]] = []
@@ -136,32 +166,59 @@ class _Chain:
         """Drawn tokens that a rewritten history took the training from."""
         self._append(turn)
 
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and response so far."""
+        return self.sample.tokens
+
     def _append(self, turn: TurnRecord) -> None:
-        self.ids += turn.output_ids
-        self.mask += [1] * len(turn.output_ids)
-        self.log_probs += turn.output_log_probs
-        for version, count in turn.weight_spans:
+        metas = turn.meta_infos if len(turn.meta_infos) == len(turn.weight_spans) else [{}] * len(turn.weight_spans)
+        begin = 0
+        for meta, (version, count) in zip(metas, turn.weight_spans, strict=True):
+            end = begin + count
+            self.sample.append_response_tokens(
+                self._args,
+                tokens=turn.output_ids[begin:end],
+                log_probs=turn.output_log_probs[begin:end],
+                meta_info=meta,
+                update_terminal_info=False,
+            )
             self.versions += [version] * count
-        self.turns.append(replace(turn, prompt_ids=[]))
+            begin = end
+        # What is in the sample would be kept once more by each of its turns.
+        facts = [{key: value for key, value in meta.items() if key not in REPLAY_KEYS} for meta in turn.meta_infos]
+        self.turns.append(replace(turn, prompt_ids=[], meta_infos=facts))
 
     def extend(self, turn: TurnRecord, fork_threshold_tokens: int) -> bool:
         """Append ``turn``; return False, and change nothing, when it needs a chain of its own."""
         shared = common_length(self.ids, turn.prompt_ids)
         kept = shared - self.prompt_length
         if shared < len(self.ids):
-            drawn_lost = sum(self.mask[kept:]) if kept >= 0 else 0
+            drawn_lost = sum((self.sample.loss_mask or [])[kept:]) if kept >= 0 else 0
             if kept < 0 or fork_threshold_tokens <= 0 or drawn_lost > fork_threshold_tokens:
                 return False
             self.tokens_cut += drawn_lost
-            del self.ids[shared:], self.mask[kept:], self.log_probs[kept:], self.versions[kept:]
+            self.cut(kept)
             self.states = [state for state in self.states if state.end <= shared]
         observation = turn.prompt_ids[shared:]
-        self.ids += observation
-        self.mask += [0] * len(observation)
-        self.log_probs += [0.0] * len(observation)
+        self.sample.append_response_tokens(tokens=observation, trainable=False)
         self.versions += [None] * len(observation)
         self._append(turn)
         return True
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` tokens of the response, and of every value that goes with a token."""
+        sample, total = self.sample, self.prompt_length + length
+        del sample.tokens[total:], self.versions[length:]
+        sample.response_length = length
+        sample.loss_mask = (sample.loss_mask or [])[:length]
+        sample.rollout_log_probs = (sample.rollout_log_probs or [])[:length]
+        if sample.rollout_top_p_token_offsets is not None:
+            sample.rollout_top_p_token_offsets = sample.rollout_top_p_token_offsets[: length + 1]
+            count = int(sample.rollout_top_p_token_offsets[-1])
+            sample.rollout_top_p_token_ids = sample.rollout_top_p_token_ids[:count]
+        if sample.rollout_routed_experts is not None:
+            sample.rollout_routed_experts = sample.rollout_routed_experts[: total - 1]
 
     def weight_spans(self) -> list[tuple[str, int, int]]:
         """Return (weight version, begin, end) of the drawn stretches; positions count from the first response
@@ -189,12 +246,14 @@ class TrajectoryManager:
     Args:
         fork_threshold_tokens: drawn tokens that one rewritten prompt may take out of training before it begins a chain
             of its own instead; 0: every rewritten prompt does.
+        args: of a job whose engines say which experts they chose: ``num_layers`` and ``moe_router_topk``.
     """
 
-    def __init__(self, *, fork_threshold_tokens: int | None = None) -> None:
+    def __init__(self, *, fork_threshold_tokens: int | None = None, args: Namespace | None = None) -> None:
         if fork_threshold_tokens is None:
             fork_threshold_tokens = DEFAULT_FORK_THRESHOLD_TOKENS
         self.fork_threshold_tokens = fork_threshold_tokens
+        self._args = args
         self._chains: dict[str, list[_Chain]] = {}
         self._lock = threading.Lock()
 
@@ -229,10 +288,15 @@ class TrajectoryManager:
             chains = self._chains.setdefault(sid, [])
             chain = self._chain_before(chains, turn, keys[:-1], shown)
             if chain is None or not chain.extend(turn, self.fork_threshold_tokens):
-                chain = _Chain(turn)
+                chain = _Chain(turn, self._args)
                 chains.append(chain)
             state = _State(
-                messages=messages, keys=keys, tools=shown, end=len(chain.ids), finish_reason=turn.finish_reason
+                messages=messages,
+                keys=keys,
+                tools=shown,
+                end=len(chain.ids),
+                finish_reason=turn.finish_reason,
+                pictures=turn.pictures,
             )
             chain.states.append(state)
             chain.metadata.append(dict(metadata or {}))
@@ -262,7 +326,9 @@ class TrajectoryManager:
                 return None
             chain, best = max(reversed(found), key=lambda pair: len(pair[1].keys))
             ids = chain.ids[: best.end]
-            return KnownPrefix(messages=list(best.messages), ids=ids, finish_reason=best.finish_reason)
+            return KnownPrefix(
+                messages=list(best.messages), ids=ids, finish_reason=best.finish_reason, pictures=best.pictures
+            )
 
     def with_reasoning(
         self, sid: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -336,25 +402,22 @@ class TrajectoryManager:
 
 def _sample_of(chain: _Chain, base: Sample, max_tokens: int, mask_off_policy: bool) -> Sample:
     """Make the sample of one chain, without reward and extra metadata."""
-    length = len(chain.mask)
-    if max_tokens > 0:
-        length = max(0, min(length, max_tokens - chain.prompt_length))
-    mask = chain.mask[:length]
-    spans = [(version, begin, min(end, length)) for version, begin, end in chain.weight_spans() if begin < length]
+    sample, last = chain.sample, chain.turns[-1]
+    is_cut = max_tokens > 0 and len(sample.tokens) > max_tokens
+    if is_cut:
+        chain.cut(max(0, max_tokens - chain.prompt_length))
+    spans = chain.weight_spans()
     if mask_off_policy and spans:
-        newest = spans[-1][0]
-        mask = [int(on and version == newest) for on, version in zip(mask, chain.versions, strict=False)]
-    sample = Sample(
+        newest, mask = spans[-1][0], sample.loss_mask or []
+        sample.loss_mask = [int(on and version == newest) for on, version in zip(mask, chain.versions, strict=True)]
+    sample = replace(
+        sample,
         group_index=base.group_index,
         index=base.index,
         rollout_id=base.index if base.rollout_id is None else base.rollout_id,
         prompt=base.prompt,
         label=base.label,
-        tokens=chain.ids[: chain.prompt_length + length],
         response="".join(turn.text for turn in chain.turns),
-        response_length=length,
-        loss_mask=mask,
-        rollout_log_probs=chain.log_probs[:length],
         status=Sample.Status.COMPLETED,
         train_metadata=base.train_metadata,
         session_id=base.session_id,
@@ -362,8 +425,8 @@ def _sample_of(chain: _Chain, base: Sample, max_tokens: int, mask_off_policy: bo
         custom_rm_path=base.custom_rm_path,
         non_generation_time=chain.waiting_s(),
         metadata={
-            "truncated": length < len(chain.mask)
-            or chain.turns[-1].finish_reason == "length"
+            "truncated": is_cut
+            or last.finish_reason == "length"
             or any(facts.get("truncated") for facts in chain.metadata),
             "use_tool": any(facts.get("use_tool") for facts in chain.metadata),
             "ill_formed": any(facts.get("ill_formed") for facts in chain.metadata),
@@ -371,6 +434,10 @@ def _sample_of(chain: _Chain, base: Sample, max_tokens: int, mask_off_policy: bo
             "num_turns": len(chain.turns),
         },
     )
+    if last.pictures:
+        sample.multimodal_inputs = {"images": [image for part in last.pictures for image in part.images]}
+        parts = (part.train_inputs for part in last.pictures)
+        sample.multimodal_train_inputs = functools.reduce(join_images, parts)
     for turn in chain.turns:
         sample.weight_versions += [version for version, _ in turn.weight_spans if version is not None]
         for meta_info in turn.meta_infos:

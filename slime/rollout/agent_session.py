@@ -5,6 +5,7 @@ The adapter of slime.agent forwards the agent's requests to the engines, and mak
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import uuid
@@ -15,6 +16,8 @@ from typing import Any
 from slime.agent.adapters import BaseAdapter, OpenAIAdapter
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
 from slime.flags.reward import reward_config
+from slime.rollout.config import rollout_config
+from slime.rollout.generate import send
 from slime.rollout.rm_hub.policy import leave_out
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.rollout.tools import turns_config
@@ -89,10 +92,7 @@ def _adapter_of(
     with _SERVERS_LOCK:
         if key not in _SERVERS:
             adapter = adapter_class(
-                tokenizer=GenerateState(args).tokenizer,
-                sglang_url=get_model_url(args, "default"),
-                tool_parser=config.sglang_tool_call_parser,
-                reasoning_parser=config.sglang_reasoning_parser,
+                **adapter_options(args),
                 max_turns_per_sid=config.rollout_max_turns,
                 generate_timeout_s=TURN_TIMEOUT_S,
                 chat_template_kwargs=template_kwargs,
@@ -100,6 +100,20 @@ def _adapter_of(
             _SERVERS[key] = (adapter, run_app_in_thread(adapter.app, host=host))
         adapter, handle = _SERVERS[key]
         return adapter, http_url(host, handle.port)
+
+
+def adapter_options(args: Namespace) -> dict[str, Any]:
+    """Return what an adapter needs to draw turns as the job's own rollouts do, images and routed experts included."""
+    state, config = GenerateState(args), turns_config(args)
+    return {
+        "tokenizer": state.tokenizer,
+        "processor": state.processor,
+        "sglang_url": get_model_url(args, "default"),
+        "tool_parser": config.sglang_tool_call_parser,
+        "reasoning_parser": config.sglang_reasoning_parser,
+        "args": args,
+        "ask": functools.partial(send, rollout_config(args)),
+    }
 
 
 def stop_servers() -> None:

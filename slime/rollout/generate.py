@@ -21,11 +21,12 @@ from slime.utils.answer_checks import problem_with_answer
 from slime.utils.errors import DataError, EngineError, ProcessError
 from slime.utils.http_utils import post
 from slime.utils.processing_utils import (
-    build_processor_kwargs,
-    compact_pixels,
+    check_image_tokens,
     encode_image_for_rollout_engine,
+    engine_inputs,
     join_images,
     media_of,
+    process_text,
     process_vision_info,
 )
 from slime.utils.sglang_meta import decode_generate_answer, read_output_tokens
@@ -74,9 +75,7 @@ def processed(text: str, sample: Sample, processor: Any) -> tuple[list[int], dic
     media = media_of(sample)
     key = (text, *map(id, media))
     if key not in _PROCESSED:
-        outputs = processor(text=text, **build_processor_kwargs(sample.multimodal_inputs))
-        train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
-        _PROCESSED[key] = (media, _first_row(outputs["input_ids"]), compact_pixels(train_inputs, processor))
+        _PROCESSED[key] = (media, *process_text(text, sample.multimodal_inputs, processor))
         if len(_PROCESSED) > MAX_PROCESSED:
             del _PROCESSED[next(iter(_PROCESSED))]
     _, prompt_ids, train_inputs = _PROCESSED[key]
@@ -116,12 +115,6 @@ def drew_image(sample: Sample, processor: Any) -> bool:
     return any(mask and token in media for token, mask in zip(drawn, masks, strict=True))
 
 
-def _first_row(input_ids: Any) -> list[int]:
-    """Return the only row of a processor's batch, as a list."""
-    rows = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-    return list(rows[0]) if rows and isinstance(rows[0], list) else rows
-
-
 def _payload(
     config: RolloutConfig, sample: Sample, input_ids: list[int], params: dict[str, Any], image_token: int | None = None
 ) -> dict[str, Any]:
@@ -140,13 +133,9 @@ def _payload(
     if images := shown.get("images"):
         if image_token is None:
             payload["text"] = f"{sample.prompt}{sample.response}"
+            payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
         else:
-            payload["input_ids"] = [
-                token
-                for token, before in zip(input_ids, [None, *input_ids[:-1]], strict=True)
-                if not token == before == image_token
-            ]
-        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
+            payload |= engine_inputs(input_ids, images, image_token)
     else:
         payload["input_ids"] = input_ids
     return payload
@@ -201,20 +190,9 @@ async def answer_sample(context: RolloutContext, sample: Sample, sampling_params
         logger.warning("Sample %s lost its engine during the abort; it keeps its earlier tokens.", sample.index)
         sample.status = Sample.Status.ABORTED
         return sample
-    _check_images(sample, payload, output["meta_info"])
+    check_image_tokens(f"Sample {sample.index}", payload, output["meta_info"], len(sample.tokens))
     append_checked(context.args, sample, output, decoder_of(state, payload))
     return sample
-
-
-def _check_images(sample: Sample, payload: dict[str, Any], meta_info: dict[str, Any]) -> None:
-    """Raise DataError where the engine made another number of tokens of the images than the trainer will read."""
-    counted, was_aborted = meta_info.get("prompt_tokens"), meta_info["finish_reason"].get("type") == "abort"
-    if payload.get("image_data") and counted and counted != len(sample.tokens) and not was_aborted:
-        raise DataError(
-            f"Sample {sample.index} with {len(payload['image_data'])} images has {len(sample.tokens)} tokens, and "
-            f"{counted} in the engine: its processor makes images of another size. Both read the processor's files in "
-            "--hf-checkpoint; look at SGLANG_IMAGE_MAX_PIXELS, and at the size of the images."
-        )
 
 
 async def _ask(
@@ -229,7 +207,7 @@ async def _ask(
     """
     deadline_s: float | None = None
     while True:
-        output = await _send(config, sample, payload)
+        output = await send(config, payload, sample.session_id)
         try:
             check_answer(config, sample, output, payload)
             return output
@@ -242,15 +220,15 @@ async def _ask(
         await asyncio.sleep(BAD_ANSWER_WAIT_S)
 
 
-async def _send(config: RolloutConfig, sample: Sample, payload: dict[str, Any]) -> Any:
+async def send(config: RolloutConfig, payload: dict[str, Any], session_id: str | None) -> Any:
     """Post through the router, or straight to a worker when the router would lose a field that matters."""
     if router_would_drop(payload):
-        return await post_to_worker(config, payload, routing_key=sample.session_id)
+        return await post_to_worker(config, payload, routing_key=session_id)
     return await post(
         f"{config.router_url}/generate",
         payload,
         config.request_retries,
-        headers=config.routing_headers(sample.session_id),
+        headers=config.routing_headers(session_id),
         decode=decode_generate_answer,
     )
 

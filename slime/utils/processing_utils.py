@@ -208,6 +208,49 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str
     return kwargs
 
 
+def process_text(
+    text: str, multimodal_inputs: dict[str, Any] | None, processor: Any
+) -> tuple[list[int], dict[str, Any]]:
+    """Return the ids of a text with images, and the processor's other outputs, which the trainer gets."""
+    outputs = processor(text=text, **build_processor_kwargs(multimodal_inputs))
+    ids = outputs["input_ids"].tolist() if hasattr(outputs["input_ids"], "tolist") else list(outputs["input_ids"])
+    train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
+    return list(ids[0]) if ids and isinstance(ids[0], list) else ids, compact_pixels(train_inputs, processor)
+
+
+def engine_inputs(input_ids: Sequence[int], images: Sequence[Any], image_token: int) -> dict[str, Any]:
+    """Return the fields of a request for ids with images: one id represents each image, which the engine's processor
+    puts in its place.
+    """
+    ids = [
+        token
+        for token, before in zip(input_ids, [None, *input_ids[:-1]], strict=True)
+        if not token == before == image_token
+    ]
+    return {"input_ids": ids, "image_data": [encode_image_for_rollout_engine(image) for image in images]}
+
+
+def check_image_tokens(name: str, payload: Mapping[str, Any], meta_info: Mapping[str, Any], num_tokens: int) -> None:
+    """Check that the engine made as many tokens of the images of ``payload`` as the trainer will read.
+
+    Args:
+        name: of the sample, for the message.
+        payload: the request.
+        meta_info: of the answer.
+        num_tokens: of the prompt here.
+
+    Raises:
+        DataError: it made another number.
+    """
+    counted, was_aborted = meta_info.get("prompt_tokens"), meta_info["finish_reason"].get("type") == "abort"
+    if payload.get("image_data") and counted and counted != num_tokens and not was_aborted:
+        raise DataError(
+            f"{name} with {len(payload['image_data'])} images has {num_tokens} tokens, and {counted} in the engine: "
+            "its processor makes images of another size. Both read the processor's files in --hf-checkpoint; look at "
+            "SGLANG_IMAGE_MAX_PIXELS, and at the size of the images."
+        )
+
+
 def compact_pixels(inputs: dict[str, Any], processor: Any) -> dict[str, Any]:
     """Return a processor's outputs with ``pixel_values`` as bytes, a quarter of the memory, where that loses nothing.
 

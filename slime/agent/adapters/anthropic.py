@@ -55,10 +55,23 @@ class AnthropicAdapter(BaseAdapter):
         if choice not in ("auto", "none"):
             raise AdapterError(400, f"tool_choice is {choice!r}; only auto and none are supported.")
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-        messages = [one for message in _turns([*system, *messages_of(body)]) for one in _messages(message)]
+        messages = [one for message in _turns([*system, *messages_of(body)]) for one in self._messages(message)]
         offered = [] if choice == "none" else body.get("tools") or []
         # Tools with a type of their own (web search) run at Anthropic's servers: the policy is not told of them.
         return messages, [_function_tool(tool) for tool in offered if tool.get("input_schema") is not None]
+
+    def _messages(self, message: dict[str, Any]) -> list[Message]:
+        """Return one turn as messages of a chat template: each result of a tool becomes a message of its own."""
+        role, blocks = message["role"], message["content"]
+        if role == "assistant":
+            return [_assistant_message(blocks)]
+        results: list[Message] = []
+        for block in blocks:
+            if block.get("type") == "tool_result":
+                content = self._content(block.get("content"))
+                results.append({"role": "tool", "content": content, "tool_call_id": block.get("tool_use_id", "")})
+        rest = [block for block in blocks if block.get("type") != "tool_result"]
+        return [*results, {"role": role, "content": self._content(rest)}] if rest else results
 
     def _build_reply(
         self, parsed: ParsedModelOutput, raw_finish: str, translated: list[Message], tools: list[dict[str, Any]]
@@ -122,20 +135,6 @@ def _turns(messages: list[Any]) -> list[dict[str, Any]]:
         else:
             turns.append({"role": role, "content": blocks})
     return turns
-
-
-def _messages(message: dict[str, Any]) -> list[Message]:
-    """Return one turn as messages of a chat template: each result of a tool becomes a message of its own."""
-    role, blocks = message["role"], message["content"]
-    if role == "assistant":
-        return [_assistant_message(blocks)]
-    results: list[Message] = []
-    for block in blocks:
-        if block.get("type") == "tool_result":
-            text = flatten_content(block.get("content"))
-            results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id", "")})
-    rest = [block for block in blocks if block.get("type") != "tool_result"]
-    return [*results, {"role": role, "content": flatten_content(rest)}] if rest else results
 
 
 def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -8,16 +8,18 @@ here at every turn, so replacing it replaces the engine.
 from __future__ import annotations
 
 import asyncio
-import json
+import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.adapters.engine import build_prompt_ids, call_sglang_generate
+from slime.agent.adapters.engine import ask_router, build_prompt_ids, call_sglang_generate
+from slime.agent.adapters.images import PromptEncoder, text_of, translate_content
 from slime.agent.adapters.messages import (
     EventStream,
     Reply,
@@ -32,7 +34,7 @@ from slime.agent.adapters.messages import (
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
 from slime.agent.aiohttp_threaded import door
 from slime.agent.parsing import ParsedModelOutput, check_parsers, opens_reasoning, parse_model_output
-from slime.agent.trajectory import Message, TrajectoryManager, TurnRecord
+from slime.agent.trajectory import KnownPrefix, Message, Pictures, TrajectoryManager, TurnRecord
 from slime.utils.errors import SlimeError
 from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError
 from slime.utils.json_file import parse_object
@@ -52,6 +54,8 @@ __all__ = [
     "tool_call_dict",
 ]
 
+Prompt = tuple[list[Message], list[dict[str, Any]], list[int], list[Pictures]]
+"""Messages, tools, ids and pictures."""
 DEFAULT_SID = "default"
 """The session of requests that name none."""
 MAX_BODY_BYTES = 64 << 20
@@ -81,6 +85,9 @@ class BaseAdapter(ABC):
             logged.
         generate_timeout_s: deadline of one turn of the engine, its continuations after aborts included.
         chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
+        processor: of a model that sees images; without it each image of a request becomes a mark.
+        args: of the job; with ``--use-rollout-routing-replay`` turns bring the experts of their tokens.
+        ask: gives the engine's answer to a request and a session; by default that of ``sglang_url``.
     """
 
     logger: ClassVar[logging.Logger] = logging.getLogger(__name__)
@@ -101,6 +108,9 @@ class BaseAdapter(ABC):
         debug_callback: Callable[[str, list[Message], list[dict[str, Any]], Message, TurnRecord], Any] | None = None,
         generate_timeout_s: float = POST_TIMEOUT_S,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        processor: Any = None,
+        args: Namespace | None = None,
+        ask: Callable[[dict[str, Any], str | None], Awaitable[Any]] | None = None,
     ) -> None:
         check_parsers(tool_parser, reasoning_parser)  # here, not in the event loop at the first turn
         self.tokenizer = tokenizer
@@ -110,7 +120,10 @@ class BaseAdapter(ABC):
         self.debug_callback = debug_callback
         self.generate_timeout_s = generate_timeout_s
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.manager = TrajectoryManager(fork_threshold_tokens=fork_threshold_tokens)
+        self.processor = processor
+        self.replays_routes = bool(vars(args or Namespace()).get("use_rollout_routing_replay"))
+        self.ask = ask or functools.partial(ask_router, sglang_url)
+        self.manager = TrajectoryManager(fork_threshold_tokens=fork_threshold_tokens, args=args)
         self._sessions = SessionBook(max_turns_per_sid)
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[door()])
         self.app.router.add_get("/healthz", self._healthz)
@@ -187,6 +200,10 @@ class BaseAdapter(ABC):
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 0.0) -> None:
         """Close the session to further requests and end those in flight; what it drew stays until it is dropped."""
         await self._sessions.shut(sid, wait_timeout)
+
+    def _content(self, content: Any) -> str | list[dict[str, Any]]:
+        """Return a message's content as chat templates take it, with its images where the model sees them."""
+        return translate_content(content, shows_images=self.processor is not None)
 
     # What a protocol provides.
 
@@ -273,8 +290,8 @@ class BaseAdapter(ABC):
                 raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False)
             stream = _wants_stream(request, body)
             async with session.reading:
-                messages, tools, prompt_ids = await self._prompt_in_time(session, body)
-            turn = await self._draw(request, session, prompt_ids, body, stream)
+                messages, tools, prompt_ids, pictures = await self._prompt_in_time(session, body)
+            turn = await self._draw(request, session, prompt_ids, body, stream, pictures)
             turn.text = self._text_of(turn)
             parsed = parse_model_output(
                 turn.text,
@@ -306,8 +323,8 @@ class BaseAdapter(ABC):
         finally:
             session.in_flight.discard(task)
 
-    async def _prompt_in_time(self, session: Session, body: dict[str, Any]) -> tuple[list[Message], Any, list[int]]:
-        """Return messages, tools and prompt of a request; a template may never end, and is left behind then."""
+    async def _prompt_in_time(self, session: Session, body: dict[str, Any]) -> Prompt:
+        """Return what ``_prompt`` does; a template may never end, and is left behind then."""
         try:
             return await asyncio.wait_for(asyncio.to_thread(self._prompt, session, body), PROMPT_TIMEOUT_S)
         except TimeoutError as error:
@@ -317,30 +334,40 @@ class BaseAdapter(ABC):
             remedy = "A loop in chat_template.jinja of --hf-checkpoint may never end."
             raise AdapterError(504, f"{message} {remedy}", may_retry=False) from error
 
-    def _prompt(self, session: Session, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]], list[int]]:
-        """Return messages, tools and prompt of a request.  In a thread: a long one takes a tokenizer a minute."""
+    def _prompt(self, session: Session, body: dict[str, Any]) -> Prompt:
+        """Return messages, tools, prompt and pictures of a request.  In a thread: a tokenizer may take a minute."""
         messages, tools = read_part(lambda: with_named_tools(*self._translate(body)))
         messages = self.manager.with_reasoning(session.sid, messages, tools)  # the template decides about it
         known = self.manager.known_prefix(session.sid, messages, tools)
-        return messages, tools, self._prompt_ids(messages, tools, known)
+        encode = PromptEncoder(self.tokenizer, self.processor, known.pictures if known else ())
+        return messages, tools, self._prompt_ids(messages, tools, known, encode), encode.pictures
 
-    def _prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]], known: Any) -> list[int]:
-        # As JSON: templates write tools and the arguments of calls so.
-        num_chars = len(json.dumps([messages, tools], ensure_ascii=False, default=str))
+    def _prompt_ids(
+        self, messages: list[Message], tools: list[dict[str, Any]], known: KnownPrefix | None, encode: PromptEncoder
+    ) -> list[int]:
+        num_chars = len(text_of(messages, tools))  # as JSON: templates write tools and the arguments of calls so
         if num_chars > MAX_PROMPT_CHARS:
             message = f"prompt is too long: {num_chars} characters; at most {MAX_PROMPT_CHARS} are tokenized."
             raise AdapterError(400, message, code="context_length_exceeded")
         try:
-            return build_prompt_ids(self.tokenizer, messages, tools, known, template_kwargs=self.chat_template_kwargs)
+            kwargs = self.chat_template_kwargs
+            return build_prompt_ids(self.tokenizer, messages, tools, known, template_kwargs=kwargs, encode=encode)
         except Exception as error:  # a template raises whatever it likes about messages it does not take
             message = f"The chat template cannot render the messages: {type(error).__name__}: {error}"
             raise AdapterError(400, message) from error
 
     async def _draw(
-        self, request: web.Request, session: Session, prompt_ids: list[int], body: dict[str, Any], stream: bool
+        self,
+        request: web.Request,
+        session: Session,
+        prompt_ids: list[int],
+        body: dict[str, Any],
+        stream: bool,
+        pictures: list[Pictures],
     ) -> TurnRecord:
         """Generate the engine's turn while the client is connected; failures become errors of the protocol."""
-        drawing = call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=session.sid)
+        shown = {"pictures": pictures} if pictures else {}  # the function may be one that knows no images
+        drawing = call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=session.sid, **shown)
         call = asyncio.ensure_future(drawing)
         deadline = time.monotonic() + self.generate_timeout_s
         spoken_at = time.monotonic()

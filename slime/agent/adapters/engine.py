@@ -13,13 +13,15 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slime.agent.adapters.images import PromptEncoder
 from slime.agent.adapters.messages import read_part
-from slime.agent.adapters.sessions import Session
-from slime.agent.trajectory import KnownPrefix, Message, TurnRecord
+from slime.agent.adapters.sessions import AdapterError, Session
+from slime.agent.trajectory import KnownPrefix, Message, Pictures, TurnRecord
 from slime.utils.answer_checks import problem_with_answer
 from slime.utils.chat_template import apply_chat_template, special_text, text_after_end
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
+from slime.utils.processing_utils import check_image_tokens, engine_inputs
 from slime.utils.sglang_meta import read_output_tokens
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ def build_prompt_ids(
     known: KnownPrefix | None = None,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
+    encode: PromptEncoder | None = None,
 ) -> list[int]:
     """Return the ids to send to the engine.
 
@@ -51,7 +54,9 @@ def build_prompt_ids(
         tools: tools that the template shows to the model.
         known: a beginning of the conversation whose ids, with these tools, are known.
         template_kwargs: further arguments of the template.
+        encode: text -> ids, with the images of its messages.
     """
+    encode = encode or PromptEncoder(tokenizer, None)
     shown = {"tools": list(tools) if tools else None, **(template_kwargs or {})}
 
     def render(messages: Sequence[Message], **kwargs: Any) -> str:
@@ -60,8 +65,8 @@ def build_prompt_ids(
     text = render(messages, add_generation_prompt=True)
     rest = None if known is None else _text_after(tokenizer, render, text, known)
     if known is None or rest is None:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    return known.ids + list(tokenizer.encode(rest, add_special_tokens=False))
+        return encode(text, messages)
+    return known.ids + encode(rest, messages[len(known.messages) :], continues=True)
 
 
 def _text_after(tokenizer: Any, render: Callable[..., str], text: str, known: KnownPrefix) -> str | None:
@@ -85,6 +90,7 @@ async def call_sglang_generate(
     *,
     adapter: BaseAdapter,
     session_id: str | None = None,
+    pictures: Sequence[Pictures] = (),
 ) -> TurnRecord:
     """Generate one turn.
 
@@ -98,13 +104,13 @@ async def call_sglang_generate(
         adapter: its ``sglang_url`` is the router or an engine, with or without ``/generate``; its keys name the
             limits of a body.
         session_id: sent as routing key, so that a session's turns can share an engine's prefix cache.
+        pictures: those of the prompt, in order.
 
     Raises:
         AdapterError: a parameter of the request cannot be used, or the prompt leaves no room.
         EngineError: the engine cannot be reached, refuses, or does not answer in time.
     """
-    url = f"{adapter.sglang_url.rstrip('/').removesuffix('/generate')}/generate"
-    headers = {"X-SMG-Routing-Key": session_id} if session_id else {}
+    images = [image for part in pictures for image in part.images]
     keys = adapter.max_token_keys, adapter.stop_keys
     params = {**_FIXED_SAMPLING_PARAMS, **read_part(lambda: session.sampling_params(body, len(prompt_ids), *keys))}
     began_s = time.monotonic()
@@ -123,12 +129,18 @@ async def call_sglang_generate(
             if left["max_new_tokens"] <= 0:
                 reason = {"type": "length"}
                 break
-        payload = {"input_ids": [*prompt_ids, *ids], "sampling_params": left, "return_logprob": True}
+        sent = [*prompt_ids, *ids]
+        payload = _inputs(sent, images, adapter.processor) | {"sampling_params": left, "return_logprob": True}
         payload["rid"] = uuid.uuid4().hex
-        output = await post(url, payload, CONNECT_RETRIES, headers)
+        if adapter.replays_routes:
+            payload["return_routed_experts"] = True
+        output = await adapter.ask(payload, session_id)
         if problem := problem_with_answer(output, payload):
-            raise EngineError(f"The answer to a turn cannot be used (request {payload['rid']}, {url}): {problem}")
+            raise EngineError(
+                f"The answer to a turn cannot be used (request {payload['rid']}, {adapter.sglang_url}): {problem}"
+            )
         meta = output["meta_info"]
+        check_image_tokens("A turn", payload, meta, len(sent))
         # Texts of several calls may be cut within a character: the ids are to be decoded as a whole.
         text = "" if attempt else output.get("text") or ""
         new_ids, new_log_probs = read_output_tokens(meta)
@@ -150,4 +162,26 @@ async def call_sglang_generate(
         meta_infos=metas,
         began_s=began_s,
         ended_s=time.monotonic(),
+        pictures=list(pictures),
     )
+
+
+async def ask_router(sglang_url: str, payload: dict[str, Any], session_id: str | None) -> Any:
+    """Post a request to the router or engine at ``sglang_url``, and return its answer."""
+    headers = {"X-SMG-Routing-Key": session_id} if session_id else {}
+    url = f"{sglang_url.rstrip('/').removesuffix('/generate')}/generate"
+    return await post(url, payload, CONNECT_RETRIES, headers)
+
+
+def _inputs(ids: list[int], images: list[Any], processor: Any) -> dict[str, Any]:
+    """Return the fields of a request that show ``ids`` and ``images``.
+
+    Raises:
+        AdapterError: the ids have places for another number of images: the policy drew one.
+    """
+    if not images:
+        return {"input_ids": ids}
+    fields = engine_inputs(ids, images, processor.image_token_id)
+    if (places := fields["input_ids"].count(processor.image_token_id)) != len(images):
+        raise AdapterError(400, f"The conversation has {len(images)} images, and {places} places for one.")
+    return fields

@@ -14,7 +14,6 @@ from slime.agent.adapters.common import (
     AdapterError,
     BaseAdapter,
     Reply,
-    flatten_content,
     manager_finish_reason,
     sid_from_bearer,
     sid_from_body,
@@ -53,7 +52,7 @@ class OpenAIAdapter(BaseAdapter):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise AdapterError(400, f"A message is {str(message)[:200]}; it must be an object with a role.")
         role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
-        translated: Message = {"role": role, "content": flatten_content(message.get("content"))}
+        translated: Message = {"role": role, "content": self._content(message.get("content"))}
         if message.get("tool_calls"):
             calls = [(call.get("function") or {}, call.get("id")) for call in message["tool_calls"]]
             translated["tool_calls"] = [

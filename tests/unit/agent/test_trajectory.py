@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
 from slime.agent.trajectory import TrajectoryManager, TurnRecord, message_key
@@ -53,6 +55,29 @@ def test_a_small_rewriting_cuts_the_chain_back_and_a_large_one_forks():
         ]
         assert trained == ([[3, 7]] if expected == 1 else [[3, 4, 5], [7]])
         assert samples[-1].tokens == [1, 2, 3, 9, 9, 7]
+
+
+def meta(first_expert, num_rows, drawn):
+    spans = [choice for token in drawn for choice in (token, 100 + token)]
+    return {
+        "routed_experts": list(range(first_expert, first_expert + num_rows)),
+        "top_p_token_ids": spans,
+        "top_p_token_offsets": list(range(0, len(spans) + 1, 2)),
+    }
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_a_chain_that_is_cut_back_keeps_experts_and_nuclei_of_what_is_left(max_tokens):
+    manager = TrajectoryManager(args=Namespace(num_layers=1, moe_router_topk=1))
+    record(manager, [user("a")], assistant("b"), [1, 2], [3, 4, 5], meta_infos=[meta(10, 4, [3, 4, 5])])
+    said = [user("a"), assistant("b"), user("c")]
+    record(manager, said, assistant("d"), [1, 2, 3, 9, 9], [7], meta_infos=[meta(20, 5, [7])])
+    (sample,) = manager.get_trajectory("s", base_sample=BASE, max_sample_tokens=max_tokens)
+    assert sample.tokens == [1, 2, 3, 9, 9, 7][: max_tokens or None]
+    assert sample.rollout_routed_experts.flatten().tolist() == [20, 21, 22, 23, 24][: len(sample.tokens) - 1]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 2, 2, 4][: sample.response_length + 1]
+    assert sample.rollout_top_p_token_ids.tolist() == [3, 103, 7, 107][: 2 if max_tokens else 4]
+    assert sample.metadata["truncated"] is bool(max_tokens)
 
 
 def test_a_rewritten_first_prompt_always_forks():

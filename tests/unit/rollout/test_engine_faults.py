@@ -140,13 +140,13 @@ def test_the_time_for_another_answer_begins_with_the_first_bad_one_however_late_
     clock, asked = Namespace(now_s=0.0), []
     meta_info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 7, None]]}
 
-    async def send(config, sample, payload):
+    async def send(config, payload, session_id):
         asked.append(clock.now_s)
         clock.now_s += 1000.0
         return {"text": "", "meta_info": meta_info} if len(asked) == good else "{"
 
     monkeypatch.setattr(generate, "BAD_ANSWER_WAIT_S", 0.0)
-    monkeypatch.setattr(generate, "_send", send)
+    monkeypatch.setattr(generate, "send", send)
     monkeypatch.setattr(generate, "time", Namespace(monotonic=lambda: clock.now_s))
     engine = Namespace(host="127.0.0.1", port=1)
     good = 2

@@ -13,7 +13,6 @@ import pytest
 from slime.rollout import direct_workers, sglang_rollout
 from slime.rollout.config import rollout_config
 from slime.rollout.generate import (
-    _check_images,
     _payload,
     _prepare_prompt_ids,
     append_checked,
@@ -25,6 +24,7 @@ from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
 from slime.rollout.sglang_streaming_rollout import _cut_off
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.processing_utils import check_image_tokens
 from slime.utils.types import Sample
 from tests.unit.agent.talking_engine import drawn, make_tokenizer
 from tests.unit.rollout.fake_cluster import FakeTokenizer
@@ -127,7 +127,7 @@ def test_a_multimodal_prompt_goes_through_the_processor_and_keeps_its_pixels():
 
 
 def test_ids_go_with_one_token_for_each_image_where_it_is_known(monkeypatch):
-    monkeypatch.setattr("slime.rollout.generate.encode_image_for_rollout_engine", lambda image: image)
+    monkeypatch.setattr("slime.utils.processing_utils.encode_image_for_rollout_engine", lambda image: image)
     sample = Sample(prompt="a", multimodal_inputs={"images": ["x", "y"]})
     payload = _payload(
         rollout_config(Namespace(use_rollout_routing_replay=False)),
@@ -159,13 +159,12 @@ def test_tokens_of_pictures_count_where_the_policy_drew_them():
 
 
 def test_an_engine_that_counts_other_tokens_for_images_is_refused():
-    sample = Sample(tokens=[1, 9, 9, 2], multimodal_inputs={"images": ["x"]})
     stop, abort = {"type": "stop"}, {"type": "abort"}
-    _check_images(sample, {"image_data": ["x"]}, {"prompt_tokens": 4, "finish_reason": stop})
-    _check_images(sample, {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": abort})
-    _check_images(sample, {"input_ids": [1]}, {"prompt_tokens": 3, "finish_reason": stop})
+    check_image_tokens("Sample 1", {"image_data": ["x"]}, {"prompt_tokens": 4, "finish_reason": stop}, 4)
+    check_image_tokens("Sample 1", {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": abort}, 4)
+    check_image_tokens("Sample 1", {"input_ids": [1]}, {"prompt_tokens": 3, "finish_reason": stop}, 4)
     with pytest.raises(DataError, match="with 1 images has 4 tokens, and 3 in the engine.*SGLANG_IMAGE_MAX_PIXELS"):
-        _check_images(sample, {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": stop})
+        check_image_tokens("Sample 1", {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": stop}, 4)
 
 
 def test_siblings_share_the_pixels_of_one_run_of_the_processor():
@@ -190,7 +189,7 @@ def test_messages_that_were_never_rendered_are_refused():
 
 
 def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
-    monkeypatch.setattr("slime.rollout.generate.encode_image_for_rollout_engine", lambda image: f"data:{image}")
+    monkeypatch.setattr("slime.utils.processing_utils.encode_image_for_rollout_engine", lambda image: f"data:{image}")
     sample = Sample(prompt="a", response="b", multimodal_inputs={"images": ["img"]})
     payload = _payload(rollout_config(Namespace(use_rollout_routing_replay=True)), sample, [1], {"n": 1})
     assert payload == {
