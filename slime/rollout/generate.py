@@ -23,9 +23,9 @@ from slime.utils.http_utils import post
 from slime.utils.processing_utils import (
     check_image_tokens,
     encode_image_for_rollout_engine,
-    engine_inputs,
     join_images,
     media_of,
+    one_id_an_image,
     process_text,
     process_vision_info,
 )
@@ -133,9 +133,9 @@ def _payload(
     if images := shown.get("images"):
         if image_token is None:
             payload["text"] = f"{sample.prompt}{sample.response}"
-            payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
         else:
-            payload |= engine_inputs(input_ids, images, image_token)
+            payload["input_ids"] = one_id_an_image(input_ids, image_token)
+        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     else:
         payload["input_ids"] = input_ids
     return payload

@@ -218,16 +218,10 @@ def process_text(
     return list(ids[0]) if ids and isinstance(ids[0], list) else ids, compact_pixels(train_inputs, processor)
 
 
-def engine_inputs(input_ids: Sequence[int], images: Sequence[Any], image_token: int) -> dict[str, Any]:
-    """Return the fields of a request for ids with images: one id represents each image, which the engine's processor
-    puts in its place.
-    """
-    ids = [
-        token
-        for token, before in zip(input_ids, [None, *input_ids[:-1]], strict=True)
-        if not token == before == image_token
-    ]
-    return {"input_ids": ids, "image_data": [encode_image_for_rollout_engine(image) for image in images]}
+def one_id_an_image(input_ids: Sequence[int], image_token: int) -> list[int]:
+    """Return the ids as an engine takes them: one represents each image, which its processor puts in its place."""
+    before = [None, *input_ids[:-1]]
+    return [token for token, last in zip(input_ids, before, strict=True) if not token == last == image_token]
 
 
 def check_image_tokens(name: str, payload: Mapping[str, Any], meta_info: Mapping[str, Any], num_tokens: int) -> None:

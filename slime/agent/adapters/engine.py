@@ -21,7 +21,7 @@ from slime.utils.answer_checks import problem_with_answer
 from slime.utils.chat_template import apply_chat_template, special_text, text_after_end
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
-from slime.utils.processing_utils import check_image_tokens, engine_inputs
+from slime.utils.processing_utils import check_image_tokens, encode_image_for_rollout_engine, one_id_an_image
 from slime.utils.sglang_meta import read_output_tokens
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _inputs(ids: list[int], images: list[Any], processor: Any) -> dict[str, Any]
     """
     if not images:
         return {"input_ids": ids}
-    fields = engine_inputs(ids, images, processor.image_token_id)
-    if (places := fields["input_ids"].count(processor.image_token_id)) != len(images):
+    ids = one_id_an_image(ids, processor.image_token_id)
+    if (places := ids.count(processor.image_token_id)) != len(images):
         raise AdapterError(400, f"The conversation has {len(images)} images, and {places} places for one.")
-    return fields
+    return {"input_ids": ids, "image_data": [encode_image_for_rollout_engine(image) for image in images]}
