@@ -1208,10 +1208,10 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=OTHERS,
         waits="Agent for a sandbox on this machine to start, after a look for a way to isolate it, and to end",
-        code=("slime.agent.sandbox.runner.IsolatedRunner", "slime.agent.sandbox.view.isolating_command"),
+        code=("slime.agent.sandbox.runner.IsolatedRunner", "slime.isolation.view.isolating_command"),
         bounds=(
             "slime.agent.sandbox.runner.START_TIMEOUT_S",
-            "slime.agent.sandbox.view.PROBE_TIMEOUT_S",
+            "slime.isolation.view.PROBE_TIMEOUT_S",
             "slime.agent.sandbox.runner.KILL_WAIT_S",
         ),
         deadline="every process of the sandbox ends with its first one, in the background or not",
@@ -1288,9 +1288,9 @@ OUTSIDE = {
     "slime.utils.misc": "exec_command runs what its caller wants for as long as it takes, a whole training run too",
     "slime.ext.plan.fit": "a plan is no run: nvidia-smi has 60 s",
     "slime.ext.plan.recipe": "a plan is no run: a recipe with recorders for commands has TIMEOUT_S to print its flags",
-    "slime.agent.sandbox.isolation.__main__": "a program of its own, ended by the runner or by the plan's TIMEOUT_S",
-    "slime.agent.sandbox.isolation.namespaces": "a program of its own: START_TIMEOUT_S of the runner, or the plan's",
-    "slime.agent.sandbox.isolation.supervisor": "serves until the runner hangs up",
+    "slime.isolation.__main__": "a program of its own, ended by the runner or by the plan's TIMEOUT_S",
+    "slime.isolation.namespaces": "a program of its own: START_TIMEOUT_S of the runner, or the plan's",
+    "slime.isolation.supervisor": "serves until the runner hangs up",
     "slime.backends.sglang_utils.cpu_shim.transfer_engine": "SGLang's own transfer of caches, with SGLang's deadlines",
 }
 """Modules that wait, and need no row."""

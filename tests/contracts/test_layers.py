@@ -13,6 +13,7 @@ from tests.contracts.source_tree import REPO, imports_of, is_facade, module_name
 
 LAYERS = (  # lowest first; a package may import only from lower rows
     ("slime.utils",),
+    ("slime.isolation",),
     ("slime.algorithms",),
     ("slime.flags",),
     ("slime.observability",),

@@ -11,7 +11,7 @@ from slime.agent.sandbox.protocol import (
     ensure_agent_user,
     exec_and_wait,
 )
-from slime.agent.sandbox.view import check_local_sandbox
+from slime.isolation.view import check_local_sandbox
 
 __all__ = [
     "EXIT_TIME_BUDGET_EXCEEDED",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from slime.agent.sandbox.protocol import SandboxError
-from slime.agent.sandbox.view import (
+from slime.isolation.view import (
     Command,
     View,
     isolating_command,

@@ -1,7 +1,7 @@
 """The command that a launch script submits, read by running the script where it can do nothing.
 
 Whatever a script calls is one of three: a tool of ``HARMLESS``, run as it is; Python with ``-c`` or a text of its own,
-run too; anything else, written down and not done.  Isolation (``slime.agent.sandbox.view``) holds what goes past PATH:
+run too; anything else, written down and not done.  Isolation (``slime.isolation.view``) holds what goes past PATH:
 absolute paths, ``kill``, redirections.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.agent.sandbox.view import IsolationError, isolating_command, view_of_everything
+from slime.isolation.view import IsolationError, isolating_command, view_of_everything
 from slime.utils import env
 from slime.utils.errors import ConfigError
 

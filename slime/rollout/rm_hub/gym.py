@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.agent.parsing import split_reasoning
-from slime.agent.sandbox.view import isolating_command, unsafe_command, view_for_programs
+from slime.isolation.view import isolating_command, unsafe_command, view_for_programs
 from slime.rollout.rm_hub.symbolic import VARIABLES, SymbolicWorker, WorkerPool
 from slime.utils import env
 from slime.utils.errors import DataError

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from slime.agent.sandbox.view import PROGRAM, Command, View, isolating_command, unsafe_command, view_for_programs
+from slime.isolation.view import PROGRAM, Command, View, isolating_command, unsafe_command, view_for_programs
 from slime.utils import env
 from slime.utils.errors import ConfigError, GraderError
 

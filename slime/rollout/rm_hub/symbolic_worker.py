@@ -4,7 +4,7 @@ A question is {"expression"} (is it zero?) or {"gold", "answer"} (does math-veri
 
 What the policy wrote is never evaluated as Python: ``read_expression`` builds sympy's nodes from a grammar of its own,
 and sympy and math-verify read strings by it (``replace_sympys_reader``).  Behind that the process has no network, no
-other process and no file to write to (``slime.agent.sandbox.isolation.seccomp``).
+other process and no file to write to (``slime.isolation.seccomp``).
 
 Run as a script (or by ``-c``) with the path of ``seccomp.py``.  Imports nothing of slime, so that it starts fast.
 """

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.sandbox.view import IsolationError, isolating_command
 from slime.ext.plan import recipe as recipe_module
 from slime.ext.plan.recipe import read_recipe
+from slime.isolation.view import IsolationError, isolating_command
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
 

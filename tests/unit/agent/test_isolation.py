@@ -18,8 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.agent.sandbox import LocalSandbox, SandboxError, check_local_sandbox, runner, view
+from slime.agent.sandbox import LocalSandbox, SandboxError, check_local_sandbox, runner
 from slime.agent.sandbox.runner import IsolatedRunner, Limits
+from slime.isolation import view
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
 from tests.unit.agent.escapes import ESCAPES, KERNEL_ESCAPES, STRICT_ESCAPES, program

@@ -13,8 +13,8 @@ import pytest
 from examples.coding_agent_rl import generate as coding_agent
 from examples.retool import generate_with_retool as example
 from examples.retool.tool_sandbox import Limits, PythonSandbox, run_program
-from slime.agent.sandbox import view
-from slime.agent.sandbox.view import IsolationError
+from slime.isolation import view
+from slime.isolation.view import IsolationError
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample

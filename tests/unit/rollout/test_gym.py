@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.sandbox.view import IsolationError, isolating_command
+from slime.isolation.view import IsolationError, isolating_command
 from slime.rollout import gym
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file
 from slime.rollout.prompt_files import read_rows

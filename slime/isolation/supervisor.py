@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from slime.agent.sandbox.isolation import namespaces, seccomp
+from slime.isolation import namespaces, seccomp
 
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 1 << 18

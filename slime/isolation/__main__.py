@@ -1,8 +1,8 @@
 """Run a program in isolation: ``python -I -S __main__.py outer|inner SPEC [PROGRAM...]``.
 
 ``outer`` enters namespaces and builds the file system first; ``inner`` is started where that is done, by bubblewrap.
-Without PROGRAM it serves the host through a socket (``supervisor.py``).  SPEC is the JSON of ``slime.agent.sandbox.
-runner.View``.  When isolation fails, nothing is run: the reason is on standard error, and the exit status is 125.
+Without PROGRAM it serves the host through a socket (``supervisor.py``).  SPEC is the JSON of ``view.View``.  When
+isolation fails, nothing is run: the reason is on standard error, and the exit status is 125.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 def _import_without_slime() -> None:
     """Register empty parent packages: those of slime import third-party packages."""
     folder = HERE
-    for name in ("slime.agent.sandbox.isolation", "slime.agent.sandbox", "slime.agent", "slime"):
+    for name in ("slime.isolation", "slime"):
         package = types.ModuleType(name)
         package.__path__ = [folder]
         sys.modules[name] = package
@@ -29,7 +29,7 @@ def _import_without_slime() -> None:
 def main(stage: str, spec: dict[str, Any], program: list[str]) -> int:
     """Run the program and return its exit status, 128 + N when signal N ended it."""
     # All of them now: behind the new root this folder is out of sight.
-    from slime.agent.sandbox.isolation import namespaces, seccomp, supervisor  # noqa: F401
+    from slime.isolation import namespaces, seccomp, supervisor  # noqa: F401
 
     if stage == "inner":
         _inside(spec, program)
@@ -51,7 +51,7 @@ def main(stage: str, spec: dict[str, Any], program: list[str]) -> int:
 
 
 def _inside(spec: dict[str, Any], program: list[str]) -> NoReturn:
-    from slime.agent.sandbox.isolation import namespaces, seccomp, supervisor
+    from slime.isolation import namespaces, seccomp, supervisor
 
     try:
         namespaces.drop_privileges(spec["keeps_user"])

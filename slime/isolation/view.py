@@ -1,6 +1,6 @@
 """The part of this machine that an isolated program sees, and the command that mounts it.
 
-Two ways lead there: namespaces of our own (``isolation/``), and bubblewrap, which some machines allow where they deny
+Two ways lead there: namespaces that ``__main__.py`` makes, and bubblewrap, which some machines allow where they deny
 users namespaces.  The first that works on this machine is taken.
 """
 
@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from slime.agent.sandbox.isolation.namespaces import DEVICES, USER
+from slime.isolation.namespaces import DEVICES, USER
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = Path(__file__).with_name("isolation") / "__main__.py"
+PROGRAM = Path(__file__).with_name("__main__.py")
 PROBE_TIMEOUT_S = 30.0
 UNSAFE_FLAG = "--unsafe-local-sandbox"
 
@@ -45,7 +45,7 @@ FILES_PER_MIB = 256
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The file system of a program, and its bounds; read by ``isolation/`` as JSON."""
+    """The file system of a program, and its bounds; read by ``__main__.py`` as JSON."""
 
     readable: Sequence[str]
     """Paths of this machine, without links."""
@@ -126,12 +126,12 @@ Command = tuple[list[str], list[int]]
 
 
 def namespaces_command(view: View) -> Command:
-    """Isolate by namespaces that the program of ``isolation/`` makes."""
+    """Isolate by namespaces that ``__main__.py`` makes."""
     return [*_python(), "outer", json.dumps(asdict(view))], []
 
 
 def bubblewrap_command(view: View) -> Command:
-    """Isolate by bubblewrap; the program of ``isolation/`` then adds limits and refuses system calls."""
+    """Isolate by bubblewrap; ``__main__.py`` then adds limits and refuses system calls."""
     words = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-all",
@@ -168,7 +168,7 @@ def bubblewrap_command(view: View) -> Command:
 
 
 def unsafe_command(view: View) -> Command:
-    """Do not isolate: the program of ``isolation/`` sets limits and ends what it started, as the same user."""
+    """Do not isolate: ``__main__.py`` sets limits and ends what it started, as the same user."""
     return [*_python(), "inner", json.dumps(asdict(view) | {"keeps_user": True})], []
 
 
