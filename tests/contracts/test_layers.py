@@ -101,6 +101,17 @@ def breaches_between_extensions(repo: Path) -> list[str]:
     ]
 
 
+def extensions_in_tests_of_the_core(repo: Path) -> list[str]:
+    """Return the imports of extensions by tests that must pass without them."""
+    return [
+        f"{path.relative_to(repo)}:{line} imports {target}"
+        for folder in ("unit", "e2e", "dist", "oracle", "plugin_contracts")
+        for path in sorted((repo / "tests" / folder).rglob("*.py"))
+        for line, target in imports_of(path, repo)
+        if extension_of(target) is not None
+    ]
+
+
 def fence_breaches(repo: Path) -> list[str]:
     """Every import of a fenced library from outside its fence."""
     problems = []
@@ -148,6 +159,12 @@ def test_the_check_finds_an_extension_that_knows_another(tmp_path):
 
 def test_extensions_do_not_know_each_other():
     assert breaches_between_extensions(REPO) == []
+
+
+def test_tests_of_the_core_need_no_extension(tmp_path):
+    write(tmp_path / "tests/unit/test_x.py", "from slime.ext.plan import fit\n")
+    assert extensions_in_tests_of_the_core(tmp_path)
+    assert extensions_in_tests_of_the_core(REPO) == []
 
 
 def test_foreign_libraries_stay_behind_their_fences():

@@ -6,17 +6,24 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.published_configs import NUM_PARAMETERS, PUBLISHED, WITHOUT_A_FILE
+from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.ext.plan.layout import ParallelSizes, PipelineSplit, rank_places, stage_chunks
 from slime.ext.plan.parameters import chunk_parameters, model_size, with_adapters
 from slime.flags.lora import lora_config
 from slime.train_data.model_dims import ModelDims
 from tests.contracts.source_tree import REPO
+from tests.matrix import trainer
+from tests.matrix.case import ROUTER_BIAS, FamilyCase, read_tensors
+from tests.unit.backends.megatron_utils.layers.test_vision import SEEING
 from tests.unit.backends.megatron_utils.megatron_case import parse
+from tests.unit.scripts.test_model_files import write_config
 
 GLM52_CONFIG = {
     "model_type": "glm_moe_dsa",
@@ -204,3 +211,24 @@ def test_whole_models_have_the_published_sizes(glm52_folder):
         assert model_size(dims) / 1e9 == pytest.approx(billions, rel=1e-3), name
     glm52 = dims_of(parse("--hf-checkpoint", str(glm52_folder), *model_args("glm5.2-744B-A40B"), "--bf16"))
     assert round(model_size(glm52) / 1e9, 1) == 743.4
+
+
+@pytest.mark.parametrize("case", SEEING, ids=lambda case: case.name)
+def test_a_plan_counts_the_tower_exactly(case: FamilyCase, tmp_path: Path):
+    case.write_checkpoint(tmp_path)
+    tensors = read_tensors(tmp_path)
+    args = trainer.make_args(case, tmp_path)
+    dims = model_dims(args, read_hf_config(str(tmp_path)))
+    names = [name for name in tensors if name.startswith("model.visual.")]
+    assert dims.tower_parameters == sum(tensors[name].numel() for name in names)
+    assert dims.trains_tower
+    whole = replace(dims, padded_vocab_size=dims.vocab_size)
+    biases = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(ROUTER_BIAS))  # no parameters
+    assert model_size(whole) == sum(tensor.numel() for tensor in tensors.values()) - biases
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_a_config_alone_gives_the_model_its_published_number_of_parameters(name, tmp_path):
+    config = {**PUBLISHED, **WITHOUT_A_FILE}[name]
+    dims = model_dims(parse(*write_config(tmp_path, config), "--make-vocab-size-divisible-by", "1"), config)
+    assert model_size(dims) == NUM_PARAMETERS[name]
