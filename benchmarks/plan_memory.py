@@ -92,7 +92,10 @@ def write_folder(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    from slime.backends.megatron_utils.models import IS_PARTIAL
+
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], IS_PARTIAL: True}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     save_file({"unused": torch.zeros(1)}, folder / "model.safetensors")  # never read: the weights are random
 

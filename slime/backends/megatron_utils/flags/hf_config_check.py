@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.flags.attention_arguments import sparse_problems
@@ -31,6 +30,7 @@ from slime.backends.megatron_utils.models import (
 from slime.backends.megatron_utils.models.family import EXPERT_COUNTS, ModelFamily, differs
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS, Flag, shared_rules
 from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
+from slime.flags.checkpoint import is_huggingface_folder
 from slime.flags.distillation import trainer_teachers
 from slime.utils import env
 from slime.utils.errors import ConfigError
@@ -395,7 +395,7 @@ def check_other_models(args: Namespace) -> None:
     teacher_flag = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
     folders += [(teacher_flag, folder) for folder in trainer_teachers(args).values()]
     for attribute, folder in folders:
-        if not folder or not (Path(folder) / "config.json").is_file():
+        if not folder or not is_huggingface_folder(folder):
             continue
         flag = "--ref-load" if folder == args.ref_load else flag_of(attribute)  # --load falls back to it
         config = read_hf_config(folder, flag=flag)
