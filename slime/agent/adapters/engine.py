@@ -11,7 +11,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.agent.adapters.images import PromptEncoder
 from slime.agent.adapters.messages import read_part
@@ -23,9 +23,6 @@ from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 from slime.utils.processing_utils import check_image_tokens, encode_image_for_rollout_engine, one_id_an_image
 from slime.utils.sglang_meta import read_output_tokens
-
-if TYPE_CHECKING:
-    from slime.agent.adapters.common import BaseAdapter
 
 MAX_RESUMES = 6
 """Continuations of one turn after aborts; each weight update may cause one."""
@@ -88,7 +85,7 @@ async def call_sglang_generate(
     session: Session,
     body: Mapping[str, Any],
     *,
-    adapter: BaseAdapter,
+    adapter: Any,
     session_id: str | None = None,
     pictures: Sequence[Pictures] = (),
 ) -> TurnRecord:
@@ -101,8 +98,8 @@ async def call_sglang_generate(
         prompt_ids: the prompt.
         session: its settings bound what the request asks for.
         body: of the request.
-        adapter: its ``sglang_url`` is the router or an engine, with or without ``/generate``; its keys name the
-            limits of a body.
+        adapter: a ``BaseAdapter``; its ``sglang_url`` is the router or an engine, with or without ``/generate``; its
+            keys name the limits of a body.
         session_id: sent as routing key, so that a session's turns can share an engine's prefix cache.
         pictures: those of the prompt, in order.
 
@@ -130,10 +127,9 @@ async def call_sglang_generate(
                 reason = {"type": "length"}
                 break
         sent = [*prompt_ids, *ids]
-        payload = _inputs(sent, images, adapter.processor) | {"sampling_params": left, "return_logprob": True}
-        payload["rid"] = uuid.uuid4().hex
-        if adapter.replays_routes:
-            payload["return_routed_experts"] = True
+        payload = _inputs(sent, images, adapter.processor)
+        payload |= {"sampling_params": left, "return_logprob": True, "rid": uuid.uuid4().hex}
+        payload |= {"return_routed_experts": True} if adapter.replays_routes else {}
         output = await adapter.ask(payload, session_id)
         if problem := problem_with_answer(output, payload):
             raise EngineError(
