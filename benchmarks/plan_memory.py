@@ -153,8 +153,9 @@ def run_rank(case: Case, options: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
     from slime.backends.megatron_utils.model import setup_model_and_optimizer
     from slime.backends.megatron_utils.train_step import train_rollout
+    from slime.compose import parts
 
-    model, optimizer, scheduler = setup_model_and_optimizer(args)
+    model, optimizer, scheduler = setup_model_and_optimizer(args, transforms=parts(args).transforms)
     assert optimizer is not None and scheduler is not None
     load = argparse.Namespace(tokens=case.tokens, longest=case.tokens, microbatches=options.microbatches)
     dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()

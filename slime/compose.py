@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from slime.observability.logging_utils import configure_logger
 from slime.ray import job
+from slime.ray.parts import Parts
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.model_transform import ModelTransform
 
 
 def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] | None = None) -> None:
@@ -26,6 +31,16 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
 
         sys.exit(supervise(sys.argv[0], words))
     job.run(train, check, complete=_fit if "--fit" in words else list)
+
+
+def parts(args: Namespace) -> Parts:
+    """Return the implementations that the flags ask for."""
+    transforms: list[type[ModelTransform]] = []
+    if args.int4_qat:
+        from slime.ext.low_precision.fake_quantize import FakeInt4
+
+        transforms.append(FakeInt4)
+    return Parts(transforms=tuple(transforms))
 
 
 def _fit(words: list[str]) -> list[str]:

@@ -159,11 +159,12 @@ def _take_steps(replay: Replay, options: Namespace) -> None:
 
 def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
     """Run a job of the steps alone; ends the process when it fails."""
+    from slime.compose import parts
     from slime.ray.job import run
     from slime.ray.train_loop import TrainJob
 
     def train(args: Namespace) -> None:
-        job = TrainJob(args)
+        job = TrainJob(args, parts(args))
         for rollout_id in replay.rollouts:
             data = job.generate(rollout_id)
             assert data is not None
@@ -188,6 +189,7 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     from slime.arguments.hook_checks import check_trainer_hooks
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.backends.megatron_utils.data import get_data_iterator
+    from slime.compose import parts
     from slime.observability.logging_utils import configure_logger, init_tracking
     from slime.observability.run_record import event, start_recording
     from slime.ray.startup import policies_of
@@ -223,7 +225,7 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     check_trainer_hooks(args)
     worker = Worker()
     worker.set_rendezvous(1, 0, "127.0.0.1", find_available_port(21000))
-    worker.init(args, "actor", **policies_of(args))
+    worker.init(args, "actor", **policies_of(args), transforms=parts(args).transforms)
     return worker
 
 

@@ -39,6 +39,7 @@ def serve(args: Namespace) -> None:
     """Load the model on all ranks, warm up, and answer until SIGTERM or Ctrl-C."""
     from slime.backends.megatron_utils.server.megatron_server import MegatronServer
     from slime.backends.megatron_utils.server.scorer import Scorer
+    from slime.compose import parts
 
     config = read_config(TeacherServerConfig, args)
     args = join_world(with_layout(args))
@@ -47,7 +48,7 @@ def serve(args: Namespace) -> None:
     # A collective that hangs has no other deadline before the first request.
     faulthandler.dump_traceback_later(config.teacher_warmup_timeout_s, exit=True)
     with _answer_unready(config.teacher_warmup_port if dist.get_rank() == 0 else None):
-        scorer = Scorer(args)
+        scorer = Scorer(args, parts(args).transforms)
         if dist.get_rank() != 0:
             faulthandler.cancel_dump_traceback_later()
             scorer.follow()

@@ -91,7 +91,14 @@ class TrainWorker(ABC):
         logger.info("Rank %d of %d joined the training group over %s.", self.rank, self.world_size, backend)
 
     @abstractmethod
-    def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+    def init(
+        self,
+        args: Namespace,
+        role: str,
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
+        transforms: tuple[type, ...] = (),
+    ) -> int:
         """Build and load the model.
 
         Args:
@@ -99,6 +106,7 @@ class TrainWorker(ABC):
             role: ``"actor"`` or ``"critic"``.
             with_ref: keep a frozen reference policy beside the actor.
             with_opd_teacher: keep a distillation teacher beside the actor.
+            transforms: of the model after it is built, as the backend has them.
 
         Returns:
             The rollout to start with: one past the checkpoint that was loaded.

@@ -50,6 +50,7 @@ class RayTrainGroup:
         role: "actor" or "critic".
         with_ref: whether to load the reference model.
         with_opd_teacher: whether to load the distillation teacher.
+        transforms: of the model after it is built.
         actor_cls: the worker class; the Megatron trainer when None.
     """
 
@@ -63,12 +64,14 @@ class RayTrainGroup:
         role: str = "actor",
         with_ref: bool = False,
         with_opd_teacher: bool = False,
+        transforms: tuple[type, ...] = (),
         actor_cls: type[TrainWorker] | None = None,
     ) -> None:
         self.args = args
         self.role = role
         self.with_ref = with_ref
         self.with_opd_teacher = with_opd_teacher
+        self._transforms = transforms
         self.world_size = num_nodes * num_gpus_per_node
         self.gpus, self._num_gpus_per_actor, self._actor_cls = pg, num_gpus_per_actor, actor_cls
         self._leader: RayTrainGroup | None = None
@@ -102,9 +105,8 @@ class RayTrainGroup:
             copied = self._copies.fetch(self.actors, self._leader.world_size if self._leader is not None else 0)
             version, last = self._version.number, self.last_checkpoint
             self.args = args_to_resume(self._run_args, weight_version=version, checkpoint=last, copied=copied)
-        start_ids = self._on_all(
-            "init", self.args, self.role, self.with_ref, self.with_opd_teacher, what="model set-up"
-        )
+        parts = self.with_ref, self.with_opd_teacher, self._transforms
+        start_ids = self._on_all("init", self.args, self.role, *parts, what="model set-up")
         if len(set(start_ids)) != 1:
             raise CheckpointError(f"{self.role} ranks resumed at different rollouts, of different saves: {start_ids}")
         self.start_rollout_id = start_ids[0]

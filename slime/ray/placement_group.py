@@ -4,10 +4,14 @@ For drivers written against them; ``train.py`` here goes through ``slime.ray.tra
 """
 
 from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
 
 from slime.arguments.validate_files import check_contents
-from slime.ray import gpus
-from slime.ray.startup import create_rollout_manager, create_training_models
+from slime.compose import parts
+from slime.ray import gpus, startup
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.startup import create_rollout_manager
 
 __all__ = ["create_placement_groups", "create_rollout_manager", "create_training_models"]
 
@@ -21,3 +25,13 @@ def create_placement_groups(args: Namespace) -> dict[str, gpus.GpuSlice | None]:
     """
     check_contents(args)
     return gpus.create_placement_groups(args)
+
+
+def create_training_models(
+    args: Namespace, pgs: Mapping[str, gpus.GpuSlice | None], rollout_manager: Any
+) -> tuple[RayTrainGroup, RayTrainGroup | None]:
+    """Start the trainers with the parts that the flags ask for, as ``slime.ray.startup`` says."""
+    actor_gpus = pgs["actor"]
+    assert actor_gpus is not None
+    actor = startup.make_actor(args, actor_gpus, parts(args))
+    return startup.create_training_models(args, pgs, rollout_manager, actor)

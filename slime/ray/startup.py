@@ -2,11 +2,12 @@
 processes may import while the engines start.
 
     gpus = create_placement_groups(args)
+    actor = make_actor(args, gpus["actor"], parts)
     manager, num_rollout_per_epoch = create_rollout_manager(args, gpus["rollout"])
-    actor, critic = create_training_models(args, gpus, manager)
+    actor, critic = create_training_models(args, gpus, manager, actor)
     actor.update_weights()
 
-Drivers written for upstream call the same, from ``slime.ray.placement_group``.
+Drivers written for upstream call much the same, from ``slime.ray.placement_group``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from slime.ray.critic import create_critic
 from slime.ray.engines.actor import restart_timeout_s
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
+from slime.ray.parts import Parts
 from slime.ray.released_trainer import RELEASE_GRACE_S, ReleasedTrainGroup
 from slime.ray.rollout import start_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
@@ -102,7 +104,7 @@ def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) ->
     return manager, start
 
 
-def make_actor(args: Namespace, gpus: GpuSlice) -> RayTrainGroup:
+def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
     """Return the actor's group, of which nothing is started yet; with ``--debug-rollout-only`` it has no ranks."""
     if args.debug_rollout_only:
         return RayTrainGroup(args, 0, 0, gpus)
@@ -116,6 +118,7 @@ def make_actor(args: Namespace, gpus: GpuSlice) -> RayTrainGroup:
         role="actor",
         with_ref=kept["with_ref"],
         with_opd_teacher=kept["with_opd_teacher"],
+        transforms=parts.transforms,
     )
 
 
@@ -123,7 +126,7 @@ def create_training_models(
     args: Namespace,
     pgs: Mapping[str, GpuSlice | None],
     rollout_manager: Any,
-    actor: RayTrainGroup | None = None,
+    actor: RayTrainGroup,
 ) -> tuple[RayTrainGroup, RayTrainGroup | None]:
     """Start the trainers, load their models, and wait for the engines.
 
@@ -133,15 +136,12 @@ def create_training_models(
         args: the run's arguments.
         pgs: as ``create_placement_groups`` returns them.
         rollout_manager: the manager's actor handle.
-        actor: of :func:`make_actor`, where its processes have begun to start; made here when None.
+        actor: of :func:`make_actor`.
 
     Returns:
         ``(actor, critic)``.  With ``--debug-rollout-only`` the actor has no ranks, and its verbs do nothing; there is
         no critic unless the estimator has one.
     """
-    actor_gpus = pgs["actor"]
-    assert actor_gpus is not None
-    actor = actor or make_actor(args, actor_gpus)
     if args.debug_rollout_only:
         record_runtime(args, start_rollout_id=args.start_rollout_id or 0)
         critic = None

@@ -27,6 +27,7 @@ from slime.ray.background_eval import BackgroundEvaluation
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import create_placement_groups
+from slime.ray.parts import Parts
 from slime.ray.preemption import NOTICE
 from slime.ray.released_trainer import RELEASE_GRACE_S
 from slime.ray.save_lock import lock_outputs
@@ -63,9 +64,14 @@ class Generation:
 
 
 class TrainJob:
-    """A running job: engines, trainers, and the steps that a loop takes with them."""
+    """A running job: engines, trainers, and the steps that a loop takes with them.
 
-    def __init__(self, args: Namespace) -> None:
+    Args:
+        args: complete flags.
+        parts: the implementations that ``slime.compose`` chose for them.
+    """
+
+    def __init__(self, args: Namespace, parts: Parts) -> None:
         configure_logger()
         self.args = args
         self._locks = lock_outputs(args)
@@ -76,7 +82,7 @@ class TrainJob:
         rollout_gpus, actor_gpus = gpus["rollout"], gpus["actor"]
         assert rollout_gpus is not None and actor_gpus is not None
         self._rollout_gpus = rollout_gpus
-        actor = make_actor(args, actor_gpus)
+        actor = make_actor(args, actor_gpus, parts)
         # Engines start for a minute; the trainer's processes import their libraries in that time.
         self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus, meanwhile=actor.begin)
         self._step_line = StepLine.follow(args)

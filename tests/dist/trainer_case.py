@@ -124,6 +124,7 @@ def start_worker(
     from megatron.core import mpu
 
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.compose import parts
     from slime.observability.timer import Timer
 
     class Worker(MegatronTrainRayActor):
@@ -138,7 +139,7 @@ def start_worker(
     worker = Worker()
     worker.set_rendezvous(world_size, rank, "127.0.0.1", port)
     worker.state_copy = state_copy
-    worker.init(args, role, **options)
+    worker.init(args, role, **options, transforms=parts(args).transforms if role == "actor" else ())
     return worker
 
 

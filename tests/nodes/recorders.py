@@ -31,7 +31,14 @@ _VERBS = dict.fromkeys(TrainWorker.__abstractmethods__, _touches_a_gpu)
 class RecordingTrainer(type("_AllVerbs", (TrainWorker,), _VERBS)):  # type: ignore[misc]
     """Joins the training group over gloo, as the Megatron trainer's ``init`` does first, and stops there."""
 
-    def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+    def init(
+        self,
+        args: Namespace,
+        role: str,
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
+        transforms: tuple[type, ...] = (),
+    ) -> int:
         """The group of all ranks is made, and each rank tells the others where it is."""
         self.args, self.role = args, role
         self.join_process_group(args)

@@ -239,7 +239,14 @@ class SimulatedTrainer(MegatronTrainRayActor):
     def _meet(self, own: Any = None) -> list[Any]:
         return self.meeting("all").gather(self.rank, own, timeout_s=self.collective_timeout_s)
 
-    def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+    def init(
+        self,
+        args: Namespace,
+        role: str,
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
+        transforms: tuple[type, ...] = (),
+    ) -> int:
         world, kernel = WORLD[0], _KERNEL[0]
         assert kernel is not None
         self.args, self.role = args, role

@@ -63,7 +63,14 @@ class MegatronTrainRayActor(TrainWorker):
     the host copy under ``"actor"`` is up to date.
     """
 
-    def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+    def init(
+        self,
+        args: Namespace,
+        role: str,
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
+        transforms: tuple[type, ...] = (),
+    ) -> int:
         """Join the group, build the model, load all policies, and fall asleep if the accelerator is shared."""
         self.args, self.role = args, role
         if args.debug_rollout_only:
@@ -77,7 +84,7 @@ class MegatronTrainRayActor(TrainWorker):
             reloadable_groups.make_groups_reloadable()
         self._hf_config = read_model_config(args.hf_checkpoint or "")
         with timer("init"):
-            built = initialize_model_and_optimizer(args, role, self.state_copy)
+            built = initialize_model_and_optimizer(args, role, self.state_copy, transforms)
             self.model, self.optimizer, self.scheduler, iteration = built
             self._offloaded = sleep.OffloadedState(self.model, self.optimizer) if memory.sleeps(args) else None
             self.weights = ModelSwitch(self.model, role)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.hf_to_megatron import keep_fp32
 from slime.backends.megatron_utils.model_provider import check_trained_parameters, get_model_provider
+from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.backends.megatron_utils.models.rule import TOWER
 from slime.utils.errors import ConfigError
 from slime.weights.state_copy import StateCopy
@@ -41,17 +43,23 @@ ModelChunks = list[torch.nn.Module]
 
 
 def build_model(
-    args: Namespace, role: str = "actor", *, wrap_with_ddp: bool = True, on_accelerator: bool = True
+    args: Namespace,
+    role: str = "actor",
+    transforms: Sequence[type[ModelTransform]] = (),
+    *,
+    wrap_with_ddp: bool = True,
+    on_accelerator: bool = True,
 ) -> ModelChunks:
     """Build this rank's part of the model on its device, in its precision.
 
     Args:
         args: complete Megatron flags.
         role: ``"critic"`` gets a value head.
+        transforms: change the model after it is built.
         wrap_with_ddp: gradient buffers and their reduction; without it the model can only run forward.
         on_accelerator: move it there, if there is one.
     """
-    provider = get_model_provider(args, role)
+    provider = get_model_provider(args, role, [make(args) for make in transforms])
     virtual_size = mpu.get_virtual_pipeline_model_parallel_world_size()
     chunks: ModelChunks = []
     for stage in range(virtual_size) if virtual_size else (None,):
@@ -165,10 +173,10 @@ def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerP
 
 
 def setup_model_and_optimizer(
-    args: Namespace, role: str = "actor"
+    args: Namespace, role: str = "actor", transforms: Sequence[type[ModelTransform]] = ()
 ) -> tuple[ModelChunks, MegatronOptimizer | None, OptimizerParamScheduler | None]:
     """Build model, optimizer and schedule, freshly initialised; with ``--num-rollout 0`` there is no optimizer."""
-    model = build_model(args, role)
+    model = build_model(args, role, transforms)
     if args.num_rollout == 0:
         return model, None, None
     optimizer = build_optimizer(args, model)
@@ -176,14 +184,17 @@ def setup_model_and_optimizer(
 
 
 def initialize_model_and_optimizer(
-    args: Namespace, role: str = "actor", copy: StateCopy | None = None
+    args: Namespace,
+    role: str = "actor",
+    copy: StateCopy | None = None,
+    transforms: Sequence[type[ModelTransform]] = (),
 ) -> tuple[ModelChunks, MegatronOptimizer | None, OptimizerParamScheduler | None, int]:
     """Build model, optimizer and schedule, and give them the state of ``copy``, or of the checkpoint of ``--load``.
 
     Returns:
         model chunks, optimizer, schedule, and the iteration (rollout) of that state.
     """
-    model, optimizer, scheduler = setup_model_and_optimizer(args, role)
+    model, optimizer, scheduler = setup_model_and_optimizer(args, role, transforms)
     if copy is not None:
         iteration = restore_state(args, copy, model, optimizer, scheduler)
     else:

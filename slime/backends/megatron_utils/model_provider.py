@@ -23,13 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
-from slime.backends.megatron_utils.layers.fake_quantize import fake_quantize_weights
 from slime.backends.megatron_utils.layers.fp8_linear import use_fp8
 from slime.backends.megatron_utils.layers.layer_specs import block_spec_of_flags
 from slime.backends.megatron_utils.layers.lora import add_adapters
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
 from slime.backends.megatron_utils.layers.vision import VisionModel, VisionModelWithMtp
+from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.backends.megatron_utils.models import has_tower
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
@@ -43,12 +43,15 @@ _INDEXER = r"self_attention\.(?:(?:wq_b|wk|k_norm|weights_proj)\.|(?:\w+\.)*\w*i
 """Parameters of the indexer of sparse attention."""
 
 
-def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
+def get_model_provider(
+    args: Namespace, role: str = "actor", transforms: Sequence[ModelTransform] = ()
+) -> ModelProvider:
     """Return a function that builds this rank's part of the model.
 
     Args:
         args: complete Megatron flags.
         role: "critic" puts a value head where the vocabulary projection is; any other is a language model.
+        transforms: change each chunk when all else is done.
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None) -> GPTModel``, whose forward without labels
@@ -74,8 +77,8 @@ def get_model_provider(args: Namespace, role: str = "actor") -> ModelProvider:
             embedding.register_forward_hook(_needing_gradient)
         if args.fp8:
             use_fp8(model, args)
-        if args.int4_qat and role != "critic":
-            fake_quantize_weights(model, args)
+        for transform in transforms:
+            transform.after_build(model)
         if role != "critic":
             add_adapters(model, args)
         head = find_value_head([model])

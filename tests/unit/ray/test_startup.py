@@ -9,6 +9,7 @@ import pytest
 
 from slime.ray import actor_group, startup
 from slime.ray.actor_group import RayTrainGroup
+from slime.ray.parts import Parts
 
 
 def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +27,7 @@ def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyP
 
 
 def test_a_trainer_without_ranks_starts_no_process() -> None:
-    group = startup.make_actor(Namespace(debug_rollout_only=True), None)  # type: ignore[arg-type]
+    group = startup.make_actor(Namespace(debug_rollout_only=True), None, Parts())  # type: ignore[arg-type]
     group.begin()
     assert group.actors == []
 

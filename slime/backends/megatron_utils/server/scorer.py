@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.data import current_device, get_data_iterator
 from slime.backends.megatron_utils.forward import forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.backends.megatron_utils.top_k import get_log_probs_and_top
 from slime.flags.config import read_config
 from slime.flags.distillation import TeacherServerConfig
@@ -71,18 +72,19 @@ class Scorer:
     Args:
         args: complete Megatron flags and those of the server; ``load`` names the weights, else ``hf_checkpoint``.
             The default process group and the parallel groups exist.
+        transforms: change the model after it is built.
 
     Raises:
         DataError: the weights cannot be loaded.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, transforms: Sequence[type[ModelTransform]] = ()) -> None:
         config = read_config(TeacherServerConfig, args)
         one_temperature = {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "use_rollout_entropy": False}
         chunk = config.teacher_label_reduction_chunk_size
         self._args = Namespace(**{**vars(args), **one_temperature, "log_probs_chunk_size": chunk, "finetune": True})
         self._top_rows = config.teacher_sample_reduction_chunk_size
-        self._model = build_model(self._args, wrap_with_ddp=False)
+        self._model = build_model(self._args, transforms=transforms, wrap_with_ddp=False)
         self._load(args.load or args.hf_checkpoint, args.ckpt_step)
 
     @property

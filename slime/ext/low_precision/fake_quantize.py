@@ -5,7 +5,6 @@ The parameter itself stays what it is: checkpoints, the optimizer and pushes see
 
 from __future__ import annotations
 
-from argparse import Namespace
 from functools import cache
 from typing import Any
 
@@ -17,46 +16,52 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from slime.backends.megatron_utils.flags.int4_arguments import Int4Selection
 from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.backends.megatron_utils.models import weight_map_of_run
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
+from slime.ext.low_precision.rounding import fake_quantize_int4
 from slime.utils.errors import ConfigError
-from slime.weights.quantize.fake_int4 import fake_quantize_int4
 
 
-def fake_quantize_weights(model: torch.nn.Module, args: Namespace) -> None:
-    """Let the model's layers read their weights rounded to int4.
+class FakeInt4(ModelTransform):
+    """Lets the model's layers read their weights rounded to int4."""
 
-    Args:
-        model: one chunk of the actor.
-        args: complete flags.
+    def after_build(self, chunk: torch.nn.Module) -> None:
+        """Change the layers of a chunk.
 
-    Raises:
-        ConfigError: a weight cannot be cut into groups on this rank.
-    """
-    selection, weight_map, dims = Int4Selection(args), weight_map_of_run(args), model_dims(args)
-    chosen: set[int] = set()
-    for shard in iter_shards([model]):
-        if id(shard.parameter) in chosen:
-            continue
-        try:
-            _, hf_names = weight_map.find(shard.global_name(0, 0), dims)
-        except KeyError:  # a value head, parameters of a plug-in: no engine has them
-            continue
-        quantized = [name for name in hf_names if shard.tensor.dim() == 2 and selection.is_quantized(name)]
-        if not quantized:
-            continue
-        if plain := sorted(set(hf_names) - set(quantized)):
-            raise ConfigError(
-                f"--int4-qat cannot round {shard.name}, of which {quantized[0]} is int4 and {plain[0]} is not; leave "
-                "the first plain too (--ignore-rules of tools/convert_hf_to_int4_direct.py), or drop --int4-qat-dense."
-            )
-        _require_whole_groups(shard, args.int4_qat_group_size)
-        chosen.add(id(shard.parameter))
-    for module in model.modules():
-        if id(module._parameters.get("weight")) in chosen:
-            kind: Any = type(module)
-            module.__class__ = _reading_rounded(kind)
-            vars(module).update(int4_group_size=args.int4_qat_group_size, rounded_weight=None)
+        Raises:
+            ConfigError: a weight cannot be cut into groups on this rank.
+        """
+        group_size, chosen = self.args.int4_qat_group_size, self._chosen(chunk)
+        for module in chunk.modules():
+            if id(module._parameters.get("weight")) in chosen:
+                kind: Any = type(module)
+                module.__class__ = _reading_rounded(kind)
+                vars(module).update(int4_group_size=group_size, rounded_weight=None)
+
+    def _chosen(self, chunk: torch.nn.Module) -> set[int]:
+        """Return the ``id`` of every parameter to round."""
+        selection, weight_map, dims = Int4Selection(self.args), weight_map_of_run(self.args), model_dims(self.args)
+        chosen: set[int] = set()
+        for shard in iter_shards([chunk]):
+            if id(shard.parameter) in chosen:
+                continue
+            try:
+                _, hf_names = weight_map.find(shard.global_name(0, 0), dims)
+            except KeyError:  # parameters of a plug-in: no engine has them
+                continue
+            quantized = [name for name in hf_names if shard.tensor.dim() == 2 and selection.is_quantized(name)]
+            if not quantized:
+                continue
+            if plain := sorted(set(hf_names) - set(quantized)):
+                raise ConfigError(
+                    f"--int4-qat cannot round {shard.name}, of which {quantized[0]} is int4 and {plain[0]} is not; "
+                    "leave the first plain too (--ignore-rules of tools/convert_hf_to_int4_direct.py), or drop "
+                    "--int4-qat-dense."
+                )
+            _require_whole_groups(shard, self.args.int4_qat_group_size)
+            chosen.add(id(shard.parameter))
+        return chosen
 
 
 def _require_whole_groups(shard: Shard, group_size: int) -> None:

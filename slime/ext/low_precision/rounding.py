@@ -31,7 +31,7 @@ def fake_quantize_int4(weight: Tensor, group_size: int) -> Tensor:
     columns = weight.size(-1)
     if group_size < 1 or columns % group_size:
         raise ValueError(f"rows of {columns} columns are no whole number of groups of {group_size}")
-    return _StraightThrough.apply(weight, group_size)  # type: ignore[no-untyped-call]
+    return _StraightThrough.apply(weight, group_size)
 
 
 class _StraightThrough(torch.autograd.Function):

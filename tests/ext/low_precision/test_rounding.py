@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.weights.quantize.fake_int4 import fake_quantize_int4, rounded_to_int4
+from slime.ext.low_precision.rounding import fake_quantize_int4, rounded_to_int4
 from slime.weights.quantize.formats import GroupInt
 from slime.weights.quantize.group_int import unpack
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.weights.quantize.fake_int4 import rounded_to_int4
+from slime.ext.low_precision.rounding import rounded_to_int4
 from tests.matrix.case import read_tensors
 from tests.matrix.int4_training import DENSE_FLAGS, GROUP, Int4Run, case_of
 from tests.matrix.layouts import run_layouts
