@@ -22,6 +22,7 @@ from slime.arguments.hook_checks import call_of  # noqa: E402
 from slime.arguments.hooks import HOOKS, Hook  # noqa: E402
 from slime.arguments.parser import build_parser  # noqa: E402
 from slime.arguments.unsupported import NOT_YET  # noqa: E402
+from slime.compose import flag_groups  # noqa: E402
 from slime.ray.engines.lifecycle import table_as_markdown  # noqa: E402
 
 FROM_SGLANG = ("sglang engine", "sglang router")
@@ -60,7 +61,7 @@ TABLE_ENDS = "<!-- end of the table -->"
 
 def flags_page() -> str:
     """docs/flags.md."""
-    parser = build_parser(with_engine_flags=True)
+    parser = build_parser(with_engine_flags=True, groups=flag_groups())
     sections = [FLAGS_HEAD]
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if action.dest != "help"]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from slime import arguments
+from slime.arguments.groups import GROUPS
+from slime.arguments.parser import AddArguments
+from slime.flags.group import FlagGroup
 from slime.observability.logging_utils import configure_logger
-from slime.ray import job
 from slime.ray.parts import Parts
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
+
+EXTENSIONS_WITH_FLAGS = ("recovery", "plan")
+"""Folders of slime/ext whose ``flags.py`` has a ``GROUP``, in the order of docs/flags.md."""
 
 
 def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] | None = None) -> None:
@@ -20,17 +28,20 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
 
     Ends the process; see :func:`slime.ray.job.run` for ``check`` and the exit codes of a job.
     """
+    from slime.ray import job
+
     configure_logger()
     words = sys.argv[1:]
-    if any(word.partition("=")[0] == "--plan" for word in words):
+    flags = {word.partition("=")[0] for word in words}
+    if "--plan" in flags and _is_here("plan"):
         from slime.ext.plan.command import plan_of_train
 
-        sys.exit(plan_of_train(words))
-    if "--supervise" in words:
+        sys.exit(plan_of_train(words, flag_groups()))
+    if "--supervise" in flags and _is_here("recovery"):
         from slime.ext.recovery.supervisor import supervise
 
         sys.exit(supervise(sys.argv[0], words))
-    job.run(train, check, complete=_fit if "--fit" in words else list)
+    job.run(train, check, parse=_fit_and_parse if "--fit" in flags and _is_here("plan") else parse_args)
 
 
 def parts(args: Namespace) -> Parts:
@@ -43,7 +54,28 @@ def parts(args: Namespace) -> Parts:
     return Parts(transforms=tuple(transforms))
 
 
-def _fit(words: list[str]) -> list[str]:
+def flag_groups() -> tuple[FlagGroup, ...]:
+    """Return the groups of flags of the core and of every extension."""
+    return GROUPS + tuple(
+        importlib.import_module(f"slime.ext.{name}.flags").GROUP for name in EXTENSIONS_WITH_FLAGS if _is_here(name)
+    )
+
+
+def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:
+    """Return the command line as a complete, checked Namespace, with the flags of extensions."""
+    return arguments.parse_args(add_custom_arguments, argv, groups=flag_groups())
+
+
+def parse_flags(argv: Sequence[str]) -> Namespace:
+    """Return the flags as they were given, nothing derived or checked yet."""
+    return arguments.parse_flags(argv, groups=flag_groups())
+
+
+def _is_here(extension: str) -> bool:
+    return find_spec(f"slime.ext.{extension}") is not None
+
+
+def _fit_and_parse() -> Namespace:
     from slime.ext.plan.fit import fitted_here
 
-    return fitted_here(words)
+    return parse_args(argv=fitted_here(sys.argv[1:], flag_groups()))

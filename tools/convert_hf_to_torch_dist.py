@@ -25,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from slime.arguments.parser import build_parser, refuse_unknown
+from slime.arguments.command_line import refuse_unknown
+from slime.arguments.parser import build_parser
+from slime.compose import flag_groups
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port
@@ -50,7 +52,7 @@ def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], descript
     """
     from slime.backends.megatron_utils.arguments import fill_model_flags
 
-    parser = build_parser(with_engine_flags=False)
+    parser = build_parser(with_engine_flags=False, groups=flag_groups())
     parser.prog, parser.usage, parser.description = Path(sys.argv[0]).name, "%(prog)s [FLAGS]", description
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for action in parser._actions:

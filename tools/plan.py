@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.compose import flag_groups
 from slime.ext.plan.command import run_plan
 from slime.ext.plan.fit import fitted
 from slime.ext.plan.plan import CARDS, PlanOptions, find_card
@@ -104,9 +105,9 @@ def main() -> None:
             card=card, mfu=options.mfu, lengths=lengths, images=tuple(options.image), environment=environment
         )
         if "--fit" in words:
-            words, table = fitted(words, settings, options.gpus)
+            words, table = fitted(words, settings, options.gpus, flag_groups())
             say(*table.split("\n"), to_stderr=True)
-        code = run_plan(words, settings, as_json=options.json, all_ranks=options.ranks)
+        code = run_plan(words, settings, groups=flag_groups(), as_json=options.json, all_ranks=options.ranks)
     sys.exit(code)
 
 

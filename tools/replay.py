@@ -185,11 +185,10 @@ def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
 
 def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     """Return the run's trainer as the only rank, in this process."""
-    from slime.arguments import parse_args
     from slime.arguments.hook_checks import check_trainer_hooks
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.backends.megatron_utils.data import get_data_iterator
-    from slime.compose import parts
+    from slime.compose import parse_args, parts
     from slime.observability.logging_utils import configure_logger, init_tracking
     from slime.observability.run_record import event, start_recording
     from slime.ray.startup import policies_of

@@ -238,8 +238,9 @@ def changed(words: Sequence[str], changes: Sequence[str], *, with_engine_flags: 
     if not changes:
         return list(words)
     from slime.arguments.parser import build_parser
+    from slime.compose import flag_groups
 
-    parser = build_parser(with_engine_flags=with_engine_flags)
+    parser = build_parser(with_engine_flags=with_engine_flags, groups=flag_groups())
     for change in changes:
         dest, value = _name_and_value(change)
         action = parser.flag_with(dest)

@@ -6,11 +6,15 @@
 it.  slime itself writes to it here and nowhere else; facts that only the running job knows go through
 ``record_runtime``.  The order:
 
-1. one parser for slime's, Megatron's and SGLang's flags; an unknown flag is an error that names the nearest known one,
+1. one parser for slime's, Megatron's and SGLang's flags; an unknown flag is an error that names the nearest known one
+   (command_line.py),
 2. ``--custom-config-path`` and ``--megatron-config-path`` are laid over the flags (overlay.py),
 3. flags whose feature does not exist yet are refused, historical ones are logged (unsupported.py),
-4. derived values are filled in (resolve.py), then Megatron's and SGLang's own; for a critic too (critic.py),
-5. combinations, files and plug-ins are checked (validate.py), before any GPU or engine is taken.
+4. derived values are filled in, then Megatron's and SGLang's own; for a critic too (critic.py),
+5. combinations are checked, then files (validate_files.py) and plug-ins (hook_checks.py), before any GPU is taken.
+
+Flags come in groups, which say what follows from them and what cannot work: the core's in groups.py, and those of
+extensions.
 """
 
 from __future__ import annotations
@@ -21,24 +25,24 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slime.arguments.critic import ALWAYS_OF_ITS_MODEL, check_critic_layout, critic_flags, resolve_critic, set_always
-from slime.arguments.cross_group import check_engines_of_family
-from slime.arguments.overlay import apply_overlay, apply_role_overrides, overlaid_names
-from slime.arguments.parser import (
-    AddArguments,
-    add_slime_arguments,
-    build_parser,
-    engine_flags_are_idle,
-    note_repeated,
-    parser_of,
-    refuse_unknown,
-    reset_arg,
-    split_engine_flags,
+from slime.arguments.command_line import engine_flags_are_idle, note_repeated, refuse_unknown, split_engine_flags
+from slime.arguments.critic import (
+    ALWAYS_OF_ITS_MODEL,
+    check_critic_files,
+    check_critic_layout,
+    critic_flags,
+    resolve_critic,
+    set_always,
 )
-from slime.arguments.resolve import RUNTIME_FACTS, resolve
+from slime.arguments.cross_group import advise, check_engines_of_family
+from slime.arguments.groups import GROUPS, RUNTIME_FACTS
+from slime.arguments.hook_checks import check_hooks_on_driver
+from slime.arguments.overlay import apply_overlay, apply_role_overrides, overlaid_names
+from slime.arguments.parser import AddArguments, build_parser, parser_of, reset_arg
 from slime.arguments.unsupported import note_historical, refuse_missing_features
-from slime.arguments.validate import validate
+from slime.arguments.validate_files import check_files
 from slime.backends.sglang_utils.arguments import validate_sglang_arguments
+from slime.flags.group import FlagGroup, derive_all, problems_of
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 
@@ -54,18 +58,24 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:
+def parse_args(
+    add_custom_arguments: AddArguments | None = None,
+    argv: Sequence[str] | None = None,
+    *,
+    groups: Sequence[FlagGroup] = GROUPS,
+) -> Namespace:
     """Return the command line as a complete, checked Namespace.
 
     Args:
         add_custom_arguments: gets the parser, to add a driver's own flags.
         argv: the words after the program's name; default ``sys.argv[1:]``.
+        groups: of flags that slime has; ``slime.compose.flag_groups()`` has those of the extensions, too.
 
     Raises:
         SlimeError: a flag, file, combination or plug-in is wrong; the entry points show it and end with code 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    args, parser = _parse(words, add_custom_arguments)
+    args, parser = _parse(words, add_custom_arguments, groups)
     parsed = dict(vars(args))
     slime_validate_args(args, parser)
     for check in backend_checks(args):
@@ -90,15 +100,17 @@ def _value_origins(args: Namespace, parsed: Mapping[str, Any], parser: Parser, w
     return origins
 
 
-def parse_flags(argv: Sequence[str]) -> Namespace:
+def parse_flags(argv: Sequence[str], *, groups: Sequence[FlagGroup] = GROUPS) -> Namespace:
     """Return the flags as they were given, nothing derived or checked yet."""
-    return _parse(argv)[0]
+    return _parse(argv, None, groups)[0]
 
 
-def _parse(argv: Sequence[str], add_custom_arguments: AddArguments | None = None) -> tuple[Namespace, Parser]:
+def _parse(
+    argv: Sequence[str], add_custom_arguments: AddArguments | None, groups: Sequence[FlagGroup]
+) -> tuple[Namespace, Parser]:
     idle = engine_flags_are_idle(argv)
     words, left_out = split_engine_flags(argv) if idle else (list(argv), [])
-    parser = build_parser(with_engine_flags=not idle, add_custom_arguments=add_custom_arguments)
+    parser = build_parser(with_engine_flags=not idle, add_custom_arguments=add_custom_arguments, groups=groups)
     args, leftover = parser.parse_known_args(words)
     refuse_unknown(parser, words, leftover)
     note_repeated(parser, words)
@@ -112,7 +124,12 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
 
     Args:
         args: the flags; changed in place.
-        parser: what gave them, through which the values of YAML files go too; default: one of the same flags.
+        parser: what gave them, through which the values of YAML files go too; default: one of the core's flags.
+
+    Raises:
+        ConfigError: every combination that cannot work, or the first file that is wrong.
+        DataError: a data file is malformed.
+        HookError: a plug-in cannot be imported or does not fit its call.
     """
     parser = parser or parser_of(args)
     apply_overlay(args, parser)
@@ -120,19 +137,28 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
     apply_role_overrides(args, parser)
     note_historical(args)
     refuse_missing_features(args)
-    resolve(args)
+    derive_all(args, parser.groups)
     args.critic_args = None
     if args.use_critic and not args.debug_rollout_only:
-        resolve_critic(critic, args)
+        resolve_critic(critic, args, parser.groups)
         args.critic_args = critic
-    validate(args)
+    if problems := problems_of(args, parser.groups):
+        raise ConfigError("\n".join(problems))
+    advise(args)
+    if args.runs_here:
+        check_files(args)
+        check_critic_files(args)
+    check_hooks_on_driver(args)
 
 
-def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = None) -> AddArguments:
+def get_slime_extra_args_provider(
+    add_custom_arguments: AddArguments | None = None, *, groups: Sequence[FlagGroup] = GROUPS
+) -> AddArguments:
     """Return a function that adds slime's own flags, then the caller's, to a parser and returns it."""
 
     def provider(parser: ArgumentParser) -> ArgumentParser:
-        add_slime_arguments(parser)
+        for group in groups:
+            group.add(parser)
         if add_custom_arguments is not None:
             parser = add_custom_arguments(parser) or parser
         return parser
@@ -168,7 +194,7 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
     if unknown:
         raise ConfigError(
             f"record_runtime does not know {', '.join(unknown)}; the facts it records are RUNTIME_FACTS of "
-            "slime/arguments/resolve.py."
+            "slime/arguments/groups.py."
         )
     for role_args in (args, args.critic_args):
         if role_args is not None:

@@ -16,15 +16,14 @@ from __future__ import annotations
 import copy
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from slime.arguments.overlay import ROLES, ROLES_FLAG, load_role_overrides, set_overrides
-from slime.arguments.parser import parser_of
-from slime.arguments.resolve import resolve
 from slime.arguments.unsupported import refuse_missing_features
 from slime.flags.checkpoint import TRACKER, has_finished_save, inspect_checkpoint, is_iteration_folder, read_tracker
+from slime.flags.group import FlagGroup, derive_all
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 
@@ -77,12 +76,13 @@ def critic_flags(args: Namespace, parser: Parser) -> Namespace:
     return critic
 
 
-def resolve_critic(critic: Namespace, args: Namespace) -> None:
+def resolve_critic(critic: Namespace, args: Namespace, groups: Iterable[FlagGroup]) -> None:
     """Complete the critic's flags, as far as slime's own rules go.
 
     Args:
         critic: what ``critic_flags`` gave; changed in place.
         args: of the actor, resolved.
+        groups: what derives.
 
     Raises:
         ConfigError: an override asks for a feature that does not exist yet.
@@ -94,7 +94,7 @@ def resolve_critic(critic: Namespace, args: Namespace) -> None:
     for name in _SCHEDULE:
         setattr(critic, name, getattr(args, name))
     refuse_missing_features(critic)
-    resolve(critic, of_the_run=False)
+    derive_all(critic, groups, of_the_run=False)
     for name in vars(args).keys() - vars(critic).keys():
         setattr(critic, name, copy.deepcopy(getattr(args, name)))
     set_always(critic, ALWAYS)
@@ -106,7 +106,9 @@ def resolve_critic(critic: Namespace, args: Namespace) -> None:
     _starting_point(critic, args)
 
 
-def parse_megatron_role_args(args: Namespace, megatron_config_path: str | None, role: str) -> Namespace:
+def parse_megatron_role_args(
+    args: Namespace, megatron_config_path: str | None, role: str, parser: Parser
+) -> Namespace:
     """Return the args of a role: a copy of ``args`` with what the file says of it laid over.
 
     For drivers that start trainers themselves.  The roles of ``--megatron-config-path`` are complete already:
@@ -122,7 +124,7 @@ def parse_megatron_role_args(args: Namespace, megatron_config_path: str | None, 
     mine = copy.deepcopy(args)
     overrides = load_role_overrides(megatron_config_path).get(role, {})
     mine.megatron_config_path = megatron_config_path
-    mine.role_overrides = set_overrides(mine, role, overrides, parser_of(args)) if overrides else {}
+    mine.role_overrides = set_overrides(mine, role, overrides, parser)
     if role == "critic":
         for name, value in UNLESS_OVERRIDDEN.items():
             setattr(mine, name, mine.role_overrides.get(name, value))

@@ -37,7 +37,7 @@ def check_hooks_on_driver(args: Namespace) -> None:
     for hook, path, where in named_hooks(args):
         if hook.side == "rollout":
             target = check_import(hook, path, where, timeout_s=args.plugin_import_timeout_s)
-            if hasattr(target, "check_args") and args.plan is None:
+            if hasattr(target, "check_args") and args.runs_here:
                 target.check_args(args)
         else:
             check_source(hook, path, where)

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.algorithms.advantages import get_estimator
-from slime.arguments.parser import said_otherwise
+from slime.arguments.command_line import said_otherwise
 from slime.flags.parser import Parser
 from slime.flags.yaml_file import read_yaml
 from slime.utils.errors import ConfigError

@@ -1,105 +1,30 @@
-"""One parser for the flags of slime, Megatron and SGLang together, and what it says to flags that it does not have."""
+"""One parser for the flags of slime, Megatron and SGLang together."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import logging
-import re
-import unicodedata
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from slime.arguments.hooks import add_hook_arguments
-from slime.arguments.unsupported import add_historical_arguments
-from slime.flags.algorithm import add_algorithm_arguments
-from slime.flags.cluster import add_cluster_arguments
-from slime.flags.data import add_data_arguments, add_eval_arguments
-from slime.flags.debug import add_debug_arguments
-from slime.flags.distillation import add_distillation_arguments, add_teacher_server_arguments
-from slime.flags.fault_tolerance import add_fault_tolerance_arguments
-from slime.flags.lora import add_lora_arguments
-from slime.flags.observability import add_observability_arguments
+from slime.arguments.groups import GROUPS
+from slime.flags.group import FlagGroup
 from slime.flags.parser import Parser
-from slime.flags.reward import add_reward_arguments
-from slime.flags.rollout import add_rollout_arguments
-from slime.flags.security import add_security_arguments
-from slime.flags.train import add_train_arguments
-from slime.flags.weight_sync import add_weight_sync_arguments
-from slime.utils.errors import ConfigError
-from slime.utils.redaction import redacted
-
-logger = logging.getLogger(__name__)
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
-GROUPS: tuple[Callable[[argparse.ArgumentParser], None], ...] = (
-    add_cluster_arguments,
-    add_security_arguments,
-    add_train_arguments,
-    add_lora_arguments,
-    add_rollout_arguments,
-    add_data_arguments,
-    add_eval_arguments,
-    add_algorithm_arguments,
-    add_distillation_arguments,
-    add_teacher_server_arguments,
-    add_reward_arguments,
-    add_fault_tolerance_arguments,
-    add_weight_sync_arguments,
-    add_hook_arguments,
-    add_observability_arguments,
-    add_debug_arguments,
-    add_historical_arguments,
-)
-"""Functions that declare slime's own flags, in the order of docs/flags.md."""
-
-ENGINE_PREFIXES = ("--sglang-", "--router-")
-"""Flags of the engines and of their router; other code may not use these prefixes."""
-ENGINE_FLAGS = ("--prefill-num-servers",)
-"""Flags of the engines without the prefix."""
-
-SAID_OTHERWISE = {
-    "--sglang-tp-size": "GPUs of an engine are --rollout-num-gpus-per-engine (times 1 / --sglang-pp-size)",
-    "--sglang-tensor-parallel-size": "GPUs of an engine are --rollout-num-gpus-per-engine",
-    "--sglang-tp": "GPUs of an engine are --rollout-num-gpus-per-engine",
-    "--sglang-model-path": "the engines serve --hf-checkpoint, or what --sglang-config says",
-    "--sglang-model": "the engines serve --hf-checkpoint, or what --sglang-config says",
-    "--sglang-trust-remote-code": "the engines follow --trust-remote-code",
-    "--sglang-random-seed": "the engines' seeds follow from --seed",
-    "--sglang-enable-memory-saver": "it follows from --offload-rollout, which --colocate turns on",
-    "--sglang-port": "slime chooses free ports",
-    "--sglang-nccl-port": "slime chooses free ports",
-    "--sglang-nnodes": "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
-    "--sglang-node-rank": "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
-    "--sglang-dist-init-addr": "slime chooses it when the engines start",
-    "--sglang-base-gpu-id": "it follows from the placement of the engines",
-    "--sglang-gpu-id-step": "it follows from the placement of the engines",
-    "--sglang-skip-server-warmup": "it is always on",
-    "--sglang-enable-return-routed-experts": "it follows from --use-rollout-routing-replay",
-    "--sglang-config-file": "a file that lays out engines is --sglang-config",
-    **dict.fromkeys(("--muon-", "--no-muon-", "--sgd-"), "the optimizer is Adam; there is neither Muon nor SGD"),
-}
-"""Flags, or beginnings of flags, that people expect and slime does not have, and what there is instead."""
-
-_DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u2212]")
-"""Dashes that text processors put in place of one or two hyphens."""
-
-
-def add_slime_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag that slime itself owns to ``parser``."""
-    for add_arguments in GROUPS:
-        add_arguments(parser)
-
 
 def build_parser(
-    *, with_engine_flags: bool, with_trainer_flags: bool = True, add_custom_arguments: AddArguments | None = None
+    *,
+    with_engine_flags: bool,
+    with_trainer_flags: bool = True,
+    add_custom_arguments: AddArguments | None = None,
+    groups: Sequence[FlagGroup] = GROUPS,
 ) -> Parser:
-    """Return the merged parser: slime's flags, Megatron's and SGLang's (when asked for), and the caller's own."""
-    parser = Parser(prog="train.py", description="Reinforcement learning post-training with Megatron and SGLang.")
-    add_slime_arguments(parser)
+    """Return one parser for the flags of ``groups``, Megatron's and SGLang's (when asked for), and the caller's."""
+    parser = Parser(
+        groups, prog="train.py", description="Reinforcement learning post-training with Megatron and SGLang."
+    )
     # The flag files of the two backends need their libraries; everything else of this package does without.
     if with_trainer_flags:
         from slime.backends.megatron_utils.arguments import add_megatron_arguments
@@ -114,10 +39,12 @@ def build_parser(
     return parser
 
 
-def parser_of(args: Namespace) -> Parser:
+def parser_of(args: Namespace, groups: Sequence[FlagGroup] = GROUPS) -> Parser:
     """Return a parser of the flags that ``args`` have, for args whose parser is not available."""
     return build_parser(
-        with_engine_flags="sglang_server_concurrency" in vars(args), with_trainer_flags="num_layers" in vars(args)
+        with_engine_flags="sglang_server_concurrency" in vars(args),
+        with_trainer_flags="num_layers" in vars(args),
+        groups=groups,
     )
 
 
@@ -130,141 +57,3 @@ def reset_arg(parser: argparse.ArgumentParser, name: str, **kwargs: Any) -> None
     for key in ("default", "type", "choices", "help"):
         if key in kwargs:
             setattr(action, key, kwargs[key])
-
-
-def engine_flags_are_idle(argv: Sequence[str]) -> bool:
-    """Return True when the command starts no engine, so that the engines' flags need not be understood."""
-    names = {token.split("=", 1)[0] for token in argv}
-    return bool(names & {"--debug-train-only", "--load-debug-rollout-data"})
-
-
-def split_engine_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return ``argv`` without the engines' flags and their values, and the names of those flags."""
-    kept: list[str] = []
-    left_out: list[str] = []
-    skipping = False
-    for token in argv:
-        if is_flag(token):
-            name = token.split("=", 1)[0]
-            skipping = name.startswith(ENGINE_PREFIXES) or name in ENGINE_FLAGS
-            if skipping:
-                left_out.append(name)
-        if not skipping:
-            kept.append(token)
-    return kept, left_out
-
-
-def is_flag(token: str) -> bool:
-    """Return True for ``--name`` and ``-n``, False for values, negative numbers included."""
-    return bool(re.match(r"--?[A-Za-z]", token))
-
-
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return the known names most like ``name``, the best first; none when nothing is like it."""
-    candidates = [option for option in known if option.startswith("--")]
-    name = name.replace("_", "-").lower()
-    # An engine's flag without the prefix is the likeliest slip of all.
-    prefixed = [option for prefix in ("--sglang", "--router") if (option := prefix + name[1:]) in candidates]
-    return (prefixed + difflib.get_close_matches(name, candidates, n=count, cutoff=0.72))[:count]
-
-
-def refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str], leftover: Sequence[str]) -> None:
-    """Raise for what ``parse_known_args`` left over, naming the nearest known flags.
-
-    Raises:
-        ConfigError: one line for each unknown flag, and one for each value that belongs to no flag.
-    """
-    if not leftover:
-        return
-    unknown = list(dict.fromkeys(token.split("=", 1)[0] for token in leftover if is_flag(token)))
-    dashed = list(dict.fromkeys(token for token in leftover if _is_dashed(token)))
-    lines = [_unknown_flag_line(name, parser._option_string_actions) for name in unknown]
-    lines += [_dashed_line(token, parser._option_string_actions) for token in dashed]
-    lines += [
-        f"{value!r} belongs to no flag: {flag} takes no more values. Quote values that contain spaces."
-        for flag, value in _stray_values(argv, leftover, {*unknown, *dashed})
-    ]
-    raise ConfigError("\n".join(lines))
-
-
-def note_repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Log one line for each flag that is given several times with different values; argparse takes the last."""
-    found: dict[str, list[tuple[str, ...]]] = {}
-    for flag, words in flags_with_values(argv):
-        action = parser._option_string_actions.get(flag)
-        if action is not None and not isinstance(action, argparse._AppendAction):  # whose values add up
-            # --x and --no-x are two values of one flag.
-            said = (flag,) if isinstance(action, argparse.BooleanOptionalAction) else tuple(words)
-            found.setdefault(action.option_strings[0], []).append(said)
-    for name, values in found.items():
-        if len(set(values)) > 1:
-            shown = redacted(", then ".join(" ".join(value) or "nothing" for value in values), name)
-            logger.info("%s is given %d times (%s); the last one counts.", name, len(values), shown)
-
-
-def flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with the words up to the next one."""
-    flag: str | None = None
-    values: list[str] = []
-    for token in argv:
-        if is_flag(token):
-            if flag is not None:
-                yield flag, values
-            flag, equals, value = token.partition("=")
-            values = [value] if equals else []
-        else:
-            values.append(token)
-    if flag is not None:
-        yield flag, values
-
-
-def said_otherwise(name: str) -> str | None:
-    """Return what there is in place of a flag of :data:`SAID_OTHERWISE`; None for any other name."""
-    starts = (what for start, what in SAID_OTHERWISE.items() if start.endswith("-") and name.startswith(start))
-    return SAID_OTHERWISE.get(name) or next(starts, None)
-
-
-def _unknown_flag_line(name: str, known: Iterable[str]) -> str:
-    if (instead := said_otherwise(name)) is not None:
-        return f"{name} is not a flag: {instead}. Leave it out."
-    similar = nearest(name, known)
-    if similar:
-        return f"{name} is not a flag. Did you mean {' or '.join(similar)}?"
-    return f"{name} is not a flag, and none is like it. See docs/flags.md, or train.py --help."
-
-
-def _is_dashed(token: str) -> bool:
-    return bool(_DASH.match(token)) and any(letter.isalpha() for letter in token)
-
-
-def _dashed_line(token: str, known: Iterable[str]) -> str:
-    name = "--" + _DASH.sub("", token, count=1).split("=", 1)[0]
-    meant = name if name in known else (nearest(name, known, 1) or [name])[0]
-    dash = next(letter for letter in token if letter != "-")
-    return (
-        f"{token!r} begins with a dash that is no hyphen ({unicodedata.name(dash).lower()}, U+{ord(dash):04X}), as "
-        f"documents print it; type two hyphens: {meant}."
-    )
-
-
-def _stray_values(argv: Sequence[str], leftover: Sequence[str], unknown: set[str]) -> list[tuple[str, str]]:
-    """Return pairs of (flag before it, value) for leftover values that do not follow an unknown flag."""
-    strays = Counter(token for token in leftover if not is_flag(token) and token not in unknown)
-    followed: list[tuple[str, str]] = []
-    flag = "the command"
-    for token in argv:
-        if is_flag(token):
-            flag = token.split("=", 1)[0]
-        elif token in unknown:
-            flag = token
-        elif flag in unknown:
-            strays[token] -= 1
-        else:
-            followed.append((flag, token))
-    # Of a value that occurs twice the last one is the stray: the first belongs to its flag.
-    found = []
-    for flag, token in reversed(followed):
-        if strays[token] > 0:
-            strays[token] -= 1
-            found.append((flag, token))
-    return found[::-1]

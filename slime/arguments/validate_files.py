@@ -263,7 +263,7 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
             "those in a mixture; where all data sets are environments, give --custom-generate-function-path "
             f"{VERIFIERS}."
         )
-    if args.plan is None and any(source["path"].startswith(gym.PREFIX) for source in sources):
+    if args.runs_here and any(source["path"].startswith(gym.PREFIX) for source in sources):
         check_local_sandbox(args)  # the scorers of its tasks evaluate what the policy wrote
     asked = {"--metadata-key": (args.metadata_key, "metadata"), "--tool-key": (args.tool_key, "tools")}
     has_built_in = _is_plain(args) and not args.custom_rm_path

@@ -60,7 +60,8 @@ def plan_gpus(args: Namespace) -> GpuPlan:
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the cluster group to ``parser``."""
+    """Add the cluster group to ``parser``; args of a run that only is planned here have ``runs_here`` False."""
+    parser.set_defaults(runs_here=True)
     group = parser.add_argument_group("cluster", "GPUs of the trainer and of the engines, and deadlines.")
     group.add_argument("--actor-num-nodes", type=gpu_count, default=1, help="Nodes the trainer runs on.")
     group.add_argument("--actor-num-gpus-per-node", type=gpu_count, default=8, help="GPUs per node for the trainer.")
@@ -164,8 +165,8 @@ def has_cuda() -> bool:
 
 
 def is_for_cuda(args: Namespace) -> bool:
-    """Return True where the run has GPUs; a plan is always one of a run that has."""
-    return has_cuda() or args.plan is not None
+    """Return True where the run has GPUs, as every run has that is only planned here."""
+    return has_cuda() or not args.runs_here
 
 
 def derive_distributed_backend(args: Namespace) -> None:

@@ -55,20 +55,6 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("debug", "Engines or trainer alone, and dumps of their data.")
-    group.add_argument(
-        "--plan",
-        nargs="?",
-        choices=["table", "json"],
-        const="table",
-        help="Print what the run would be (layout, memory, traffic) and exit; needs no GPU, cluster or checkpoint.",
-    )
-    group.add_argument(
-        "--fit",
-        action="store_true",
-        help="Choose what the command leaves open of the layout: parallel sizes, recompute, offload, "
-        "--max-tokens-per-gpu, engine size and share of memory, for the GPUs that are there: what fits and is fastest "
-        "by the plan. The choice and the two next best are printed.",
-    )
     group.add_argument("--debug-rollout-only", action="store_true", help="Start only the engines; no training.")
     group.add_argument("--debug-train-only", action="store_true", help="Start only the trainer; no engines.")
     group.add_argument(
@@ -183,8 +169,6 @@ def check_modes(args: Namespace) -> Iterator[str]:
     if args.debug_rollout_only and args.debug_train_only:
         asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
-    if args.fit:
-        yield "--fit is for train.py, train_async.py and tools/plan.py, which choose before they parse; drop it."
     if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
         yield "--load-debug-rollout-data-subsample needs --load-debug-rollout-data, which says what is subsampled."
     if args.use_pytorch_profiler and args.profile_step_end <= args.profile_step_start:

@@ -50,11 +50,6 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
         "step takes so many beyond twice the longest before; it is then treated like one that died.",
     )
     group.add_argument(
-        "--supervise",
-        action="store_true",
-        help="Start the driver again when it fails, from a process of its own; it goes on from the last save.",
-    )
-    group.add_argument(
         "--preemption-grace-s",
         type=wait_s_or_zero,
         default=0.0,

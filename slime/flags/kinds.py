@@ -1,6 +1,6 @@
 """Value types and choices of flags that argparse does not have.
 
-Numbers are finite and texts hold no NUL, whatever the flag: ``Parser`` of slime/arguments/parser.py puts ``any_int``,
+Numbers are finite and texts hold no NUL, whatever the flag: ``Parser`` of parser.py puts ``any_int``,
 ``any_float`` and ``text`` in the place of ``int``, ``float`` and ``str``.
 """
 

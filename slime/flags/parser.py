@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import Number, WholeNumber, any_float, any_int, text
 from slime.utils.errors import ConfigError
 
@@ -19,13 +20,16 @@ UNSET = "none"
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are ConfigErrors, and which never guesses an abbreviated flag."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, groups: Sequence[FlagGroup] = (), **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        self.groups = groups
         # Whoever declares a flag: numbers are finite, whole ones fit into 64 bits, and texts have no NUL.
         for kind, checked in ((int, any_int), (float, any_float), (str, text), (None, text)):
             self.register("type", kind, checked)
         # argparse takes -1 for a value, but -1e-6 for a flag.
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+        for group in groups:
+            group.add(self)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print, on one line that is short enough to read."""

@@ -15,7 +15,6 @@ from types import FrameType
 
 from ray.exceptions import RayError
 
-from slime.arguments import parse_args
 from slime.arguments.validate_files import check_contents
 from slime.observability.logging_utils import configure_logger
 from slime.observability.run_record import event, stop_recording
@@ -34,7 +33,7 @@ def run(
     train: Callable[[Namespace], None],
     check: Callable[[Namespace], None] | None = None,
     *,
-    complete: Callable[[list[str]], list[str]] = list,
+    parse: Callable[[], Namespace],
 ) -> None:
     """Parse the command line, connect, run ``train(args)``, and leave with an exit code that says how it went.
 
@@ -43,13 +42,13 @@ def run(
     Args:
         train: the loop.
         check: raises for what this ``train`` cannot do.
-        complete: adds to the words of the command line before they are parsed.
+        parse: returns the args of the command line.
     """
     configure_logger()
     signal.signal(signal.SIGTERM, _raise_interrupted)
     code = EXIT_FAILED
     try:
-        args = parse_args(argv=complete(sys.argv[1:]))
+        args = parse()
         if check is not None:
             check(args)
         check_contents(args)

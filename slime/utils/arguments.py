@@ -1,7 +1,11 @@
-"""The old path of ``slime.arguments``, for drivers written for upstream."""
+"""The old path of ``slime.arguments``, for drivers written for upstream; it knows the flags of extensions, too."""
 
-from slime.arguments import get_slime_extra_args_provider, parse_args, reset_arg, slime_validate_args
-from slime.arguments.critic import parse_megatron_role_args
+from argparse import Namespace
+
+from slime import arguments
+from slime.arguments import critic, reset_arg
+from slime.arguments.parser import AddArguments, parser_of
+from slime.compose import flag_groups, parse_args
 
 __all__ = [
     "get_slime_extra_args_provider",
@@ -10,3 +14,18 @@ __all__ = [
     "reset_arg",
     "slime_validate_args",
 ]
+
+
+def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = None) -> AddArguments:
+    """Return a function that adds slime's own flags, then the caller's, to a parser and returns it."""
+    return arguments.get_slime_extra_args_provider(add_custom_arguments, groups=flag_groups())
+
+
+def slime_validate_args(args: Namespace) -> None:
+    """Complete and check ``args``, flags as they were given."""
+    arguments.slime_validate_args(args, parser_of(args, flag_groups()))
+
+
+def parse_megatron_role_args(args: Namespace, megatron_config_path: str | None, role: str) -> Namespace:
+    """Return the args of a role, as :func:`slime.arguments.critic.parse_megatron_role_args` says."""
+    return critic.parse_megatron_role_args(args, megatron_config_path, role, parser_of(args, flag_groups()))

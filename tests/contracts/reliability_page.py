@@ -9,6 +9,7 @@ import ast
 from pathlib import Path
 
 from slime.arguments.parser import build_parser
+from slime.compose import flag_groups
 from tests.contracts.reliability_table import AREAS, EDGES, ENDS_A_RUN, PROMISES, UNTIMED, Edge
 from tests.contracts.source_tree import REPO, tree_of
 
@@ -76,7 +77,7 @@ def bound_text(bound: str, defaults: dict[str, object]) -> str:
 
 def flag_defaults() -> dict[str, object]:
     """Flag -> default."""
-    options = build_parser(with_engine_flags=False)._option_string_actions
+    options = build_parser(with_engine_flags=False, groups=flag_groups())._option_string_actions
     return {flag: action.default for flag, action in options.items()}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.parser import build_parser
+from slime.compose import flag_groups
 from tests.contracts.source_tree import REPO
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -156,7 +157,7 @@ def test_a_tool_explains_itself(tool, monkeypatch, capsys):
 
 
 def test_the_help_of_a_training_run_can_be_printed():
-    parser = build_parser(with_engine_flags=True)
+    parser = build_parser(with_engine_flags=True, groups=flag_groups())
     for flag in ("--sglang-mem-fraction-static", "--rollout-batch-size", "--tensor-model-parallel-size"):
         assert flag in parser.format_help()
 

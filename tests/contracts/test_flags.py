@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from slime.arguments import parse_flags
 from slime.arguments.hooks import HOOKS
-from slime.arguments.parser import Parser, add_slime_arguments
 from slime.arguments.unsupported import HISTORICAL, NOT_YET
+from slime.compose import flag_groups, parse_flags
+from slime.flags.parser import Parser
 from tests.contracts.seed_commands import SEED_COMMANDS
 from tests.contracts.source_tree import REPO, module_name, python_files, tree_of
 
-READS_IN_THE_FLAGS_PACKAGE = ("slime.arguments.resolve", "slime.arguments.overlay", "slime.arguments.hook_checks")
+READS_IN_THE_FLAGS_PACKAGE = ("slime.arguments.groups", "slime.arguments.overlay", "slime.arguments.hook_checks")
 """Modules of slime.arguments that act on a flag; checking one is not acting on it, nor is declaring it."""
 
 READ_BY_A_COMPUTED_NAME = {
@@ -29,8 +29,7 @@ READ_BY_A_COMPUTED_NAME = {
 
 def slime_flags() -> dict[str, str]:
     """Attribute -> flag, of every flag that slime itself owns."""
-    parser = Parser()
-    add_slime_arguments(parser)
+    parser = Parser(flag_groups())
     return {action.dest: action.option_strings[0] for action in parser._actions if action.dest != "help"}
 
 
@@ -83,8 +82,7 @@ def test_every_path_flag_is_a_row_of_the_hook_table():
 
 
 def test_every_flag_has_a_help_text():
-    parser = Parser()
-    add_slime_arguments(parser)
+    parser = Parser(flag_groups())
     assert [action.option_strings[0] for action in parser._actions if not action.help] == []
     assert "--rollout-batch-size" in parser.format_help()
 

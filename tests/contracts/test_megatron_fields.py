@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.flags.field_table import (
 )
 from slime.backends.megatron_utils.flags.hf_config_check import FIXED_FLAGS, MODEL_FLAGS
 from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS
+from slime.compose import flag_groups
 from slime.utils.errors import ConfigError
 from tests.contracts.megatron_readers import FIELDS_OF_READER
 
@@ -117,7 +118,7 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def parser():
-    return build_parser(with_engine_flags=False)
+    return build_parser(with_engine_flags=False, groups=flag_groups())
 
 
 def words_that_set(parser, name):

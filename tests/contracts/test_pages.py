@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.parser import build_parser
+from slime.compose import flag_groups
 from tests.contracts.source_tree import REPO
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -66,7 +67,7 @@ OF_OTHER_PROGRAMS = {
 @cache
 def known_flags() -> frozenset[str]:
     """Every flag of training but those that mirror the installed SGLang."""
-    return frozenset(build_parser(with_engine_flags=False)._option_string_actions)
+    return frozenset(build_parser(with_engine_flags=False, groups=flag_groups())._option_string_actions)
 
 
 def is_engine_flag(flag: str) -> bool:

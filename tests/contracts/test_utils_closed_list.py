@@ -59,6 +59,7 @@ def test_a_facade_is_a_docstring_an_import_and_a_list_of_names():
 
 
 ADAPTERS = {
+    "slime.utils.arguments",
     "slime.utils.data",
     "slime.utils.ppo_utils",
     "slime.utils.dp_schedule",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments import parse_flags
+from slime.compose import parse_flags
 from tests.e2e import algorithm_jobs, algorithm_results, algorithms
 from tests.e2e.algorithm_jobs import Recipe, Run
 from tests.e2e.algorithm_results import RunResult

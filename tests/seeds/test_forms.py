@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from slime.arguments.parser import build_parser
+from slime.compose import flag_groups
 from tests.seeds.outcome import Outcome, problems
 from tests.seeds.recipes import ALL, ONE_GPU, SEEDS, Job
 
@@ -13,7 +14,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def test_every_job_names_a_script_and_flags_that_exist() -> None:
-    parser = build_parser(with_engine_flags=True)
+    parser = build_parser(with_engine_flags=True, groups=flag_groups())
     for seed in SEEDS.values():
         assert (REPO / "scripts" / seed.script).exists()
         for form in (seed.cpu, seed.gpu):

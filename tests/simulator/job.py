@@ -53,7 +53,8 @@ def _parsed_flags(batch: int) -> bytes:
 @functools.lru_cache(maxsize=256)
 def base_args(setup: Setup) -> Namespace:
     """Return complete flags."""
-    from slime.arguments.resolve import resolve
+    from slime.arguments.groups import GROUPS
+    from slime.flags.group import derive_all
 
     args: Namespace = pickle.loads(_parsed_flags(setup.batch))
     known: dict[str, Any] = {
@@ -95,7 +96,7 @@ def base_args(setup: Setup) -> Namespace:
     }  # fmt: skip
     for name, value in given.items():
         setattr(args, name, value)
-    resolve(args)
+    derive_all(args, GROUPS)
     args.job_secret = None
     # What depends on the folder of the schedule is derived anew for each command.
     args.start_rollout_id, args.load = None, None

@@ -8,11 +8,14 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slime.arguments import backend_checks, parse_flags, slime_validate_args
-from slime.arguments.parser import flags_with_values
+from slime.arguments.command_line import flags_with_values
+from slime.arguments.groups import GROUPS
+from slime.arguments.parser import parser_of
 from slime.backends.megatron_utils.flags.hf_config_check import fill_model_flags, read_hf_config
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
 from slime.backends.megatron_utils.models import IS_PARTIAL, published_config
@@ -20,6 +23,7 @@ from slime.ext.plan.make_plan import make_plan
 from slime.ext.plan.plan import Plan, PlanOptions, find_card
 from slime.ext.plan.prompts import prompt_lengths
 from slime.ext.plan.tables import plan_tables
+from slime.flags.group import FlagGroup
 from slime.utils import env
 from slime.utils.errors import SlimeError
 
@@ -39,7 +43,7 @@ class CompleteRun:
     """As it was given."""
 
 
-def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
+def complete_run(words: Sequence[str], folder: Path, groups: Sequence[FlagGroup] = GROUPS) -> CompleteRun:
     """Parse and check ``words`` as train.py does, in every stage, so that all that is wrong is told at once.
 
     Files need not be there: of ``--hf-checkpoint`` only config.json is read, and where that is missing, too, the plan
@@ -48,11 +52,11 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
     Args:
         words: the command line.
         folder: takes a stand-in for a checkpoint that is not here; the args name it.
+        groups: of flags that the command may have.
     """
-    words = [*words] if "--plan" in dict(flags_with_values(words)) else [*words, "--plan"]
     notes: list[str] = []
     try:
-        args = parse_flags(words)
+        args = parse_flags(words, groups=groups)
         checkpoint = str(args.hf_checkpoint)
         if (Path(checkpoint) / "config.json").is_file():
             hf_config = read_hf_config(checkpoint)
@@ -61,15 +65,17 @@ def complete_run(words: Sequence[str], folder: Path) -> CompleteRun:
             notes.append(_assumption(checkpoint, known))
             hf_config = {**known, IS_PARTIAL: True}
         if not any(Path(checkpoint).glob("*.safetensors*")):
-            args = parse_flags([*words, "--hf-checkpoint", str(_stand_in(folder, checkpoint, hf_config))])
+            stand_in = str(_stand_in(folder, checkpoint, hf_config))
+            args = parse_flags([*words, "--hf-checkpoint", stand_in], groups=groups)
     except SlimeError as error:
         return CompleteRun(None, {}, str(error).splitlines(), notes)
-    problems = _check(args)
+    vars(args).update(runs_here=False)
+    problems = _check(args, groups)
     is_known = vars(args).get("padded_vocab_size") is not None and bool(vars(args).get("world_size"))
     return CompleteRun(args if is_known else None, hf_config, problems, notes, checkpoint)
 
 
-def _check(args: Namespace) -> list[str]:
+def _check(args: Namespace, groups: Sequence[FlagGroup]) -> list[str]:
     """Run every stage of checks that can still run; each reports what it finds."""
 
     def problems_of(check: Callable[[Namespace], None]) -> list[str]:
@@ -79,7 +85,7 @@ def _check(args: Namespace) -> list[str]:
             return str(error).splitlines()
         return []
 
-    problems = problems_of(slime_validate_args)
+    problems = problems_of(partial(slime_validate_args, parser=parser_of(args, groups)))
     if "critic_args" not in vars(args):
         return problems  # a flag was refused before anything could be derived, which the other checks need
     checks = [*backend_checks(args), *([_complete_model] if args.debug_rollout_only else [])]
@@ -126,14 +132,21 @@ def _stand_in(parent: Path, checkpoint: str, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def run_plan(words: Sequence[str], options: PlanOptions, *, as_json: bool = False, all_ranks: bool = False) -> int:
+def run_plan(
+    words: Sequence[str],
+    options: PlanOptions,
+    *,
+    groups: Sequence[FlagGroup] = GROUPS,
+    as_json: bool = False,
+    all_ranks: bool = False,
+) -> int:
     """Print the plan of a command line; gives the exit code.
 
     0: the run is legal and fits; 1: it is legal, but needs more memory than there is; 2: it is not legal.
     """
     plan: Plan | None = None
     with tempfile.TemporaryDirectory(prefix="slime-plan-") as folder:
-        run = complete_run(words, Path(folder))
+        run = complete_run(words, Path(folder), groups)
         problems = list(run.problems)
         if run.args is not None:
             try:
@@ -168,10 +181,10 @@ def as_document(plan: Plan | None) -> dict[str, Any] | None:
     return document
 
 
-def plan_of_train(words: Sequence[str]) -> int:
+def plan_of_train(words: Sequence[str], groups: Sequence[FlagGroup]) -> int:
     """Plan ``train.py ... --plan`` for H100s; tools/plan.py has options for other cards."""
     as_json = any(flag == "--plan" and "json" in values for flag, values in flags_with_values(words))
     options = PlanOptions(card=find_card("H100"), environment=env.copy())
-    code = run_plan(words, options, as_json=as_json)
+    code = run_plan(words, options, groups=groups, as_json=as_json)
     sys.stdout.flush()
     return code

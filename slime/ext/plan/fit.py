@@ -17,7 +17,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.parser import is_flag
+from slime.arguments.command_line import is_flag
+from slime.arguments.groups import GROUPS
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.ext.plan.command import complete_run
 from slime.ext.plan.engines import kv_bytes_per_token
@@ -25,6 +26,7 @@ from slime.ext.plan.make_plan import make_plan
 from slime.ext.plan.plan import CARDS, Plan, PlanOptions
 from slime.ext.plan.prompts import image_patches, longest_sample, prompt_lengths, with_image_tokens
 from slime.ext.plan.trainer_memory import GIB
+from slime.flags.group import FlagGroup
 from slime.train_data.model_dims import ModelDims
 from slime.utils import env
 from slime.utils.errors import ConfigError, SlimeError
@@ -73,13 +75,16 @@ class Choice:
         return self.train_s + self.rollout_s
 
 
-def fitted(words: Sequence[str], options: PlanOptions, num_gpus: int) -> tuple[list[str], str]:
+def fitted(
+    words: Sequence[str], options: PlanOptions, num_gpus: int, groups: Sequence[FlagGroup] = GROUPS
+) -> tuple[list[str], str]:
     """Return the command with the flags that were chosen, and a table of the choice and the two next best.
 
     Args:
         words: the command line; ``--fit`` is taken out.
         options: card, environment.
         num_gpus: of this machine, for a command that does not say how many to use.
+        groups: of flags that the command may have.
 
     Raises:
         ConfigError: the command is not legal, or no layout fits.
@@ -90,12 +95,14 @@ def fitted(words: Sequence[str], options: PlanOptions, num_gpus: int) -> tuple[l
     fixed = _on_this_machine(given, num_gpus)
     some = [] if "--max-tokens-per-gpu" in given else ["--max-tokens-per-gpu", "8192"]
     with tempfile.TemporaryDirectory(prefix="slime-fit-") as folder:
-        run = complete_run([*words, *fixed, *some], Path(folder))
+        run = complete_run([*words, *fixed, *some], Path(folder), groups)
         if run.args is None:
             raise ConfigError("\n".join(run.problems))
         options = replace(options, prompts=prompt_lengths(run.args, run.checkpoint))
         ranked = choices(run.args, run.hf_config, options, given)
-        legal = (one for one in ranked if not complete_run([*words, *fixed, *one.words], Path(folder)).problems)
+        legal = (
+            one for one in ranked if not complete_run([*words, *fixed, *one.words], Path(folder), groups).problems
+        )
         best = list(islice(legal, 3))
     if not best:
         why = run.problems or [f"no layout of {run.args.world_size} x {options.card.name} fits; use more GPUs."]
@@ -103,7 +110,7 @@ def fitted(words: Sequence[str], options: PlanOptions, num_gpus: int) -> tuple[l
     return [*words, *fixed, *best[0].words], fit_table(best, fixed)
 
 
-def fitted_here(words: Sequence[str]) -> list[str]:
+def fitted_here(words: Sequence[str], groups: Sequence[FlagGroup]) -> list[str]:
     """Return the command of ``train.py ... --fit`` for the GPUs of this machine, and print the choice.
 
     Raises:
@@ -122,7 +129,7 @@ def fitted_here(words: Sequence[str]) -> list[str]:
     name = next((card for card in CARDS if card in gpus[0][0]), "H100")
     card = replace(CARDS[name], memory=int(float(gpus[0][1]) * 2**20))
     visible = env.cuda_visible_devices()
-    chosen, table = fitted(words, PlanOptions(card=card, environment=env.copy()), len(visible or gpus))
+    chosen, table = fitted(words, PlanOptions(card=card, environment=env.copy()), len(visible or gpus), groups)
     print(table, flush=True)
     return chosen
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.parser import Parser, add_slime_arguments
+from slime.arguments.groups import GROUPS
+from slime.flags.parser import Parser
 
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -67,12 +68,10 @@ def make_args(command: list[str]) -> Callable[..., Namespace]:
         for flag in without:
             position = kept.index(flag)
             del kept[position : position + 2]
-        parser = Parser()
-        add_slime_arguments(parser)
         # Megatron's flags that slime's own rules look at.
         megatron = Namespace(
             bf16=False, fp16=False, ckpt_step=None, no_load_optim=False, no_load_rng=False, finetune=False
         )
-        return parser.parse_args([*kept, *words], namespace=megatron)
+        return Parser(GROUPS).parse_args([*kept, *words], namespace=megatron)
 
     return make

@@ -134,12 +134,10 @@ def test_values_of_the_overlay_become_what_the_flags_make_of_them(make_args: Mak
         "my_plugin: {depth: .inf, lr: -1, colocate: 'false'}\nmax-turns: 3\n"
     )
     args = make_args("--custom-config-path", str(tmp_path / "mine.yaml"))
-    parser = Parser()
+    from slime.arguments.groups import GROUPS
     from slime.arguments.overlay import apply_overlay
-    from slime.arguments.parser import add_slime_arguments
 
-    add_slime_arguments(parser)
-    apply_overlay(args, parser)
+    apply_overlay(args, Parser(GROUPS))
     assert (args.lr, args.rollout_stop, args.profile_target, args.save_interval) == (
         1e-5,
         ["END"],

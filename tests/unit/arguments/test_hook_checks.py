@@ -179,8 +179,8 @@ def test_a_plug_in_may_refuse_a_run_that_cannot_work_with_it(plug_in):
         "def refuse(args): raise ValueError(f'no sandbox for {args.who}')\n"
         "hook.check_args = refuse\n"
     )
-    args = no_hooks(custom_generate_function_path=plug_in(source), plan=None, who="anybody")
+    args = no_hooks(custom_generate_function_path=plug_in(source), runs_here=True, who="anybody")
     with pytest.raises(ValueError, match="no sandbox for anybody"):
         check_hooks_on_driver(args)
-    args.plan = "table"  # where it runs is not where it is planned
+    args.runs_here = False  # where it runs is not where it is planned
     check_hooks_on_driver(args)

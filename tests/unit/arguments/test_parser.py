@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from slime.arguments.parser import (
-    Parser,
-    add_slime_arguments,
-    build_parser,
-    engine_flags_are_idle,
-    refuse_unknown,
-    reset_arg,
-    split_engine_flags,
-)
+from slime.arguments.command_line import engine_flags_are_idle, refuse_unknown, split_engine_flags
+from slime.arguments.groups import GROUPS
+from slime.arguments.parser import build_parser, reset_arg
+from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def parser() -> Parser:
-    parser = Parser()
-    add_slime_arguments(parser)
-    return parser
+    return Parser(GROUPS)
 
 
 def complaint(parser: Parser, *words: str) -> str:

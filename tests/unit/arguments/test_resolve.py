@@ -7,17 +7,18 @@ import copy
 import pytest
 
 from slime.arguments import args_to_resume
-from slime.arguments.resolve import resolve
+from slime.arguments.groups import GROUPS
 from slime.flags.checkpoint import TRACKER
 from slime.flags.config import backend_flags
 from slime.flags.fault_tolerance import check_on_nan, check_spare_nodes, check_trainer_recovery
+from slime.flags.group import derive_all
 
 
 @pytest.fixture
 def resolved(make_args):
     def run(*words, **kwargs):
         args = make_args(*words, **kwargs)
-        resolve(args)
+        derive_all(args, GROUPS)
         return args
 
     return run
@@ -221,7 +222,7 @@ def test_what_a_number_that_is_not_finite_does(resolved, flags, on_nan, checks):
 def test_where_megatron_does_not_check_a_step_is_skipped_and_nothing_else_can_be_asked_for(make_args, word):
     args = make_args(*([] if word is None else ["--on-nan", word]))
     args.check_for_nan_in_loss_and_grad = False
-    resolve(args)
+    derive_all(args, GROUPS)
     assert args.on_nan == [word or "skip"]
     refused = ["--no-check-for-nan-in-loss-and-grad finds nothing for --on-nan stop; drop one of them."]
     assert list(check_on_nan(args)) == (refused if word else [])

@@ -11,9 +11,9 @@ import pytest
 
 from slime.arguments import slime_validate_args
 from slime.arguments.cross_group import check_in_step_arguments
-from slime.arguments.resolve import resolve
-from slime.arguments.validate import CHECKS
+from slime.arguments.groups import GROUPS
 from slime.flags.checkpoint import TRACKER
+from slime.flags.group import derive_all, problems_of
 from slime.utils.errors import ConfigError, DataError, HookError
 
 DISTILLATION = "slime.rollout.on_policy_distillation"
@@ -207,8 +207,9 @@ def test_features_that_do_not_exist_are_refused_and_not_ignored(complaint, words
 )
 def test_rules_of_features_to_come_are_ready(make_args, words, says):
     args = make_args(*words)
-    resolve(args)
-    assert any(says in problem for check in CHECKS for problem in check(args))
+    args.critic_args = None
+    derive_all(args, GROUPS)
+    assert any(says in problem for problem in problems_of(args, GROUPS))
 
 
 def test_historical_flags_are_named_in_one_line(make_args, caplog):

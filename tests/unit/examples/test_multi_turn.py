@@ -14,7 +14,7 @@ import pytest
 from examples.multi_turn import GuessNumber
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
 from slime.arguments.parser import build_parser
-from slime.arguments.resolve import derive_turns
+from slime.flags.rollout import derive_turns
 from slime.rollout import tools
 from slime.rollout.multi_turn import EnvironmentFailure, check_tools_and_environment, converse, generate
 from slime.rollout.multi_turn import observation_text as text_between

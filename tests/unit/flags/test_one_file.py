@@ -36,21 +36,20 @@ EDITS = {
 PROGRAM = """
 import json, sys
 from argparse import Namespace
-from slime.arguments.parser import Parser, add_slime_arguments
-from slime.arguments.resolve import resolve
-from slime.arguments.validate import CHECKS
+from slime.arguments.groups import GROUPS
+from slime.flags.group import derive_all, problems_of
+from slime.flags.parser import Parser
 from slime.flags.reward import reward_config
 from slime.utils.errors import ConfigError
 
-parser = Parser()
-add_slime_arguments(parser)
+parser = Parser(GROUPS)
 megatron = dict(bf16=False, fp16=False, ckpt_step=None, no_load_optim=False, no_load_rng=False, finetune=False)
 
 def complete(*words):
     words = ["--num-rollout", "1", "--rollout-batch-size", "1", *words]
     args = parser.parse_args(words, namespace=Namespace(**megatron))
     args.critic_args = None
-    resolve(args)
+    derive_all(args, GROUPS)
     return args
 
 wrong = complete("--rm-patience-s", "900")
@@ -59,7 +58,7 @@ print(json.dumps({
     "documented": action.help,
     "parsed": complete("--rm-patience-s", "7").rm_patience_s,
     "derived": complete("--rm-timeout-s", "50").rm_patience_s,
-    "checked": [message for check in CHECKS for message in check(wrong) if "patience" in message],
+    "checked": [message for message in problems_of(wrong, GROUPS) if "patience" in message],
     "config": reward_config(complete("--rm-patience-s", "7")).rm_patience_s,
     "config of a small namespace": reward_config(Namespace(rm_type="math")).rm_patience_s,
 }))

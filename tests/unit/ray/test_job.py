@@ -28,7 +28,6 @@ def meets_a_hook_error(args: Namespace) -> None:
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "parse_args", Namespace)
     monkeypatch.setattr(job, "check_contents", lambda args: None)
     monkeypatch.setattr(job, "connect", lambda args: None)
     monkeypatch.setattr(job, "configure_logger", lambda: None)
@@ -38,7 +37,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def end_of(train: Any, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     with pytest.raises(SystemExit) as end:
-        job.run(train)
+        job.run(train, parse=Namespace)
     return end.value.code, capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments import parse_flags
+from slime.compose import parse_flags
 from tests.contracts.seed_commands import SEED_COMMANDS
 
 REPO = Path(__file__).parents[3]

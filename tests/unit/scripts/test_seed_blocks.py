@@ -13,8 +13,9 @@ from ray.dashboard.modules.job.cli import submit
 from ray.scripts.scripts import start
 from torch.distributed.run import get_args_parser
 
-from slime.arguments import parse_flags
-from slime.arguments.parser import build_parser, refuse_unknown
+from slime.arguments.command_line import refuse_unknown
+from slime.arguments.parser import build_parser
+from slime.compose import flag_groups, parse_flags
 from tests.unit.scripts import seed_blocks
 from tests.unit.scripts.seed_blocks import BLOCKS, CONVERSIONS, TYPING_ERRORS
 from tools import convert_hf_to_fp8, fp8_cast_bf16
@@ -70,7 +71,7 @@ def test_a_conversion_is_taken_by_torchrun_and_by_the_tool(name, tmp_path):
     else:
         assert call[:2] == ["python", "tools/convert_hf_to_torch_dist.py"]
         words = call[2:]
-    parser = build_parser(with_engine_flags=False)
+    parser = build_parser(with_engine_flags=False, groups=flag_groups())
     args, leftover = parser.parse_known_args(words)
     refuse_unknown(parser, words, leftover)
     assert args.hf_checkpoint and args.save and args.num_layers

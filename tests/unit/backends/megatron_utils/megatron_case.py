@@ -18,7 +18,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slime.arguments.parser import add_slime_arguments
+from slime.arguments import get_slime_extra_args_provider
 from slime.backends.megatron_utils.arguments import add_megatron_arguments, validate_megatron_arguments
 from slime.backends.megatron_utils.initialize import init
 from tests.matrix.case import hide_broken_torchvision, load_cases, read_config
@@ -29,7 +29,7 @@ __all__ = ["CASES", "FAMILIES", "hf_flags", "hide_broken_torchvision", "packed_l
 def build_parser() -> argparse.ArgumentParser:
     """Return a parser of the trainer's flags and of slime's own, for a trainer of one process that pushes nothing."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_slime_arguments(parser)
+    get_slime_extra_args_provider()(parser)
     add_megatron_arguments(parser)
     parser.set_defaults(debug_train_only=True, actor_num_gpus_per_node=1, distributed_timeout_minutes=2)
     return parser

@@ -1,0 +1,41 @@
+"""A group of flags: what declares them, what follows from them, and what cannot work.
+
+The core's groups are listed in ``slime.arguments.groups``.  An extension has its ``GROUP`` in ``flags.py``, and
+``slime.compose`` puts it behind the core's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+Derive = Callable[[Namespace], None]
+
+
+@dataclass(frozen=True)
+class FlagGroup:
+    """The flags of one subject; every stage walks the groups in their order."""
+
+    add: Callable[[argparse.ArgumentParser], None]
+    """Declares the flags."""
+    derive: tuple[Derive, ...] = ()
+    """Each fills in what follows from the flags, and may rely on what the groups before have filled in."""
+    check: tuple[Callable[[Namespace], Iterator[str]], ...] = ()
+    """Each yields a message for every combination that cannot work."""
+    once: tuple[Derive, ...] = ()
+    """Those of ``derive`` that concern the run as a whole, so that a critic's args skip them."""
+
+
+def derive_all(args: Namespace, groups: Iterable[FlagGroup], *, of_the_run: bool = True) -> None:
+    """Fill in every derived attribute of ``args``; ``of_the_run=False`` for a second role in the run."""
+    for group in groups:
+        for derive in group.derive:
+            if of_the_run or derive not in group.once:
+                derive(args)
+
+
+def problems_of(args: Namespace, groups: Iterable[FlagGroup]) -> list[str]:
+    """Return the messages of every check, in the order of the groups."""
+    return [message for group in groups for check in group.check for message in check(args)]
