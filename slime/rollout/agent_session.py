@@ -17,7 +17,7 @@ from slime.agent.adapters import BaseAdapter, OpenAIAdapter
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
 from slime.flags.reward import reward_config
 from slime.rollout.config import rollout_config
-from slime.rollout.generate import send
+from slime.rollout.direct_workers import send
 from slime.rollout.rm_hub.policy import leave_out
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.rollout.tools import turns_config

@@ -219,3 +219,16 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, rout
         f"No worker answered in {num_failed} attempts (tried {sorted(set(failed)) or 'none'}); last: {last_error}. "
         "Look at the logs of the engines."
     ) from last_error
+
+
+async def send(config: RolloutConfig, payload: dict[str, Any], session_id: str | None) -> Any:
+    """Post through the router, or straight to a worker when the router would lose a field that matters."""
+    if router_would_drop(payload):
+        return await post_to_worker(config, payload, routing_key=session_id)
+    return await post(
+        f"{config.router_url}/generate",
+        payload,
+        config.request_retries,
+        headers=config.routing_headers(session_id),
+        decode=decode_generate_answer,
+    )

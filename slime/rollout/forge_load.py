@@ -18,7 +18,7 @@ from typing import Any
 from slime.flags.reward import reward_config
 from slime.observability.dumps import load_rollout_dump
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.eval_rollout import results_of
+from slime.rollout.eval_data import results_of
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 

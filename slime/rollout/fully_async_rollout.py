@@ -28,7 +28,6 @@ from typing import Any, cast
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import Group, RolloutFnTrainOutput, is_finished, leaf_samples
 from slime.rollout.config import rollout_config
-from slime.rollout.context import begin_rollout
 from slime.rollout.pool import GroupPool
 from slime.rollout.sglang_rollout import IDLE_WAIT_S
 from slime.rollout.staleness import num_groups_allowed, num_groups_due
@@ -59,7 +58,8 @@ class AsyncRolloutWorker:
         """
         self.args = args
         self.data_buffer = data_buffer
-        self.pool = GroupPool(begin_rollout(args, sglang_rollout), pushes_interrupt=True)
+        state = sglang_rollout.GenerateState(args)
+        self.pool = GroupPool(args, state, sglang_rollout.generate_and_rm_group, pushes_interrupt=True)
         self.config = self.pool.config
         self.bound = self.pool.bound
         self.spare: deque[Group] = deque()

@@ -16,9 +16,9 @@ from typing import Any
 
 from slime.flags.yaml_file import read_yaml
 from slime.rollout.base_types import leaf_samples
-from slime.rollout.context import GroupFeedback, current_run
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.row_digests import RowDigests
+from slime.rollout.run_state import GroupFeedback, current_run
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from slime.agent.parsing import parse_model_output
 from slime.flags.reward import reward_config
 from slime.observability.trace_utils import trace_span
-from slime.rollout.generate import add_images, drew_image, processed
+from slime.rollout.engine_request import add_images, drew_image, processed
 from slime.rollout.prompt_template import as_messages, encode, map_with_deadline, render
 from slime.rollout.rm_hub.policy import grade_by_policy, leave_out
 from slime.rollout.sglang_rollout import GenerateState

@@ -14,23 +14,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from slime.flags.reward import reward_config
 from slime.observability.sample_record import record_dropped
 from slime.rollout.base_types import Group, check_samples, first_index, has_response, is_finished, leaf_samples
-from slime.rollout.context import RolloutContext
+from slime.rollout.config import rollout_config
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.rm_hub.policy import leave_out
+from slime.rollout.run_state import current_run
 from slime.rollout.staleness import oldest_version, version_number
 from slime.rollout.waiting import LongWait, cancel_all, deadline_error
 from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, call_plugin
 from slime.utils.types import Sample
 
@@ -72,20 +76,20 @@ class KeptGroup:
 class GroupPolicy:
     """Decisions on single groups: admitted, dropped, stale, or stuck; with counts of them."""
 
-    def __init__(self, context: RolloutContext, *, pushes_interrupt: bool = False) -> None:
+    def __init__(self, args: Namespace, *, pushes_interrupt: bool = False) -> None:
         """Make a policy.
 
         Args:
             pushes_interrupt: True where pushes cut off what is in flight: a group that gained tokens is not stuck.
         """
-        self.config = context.config
+        self.config = rollout_config(args)
+        self._args, self.run = args, current_run()
         self._pushes_interrupt = pushes_interrupt
-        self.bound = context.run.bound(context.config)
+        self.bound = self.run.bound(self.config)
         self.counts: Counter[str] = Counter()
         self.drops = MetricGatherer()
-        self._context = context
         path = self.config.dynamic_sampling_filter_path
-        self._filter = context.entry_points.load_function(path) if path else None
+        self._filter = load_function(path) if path else None
         self._filter_path = path or ""
         self._num_dropped = self._num_kept = 0
 
@@ -114,16 +118,16 @@ class GroupPolicy:
         Args:
             num_outstanding: groups on their way to a rollout, this one included; a filter may depend on it.
         """
-        self._context.journal.record_finished(group)
-        self._context.run.feedback.observe(group)
+        self.run.journal.record_finished(group)
+        self.run.feedback.observe(group)
         call = PluginCall("--dynamic-sampling-filter-path", self._filter_path, group)
-        verdict = call_plugin(call, call_dynamic_filter, self._filter, self._context.args, group)
+        verdict = call_plugin(call, call_dynamic_filter, self._filter, self._args, group)
         if not should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=num_outstanding, target_data_size=self.config.rollout_batch_size
         ):
             self._num_kept += 1
             return True
-        self._context.journal.record_filtered(group, verdict.reason)
+        self.run.journal.record_filtered(group, verdict.reason)
         record_dropped(leaf_samples(group), verdict.reason)
         self.drops.on_dynamic_filter_drop(verdict.reason)
         self.counts["dropped"] += 1
@@ -166,7 +170,7 @@ class GroupPolicy:
             failure = RuntimeError(f"--custom-generate-function-path {path} returned it aborted {times} times")
             for sample in samples:
                 if sample.status is Sample.Status.ABORTED:
-                    leave_out(reward_config(self._context.args), sample, failure)
+                    leave_out(reward_config(self._args), sample, failure)
             return times
         statuses = ", ".join(sorted({sample.status.value for sample in samples}))
         raise EngineError(
@@ -206,13 +210,28 @@ class GroupPool:
     dropped ones (counted, and recorded in the journal), or what ``abort`` gave back.
     """
 
-    def __init__(self, context: RolloutContext, *, rollout_id: int = 0, pushes_interrupt: bool = False) -> None:
-        """Make an empty pool; see ``GroupPolicy`` for ``pushes_interrupt``."""
-        self.context = context
-        self.config = context.config
-        self.policy = GroupPolicy(context, pushes_interrupt=pushes_interrupt)
-        self.bound = self.policy.bound
-        self.state = context.state()
+    def __init__(
+        self,
+        args: Namespace,
+        state: Any,
+        run_group: Callable[..., Coroutine[Any, Any, Group]],
+        *,
+        rollout_id: int = 0,
+        pushes_interrupt: bool = False,
+    ) -> None:
+        """Make an empty pool.
+
+        Args:
+            args: the run's.
+            state: the ``GenerateState`` of this process.
+            run_group: ``generate_and_rm_group``.
+            rollout_id: the rollout that begins.
+            pushes_interrupt: see ``GroupPolicy``.
+        """
+        self.args, self.state = args, state
+        self.policy = GroupPolicy(args, pushes_interrupt=pushes_interrupt)
+        self.config, self.bound = self.policy.config, self.policy.bound
+        self._run_group = run_group
         self.rollout_id = rollout_id
         self.in_flight: dict[asyncio.Task[Group], InFlightGroup] = {}
         self.kept: list[KeptGroup] = []
@@ -248,11 +267,8 @@ class GroupPool:
                 await asyncio.sleep(0)
 
     def _start(self, group: Group, *, no_progress: int = 0) -> None:
-        points, state = self.context.entry_points, self.state
-        call = points.generate_and_rm_group(
-            self.context.args, group, sampling_params=state.sampling_params.copy(), evaluation=False
-        )
-        task = state.start_group(call)
+        params = self.state.sampling_params.copy()
+        task = self.state.start_group(self._run_group(self.args, group, sampling_params=params, evaluation=False))
         versions = (oldest_version(group), self.bound.clock.current)
         min_version = min((version for version in versions if version is not None), default=0)
         self.in_flight[task] = InFlightGroup(group, min_version, self._moment, num_tokens(group), no_progress)
@@ -377,17 +393,17 @@ class GroupPool:
         """
         batch = sorted(self.take(self.config.rollout_batch_size), key=first_index)
         seen, self._seen = sorted(self._seen, key=first_index), []
-        load, args = self.context.entry_points.load_function, self.context.args
         if path := self.config.rollout_sample_filter_path:
-            call_plugin(PluginCall("--rollout-sample-filter-path", path), load(path), args, batch)
+            call_plugin(PluginCall("--rollout-sample-filter-path", path), load_function(path), self.args, batch)
         if path := self.config.rollout_all_samples_process_path:
-            call_plugin(PluginCall("--rollout-all-samples-process-path", path), load(path), args, seen, get_samples)
+            call = PluginCall("--rollout-all-samples-process-path", path)
+            call_plugin(call, load_function(path), self.args, seen, get_samples)
         ages = self.bound.metrics(batch, self.rollout_id)
         return batch, {
             "rollout/groups/kept": len(batch),
             **self.policy.take_metrics(),
             **ages,
-            **self.context.run.feedback.take_metrics(),
+            **self.policy.run.feedback.take_metrics(),
         }
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.flags.config import read_config
 from slime.rollout.base_types import check_samples
-from slime.rollout.context import current_run
+from slime.rollout.run_state import current_run
 from slime.utils.errors import HookError
 from slime.utils.misc import accepted, load_function
 from slime.utils.plugins import PluginCall, await_plugin, call_plugin

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.flags.security import trusts_remote_code
 from slime.rollout.base_types import check_samples
-from slime.rollout.generate import processed
+from slime.rollout.engine_request import processed
 from slime.rollout.prompt_template import map_with_deadline
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.mask_utils import Message, MultiTurnLossMaskGenerator

@@ -5,38 +5,65 @@
         wait for any group; the pool keeps, drops or continues it
     abort what is left; with --partial-rollout it goes back to the data source
 
-The steps are public, and plug-ins may replace them here: ``generate`` (one request), ``generate_and_rm`` (one
-execution and its reward), ``generate_and_rm_group`` (one prompt), ``GenerateState`` and ``load_function``.  The
-modules that implement them get this one in their context (``RolloutContext.entry_points``) and look names up in it at
-every call.
+Read it from top to bottom: the state that requests share, one request (``generate``), one execution and its reward
+(``generate_and_rm``), one prompt (``generate_and_rm_group``), the rollout, its abort, the evaluation.  Plug-ins import
+these names, and may replace them in this module: every call looks them up here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import copy
+import functools
+import gc
 import logging
-import sys
 import time
+import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
-from slime.rollout.base_types import Entry, Group, RolloutFnEvalOutput, RolloutFnTrainOutput, is_finished
+from slime.flags.reward import reward_config
+from slime.flags.security import trusts_remote_code
+from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_next_attempt, trace_span
+from slime.rollout.base_types import (
+    Entry,
+    Group,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    check_samples,
+    is_finished,
+    leaf_samples,
+)
 from slime.rollout.config import RolloutConfig, rollout_config
-from slime.rollout.context import begin_rollout, context_of
 from slime.rollout.control_client import abort_engines, engine_loads
+from slime.rollout.engine_request import (
+    _prepare_prompt_ids,
+    append_checked,
+    ask,
+    decoder_of,
+    request_payload,
+    training_sampling_params,
+)
 from slime.rollout.eval_config import EvalDatasetConfig
-from slime.rollout.eval_rollout import evaluate_all, evaluate_dataset
-from slime.rollout.generate import _prepare_prompt_ids, answer_sample
-from slime.rollout.generate_group import run_execution, run_group
+from slime.rollout.eval_data import requests_of, results_of
 from slime.rollout.pool import GroupPool, result_of, stamp_start
-from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.rollout.state import RequestState
-from slime.rollout.waiting import LongWait, deadline_error
+from slime.rollout.prompt_template import encode
+from slime.rollout.rm_hub import TOKENIZERS, async_rm, batched_async_rm
+from slime.rollout.rm_hub.policy import is_one_each, leave_out
+from slime.rollout.run_state import current_run
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.rollout.waiting import LongWait, cancel_all, deadline_error, wait_for_all
 from slime.utils.async_utils import run
-from slime.utils.errors import ProcessError
-from slime.utils.misc import load_function
+from slime.utils.errors import ConfigError, EngineError, HookError, ProcessError
+from slime.utils.http_utils import get_rollout_num_engines
+from slime.utils.misc import SingletonMeta, copy_plain, load_function, parameters_of
 from slime.utils.net import http_url
+from slime.utils.plugins import PluginCall, await_plugin
+from slime.utils.processing_utils import check_image_tokens, load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 __all__ = [
@@ -62,17 +89,67 @@ FIRST_REPEAT_S = 0.1
 MAX_REPEAT_S = 3.0
 IDLE_WAIT_S = 60.0
 """Time that engines may stay busy after the last request has returned, before the rollout continues."""
+MAX_EVAL_ATTEMPTS = 3
+"""Attempts to generate a sample of an evaluation that comes back aborted although nobody aborted it."""
+PROMPTS_KEPT = 16
+OBJECTS_PER_REQUEST = 256
+"""Containers that a request in flight keeps alive: its tasks, connection, buffers, sample and spans."""
+MIN_YOUNG_OBJECTS = 20_000
 
 GetSamples = Callable[[int], list[Group]]
 
-_THIS: Any = sys.modules[__name__]
+
+# The state that requests share
 
 
-# Names that plug-ins call and replace
-
-
-class GenerateState(RequestState):
+class GenerateState(metaclass=SingletonMeta):
     """State that all requests of a process share; the arguments of the first construction count."""
+
+    def __init__(self, args: Namespace) -> None:
+        config = rollout_config(args)
+        self.args = args
+        self.tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+        TOKENIZERS[config.hf_checkpoint] = self.tokenizer
+        self.processor = load_processor(config.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+        num_requests = args.sglang_server_concurrency * get_rollout_num_engines(args)
+        self.semaphore = asyncio.Semaphore(num_requests)
+        self.sampling_params = training_sampling_params(config)
+        self.group_sampling_seeds: list[int] | None = None
+        if config.sglang_enable_deterministic_inference:
+            self.group_sampling_seeds = [config.rollout_seed + i for i in range(config.n_samples_per_prompt)]
+        self.dp_counts = [0] * (config.sglang_dp_size or 1)
+        self.dp_rank = 0
+        self._prompt_ids: OrderedDict[str, list[int]] = OrderedDict()
+        self.reset()
+        _tune_garbage_collection(num_requests)
+
+    def reset(self) -> None:
+        """Forget the rollout that has just ended."""
+        self.remaining_batch_size = 0
+        """Groups in flight and finished ones, of the rollout in progress."""
+        self.pendings: set[asyncio.Task[Group]] = set()
+        self.aborted = False
+        self._num_started = 0
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt; do not change them.  Siblings ask in a row, so those of a few are kept."""
+        ids = self._prompt_ids.get(prompt)
+        if ids is None:
+            ids = self._prompt_ids[prompt] = encode(self.tokenizer, prompt)
+            if len(self._prompt_ids) > PROMPTS_KEPT:
+                self._prompt_ids.popitem(last=False)
+        return ids
+
+    @contextmanager
+    def dp_rank_context(self) -> Iterator[int]:
+        """Hold the data-parallel rank with the fewest requests for one request; it is also left in ``dp_rank``."""
+        rank = min(range(len(self.dp_counts)), key=self.dp_counts.__getitem__)
+        self.dp_counts[rank] += 1
+        self.dp_rank = rank
+        try:
+            yield rank
+        finally:
+            self.dp_counts[rank] -= 1
 
     def submit_generate_tasks(self, groups: Iterable[Group]) -> None:
         """Start one task for each group, with its own copy of the sampling parameters."""
@@ -80,6 +157,34 @@ class GenerateState(RequestState):
             params = self.sampling_params.copy()
             self.start_group(generate_and_rm_group(self.args, group, sampling_params=params, evaluation=False))
             self.remaining_batch_size += 1
+
+    def start_group(self, call: Coroutine[Any, Any, Group]) -> asyncio.Task[Group]:
+        """Start the task of a group."""
+        self._num_started += 1
+        task = asyncio.get_running_loop().create_task(call, name=f"group {self._num_started:012}")
+        self.pendings.add(task)
+        return task
+
+    def pending_in_order(self) -> list[asyncio.Task[Group]]:
+        """Return the pending tasks in the order in which they were started."""
+        return sorted(self.pendings, key=lambda task: task.get_name())
+
+
+@functools.cache
+def _tune_garbage_collection(num_requests: int) -> None:
+    """Exclude long-lived objects from garbage collection, and collect less often.
+
+    Half a million objects of torch and transformers live as long as the process; they are frozen.  A collection starts
+    once there are more new objects than ``num_requests`` in flight need.  With Python's default threshold, 700, it
+    scans the same live requests again and again, for a third of the client's processor time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(max(MIN_YOUNG_OBJECTS, OBJECTS_PER_REQUEST * num_requests), 10, 10)
+    atexit.register(gc.unfreeze)  # libraries that look for leaks at the end must find what they left
+
+
+# One request
 
 
 def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
@@ -98,7 +203,27 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     Raises:
         EngineError: no engine answered, after the retries of the HTTP client, or the answer is not usable.
     """
-    return await answer_sample(context_of(args, _THIS), sample, sampling_params)
+    config, state = rollout_config(args), GenerateState(args)
+    payload = request_payload(config, sample, sampling_params, state)
+    if payload is None:
+        return sample
+    try:
+        with trace_span(sample, "sglang_generate") as span:
+            output = await ask(config, sample, payload, is_over=lambda: state.aborted)
+            span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
+    except ProcessError:
+        if not state.aborted:
+            raise
+        # The rollout is over and this answer is not needed; what the sample held before stays valid.
+        logger.warning("Sample %s lost its engine during the abort; it keeps its earlier tokens.", sample.index)
+        sample.status = Sample.Status.ABORTED
+        return sample
+    check_image_tokens(f"Sample {sample.index}", payload, output["meta_info"], len(sample.tokens))
+    append_checked(args, sample, output, decoder_of(state, payload))
+    return sample
+
+
+# One execution and its reward
 
 
 async def generate_and_rm(
@@ -109,7 +234,105 @@ async def generate_and_rm(
     An entry that is answered already is not generated again; an aborted one comes back without a reward.  With
     ``--group-rm`` rewards are left to ``generate_and_rm_group``.
     """
-    return await run_execution(context_of(args, _THIS), sample, sampling_params, evaluation=evaluation)
+    config = rollout_config(args)
+    mask_earlier_tokens(config, sample)
+    if isinstance(sample, list) or is_finished(sample):
+        return await _reward(args, config, sample)
+    state = GenerateState(args)
+    if sample.status is Sample.Status.ABORTED:
+        trace_next_attempt(sample)
+    with trace_span(sample, "generate_and_rm"):
+        async with state.semaphore:
+            if state.aborted:
+                sample.status = Sample.Status.ABORTED
+                return sample
+            with state.dp_rank_context():
+                entry = await _call_generate(args, config, sample, sampling_params, evaluation)
+        if not evaluation:
+            current_run().journal.record_response(sample, entry)
+        entry = await apply_rollout_sample_hooks(args, entry, evaluation=evaluation)
+        return await _reward(args, config, entry)
+
+
+def mask_earlier_tokens(config: RolloutConfig, entry: Entry) -> None:
+    """Zero the loss mask of tokens that older weights drew, with ``--mask-offpolicy-in-partial-rollout``."""
+    is_masking = config.partial_rollout and config.mask_offpolicy_in_partial_rollout
+    for sample in leaf_samples(entry):
+        # What the ledger recovered into the rollout that drew it has the mask that it had there.
+        is_masked = False
+        if sample.recovered_in_rollout is not None:
+            is_masked = sample.recovered_in_rollout == current_run().rollout_id
+            sample.recovered_in_rollout = None
+        if is_masking and sample.response_length > 0 and not is_masked:
+            sample.loss_mask = [0] * sample.response_length
+        elif sample.response_length > 0 or not sample.weight_versions:
+            continue
+        sample.num_untrained_calls = len(sample.weight_versions)
+
+
+async def _call_generate(
+    args: Namespace, config: RolloutConfig, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Entry:
+    """Call the sample's own generate function, else ``--custom-generate-function-path``, else the built-in one."""
+    path = sample.generate_function_path or config.custom_generate_function_path
+    if path is None:
+        return await generate(args, sample, sampling_params)
+    function: Callable[..., Any] = load_function(path)
+    keywords = {"evaluation": evaluation} if "evaluation" in parameters_of(function) else {}
+    is_of_run = path == config.custom_generate_function_path
+    flag = "--custom-generate-function-path" if is_of_run else "--eval-config"
+    call = PluginCall(flag, path, sample)
+    entry = await await_plugin(call, function, args, sample, sampling_params, **keywords)
+    if not isinstance(entry, Sample | list):
+        raise HookError(f"{call} returned {type(entry).__name__}; it must return a Sample or a list of Samples.")
+    check_samples(entry, f"{call} returned")
+    for part in leaf_samples(entry):
+        if part.status is Sample.Status.ABORTED and part.remove_sample:  # the function gave it up
+            part.remove_sample = False
+            if not GenerateState(args).aborted:  # else that may be why: it begins again in another rollout
+                leave_out(reward_config(args), part, RuntimeError(f"{call} gave it up"))
+    return entry
+
+
+async def _reward(args: Namespace, config: RolloutConfig, entry: Entry) -> Entry:
+    """Reward the samples that have none, unless the whole group is rewarded at once or the entry was aborted.
+
+    An answer that the ledger recovered may not have been seen by the sample hooks yet.
+    """
+    leaves = list(leaf_samples(entry))
+    if any(sample.hooks_are_due for sample in leaves):
+        for sample in leaves:
+            sample.hooks_are_due = False
+        entry = await apply_rollout_sample_hooks(args, entry)
+        leaves = list(leaf_samples(entry))
+    if config.group_rm or any(sample.status == Sample.Status.ABORTED for sample in leaves):
+        return entry
+    if isinstance(entry, Sample):
+        if entry.reward is None:
+            with trace_span(entry, "reward_model"):
+                entry.reward = await async_rm(args, entry)
+        return entry
+    unrewarded = [sample for sample in leaves if sample.reward is None]
+    if unrewarded:
+        with trace_span(unrewarded, "reward_model"):
+            await _reward_together(args, unrewarded)
+    return entry
+
+
+async def _reward_together(args: Namespace, samples: list[Sample]) -> None:
+    """Reward samples in one call."""
+    rewards = await batched_async_rm(args, samples)
+    if not is_one_each(rewards, samples):
+        given = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else str(rewards)[:80]
+        raise HookError(
+            f"The reward function gave {given} for {len(samples)} samples; called with a list, it must return a list "
+            "with one reward each. Change the function that --custom-rm-path names."
+        )
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+
+
+# One prompt
 
 
 async def generate_and_rm_group(
@@ -120,28 +343,60 @@ async def generate_and_rm_group(
     A group whose samples are all finished (kept surplus of an earlier rollout) sends no request and keeps its masks.
     When the rollout is aborted, unfinished samples are returned as they are.
     """
-    return await run_group(context_of(args, _THIS), group, sampling_params, evaluation=evaluation)
+    config, state = rollout_config(args), GenerateState(args)
+    if state.aborted:
+        return group
+    if not is_finished(group):
+        with trace_span(group, "generate_and_rm_group"):
+            group = await _run_entries(args, config, group, sampling_params, evaluation)
+    elif not config.group_rm:
+        group = list(await asyncio.gather(*(_reward(args, config, entry) for entry in group)))
+    if config.group_rm and not state.aborted and is_finished(group):
+        leaves = list(leaf_samples(group))
+        if any(sample.reward is None for sample in leaves):
+            with trace_span(leaves, "group_reward_model"):
+                await _reward_together(args, leaves)
+    return group
 
 
-async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
-    """Evaluate all of ``args.eval_datasets`` at once.
+async def _run_entries(
+    args: Namespace, config: RolloutConfig, group: Group, sampling_params: dict[str, Any], evaluation: bool
+) -> Group:
+    """Run every entry, each with its own sampling parameters and session."""
+    before: list[Sample | None] = []
+    tasks = []
+    for position, entry in enumerate(group):
+        for sample in leaf_samples(entry):
+            sample.session_id = sample.session_id or str(uuid.uuid4())
+        before.append(_restart_point(config, entry))
+        params = copy_plain(sampling_params)
+        if config.sglang_enable_deterministic_inference:
+            params["sampling_seed"] = config.rollout_seed + position
+        tasks.append(asyncio.create_task(generate_and_rm(args, entry, params, evaluation=evaluation)))
+    try:
+        entries = await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
+    return [_restart_if_broken(entry, start) for entry, start in zip(entries, before, strict=True)]
 
-    Returns:
-        ``data[name] = {"rewards": [...], "truncated": [...], "samples": [...]}``, in the order of the prompts.
 
-    Raises:
-        ConfigError: ``--group-rm`` is set, which has no meaning for single answers.
-        EngineError: no engine answered.
-        DeadlineError: ``--rollout-timeout-s`` passed.
-    """
-    return await evaluate_all(begin_rollout(args, _THIS), rollout_id)
+def _restart_point(config: RolloutConfig, entry: Entry) -> Sample | None:
+    """Return the sample as it is before a custom generate function gets it; None where the built-in one runs."""
+    if isinstance(entry, list) or not (entry.generate_function_path or config.custom_generate_function_path):
+        return None
+    snapshot = copy.copy(entry)
+    for name, value in vars(entry).items():
+        if isinstance(value, list | dict):
+            setattr(snapshot, name, copy.copy(value))
+    return snapshot
 
 
-async def eval_rollout_single_dataset(
-    args: Namespace, rollout_id: int, dataset_cfg: EvalDatasetConfig
-) -> dict[str, dict[str, list[Any]]]:
-    """Evaluate one data set: ``{name: {"rewards", "truncated", "samples"}}``."""
-    return await evaluate_dataset(context_of(args, _THIS), rollout_id, dataset_cfg)
+def _restart_if_broken(entry: Entry, start: Sample | None) -> Entry:
+    """Return the sample that an interrupted fan-out started from: it cannot be continued from its parts."""
+    if start is None or isinstance(entry, Sample) or is_finished(entry):
+        return entry
+    start.status = Sample.Status.ABORTED
+    return start
 
 
 # The rollout
@@ -152,7 +407,7 @@ def generate_rollout(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Run one rollout, or one evaluation; the default ``--rollout-function-path`` and ``--eval-function-path``.
 
-    Groups to go on with in a later rollout are given back to ``data_source.add_samples``.
+    Groups that a later rollout continues are given back to ``data_source.add_samples``.
     """
     # The coroutines keep --rollout-timeout-s themselves, and know better what to say when it has passed.
     timeout_s = rollout_config(args).rollout_timeout_s + 2 * IDLE_WAIT_S
@@ -178,15 +433,19 @@ async def generate_rollout_async(
         DeadlineError: ``--rollout-timeout-s`` passed.
         DataError: the data source has nothing to give, or gives groups of the wrong size.
     """
-    context = begin_rollout(args, _THIS)
-    config = context.config
-    pool = GroupPool(context, rollout_id=rollout_id)
+    pool = GroupPool(args, GenerateState(args), generate_and_rm_group, rollout_id=rollout_id)
+    config = pool.config
     wait = LongWait(f"rollout {rollout_id}", config.rollout_batch_size, timeout_s=config.rollout_timeout_s)
     try:
         if config.max_staleness is not None:
             await pool.bound.clock.refresh(rollout_id)
         while len(pool.kept) < config.rollout_batch_size:
-            await _top_up(pool, get_samples)
+            while pool.num_outstanding < config.rollout_batch_size:
+                groups = get_samples(config.over_sampling_batch_size)
+                if not groups:
+                    raise pool.no_groups_error()
+                pool.admit(groups)
+                await pool.submit(groups)
             await pool.next_finished(wait, f"{pool.policy.counts['dropped']} dropped by the filter")
             pool.apply_staleness()
         interrupted = await abort(args, rollout_id, timeout_s=max(wait.remaining_s, IDLE_WAIT_S))
@@ -203,16 +462,6 @@ async def generate_rollout_async(
     return RolloutFnTrainOutput(samples=cast(Any, batch), metrics=metrics), surplus + interrupted
 
 
-async def _top_up(pool: GroupPool, get_samples: GetSamples) -> None:
-    """Submit waves of groups until those in flight and those kept reach the target."""
-    while pool.num_outstanding < pool.config.rollout_batch_size:
-        groups = get_samples(pool.config.over_sampling_batch_size)
-        if not groups:
-            raise pool.no_groups_error()
-        pool.admit(groups)
-        await pool.submit(groups)
-
-
 def _count_left_over(metrics: dict[str, float], surplus: list[Group], interrupted: list[Group]) -> dict[str, float]:
     """Split the groups that were neither kept nor dropped: returned to the data source, or discarded."""
     left_over = metrics["rollout/groups/issued"] - metrics["rollout/groups/kept"] - metrics["rollout/groups/dropped"]
@@ -226,7 +475,7 @@ def _count_left_over(metrics: dict[str, float], surplus: list[Group], interrupte
     }
 
 
-# Ending it early
+# Its abort
 
 
 async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = None) -> list[Group]:
@@ -242,8 +491,7 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
         DeadlineError: something was still pending after ``timeout_s`` (``--rollout-timeout-s`` by default).
         HookError: a group was cancelled by a custom function.
     """
-    context = context_of(args, _THIS)
-    config, state = context.config, context.state()
+    config, state = rollout_config(args), GenerateState(args)
     state.aborted = True
     tasks = state.pending_in_order()
     timeout_s = config.rollout_timeout_s if timeout_s is None else timeout_s
@@ -292,3 +540,61 @@ async def _find_busy(config: RolloutConfig) -> dict[str, int | None]:
         return {url: load for url, load in (await engine_loads(config)).items() if load}
     except ProcessError:  # it is being started again, or its end will end the run
         return {config.router_url: None}
+
+
+# The evaluation
+
+
+async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
+    """Evaluate all of ``args.eval_datasets`` at once; nothing is filtered, aborted or given back.
+
+    Returns:
+        ``data[name] = {"rewards": [...], "truncated": [...], "samples": [...]}``, in the order of the prompts.
+
+    Raises:
+        ConfigError: ``--group-rm`` is set, which has no meaning for single answers.
+        EngineError: no engine answered.
+        DeadlineError: ``--rollout-timeout-s`` passed.
+    """
+    if rollout_config(args).group_rm:
+        raise ConfigError(
+            "--group-rm is set, and evaluation grades each answer by itself. Turn evaluation off "
+            "(--eval-interval), or give another function for it with --eval-function-path."
+        )
+    calls = [eval_rollout_single_dataset(args, rollout_id, dataset) for dataset in args.eval_datasets]
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        results = await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
+    return RolloutFnEvalOutput(data={name: result for part in results for name, result in part.items()})
+
+
+async def eval_rollout_single_dataset(
+    args: Namespace, rollout_id: int, dataset_cfg: EvalDatasetConfig
+) -> dict[str, dict[str, list[Any]]]:
+    """Evaluate one data set: ``{name: {"rewards", "truncated", "samples"}}``.
+
+    Rewards are numbers: of a reward that is a dict, the entry ``--eval-reward-key`` (else ``--reward-key``).
+    """
+    config, name = rollout_config(args), dataset_cfg.name
+    requests = requests_of(args, config, dataset_cfg, GenerateState(args))
+    tasks = [asyncio.create_task(_evaluate(args, config, sample, params)) for sample, params in requests]
+    await wait_for_all(config, f"evaluation of {name} at rollout {rollout_id}", tasks, "answers")
+    leaves = [leaf for task in tasks for leaf in leaf_samples(task.result())]
+    return {name: results_of(leaves, config.eval_reward_key or config.reward_key, name)}
+
+
+async def _evaluate(args: Namespace, config: RolloutConfig, sample: Sample, params: dict[str, Any]) -> Entry:
+    """Generate and grade one answer; an answer that an engine broke off is continued, a few times."""
+    start: Entry = sample
+    for _ in range(MAX_EVAL_ATTEMPTS):
+        before = _restart_point(config, start)
+        entry = await generate_and_rm(args, start, dict(params), evaluation=True)
+        if is_finished(entry):
+            return entry
+        start = _restart_if_broken(entry, before)
+    raise EngineError(
+        f"Evaluation sample {sample.index} was broken off {MAX_EVAL_ATTEMPTS} times. Engines abort requests that do "
+        "not fit their context; look at their logs and at --eval-max-prompt-len."
+    )

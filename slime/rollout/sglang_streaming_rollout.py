@@ -21,10 +21,9 @@ from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.config import RolloutConfig
-from slime.rollout.context import RolloutContext, context_of
+from slime.rollout.config import RolloutConfig, rollout_config
 from slime.rollout.direct_workers import NotForWorkers, WorkerPicker, router_would_drop
-from slime.rollout.generate import (
+from slime.rollout.engine_request import (
     CUT,
     Decode,
     append_checked,
@@ -58,14 +57,12 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
     Raises:
         EngineError: no engine answered, after as many attempts as the built-in generate makes.
     """
-    context = context_of(args, sglang_rollout)
-    config = context.config
+    config, state = rollout_config(args), sglang_rollout.GenerateState(args)
     if config.sglang_incremental_streaming_output:
         raise ConfigError(
             "--sglang-incremental-streaming-output sends only new text in each event; generate_streaming needs the "
             "whole text. Drop the flag."
         )
-    state = context.state()
     num_failed, deadline_s = 0, time.monotonic() + http_utils.POST_TIMEOUT_S
     while True:
         payload = request_payload(config, sample, sampling_params, state)
@@ -73,7 +70,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             return sample
         try:
             with trace_span(sample, "sglang_generate_stream") as span:
-                output = await _read_stream(context, sample, payload | {"stream": True}, state)
+                output = await _read_stream(args, config, sample, payload | {"stream": True}, state)
                 span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
         except NotForWorkers:
             raise
@@ -98,7 +95,9 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
         return sample
 
 
-async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[str, Any], state: Any) -> dict[str, Any]:
+async def _read_stream(
+    args: Namespace, config: RolloutConfig, sample: Sample, payload: dict[str, Any], state: Any
+) -> dict[str, Any]:
     """Return the answer, as an aborted one if the rollout ended before it was complete.
 
     When the stream breaks before its last event, what had arrived is appended to the sample, and the error is raised.
@@ -108,7 +107,7 @@ async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[st
 
     async def read() -> None:
         nonlocal latest
-        async for event in _events(context.config, sample, payload):
+        async for event in _events(config, sample, payload):
             if event != b"[DONE]":
                 latest = event
 
@@ -122,10 +121,10 @@ async def _read_stream(context: RolloutContext, sample: Sample, payload: dict[st
         # With its last event the answer is whole: only the end of the stream was lost.
         if not isinstance(error, ProcessError) or not _is_whole(output):
             if latest is not None:
-                append_output(context.args, sample, _cut_off(output, decode), decode)
+                append_output(args, sample, _cut_off(output, decode), decode)
             raise
     output = _cut_off(output, decode)
-    check_answer(context.config, sample, output, payload)
+    check_answer(config, sample, output, payload)
     return output
 
 

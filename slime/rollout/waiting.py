@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TextIO
 
 from slime.rollout.config import RolloutConfig
@@ -125,3 +125,29 @@ async def deadline_error(
         f"plug-ins that blocked the loop, with seconds: {wait.seconds_in_plugins() or 'none'}. "
         "Look at these plug-ins and at the logs of these engines, or raise --rollout-timeout-s."
     )
+
+
+async def wait_for_all(config: RolloutConfig, title: str, tasks: Collection[asyncio.Task[Any]], unit: str) -> None:
+    """Return when every task is done; raise what the first failing one raised.
+
+    Wakes once an interval, not once a task, so that thousands of tasks cost no more than a few.
+
+    Raises:
+        DeadlineError: some were not done within ``--rollout-timeout-s``.
+    """
+    wait = LongWait(title, len(tasks), timeout_s=config.rollout_timeout_s)
+    pending = set(tasks)
+    try:
+        while pending:
+            timeout_s = min(wait.interval_s, wait.remaining_s)
+            done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            num_done = len(tasks) - len(pending)
+            wait.show(num_done, unit)
+            if pending and wait.remaining_s <= 0:
+                left = f"{len(pending)} {unit} pending"
+                raise await deadline_error(config, f"The {title}", wait, num_done=num_done, pending=left)
+    finally:
+        wait.close()
+        await cancel_all(pending)

@@ -130,21 +130,21 @@ def write(path: Path, text: str) -> None:
 
 
 def test_the_check_finds_an_upward_and_a_lazy_sideways_import_and_nothing_else(tmp_path):
-    write(tmp_path / "slime/utils/misc.py", "from slime.rollout import state\n")
+    write(tmp_path / "slime/utils/misc.py", "from slime.rollout import pool\n")
     write(tmp_path / "slime/backends/megatron_utils/actor.py", "def f():\n    from ..sglang_utils import engine\n")
-    write(tmp_path / "slime/ray/rollout.py", "import slime.rollout.state\nfrom slime.utils import misc\n")
+    write(tmp_path / "slime/ray/rollout.py", "import slime.rollout.pool\nfrom slime.utils import misc\n")
     assert upward_imports(tmp_path) == [
         "slime/backends/megatron_utils/actor.py:2 (slime.backends.megatron_utils) imports "
         "slime.backends.sglang_utils.engine (slime.backends.sglang_utils)",
-        "slime/utils/misc.py:1 (slime.utils) imports slime.rollout.state (slime.rollout)",
+        "slime/utils/misc.py:1 (slime.utils) imports slime.rollout.pool (slime.rollout)",
     ]
 
 
 def test_the_check_finds_a_library_outside_its_fence(tmp_path):
-    write(tmp_path / "slime/rollout/generate.py", "def f():\n    import ray.util\n")
+    write(tmp_path / "slime/rollout/pool.py", "def f():\n    import ray.util\n")
     write(tmp_path / "slime/ray/rollout.py", "import ray\n")
     assert fence_breaches(tmp_path) == [
-        "slime/rollout/generate.py:2 imports ray.util; only slime.ray, train, train_async may"
+        "slime/rollout/pool.py:2 imports ray.util; only slime.ray, train, train_async may"
     ]
 
 

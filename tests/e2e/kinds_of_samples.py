@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from slime.rollout.generate import append_output, request_payload
+from slime.rollout.engine_request import append_output, request_payload
 from slime.utils.http_utils import add_job_servers, get, init_http_client, post
 from slime.utils.sglang_meta import decode_generate_answer
 from slime.utils.types import Sample

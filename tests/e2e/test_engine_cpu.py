@@ -30,7 +30,7 @@ from PIL import Image, ImageDraw
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-from slime.rollout.generate import append_output, request_payload
+from slime.rollout.engine_request import append_output, request_payload
 from slime.utils.errors import WeightSyncError
 from slime.utils.processing_utils import full_pixels, load_processor
 from slime.utils.types import Sample

@@ -63,7 +63,7 @@ DATA = (
     ),
     Mutation(
         bug="rewards of a group paired with the wrong samples",
-        target="slime.rollout.generate_group:assign_rewards",
+        target="slime.rollout.sglang_rollout:_reward_together",
         old="zip(samples, rewards, strict=True)",
         new="zip(samples, reversed(rewards), strict=True)",
         tests=(f"{ROLLOUT}test_sglang_rollout.py::test_group_rm_grades_each_group_once_after_all_its_samples",),
@@ -106,7 +106,7 @@ DATA = (
     ),
     Mutation(
         bug="continuation token budget wrong after a partial rollout",
-        target="slime.rollout.generate:request_payload",
+        target="slime.rollout.engine_request:request_payload",
         old='params["max_new_tokens"] -= sample.response_length',
         new="pass",
         tests=(
@@ -115,7 +115,7 @@ DATA = (
     ),
     Mutation(
         bug="continuation sent without the tokens drawn before",
-        target="slime.rollout.generate:_prepare_prompt_ids",
+        target="slime.rollout.engine_request:_prepare_prompt_ids",
         old="return list(sample.tokens)",
         new="return list(sample.tokens[: len(sample.tokens) - sample.response_length])",
         tests=(
@@ -124,7 +124,7 @@ DATA = (
     ),
     Mutation(
         bug="tokens of older weights not masked where that was asked for",
-        target="slime.rollout.generate_group:mask_earlier_tokens",
+        target="slime.rollout.sglang_rollout:mask_earlier_tokens",
         old="[0] * sample.response_length",
         new="[1] * sample.response_length",
         tests=(

@@ -13,7 +13,7 @@ from typing import Any
 import requests
 
 from slime.ray.preemption import NOTICE, Notice
-from slime.rollout import fully_async_rollout, sglang_rollout  # noqa: F401 - before clocks are replaced
+from slime.rollout import fully_async_rollout, sglang_rollout  # before clocks are replaced
 from slime.rollout.ledger.journal import Journal
 from tests.simulator.fake_ray import RemoteClass, patch_ray
 from tests.simulator.files import patch_files
@@ -97,13 +97,8 @@ def install() -> Patches:
     from slime.ray.engines import fleet, models
     from slime.ray.engines.group import EngineGroup
     from slime.ray.gpus import GpuSlice
-    from slime.rollout import (
-        data_source,
-        state,
-    )
-    from slime.rollout import (
-        waiting as rollout_waiting,
-    )
+    from slime.rollout import data_source
+    from slime.rollout import waiting as rollout_waiting
     from slime.utils import async_utils, http_utils
     from slime.weights.push import participants
 
@@ -160,9 +155,9 @@ def install() -> Patches:
         (ray_utils, "listen_address", lambda: "127.0.0.1"),
         (models, "listen_address", lambda: "127.0.0.1"),
         (models, "find_available_port", lambda base: free_port()),
-        (state, "load_tokenizer", lambda *_, **__: FakeTokenizer()),
-        (state, "load_processor", nothing),
-        (state, "_tune_garbage_collection", nothing),
+        (sglang_rollout, "load_tokenizer", lambda *_, **__: FakeTokenizer()),
+        (sglang_rollout, "load_processor", nothing),
+        (sglang_rollout, "_tune_garbage_collection", nothing),
         (data_source, "load_tokenizer", lambda *_, **__: FakeTokenizer()),
         (data_source, "load_processor", nothing),
         (waiting, "SIGTERM_POLL_S", NO_SIGTERM_S),
@@ -266,15 +261,14 @@ def free_port(start_port: int = 0, consecutive: int = 1) -> int:
 def process_globals() -> list[tuple[Any, str, Callable[[], Any]]]:
     """The module globals of which each simulated process has its own."""
     from slime.ray import waiting
-    from slime.rollout import context
+    from slime.rollout import run_state
     from slime.utils import async_utils, http_utils
 
     return [
         (waiting, "_sentinels", dict),
         (waiting, "_names", dict),
         (waiting, "_starting", dict),
-        (context, "_RUNS", lambda: [context.RunState()]),
-        (context, "_ROLLOUTS", list),
+        (run_state, "_RUNS", lambda: [run_state.RunState()]),
         (async_utils, "_LOOPS", list),
         (async_utils, "_LOOPS_LOCK", Lock),
         (http_utils, "_CLIENT", http_utils._Client),

@@ -5,5 +5,5 @@
 
 ``ledger`` wraps the data source and is held by the rollout manager; ``journal`` writes records (``records``), samples
 as bytes (``sample_codec``), into files (``segments``); ``recovery`` gives them to the next process.  The rollout
-records what becomes of its groups in the journal of the run (``slime.rollout.context.RunState.journal``).
+records what becomes of its groups in the journal of the run (``slime.rollout.run_state.RunState.journal``).
 """

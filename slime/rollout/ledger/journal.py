@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from slime.rollout import plain_values
 from slime.rollout.base_types import leaf_samples
-from slime.rollout.context import GroupJournal
 from slime.rollout.ledger.frames import Kind, pack_frame
 from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS
 from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot
 from slime.rollout.ledger.segments import JournalWriter
+from slime.rollout.run_state import GroupJournal
 from slime.utils.redaction import redacted
 from slime.utils.types import Sample
 

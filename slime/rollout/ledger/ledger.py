@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.context import GroupJournal
 from slime.rollout.data_source import RolloutDataSource, groups_from_state, groups_to_state
 from slime.rollout.ledger.frames import Kind, Record, describe_damage, read_folder, segment_number
 from slime.rollout.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.rollout.ledger.records import SAMPLE_FLAGS
 from slime.rollout.ledger.recovery import Recovery, SourceRecorder
 from slime.rollout.ledger.segments import compact
+from slime.rollout.run_state import GroupJournal
 from slime.rollout.state_file import read_state, write_state
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

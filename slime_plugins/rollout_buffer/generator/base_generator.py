@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from slime.rollout.generate import CUT
+from slime.rollout.engine_request import CUT
 from slime.rollout.prompt_files import read_file
 from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import ConfigError, GraderError, SlimeError

@@ -11,7 +11,7 @@ import transformers
 from PIL import Image
 
 from examples.vision_shapes import make_task, model, task
-from slime.rollout.generate import processed
+from slime.rollout.engine_request import processed
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.sft_rollout import fill_from_conversation
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator

@@ -9,7 +9,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.rollout import config, generate, sglang_rollout
+from slime.rollout import config, engine_request, sglang_rollout
 from slime.rollout.config import DEFAULT_RETRIES, rollout_config
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import close_http_client
@@ -59,7 +59,7 @@ def ask(args: Namespace, sample: Sample | None = None) -> Sample:
 
 @pytest.mark.parametrize("kind", ["garbage", "empty", "half"])
 def test_with_fault_tolerance_an_answer_that_cannot_be_used_is_asked_for_again(monkeypatch, kind):
-    monkeypatch.setattr(generate, "BAD_ANSWER_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.01)
     with ScriptedEngine(Script(length=6, faults=[Fault(kind, times=2)])) as engine:
         sample = ask(flags(engine))
     assert sample.status is Sample.Status.COMPLETED and sample.response_length == 6
@@ -76,7 +76,7 @@ def test_without_it_such_an_answer_is_an_error_at_once(kind):
 
 
 def test_nonsense_without_an_end_is_an_error_when_the_monitor_has_had_its_time(monkeypatch):
-    monkeypatch.setattr(generate, "BAD_ANSWER_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.01)
     monkeypatch.setattr(config, "BAD_ANSWER_MARGIN_S", 1.0)
     with ScriptedEngine(Script(faults=[Fault("garbage", times=10**6)])) as engine:
         args = flags(engine, rollout_health_check_interval=0.1, rollout_health_check_timeout=0.1)
@@ -124,7 +124,7 @@ def test_requests_are_repeated_for_as_long_as_an_engine_may_take_to_start():
     ("value", "field"), [(0.5, r"output_token_logprobs'\]\[0\] has the log-prob 0.5"), (float("nan"), "log-prob nan")]
 )
 def test_an_answer_with_impossible_numbers_is_asked_for_again_or_ends_the_run(monkeypatch, value, field):
-    monkeypatch.setattr(generate, "BAD_ANSWER_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.01)
     bad = iter([value])
     script = Script(length=6, log_prob=lambda token, position: next(bad, -0.5))
     with ScriptedEngine(script) as engine:
@@ -145,9 +145,9 @@ def test_the_time_for_another_answer_begins_with_the_first_bad_one_however_late_
         clock.now_s += 1000.0
         return {"text": "", "meta_info": meta_info} if len(asked) == good else "{"
 
-    monkeypatch.setattr(generate, "BAD_ANSWER_WAIT_S", 0.0)
-    monkeypatch.setattr(generate, "send", send)
-    monkeypatch.setattr(generate, "time", Namespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.0)
+    monkeypatch.setattr(engine_request, "send", send)
+    monkeypatch.setattr(engine_request, "time", Namespace(monotonic=lambda: clock.now_s))
     engine = Namespace(host="127.0.0.1", port=1)
     good = 2
     assert ask(flags(engine)).response_length == 1 and len(asked) == 2

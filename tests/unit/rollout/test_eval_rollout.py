@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import eval_rollout, state
+from slime.rollout import eval_data, sglang_rollout
+from slime.rollout.config import rollout_config
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
@@ -26,9 +27,9 @@ Evaluate = Callable[..., dict[str, dict[str, list[Any]]]]
 
 @pytest.fixture
 def cluster(monkeypatch) -> Iterator[FakeCluster]:
-    monkeypatch.setattr(state, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
-    monkeypatch.setattr(eval_rollout, "_datasets", {})
+    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+    monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
+    monkeypatch.setattr(eval_data, "_datasets", {})
     fake_cluster.CALLS.clear()
     GenerateState.clear_instances()
 
@@ -169,8 +170,9 @@ def test_answers_to_one_prompt_are_one_group_in_every_data_set(cluster, tmp_path
 def test_answers_to_one_prompt_share_its_pictures_so_that_these_are_processed_once(monkeypatch):
     picture, config = object(), EvalDatasetConfig(name="d", path="p", n_samples_per_eval_prompt=2)
     prompt = Sample(prompt="a", multimodal_inputs={"images": [picture]})
-    monkeypatch.setattr(eval_rollout, "_load_dataset", lambda *_: Namespace(samples=[prompt]))
-    first, second = eval_rollout._samples_of(None, config)  # type: ignore[arg-type]
+    monkeypatch.setattr(eval_data, "_load_dataset", lambda *_: Namespace(samples=[prompt]))
+    requests = eval_data.requests_of(Namespace(), rollout_config(Namespace()), config, None)
+    [(first, _), (second, _)] = requests
     assert first.multimodal_inputs["images"][0] is second.multimodal_inputs["images"][0] is picture
     assert first.multimodal_inputs is not second.multimodal_inputs and first.metadata is not second.metadata
 

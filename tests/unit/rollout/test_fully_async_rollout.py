@@ -14,14 +14,14 @@ import aiohttp
 import pytest
 
 from slime.rollout import data_source as data_source_module
-from slime.rollout import fully_async_rollout, pool, rm_hub, sglang_rollout, state
+from slime.rollout import fully_async_rollout, pool, rm_hub, sglang_rollout
 from slime.rollout.base_types import leaf_samples
-from slime.rollout.context import RunState, use_run
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
 from slime.rollout.rm_hub import policy
+from slime.rollout.run_state import RunState, use_run
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.utils.async_utils import run
@@ -111,8 +111,8 @@ StartJob = Callable[..., Job]
 @pytest.fixture
 def start_job(tmp_path, monkeypatch) -> Iterator[StartJob]:
     engines: list[ScriptedEngine] = []
-    monkeypatch.setattr(state, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
+    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+    monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
     monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
     monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
     for module in (pool, fully_async_rollout):

@@ -12,7 +12,7 @@ import pytest
 
 from slime.rollout import direct_workers, sglang_rollout
 from slime.rollout.config import rollout_config
-from slime.rollout.generate import (
+from slime.rollout.engine_request import (
     _payload,
     _prepare_prompt_ids,
     append_checked,
@@ -127,7 +127,7 @@ def test_a_multimodal_prompt_goes_through_the_processor_and_keeps_its_pixels():
 
 
 def test_ids_go_with_one_token_for_each_image_where_it_is_known(monkeypatch):
-    monkeypatch.setattr("slime.rollout.generate.encode_image_for_rollout_engine", lambda image: image)
+    monkeypatch.setattr("slime.rollout.engine_request.encode_image_for_rollout_engine", lambda image: image)
     sample = Sample(prompt="a", multimodal_inputs={"images": ["x", "y"]})
     payload = _payload(
         rollout_config(Namespace(use_rollout_routing_replay=False)),
@@ -189,7 +189,7 @@ def test_messages_that_were_never_rendered_are_refused():
 
 
 def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
-    monkeypatch.setattr("slime.rollout.generate.encode_image_for_rollout_engine", lambda image: f"data:{image}")
+    monkeypatch.setattr("slime.rollout.engine_request.encode_image_for_rollout_engine", lambda image: f"data:{image}")
     sample = Sample(prompt="a", response="b", multimodal_inputs={"images": ["img"]})
     payload = _payload(rollout_config(Namespace(use_rollout_routing_replay=True)), sample, [1], {"n": 1})
     assert payload == {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from slime.rollout import data_source as data_source_module
-from slime.rollout.context import RunState, current_run, use_run
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.mixture import read_mix
+from slime.rollout.run_state import RunState, current_run, use_run
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from slime.rollout import pool as pool_module
-from slime.rollout import sglang_rollout
 from slime.rollout.base_types import Group
-from slime.rollout.config import rollout_config
-from slime.rollout.context import RolloutContext, RunState
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.pool import DROPS_BEFORE_WARNING, MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
 from slime.rollout.rm_hub.policy import FAILURES
+from slime.rollout.run_state import RunState, use_run
 from slime.rollout.waiting import LongWait
 from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.types import Sample
@@ -51,15 +49,20 @@ class State(Namespace):
         return task
 
 
-def context_with(run_group: Callable[..., Any] | None = None, **flags: Any) -> RolloutContext:
-    args = Namespace(**{"n_samples_per_prompt": 1, "rollout_batch_size": 2} | flags)
-    state = State()
-    points: Any = Namespace(
-        GenerateState=lambda args: state,
-        generate_and_rm_group=run_group,
-        load_function=sglang_rollout.load_function,
-    )
-    return RolloutContext(args, rollout_config(args), points, RunState(Recorder()))
+@pytest.fixture(autouse=True)
+def journal() -> Iterator[Recorder]:
+    recorder = Recorder()
+    use_run(RunState(recorder))
+    yield recorder
+    use_run(RunState())
+
+
+def args_with(**flags: Any) -> Namespace:
+    return Namespace(**{"n_samples_per_prompt": 1, "rollout_batch_size": 2} | flags)
+
+
+def make_pool(run_group: Callable[..., Any], *, rollout_id: int = 0, **flags: Any) -> GroupPool:
+    return GroupPool(args_with(**flags), State(), run_group, rollout_id=rollout_id)
 
 
 def finished(index: int = 0, **fields: Any) -> Sample:
@@ -79,13 +82,13 @@ def drops_odd(args: Any, group: Group, **kwargs: Any) -> DynamicFilterOutput:
 
 
 def test_a_group_of_the_wrong_size_is_refused():
-    policy = GroupPolicy(context_with(n_samples_per_prompt=2))
+    policy = GroupPolicy(args_with(n_samples_per_prompt=2))
     with pytest.raises(DataError, match="a group of 1 samples; --n-samples-per-prompt is 2"):
         policy.admit([Sample()], 0)
 
 
 def test_what_the_data_source_gives_is_counted_by_how_far_it_is():
-    policy = GroupPolicy(context_with())
+    policy = GroupPolicy(args_with())
     partial = Sample(status=Sample.Status.ABORTED, response_length=2)
     for group in ([Sample()], [partial], [finished()]):
         policy.admit(group, 0)
@@ -99,7 +102,7 @@ def stuck(sample: Sample, *, no_progress: int = 0) -> InFlightGroup:
 
 
 def test_a_generate_function_that_sets_no_status_is_named():
-    policy = GroupPolicy(context_with(custom_generate_function_path="mine.generate"))
+    policy = GroupPolicy(args_with(custom_generate_function_path="mine.generate"))
     group = [Sample(index=0)]
     before = stuck(group[0])
     for times in range(1, MAX_NO_PROGRESS):
@@ -110,7 +113,7 @@ def test_a_generate_function_that_sets_no_status_is_named():
 
 
 def test_samples_that_a_generate_function_keeps_aborting_are_left_out():
-    policy = GroupPolicy(context_with(custom_generate_function_path="mine.generate"))
+    policy = GroupPolicy(args_with(custom_generate_function_path="mine.generate"))
     answered, dead = finished(0, reward=1.0), Sample(index=1, status=Sample.Status.ABORTED)
     before = InFlightGroup([answered, dead], 0, (None, 0), 1, MAX_NO_PROGRESS - 1)
     policy.count_no_progress([answered, dead], before, (None, 0))
@@ -124,7 +127,7 @@ def test_samples_that_a_generate_function_keeps_aborting_are_left_out():
     ("pushes_interrupt", "moment", "is_stuck"), [(False, 0, True), (True, 0, False), (False, 1, False)]
 )
 def test_a_group_is_stuck_unless_a_push_came_or_where_pushes_come_it_grew(pushes_interrupt, moment, is_stuck):
-    policy = GroupPolicy(context_with(), pushes_interrupt=pushes_interrupt)
+    policy = GroupPolicy(args_with(), pushes_interrupt=pushes_interrupt)
     sample = Sample(index=5, status=Sample.Status.ABORTED, response_length=2)
     before = stuck(sample, no_progress=MAX_NO_PROGRESS - 1)
     sample.response_length = 4
@@ -136,7 +139,7 @@ def test_a_group_is_stuck_unless_a_push_came_or_where_pushes_come_it_grew(pushes
 
 
 def test_a_filter_that_keeps_nothing_is_said_now_and_then(caplog):
-    policy = GroupPolicy(context_with(dynamic_sampling_filter_path=f"{__name__}.drops_all"))
+    policy = GroupPolicy(args_with(dynamic_sampling_filter_path=f"{__name__}.drops_all"))
     for _ in range(DROPS_BEFORE_WARNING * 2 * 2):
         assert not policy.keeps([finished()], num_outstanding=10)
     warnings = [record.message for record in caplog.records if "kept none" in record.message]
@@ -165,7 +168,7 @@ def answers(*seconds: float) -> Callable[..., Any]:
 
 def test_groups_are_taken_in_the_order_of_their_weights_and_then_of_their_end():
     async def main() -> None:
-        pool = GroupPool(context_with(answers(0.04, 0.0, 0.02, 0.0)))
+        pool = make_pool(answers(0.04, 0.0, 0.02, 0.0))
         pool.admit(groups := [[Sample(index=k, weight_versions=["7"])] for k in range(4)])
         groups[0][0].weight_versions = ["3"]
         await pool.submit(groups)
@@ -178,10 +181,10 @@ def test_groups_are_taken_in_the_order_of_their_weights_and_then_of_their_end():
     asyncio.run(main())
 
 
-def test_every_group_is_kept_or_dropped_and_the_journal_has_it():
+def test_every_group_is_kept_or_dropped_and_the_journal_has_it(journal):
     async def main() -> None:
         path = f"{__name__}.drops_odd"
-        pool = GroupPool(context_with(answers(0.0, 0.0, 0.0, 0.0), dynamic_sampling_filter_path=path))
+        pool = make_pool(answers(0.0, 0.0, 0.0, 0.0), dynamic_sampling_filter_path=path)
         pool.admit(groups := [[Sample(index=k)] for k in range(4)])
         await pool.submit(groups)
         await wait_for(pool, 2)
@@ -189,7 +192,7 @@ def test_every_group_is_kept_or_dropped_and_the_journal_has_it():
         assert [group[0].index for group in batch] == [0, 2]
         assert (metrics["rollout/groups/kept"], metrics["rollout/groups/dropped"]) == (2, 2)
         assert metrics["rollout/dynamic_filter/drop_odd"] == 2
-        records = pool.context.journal.records
+        records = journal.records
         assert sorted(index for kind, index in records if kind == "finished") == [0, 1, 2, 3]
         assert [reason for kind, reason in records if kind == "filtered"] == ["odd", "odd"]
 
@@ -205,7 +208,7 @@ def test_a_group_that_was_cut_off_goes_on_and_the_first_rollout_of_its_tokens_is
         )
 
     async def main() -> None:
-        pool = GroupPool(context_with(run_group), rollout_id=7)
+        pool = make_pool(run_group, rollout_id=7)
         await pool.submit([[Sample(index=0)]])
         await wait_for(pool, 1)
         assert pool.kept[0].group[0].metadata == {"start_rollout_id": 7}
@@ -222,7 +225,7 @@ def test_the_error_of_a_group_reaches_whoever_waits(error, says):
         raise error
 
     async def main() -> None:
-        pool = GroupPool(context_with(run_group))
+        pool = make_pool(run_group)
         await pool.submit([[Sample(index=0)]])
         with pytest.raises((ValueError, HookError), match=says):
             await wait_for(pool, 1)
@@ -235,7 +238,7 @@ def test_an_abort_leaves_its_groups_to_the_caller(monkeypatch):
     monkeypatch.setattr(pool_module, "POLL_S", 0.01)
 
     async def main() -> None:
-        pool = GroupPool(context_with(answers(0.0)))
+        pool = make_pool(answers(0.0))
         await pool.submit([[Sample(index=0)]])
         pool.state.aborted = True
         [task] = pool.state.pendings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.rollout import data_source as data_source_module
-from slime.rollout import pool, state
+from slime.rollout import pool, sglang_rollout
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
@@ -34,7 +34,7 @@ class CountingTokenizer(FakeTokenizer):
 @pytest.fixture
 def tokenizer(monkeypatch) -> Iterator[CountingTokenizer]:
     tokenizer = CountingTokenizer()
-    for module in (state, data_source_module):
+    for module in (sglang_rollout, data_source_module):
         monkeypatch.setattr(module, "load_tokenizer", lambda *a, **k: tokenizer)
         monkeypatch.setattr(module, "load_processor", lambda *a, **k: None)
     GenerateState.clear_instances()
@@ -94,10 +94,10 @@ def test_a_wave_starts_in_pieces_between_which_other_work_is_done(tokenizer, eng
 
 def test_the_collector_is_left_with_more_room_than_requests_in_flight_take(tokenizer, engine, tmp_path):
     thresholds = gc.get_threshold()
-    state._tune_garbage_collection.cache_clear()
+    sglang_rollout._tune_garbage_collection.cache_clear()
     try:
         rollout(engine, tmp_path, ["a"], sglang_server_concurrency=1000)
-        assert gc.get_threshold()[0] == 1000 * state.OBJECTS_PER_REQUEST
+        assert gc.get_threshold()[0] == 1000 * sglang_rollout.OBJECTS_PER_REQUEST
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import control_client, sglang_streaming_rollout, state
+from slime.rollout import control_client, engine_request, sglang_rollout, sglang_streaming_rollout
 from slime.rollout import data_source as data_source_module
-from slime.rollout import generate as generate_module
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import policy
@@ -41,12 +40,12 @@ Rollout = Callable[..., list[Sample]]
 @pytest.fixture
 def rollout(tmp_path, monkeypatch) -> Iterator[Rollout]:
     """Samples of one rollout over an engine with the given faults; ``rollout.engine`` is the engine."""
-    for module in (state, data_source_module):
+    for module in (sglang_rollout, data_source_module):
         monkeypatch.setattr(module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
         monkeypatch.setattr(module, "load_processor", lambda *a, **k: None)
     for module in (http_utils, sglang_streaming_rollout):
         monkeypatch.setattr(module, "RETRY_WAIT_S", 0.05)
-    monkeypatch.setattr(generate_module, "BAD_ANSWER_WAIT_S", 0.05)
+    monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.05)
     monkeypatch.setattr(policy, "FAILURES", policy.FailureCount())
     engines: list[ScriptedEngine] = []
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import control_client, sglang_rollout, state
+from slime.rollout import control_client, sglang_rollout
 from slime.rollout import data_source as data_source_module
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -55,8 +55,8 @@ StartJob = Callable[..., Job]
 @pytest.fixture
 def start_job(tmp_path, monkeypatch) -> Iterator[StartJob]:
     clusters: list[FakeCluster] = []
-    monkeypatch.setattr(state, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
+    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+    monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
     monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
     monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
     monkeypatch.setattr(http_utils, "RETRY_WAIT_S", 0.01)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import direct_workers, sglang_streaming_rollout, state
+from slime.rollout import direct_workers, sglang_rollout, sglang_streaming_rollout
 from slime.rollout.config import rollout_config
 from slime.rollout.control_client import abort_engines
 from slime.rollout.direct_workers import WorkerPicker
@@ -29,8 +29,8 @@ PARAMS = {"temperature": 1.0, "max_new_tokens": 1000}
 @pytest.fixture
 def serve(monkeypatch) -> Iterator[Any]:
     engines: list[ScriptedEngine] = []
-    monkeypatch.setattr(state, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
+    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+    monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
     monkeypatch.setattr(sglang_streaming_rollout, "RETRY_WAIT_S", 0.01)
     monkeypatch.setattr(sglang_streaming_rollout, "ABORT_POLL_S", 0.02)
     monkeypatch.setattr(sglang_streaming_rollout, "ABORT_GRACE_S", 0.1)

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.rollout import control_client, fully_async_rollout, generate, sglang_rollout, state
+from slime.rollout import control_client, direct_workers, fully_async_rollout, sglang_rollout
 from slime.rollout import data_source as data_source_module
 from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaf_samples
-from slime.rollout.context import RunState, use_run
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger
+from slime.rollout.run_state import RunState, use_run
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -118,11 +118,11 @@ class Life:
         self.loop = VirtualLoop(self.step)
         self.in_flight: list[Request] = []
         GenerateState.clear_instances()
-        monkeypatch.setattr(state, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-        monkeypatch.setattr(state, "load_processor", lambda *a, **k: None)
+        monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
+        monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
         monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
         monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
-        monkeypatch.setattr(generate, "post", self.post)
+        monkeypatch.setattr(direct_workers, "post", self.post)
         monkeypatch.setattr(control_client, "control_post", self.abort_all)
         monkeypatch.setattr(control_client, "control_get", self.control_get)
         for module in (sglang_rollout, fully_async_rollout):

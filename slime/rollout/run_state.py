@@ -1,16 +1,11 @@
-"""Values that are carried through a rollout beside its samples.
-
-Every function below the entry points takes a :class:`RolloutContext`.  The entry points themselves have the signatures
-that plug-ins call and replace (``generate(args, sample, sampling_params)``), so they find theirs with ``context_of``.
-"""
+"""State of a process that outlives a rollout: its number, what observes it, and the count of weight versions."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from slime.rollout.config import RolloutConfig, rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.staleness import StalenessBound
 
 
@@ -38,22 +33,9 @@ class GroupFeedback:
         return {}
 
 
-class EntryPoints(Protocol):
-    """The module ``slime.rollout.sglang_rollout``: plug-ins replace its names, so they are looked up at every call."""
-
-    GenerateState: Any
-    generate: Any
-    generate_and_rm: Any
-    generate_and_rm_group: Any
-    load_function: Any
-    async_rm: Any
-    batched_async_rm: Any
-    eval_rollout_single_dataset: Any
-
-
 @dataclass
 class RunState:
-    """State that outlives a rollout: its number, the journal, and the count of weight versions."""
+    """The rollout in progress, the journal, and the count of weight versions."""
 
     journal: GroupJournal = field(default_factory=GroupJournal)
     feedback: GroupFeedback = field(default_factory=GroupFeedback)
@@ -78,30 +60,8 @@ class RunState:
         return self._bound
 
 
-@dataclass(frozen=True)
-class RolloutContext:
-    """Flags, entry points and run of a rollout.  Flags are read when it is made: once a rollout."""
-
-    args: Namespace
-    """All flags, for plug-ins."""
-    config: RolloutConfig
-    entry_points: EntryPoints
-    run: RunState
-
-    @property
-    def journal(self) -> GroupJournal:
-        """The journal of the run."""
-        return self.run.journal
-
-    def state(self) -> Any:
-        """Return the ``GenerateState`` of this process."""
-        return self.entry_points.GenerateState(self.args)
-
-
 _RUNS: list[RunState] = [RunState()]
 """The run of this process."""
-_ROLLOUTS: list[RolloutContext] = []
-"""The context of the rollout in progress."""
 
 
 def current_run() -> RunState:
@@ -112,22 +72,4 @@ def current_run() -> RunState:
 def use_run(run: RunState) -> RunState:
     """Make ``run`` the run of this process, and return it."""
     _RUNS[:] = [run]
-    _ROLLOUTS.clear()
     return run
-
-
-def begin_rollout(args: Namespace, entry_points: EntryPoints) -> RolloutContext:
-    """Make the context of a rollout from the flags as they are now; entry points called with ``args`` share it."""
-    _ROLLOUTS[:] = [RolloutContext(args, rollout_config(args), entry_points, current_run())]
-    return _ROLLOUTS[0]
-
-
-def context_of(args: Namespace, entry_points: EntryPoints) -> RolloutContext:
-    """Return the context of the rollout in progress; for other flags than its own, one made from these.
-
-    The only place where an entry point that a plug-in calls finds what its signature does not carry.
-    """
-    for context in _ROLLOUTS:
-        if context.args is args:
-            return context
-    return RolloutContext(args, rollout_config(args), entry_points, current_run())

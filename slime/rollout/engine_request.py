@@ -1,7 +1,7 @@
-"""One sample, one request: build the payload, post it, append what comes back.
+"""From a sample to the body of a request, and from the engine's answer back to the sample.
 
 A sample that already holds tokens (a partial rollout) is continued: its tokens are the input, and its response so far
-counts against ``max_new_tokens``.  Rewards, hooks and concurrency are the business of ``generate_group``.
+counts against ``max_new_tokens``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout.config import RolloutConfig
-from slime.rollout.context import RolloutContext
-from slime.rollout.direct_workers import post_to_worker, router_would_drop
+from slime.rollout.direct_workers import send
 from slime.utils.answer_checks import problem_with_answer
-from slime.utils.errors import DataError, EngineError, ProcessError
-from slime.utils.http_utils import post
+from slime.utils.errors import DataError, EngineError
 from slime.utils.processing_utils import (
-    check_image_tokens,
     encode_image_for_rollout_engine,
     join_images,
     media_of,
@@ -29,7 +25,7 @@ from slime.utils.processing_utils import (
     process_text,
     process_vision_info,
 )
-from slime.utils.sglang_meta import decode_generate_answer, read_output_tokens
+from slime.utils.sglang_meta import TOP_P_ASK, read_output_tokens
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -42,6 +38,25 @@ MAX_PROCESSED = 64
 """Prompts whose images stay processed, for siblings that are asked next."""
 _PROCESSED: dict[tuple[Any, ...], tuple[list[Any], list[int], dict[str, Any]]] = {}
 """(prompt, identities of its pictures) -> (the pictures, which keeps the identities theirs; ids; train inputs)."""
+
+
+def training_sampling_params(config: RolloutConfig) -> dict[str, Any]:
+    """Return the ``sampling_params`` of a training request."""
+    params: dict[str, Any] = {
+        "temperature": config.rollout_temperature,
+        "top_p": config.rollout_top_p,
+        "top_k": config.rollout_top_k,
+        "max_new_tokens": config.rollout_max_response_len,
+        "stop": config.rollout_stop,
+        "stop_token_ids": config.rollout_stop_token_ids,
+        "skip_special_tokens": config.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    if config.rollout_top_p != 1.0:
+        # The trainer renormalises over the nucleus that the engine sampled from, so it needs the ids in it.
+        params["custom_params"] = {TOP_P_ASK: True}
+    return params
 
 
 def _prepare_prompt_ids(
@@ -173,29 +188,7 @@ def request_payload(
     return _payload(config, sample, input_ids, params, getattr(state.processor, "image_token_id", None))
 
 
-async def answer_sample(context: RolloutContext, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fill ``sample`` with one answer of the engine; ``slime.rollout.sglang_rollout.generate`` is this."""
-    config, state = context.config, context.state()
-    payload = request_payload(config, sample, sampling_params, state)
-    if payload is None:
-        return sample
-    try:
-        with trace_span(sample, "sglang_generate") as span:
-            output = await _ask(config, sample, payload, is_over=lambda: state.aborted)
-            span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
-    except ProcessError:
-        if not state.aborted:
-            raise
-        # The rollout is over and this answer is not needed; what the sample held before stays valid.
-        logger.warning("Sample %s lost its engine during the abort; it keeps its earlier tokens.", sample.index)
-        sample.status = Sample.Status.ABORTED
-        return sample
-    check_image_tokens(f"Sample {sample.index}", payload, output["meta_info"], len(sample.tokens))
-    append_checked(context.args, sample, output, decoder_of(state, payload))
-    return sample
-
-
-async def _ask(
+async def ask(
     config: RolloutConfig, sample: Sample, payload: dict[str, Any], *, is_over: Callable[[], bool]
 ) -> dict[str, Any]:
     """Return an engine's answer that can be used.
@@ -218,19 +211,6 @@ async def _ask(
                 raise
             logger.warning("%s Asking again.", error)
         await asyncio.sleep(BAD_ANSWER_WAIT_S)
-
-
-async def send(config: RolloutConfig, payload: dict[str, Any], session_id: str | None) -> Any:
-    """Post through the router, or straight to a worker when the router would lose a field that matters."""
-    if router_would_drop(payload):
-        return await post_to_worker(config, payload, routing_key=session_id)
-    return await post(
-        f"{config.router_url}/generate",
-        payload,
-        config.request_retries,
-        headers=config.routing_headers(session_id),
-        decode=decode_generate_answer,
-    )
 
 
 def check_answer(config: RolloutConfig, sample: Sample, output: Any, payload: dict[str, Any]) -> None:

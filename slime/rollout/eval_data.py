@@ -1,0 +1,119 @@
+"""The data of an evaluation: its requests, from the prompts of every ``--eval-prompt-data`` set, and its results."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from argparse import Namespace
+from typing import Any
+
+from slime.rollout.config import RolloutConfig
+from slime.rollout.eval_config import EvalDatasetConfig
+from slime.rollout.prompt_dataset import Dataset
+from slime.rollout.tools import toolbox
+from slime.utils.errors import ConfigError
+from slime.utils.misc import copy_plain
+from slime.utils.processing_utils import media_of
+from slime.utils.types import Sample
+
+_datasets: dict[Any, Dataset] = {}
+"""Loaded evaluation sets: they are the same in every evaluation."""
+
+
+def requests_of(
+    args: Namespace, config: RolloutConfig, dataset_cfg: EvalDatasetConfig, state: Any
+) -> list[tuple[Sample, dict[str, Any]]]:
+    """Make a fresh sample and its sampling parameters for every answer wanted, prompt by prompt."""
+    dataset = _load_dataset(args, dataset_cfg, state)
+    shared_params = eval_sampling_params(config, dataset_cfg)
+    requests: list[tuple[Sample, dict[str, Any]]] = []
+    for number, prompt in enumerate(dataset.samples):
+        for copy_index in range(dataset_cfg.n_samples_per_eval_prompt):
+            sample = copy.deepcopy(prompt, {id(item): item for item in media_of(prompt)})  # pictures are shared
+            sample.index = len(requests)
+            sample.group_index = number
+            sample.session_id = str(uuid.uuid4())
+            sample.metadata = dataset_cfg.inject_metadata(sample.metadata)
+            sample.custom_rm_path = dataset_cfg.custom_rm_path or ("" if dataset_cfg.rm_type else None)
+            sample.generate_function_path = dataset_cfg.custom_generate_function_path
+            params = copy_plain(shared_params)
+            if config.sglang_enable_deterministic_inference:
+                params["sampling_seed"] = config.rollout_seed + copy_index
+            requests.append((sample, params))
+    return requests
+
+
+def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig, state: Any) -> Dataset:
+    """Return the data set of a config, read once."""
+    key = (
+        dataset_cfg.cache_key,
+        args.hf_checkpoint,
+        dataset_cfg.apply_chat_template,
+        repr(dataset_cfg.multimodal_keys),
+        repr(dataset_cfg.apply_chat_template_kwargs),
+        args.eval_max_prompt_len,
+    )
+    if key not in _datasets:
+        _datasets[key] = Dataset(
+            dataset_cfg.path,
+            state.tokenizer,
+            state.processor,
+            args.eval_max_prompt_len,
+            prompt_key=dataset_cfg.input_key or args.input_key,
+            label_key=dataset_cfg.label_key,
+            tool_key=dataset_cfg.tool_key,
+            metadata_key=dataset_cfg.metadata_key,
+            multimodal_keys=dataset_cfg.multimodal_keys,
+            apply_chat_template=dataset_cfg.apply_chat_template,
+            apply_chat_template_kwargs=dataset_cfg.apply_chat_template_kwargs,
+            tools=toolbox(args).schemas,
+        )
+    return _datasets[key]
+
+
+def eval_sampling_params(config: RolloutConfig, dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
+    """Make the ``sampling_params`` of a data set; stop and detokenizer options fall back to ``--rollout-*`` flags."""
+
+    def first_set(value: Any, fallback: Any) -> Any:
+        return fallback if value is None else value
+
+    params: dict[str, Any] = {
+        "temperature": dataset_cfg.temperature,
+        "top_p": dataset_cfg.top_p,
+        "top_k": dataset_cfg.top_k,
+        "max_new_tokens": dataset_cfg.max_response_len,
+        "stop": first_set(dataset_cfg.stop, config.rollout_stop),
+        "stop_token_ids": first_set(dataset_cfg.stop_token_ids, config.rollout_stop_token_ids),
+        "skip_special_tokens": first_set(dataset_cfg.skip_special_tokens, config.rollout_skip_special_tokens),
+        "no_stop_trim": first_set(dataset_cfg.no_stop_trim, True),
+        "spaces_between_special_tokens": False,
+    }
+    for name in ("repetition_penalty", "min_new_tokens"):
+        if getattr(dataset_cfg, name) is not None:
+            params[name] = getattr(dataset_cfg, name)
+    return params
+
+
+def results_of(samples: list[Sample], key: str | None, name: str) -> dict[str, list[Any]]:
+    """Return the results of data set ``name``; of a reward that is a dict, the entry ``key`` counts.
+
+    Raises:
+        ConfigError: a reward has no such entry.
+    """
+    return {
+        "rewards": [_reward_number(sample, key, name) for sample in samples],
+        "truncated": [sample.status == Sample.Status.TRUNCATED for sample in samples],
+        "samples": samples,
+    }
+
+
+def _reward_number(sample: Sample, key: str | None, name: str) -> Any:
+    """Return the number to average."""
+    if key is None or not isinstance(sample.reward, dict):
+        return sample.reward
+    if key not in sample.reward:
+        raise ConfigError(
+            f"The reward of evaluation set {name} has no entry {key!r}; it has {', '.join(map(str, sample.reward))}. "
+            "Set --eval-reward-key (or --reward-key) to one of these."
+        )
+    return sample.reward[key]
