@@ -7,7 +7,7 @@ DEVICE ?= $(shell scripts/device.sh)
 export PYTHONDONTWRITEBYTECODE :=
 
 # `make docs` builds the site of docs/ into site/.
-.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds golden install check
+.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds golden golden-core install check
 
 demo: install
 	@DEVICE=$(DEVICE) scripts/demo.sh
@@ -61,6 +61,10 @@ seeds: install
 # job; ARGS="--only NAME", --write.  `scripts/gauges.py` measures the structure itself.
 golden: install
 	@.venv/bin/python -m tests.golden $(ARGS)
+
+# The same by the core alone, in a copy of the repository whose slime/ext is empty.
+golden-core: install
+	@.venv/bin/python -m tests.golden --without-extensions --only grpo async ppo sft $(ARGS)
 
 # The pretrained model of `make demo-real` in trainer, engine, converters and LoRA, with the numbers.
 real-checks: install

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,17 @@ def python_files(repo: Path = REPO) -> Iterator[Path]:
     for name in ENTRY_POINTS:
         if (repo / name).is_file():
             yield repo / name
+
+
+def copy_without_extensions(target: Path) -> None:
+    """Copy the repository's programs and tests to ``target``, with slime/ext and tests/ext empty."""
+    for name in (*PRODUCT, "examples", "scripts", "tests"):
+        shutil.copytree(REPO / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ENTRY_POINTS:
+        shutil.copy(REPO / name, target / name)
+    for extension in [*(target / "slime/ext").iterdir(), *(target / "tests/ext").iterdir()]:
+        if extension.is_dir():
+            shutil.rmtree(extension)
 
 
 def module_name(path: Path, repo: Path = REPO) -> str:

@@ -2,6 +2,7 @@
 
     python -m tests.golden                       compare with tests/golden/numbers.json
     python -m tests.golden --only grpo lora      two of the jobs
+    python -m tests.golden --without-extensions  of a copy of the repository whose slime/ext is empty
     python -m tests.golden --write               record; the change that does so says why its numbers are others
 
 Bits depend on the processor and the packages.  On another machine, record with `--write --file before.json` at the
@@ -14,6 +15,7 @@ import argparse
 import json
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.contracts.source_tree import copy_without_extensions
 from tests.golden.jobs import JOBS, prepare, run
 
 NUMBERS = Path(__file__).with_name("numbers.json")
@@ -55,6 +58,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS), metavar="NAME", help=", ".join(JOBS))
     parser.add_argument("--write", action="store_true", help="record the numbers instead of comparing them")
     parser.add_argument("--file", type=Path, default=NUMBERS, help="the recorded numbers")
+    parser.add_argument("--without-extensions", action="store_true", help="in a copy whose slime/ext is empty")
     parser.add_argument("--keep", action="store_true", help="keep the folders of the jobs")
     return parser.parse_args(argv)
 
@@ -62,6 +66,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run the jobs; return 1 when a number differs."""
     options = parse()
+    if options.without_extensions:
+        words = [word for word in sys.argv[1:] if word != "--without-extensions"]
+        with tempfile.TemporaryDirectory(prefix="core-") as folder:
+            copy_without_extensions(Path(folder))
+            return subprocess.run([sys.executable, "-m", "tests.golden", *words], cwd=folder, check=False).returncode
     recorded = json.loads(options.file.read_text()) if options.file.exists() else {"machine": machine(), "jobs": {}}
     if recorded["machine"] != machine():
         if not options.write:

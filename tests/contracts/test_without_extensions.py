@@ -1,0 +1,95 @@
+"""Without the folder of an extension everything else still works, and the core trains with none."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from examples.tiny_arithmetic.make_task import make_task
+from tests.contracts.source_tree import (
+    REPO,
+    copy_without_extensions,
+    is_facade,
+    module_name,
+    python_files,
+    tree_of,
+)
+
+EXTENSIONS = sorted(path.name for path in (REPO / "slime/ext").iterdir() if (path / "__init__.py").exists())
+TOOLS = {"tools.plan"}
+"""Commands of an extension."""
+PROGRAM = """
+import os, sys
+from examples import one_step
+from slime.arguments.parser import build_parser
+from slime.compose import flag_groups
+
+parser = build_parser(with_engine_flags=True, groups=flag_groups())
+assert parser.format_help()
+still_known = set(os.environ["FLAGS_OF_EXTENSIONS"].split()) & parser._option_string_actions.keys()
+assert not still_known, still_known
+one_step.main(sys.argv[1:])
+assert not [name for name in sys.modules if name.startswith("slime.ext.")]
+"""
+
+
+def flags_of(extension: str) -> list[str]:
+    """The flags that an extension declares, by its source."""
+    path = REPO / "slime/ext" / extension / "flags.py"
+    return [
+        node.args[0].value
+        for node in ast.walk(tree_of(path) if path.exists() else ast.Module([], []))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"
+        if isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
+    ]
+
+
+def extensions_named_in(text: str) -> set[str]:
+    """Imports, import paths in texts, and comments."""
+    return set(re.findall(r"\bslime\.ext(?:\.| import )(\w+)", text))
+
+
+def test_the_core_names_no_extension_and_the_root_only_in_its_functions():
+    named = {}
+    for path in [*python_files(), *sorted((REPO / "examples").rglob("*.py"))]:
+        module, text = module_name(path), path.read_text()
+        if module == "slime.compose":
+            text = "\n".join(ast.unparse(node) for node in tree_of(path).body if not isinstance(node, ast.FunctionDef))
+        found = extensions_named_in(text)
+        if found and not module.startswith("slime.ext.") and not is_facade(module) and module not in TOOLS:
+            named[module] = found
+    assert named == {}
+    assert extensions_named_in('"slime.ext.plan.fit"\nfrom slime.ext import lora') == {"plan", "lora"}
+
+
+@pytest.mark.timeout(600)
+def test_the_core_trains_where_every_extension_is_deleted(tmp_path):
+    tree = tmp_path / "tree"
+    copy_without_extensions(tree)
+    make_task(tmp_path / "task", seed=2026)
+    flags = [flag for extension in EXTENSIONS for flag in flags_of(extension)]
+    assert "--plan" in flags
+    words = ["--task", f"{tmp_path}/task", "--steps", "2", "--rollout-batch-size", "2", "--global-batch-size", "16"]
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words, "--save-debug-train-data", f"{tmp_path}/{{rollout_id}}.pt"],
+        cwd=tree,
+        env={**os.environ, "FLAGS_OF_EXTENSIONS": " ".join(flags)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert len(re.findall(r"^step \d/2: mean reward 0\.\d+$", ended.stdout, flags=re.MULTILINE)) == 2
+    for rollout_id in range(2):
+        for sample in torch.load(tmp_path / f"{rollout_id}.pt", weights_only=False)["samples"]:
+            # The old policy's log-probs by Megatron, and those with which transformers drew: the push carried all.
+            torch.testing.assert_close(
+                torch.as_tensor(sample["log_probs"]), torch.as_tensor(sample["rollout_log_probs"]), atol=1e-4, rtol=0
+            )
