@@ -3,6 +3,7 @@
     python -m tests.seeds                                    all, on a CPU (DEVICE=cpu of `make seeds`)
     python -m tests.seeds --device gpu --parallel 2          on GPUs of one host, two seeds side by side
     python -m tests.seeds --only deepseek-r1 --keep          one seed, whose folder stays
+    python -m tests.seeds --device gpu --only minimax-m2     a recipe beyond the documents
 
 Each seed: a small random model of the family, the conversions, the recipe's script unmodified with the flags of a
 small machine behind its own, and the same again from its checkpoint in another parallel layout.  Prints a table; exit
@@ -28,9 +29,11 @@ import torch
 
 from benchmarks import results_page
 from tests.seeds import jobs, outcome
+from tests.seeds.others import OTHERS
 from tests.seeds.outcome import Outcome
 from tests.seeds.recipes import ONE_GPU, SEEDS, Form, Job, Seed
 
+ALL = {**SEEDS, **OTHERS}
 COLUMNS = (
     *("seed", "layout of trainer; engine", "from", "steps", "abs(dlogp), largest", "pushes compared", "eval"),
     *("drafts accepted", "groups dropped, answers carried on", "s", "result"),
@@ -109,7 +112,7 @@ def _run_job(row: Row, seed: Seed, form: Form, job: Job, base: Path, save: Path,
 
 def try_seed(name: str, options: argparse.Namespace) -> list[Row]:
     """Run a seed, whatever becomes of it; its folder goes when all is well."""
-    seed, base = SEEDS[name], options.work_dir / options.device / name
+    seed, base = ALL[name], options.work_dir / options.device / name
     form = getattr(seed, options.device)
     try:
         rows = run_seed(seed, form, base, options)
@@ -134,9 +137,7 @@ def notes(names: Sequence[str], device: str) -> str:
         "Each recipe's script unmodified, with flags behind its own: a random model of its family, checkpoints made "
         f"by the commands of its document, drawn rewards; {how}."
     )
-    lines = [
-        f"{SEEDS[name].title}: {form.gpu_only}" for name in names if (form := getattr(SEEDS[name], device)).gpu_only
-    ]
+    lines = [f"{ALL[name].title}: {form.gpu_only}" for name in names if (form := getattr(ALL[name], device)).gpu_only]
     return "\n\n".join([text, *([f"On GPUs only: {'; '.join(lines)}."] if lines else [])])
 
 
@@ -156,7 +157,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m tests.seeds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--only", nargs="+", choices=SEEDS, default=list(SEEDS), metavar="NAME", help=", ".join(SEEDS))
+    parser.add_argument("--only", nargs="+", choices=ALL, default=list(SEEDS), metavar="NAME", help=", ".join(ALL))
     parser.add_argument("--jobs", type=int, help="only so many jobs of each seed, from the first")
     parser.add_argument("--parallel", type=int, default=1, help="seeds side by side, each in a Ray of its own")
     parser.add_argument("--limit-s", type=float, default=900, help="seconds that one job may take")
@@ -166,6 +167,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if (options.device == "gpu") != torch.cuda.is_available():
         parser.error(f"--device {options.device}: torch sees {torch.cuda.device_count()} GPUs here")
+    if without := [name for name in options.only if getattr(ALL[name], options.device) is None]:
+        parser.error(f"--only {' '.join(without)}: only --device gpu can run it")
     options.work_dir = options.work_dir.resolve()
     # Those of a CPU are logical, and there are enough.
     options.num_gpus = torch.cuda.device_count() if options.device == "gpu" else 99

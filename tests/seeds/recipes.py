@@ -26,7 +26,7 @@ CPU_SIZES = """
 """
 GPU_SIZES = """
     --rollout-batch-size 16 --n-samples-per-prompt 4 --rollout-max-response-len 128 --max-tokens-per-gpu 4096
-    --eval-max-response-len 64 --n-samples-per-eval-prompt 4 --sglang-mem-fraction-static 0.6
+    --eval-max-response-len 64 --n-samples-per-eval-prompt 4 --sglang-mem-fraction-static 0.8
     --sglang-max-total-tokens 65536 --sglang-server-concurrency 64 --sglang-max-running-requests 64
     --sglang-cuda-graph-max-bs-decode 16 --sglang-attention-backend triton --sglang-sampling-backend pytorch
 """
@@ -84,7 +84,8 @@ class Seed:
     family: str
     folder: str
     """Name under which the small model is written."""
-    cpu: Form
+    cpu: Form | None
+    """None: SGLang cannot do it without a GPU."""
     gpu: Form
 
 
@@ -469,7 +470,11 @@ GLM52 = Seed(
         },
         weight_std=0.04,
         prepare=(fp8("GLM-5.2", "GLM-5.2-FP8"), *GLM52_PREPARE),
-        environment={**TRITON_FP8, "MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"},
+        environment={
+            **{**TRITON_FP8, "MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"},
+            # Short prompts would be read by dense attention.
+            "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
+        },
         flags=f"""
             {GPU_SIZES} {NO_DP} --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 1
             --sglang-attention-backend dsa --sglang-fp8-gemm-backend triton

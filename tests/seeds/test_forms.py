@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slime.arguments.parser import build_parser
 from slime.compose import flag_groups
+from tests.seeds.others import OTHERS
 from tests.seeds.outcome import Outcome, problems
 from tests.seeds.recipes import ALL, ONE_GPU, SEEDS, Job
 
@@ -15,9 +16,9 @@ REPO = Path(__file__).resolve().parents[2]
 
 def test_every_job_names_a_script_and_flags_that_exist() -> None:
     parser = build_parser(with_engine_flags=True, groups=flag_groups())
-    for seed in SEEDS.values():
+    for seed in (*SEEDS.values(), *OTHERS.values()):
         assert (REPO / "scripts" / seed.script).exists()
-        for form in (seed.cpu, seed.gpu):
+        for form in filter(None, (seed.cpu, seed.gpu)):
             for job in form.jobs:
                 text = " ".join((ALL, form.flags, job.flags, ONE_GPU)).format(base="base", save="save", model="")
                 _, unknown = parser.parse_known_args(shlex.split(text))
@@ -26,7 +27,7 @@ def test_every_job_names_a_script_and_flags_that_exist() -> None:
 
 def test_a_job_begins_with_the_reference_or_goes_on_from_another_layout() -> None:
     for seed in SEEDS.values():
-        for form in (seed.cpu, seed.gpu):
+        for form in filter(None, (seed.cpu, seed.gpu)):
             assert not form.jobs[0].goes_on
             assert any(job.goes_on and job.flags != before.flags for before, job in zip(form.jobs, form.jobs[1:]))
 
