@@ -14,6 +14,7 @@ import ray
 import torch
 from ray._private import ray_constants
 from ray._private.authentication import authentication_token_setup as ray_token
+from ray._raylet import Config
 
 from slime.flags.cluster import plan_gpus
 from slime.ray.own_cluster import own_cluster
@@ -122,7 +123,7 @@ def _make_token(folder: Path) -> None:
     env.unset("RAY_AUTH_TOKEN")
     env.export({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")})
     ray_token.AuthenticationTokenLoader.instance().reset_cache()  # both were read when Ray was imported
-    ray_token.Config.initialize("")
+    Config.initialize("")
 
 
 def _join(address: str) -> Exception | None:

@@ -15,7 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import ray
-from ray._private.authentication.authentication_token_setup import Config, ensure_token_if_auth_enabled
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._raylet import Config
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 

@@ -314,7 +314,7 @@ R1 = Seed(
             {GPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 --sglang-dp-size 2
             --sglang-ep-size 2 --sglang-moe-a2a-backend none --sglang-fp8-gemm-backend triton
             --sglang-moe-runner-backend triton --tensor-model-parallel-size 1 --context-parallel-size 1
-            --over-sampling-batch-size 24
+            --over-sampling-batch-size 24 --sglang-attention-backend flashinfer
         """,
         jobs=(
             Job(
@@ -423,6 +423,11 @@ GLM52_PREPARE = (
         flags="--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 2",
     ),
 )
+GLM52_SPARSE = {
+    "num_nextn_predict_layers": 1,
+    "indexer_types": ["full", "full", "full", "shared", "full"],
+}
+"""The last entry belongs to the MTP layer, which chooses its own keys."""
 GLM52_STAGES = """
     --pipeline-model-parallel-size 2 --context-parallel-size 1 --expert-model-parallel-size 1
     --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
@@ -444,7 +449,7 @@ GLM52 = Seed(
     cpu=Form(
         # SGLang has no sparse attention without CUDA, and serves the same layers with a dense one: with more keys to
         # choose than a row has, that is the trainer's.
-        sizes={"num_hidden_layers": 4, "num_nextn_predict_layers": 1, "index_topk": 2048},
+        sizes={**GLM52_SPARSE, "num_hidden_layers": 4, "index_topk": 2048},
         prepare=GLM52_PREPARE,
         flags=f"""
             {CPU_SIZES} {NO_DP} {NO_EAGLE} --hf-checkpoint {{base}}/GLM-5.2 --actor-num-gpus-per-node 2
@@ -465,7 +470,7 @@ GLM52 = Seed(
             **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 64, "num_key_value_heads": 64},
             **{"q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64},
             **{"v_head_dim": 256, "intermediate_size": 1024, "moe_intermediate_size": 256, "n_routed_experts": 8},
-            **{"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, "num_nextn_predict_layers": 1},
+            **{"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128, **GLM52_SPARSE},
             **{"first_k_dense_replace": 1, "max_position_embeddings": 8192},
         },
         weight_std=0.04,

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_plan import is_description, is_own_scale
+from slime.backends.sglang_utils.load_plan import is_description, is_own_scale, unread_parameters
 from slime.backends.sglang_utils.load_trace import trace_load
 from slime.backends.sglang_utils.loader_report import answer_by_name, gather_over_ranks, with_ranks
 from slime.weights.manifest import Manifest
@@ -78,7 +78,8 @@ def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str
         kept = list(load.plan.manifest.kept)
     writes = trace_load(model, kept).writes if kept else []
     memory = {write.target.untyped_storage().data_ptr() for write in writes}
-    return {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in memory}
+    pushed = {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in memory}
+    return pushed - unread_parameters(model)
 
 
 def fill_parameters_with_nan(model: nn.Module, only: Collection[str] | None = None) -> None:

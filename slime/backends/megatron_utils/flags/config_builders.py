@@ -124,7 +124,10 @@ def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
 
     The bucket size is megatron-core's own unless given, and buckets only matter with ``--overlap-grad-reduce``.
     """
-    return _build(DistributedDataParallelConfig, config_arguments(DistributedDataParallelConfig, vars(args)))
+    values = config_arguments(DistributedDataParallelConfig, vars(args))
+    if args.fp16:  # gradients overflow until the loss scale fits; the optimizer skips those steps
+        values["check_for_nan_in_grad"] = False
+    return _build(DistributedDataParallelConfig, values)
 
 
 def _build(config_class: type, values: dict[str, Any]) -> Any:

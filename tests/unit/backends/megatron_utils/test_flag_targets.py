@@ -181,3 +181,10 @@ def test_a_flag_of_the_recipes_sets_what_it_names(
         "args": lambda args: args,
     }[target](args)
     assert getattr(holder, name) == value
+
+
+def test_fp16_lets_gradients_overflow_until_the_loss_scale_fits() -> None:
+    args = parse(*BASE.split())
+    assert ddp_config_from_args(args).check_for_nan_in_grad
+    args.fp16 = True  # the flag needs CUDA
+    assert not ddp_config_from_args(args).check_for_nan_in_grad

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.load_plan import LoadPlan
+from slime.backends.sglang_utils.load_plan import LoadPlan, unread_parameters
 from slime.backends.sglang_utils.load_trace import trace_load
 from slime.weights.kernels.tables import CopyTable
 from slime.weights.manifest import Manifest, TensorEntry
@@ -103,6 +103,21 @@ def test_a_tensor_that_does_not_come_leaves_its_elements_unwritten():
         "qkv: no tensor of the push fills 12 of 48 elements",
         "experts: no tensor of the push fills 18 of 72 elements",
     ]
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_the_indexer_of_a_layer_that_takes_over_keys_need_not_come(is_draft):
+    class Attention(nn.Module):
+        def __init__(self, skip_topk, is_nextn=False):
+            super().__init__()
+            self.skip_topk, self.is_nextn = skip_topk, is_nextn
+            self.indexer = nn.ParameterDict({"wk": parameter(2, 3)})
+
+    model = Fused()
+    model.first, model.second = Attention(False), Attention(True, is_nextn=is_draft)
+    plan = LoadPlan(model, whole_buckets(Fused.tensors()))
+    assert list(plan.unwritten) == ["first.indexer.wk", *(["second.indexer.wk"] if is_draft else [])]
+    assert unread_parameters(model) == (set() if is_draft else {"second.indexer.wk"})
 
 
 def test_a_wrong_shape_is_refused_in_the_loaders_words():
