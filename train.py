@@ -8,13 +8,12 @@ The steps are those of ``slime.ray.train_loop``; ``train_async.py`` puts them in
 from argparse import Namespace
 
 from slime.arguments.cross_group import check_in_step_arguments
-from slime.compose import parts, run
-from slime.ray.train_loop import TrainJob
+from slime.compose import run, start_job
 
 
 def train(args: Namespace) -> None:
     """Run every rollout of ``args`` from the one that the checkpoint says."""
-    job = TrainJob(args, parts(args))  # reserves GPUs, starts engines and trainers, pushes the weights
+    job = start_job(args)  # reserves GPUs, starts engines and trainers, pushes the weights for the first time
 
     if args.num_rollout == 0 and args.eval_interval is not None:
         job.evaluate(0)

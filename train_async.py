@@ -9,13 +9,12 @@ own (no ``--colocate``).  Supervised fine-tuning runs here too, with ``--debug-t
 from argparse import Namespace
 
 from slime.arguments.cross_group import check_async_arguments
-from slime.compose import parts, run
-from slime.ray.train_loop import TrainJob
+from slime.compose import run, start_job
 
 
 def train(args: Namespace) -> None:
     """Run every rollout of ``args`` from the one that the checkpoint says."""
-    job = TrainJob(args, parts(args))  # reserves GPUs, starts engines and trainers, pushes the weights
+    job = start_job(args)  # reserves GPUs, starts engines and trainers, pushes the weights for the first time
 
     ahead = job.start_generate(args.start_rollout_id) if args.start_rollout_id < args.num_rollout else None
     for rollout_id in range(args.start_rollout_id, args.num_rollout):

@@ -18,6 +18,7 @@ from slime.ray.parts import Parts
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
+    from slime.ray.train_loop import TrainJob
 
 EXTENSIONS_WITH_FLAGS = ("recovery", "plan")
 """Folders of slime/ext whose ``flags.py`` has a ``GROUP``, in the order of docs/flags.md."""
@@ -52,6 +53,17 @@ def parts(args: Namespace) -> Parts:
 
         transforms.append(FakeInt4)
     return Parts(transforms=tuple(transforms))
+
+
+def start_job(args: Namespace) -> TrainJob:
+    """Start the parts of a job, under the driver that ``args`` ask for; the weights have been pushed once."""
+    if _is_here("recovery") and (args.trainer_recovery != "off" or args.preemption_grace_s):
+        from slime.ext.recovery.job import RecoveringJob
+
+        return RecoveringJob(args, parts(args))
+    from slime.ray.train_loop import TrainJob
+
+    return TrainJob(args, parts(args))
 
 
 def flag_groups() -> tuple[FlagGroup, ...]:

@@ -159,12 +159,11 @@ def _take_steps(replay: Replay, options: Namespace) -> None:
 
 def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
     """Run a job of the steps alone; ends the process when it fails."""
-    from slime.compose import parts
+    from slime.compose import start_job
     from slime.ray.job import run
-    from slime.ray.train_loop import TrainJob
 
     def train(args: Namespace) -> None:
-        job = TrainJob(args, parts(args))
+        job = start_job(args)
         for rollout_id in replay.rollouts:
             data = job.generate(rollout_id)
             assert data is not None

@@ -79,12 +79,11 @@ def replay_rollout(replay: Replay) -> int:
     samples = recorded_samples(replay.run, replay.rollout_id)
     save_rollout_dump(str(replay.folder / FILE), 0, [unanswered(sample) for sample in samples])
     sys.argv = [SCRIPT, *rollout_flags_of(replay)]
-    from slime.compose import parts
+    from slime.compose import start_job
     from slime.ray.job import run
-    from slime.ray.train_loop import TrainJob
 
     def generate(args: Namespace) -> None:
-        job = TrainJob(args, parts(args))
+        job = start_job(args)
         job.generate(replay.rollout_id)
         job.finish()
 

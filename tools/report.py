@@ -204,7 +204,7 @@ def _troubles(run: Run) -> list[str]:
     """Return what failed, died and came back."""
     errors = [one["text"] for one in run.events if one["event"] == "error"]
     evicted = [one for one in run.events if one["event"] == "engine" and one.get("state") == "evicted"]
-    recovery = [one["text"] for one in run.events if one.get("where") == "slime.ray.trainer_recovery"]
+    recovery = [one["text"] for one in run.events if one.get("where", "").endswith(".trainer_recovery")]
     deaths = [text for text in recovery if " died" in text]
     starts = sum(one["event"] == "start" for one in run.events)
     said = [f"It failed: {errors[-1]}"] if errors and run.state == "failed" else []

@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.flags.cluster import plan_gpus
 from slime.ray.connect import connect
-from slime.ray.preemption import NOTICE
 from slime.ray.ray_servers import RAY
+from slime.ray.sigterm import sigterm
 from slime.ray.utils import NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, DeadlineError
@@ -98,7 +98,7 @@ def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     next_report = time.monotonic()
     while True:
-        NOTICE.check()
+        sigterm().check()
         RAY.check()
         total = ray.cluster_resources()
         gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))

@@ -19,7 +19,7 @@ from slime.arguments.validate_files import check_contents
 from slime.observability.logging_utils import configure_logger
 from slime.observability.run_record import event, stop_recording
 from slime.ray.connect import connect, disconnect
-from slime.ray.preemption import NOTICE, Interrupted, RanksLeave
+from slime.ray.sigterm import Interrupted, sigterm
 from slime.ray.waiting import forget_all
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
 from slime.utils.redaction import redacted_text
@@ -53,25 +53,23 @@ def run(
             check(args)
         check_contents(args)
         connect(args)
-        NOTICE.listen()
+        sigterm().listen()
         train(args)
         code = 0
     except (ConfigError, DataError, HookError) as error:
         code = EXIT_BAD_INPUT
         _report("slime cannot go on with this run", error)
-    except RanksLeave as leave:  # beyond --max-recoveries; what they trained is saved
-        _report("slime cannot go on with this run", leave)
-        code = _interrupted()
     except SlimeError as error:
         _report("slime job failed", error)
-    except (KeyboardInterrupt, Interrupted):
-        NOTICE.leave()
+    except (KeyboardInterrupt, Interrupted) as interruption:
+        if interruption.__cause__ is not None:
+            _report("slime cannot go on with this run", interruption.__cause__)
         code = _interrupted()
     except Exception as error:  # the edge of the process: everything that is not foreseen ends here
         print(redacted_text(traceback.format_exc()), file=sys.stderr)
         _report("slime job failed", error)
     finally:
-        if code in (EXIT_FAILED, EXIT_BAD_INPUT) and NOTICE.has_come:
+        if code in (EXIT_FAILED, EXIT_BAD_INPUT) and sigterm().has_come:
             code = _interrupted()  # a node that went early, engines that got the signal too: no failure of the job's
         if code:
             event("failed", code=code)

@@ -1,6 +1,6 @@
 """The names of upstream's ``slime.ray.placement_group``, from which its ``train.py`` builds a job.
 
-For drivers written against them; ``train.py`` here goes through ``slime.ray.train_loop``.
+For drivers written against them; ``train.py`` here goes through ``slime.compose.start_job``.
 """
 
 from argparse import Namespace

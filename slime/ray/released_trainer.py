@@ -12,7 +12,7 @@ import ray
 from slime.ray.actor_group import PUSH_MARGIN_S, RayTrainGroup
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s
-from slime.ray.utils import cluster_has_accelerators
+from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
 from slime.utils.errors import WeightSyncError
 from slime.utils.misc import Box
 from slime.weights.push.participants import Participants, PushClock
@@ -20,9 +20,6 @@ from slime.weights.push.push import push_weights
 from slime.weights.push.state import Push
 from slime.weights.push.transports.disk import FolderTransport, WrittenVersion
 from slime.weights.versions import prune_before
-
-RELEASE_GRACE_S = 5.0
-"""After a kill, until a driver has taken the memory of the GPU back."""
 
 
 class ReleasedTrainGroup(RayTrainGroup):

@@ -12,12 +12,11 @@ Drivers written for upstream call much the same, from ``slime.ray.placement_grou
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slime.arguments import args_to_resume, record_runtime
+from slime.arguments import record_runtime
 from slime.flags.algorithm import uses_reference
 from slime.observability.logging_utils import values_of_the_run
 from slime.ray.actor_group import RayTrainGroup
@@ -26,10 +25,10 @@ from slime.ray.engines.actor import restart_timeout_s
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import Parts
-from slime.ray.released_trainer import RELEASE_GRACE_S, ReleasedTrainGroup
+from slime.ray.released_trainer import ReleasedTrainGroup
 from slime.ray.rollout import start_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
-from slime.ray.waiting import forget, wait_for, watch, watch_start
+from slime.ray.waiting import wait_for, watch, watch_start
 from slime.utils.errors import ConfigError
 
 ENGINE_START_MARGIN_S = 180.0
@@ -76,32 +75,11 @@ def create_rollout_manager(
                 f"--rollout-batch-size {args.rollout_batch_size}. Use a smaller batch, more data or --num-rollout."
             )
         record_runtime(args, num_rollout=num_rollout)
-    if _engines_come_first(args):
+    if engines_come_first(args):
         # They size their memory by what is free: they must be up before the trainer takes any (create).
-        _wait_for_engines(args, manager)
+        wait_for_engines(args, manager)
         wait_for(manager.offload.remote(), what="the engines' memory (offload)", timeout_s=memory_timeout_s(args))
     return manager, per_epoch
-
-
-def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) -> tuple[Any, int]:
-    """Start a rollout manager in the place of one that died, with engines of its own that have no weights yet.
-
-    Returns:
-        the manager's actor handle, and the first rollout of which it has the samples from the ledger alone.
-    """
-    forget(MANAGER)
-    last, start = actor.last_checkpoint, args.start_rollout_id
-    if last is not None:
-        args, start = args_to_resume(args, weight_version=last, checkpoint=last), last + 1
-        record_runtime(args, start_rollout_id=start)
-    if cluster_has_accelerators():
-        time.sleep(RELEASE_GRACE_S)  # the engines of the one before end with it
-    manager, _ = create_rollout_manager(args, pg)
-    if not _engines_come_first(args):
-        _wait_for_engines(args, manager)
-    actor.set_rollout_manager(manager)
-    _load_position(args, manager, start)
-    return manager, start
 
 
 def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
@@ -147,8 +125,8 @@ def create_training_models(
         critic = None
     else:
         critic = _create_trainers(args, pgs, actor, rollout_manager)
-    if not _engines_come_first(args):
-        _wait_for_engines(args, rollout_manager)
+    if not engines_come_first(args):
+        wait_for_engines(args, rollout_manager)
     return actor, critic
 
 
@@ -172,20 +150,23 @@ def _create_trainers(
     if args.start_rollout_id is None:
         record_runtime(args, start_rollout_id=start_rollout_id)
     actor.set_rollout_manager(rollout_manager)
-    _load_position(args, rollout_manager, args.start_rollout_id)
+    load_position(args, rollout_manager, args.start_rollout_id)
     return critic
 
 
-def _load_position(args: Namespace, manager: Any, start_rollout_id: int) -> None:
+def load_position(args: Namespace, manager: Any, start_rollout_id: int) -> None:
+    """Have the manager take the position in the data from which ``start_rollout_id`` draws."""
     if args.rollout_global_dataset:
         position = manager.load.remote(start_rollout_id - 1)
         wait_for(position, what="the position in the data to be restored", timeout_s=args.train_timeout_s)
 
 
-def _engines_come_first(args: Namespace) -> bool:
+def engines_come_first(args: Namespace) -> bool:
+    """Return whether the engines size their memory by what is free, before the trainer takes any."""
     return bool(args.offload_rollout) and not args.debug_train_only and cluster_has_accelerators()
 
 
-def _wait_for_engines(args: Namespace, manager: Any) -> None:
+def wait_for_engines(args: Namespace, manager: Any) -> None:
+    """Wait until every engine serves."""
     timeout_s = restart_timeout_s(args) + ENGINE_START_MARGIN_S
     wait_for(manager.wait_ready.remote(), what="the engines to start", timeout_s=timeout_s)

@@ -32,6 +32,9 @@ NOSET_VISIBLE_DEVICES = {
 COMMON_ACTOR_ENV = {"RAY_USE_UVLOOP": "0"}
 """SGLang installs its own event-loop policy; Ray's would get in its way."""
 
+RELEASE_GRACE_S = 5.0
+"""After a kill, until a driver has taken the memory of the GPU back."""
+
 
 def ray_transport(args: Namespace) -> str | None:
     """Return the name of Ray's transport for the tensors of rollout data; None for its object store."""

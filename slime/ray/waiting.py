@@ -19,8 +19,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from slime.ray.preemption import NOTICE
 from slime.ray.ray_servers import RAY
+from slime.ray.sigterm import sigterm
 from slime.utils.errors import DeadlineError, EngineDiedError
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def wait_for(
     next_report = start + report_every_s
     next_act = start + meanwhile_every_s if meanwhile is not None else float("inf")
     while pending:
-        NOTICE.check()
+        sigterm().check()
         RAY.check()
         now = time.monotonic()
         if now - start >= timeout_s:
@@ -162,7 +162,7 @@ def wait_for(
         slice_s = max(0.01, min(next_report, next_act, start + timeout_s, now + SIGTERM_POLL_S) - now)
         beside = [*_sentinels, *_starting]
         ready, _ = ray.wait(pending + beside, num_returns=1, timeout=slice_s)
-        NOTICE.check()  # of the same signal other processes of the job may have died
+        sigterm().check()  # of the same signal other processes of the job may have died
         for ref in ready:
             if ref in _sentinels:
                 if death := _death(ref):
@@ -211,7 +211,7 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
 
 
 def _death(ref: ray.ObjectRef) -> EngineDiedError | None:
-    """Return how the actor of a sentinel died; None where it lives and was told to leave, of which NOTICE learns."""
+    """Return how the actor of a sentinel died; None when it lives and got SIGTERM."""
     name = _sentinels[ref]
     try:
         ray.get(ref, timeout=10)
@@ -219,5 +219,5 @@ def _death(ref: ray.ObjectRef) -> EngineDiedError | None:
         return EngineDiedError(f"{name} died: {error}")
     logger.warning("SIGTERM to %s", name)
     forget(name)
-    NOTICE.tell(name)
+    sigterm().reached(name)
     return None

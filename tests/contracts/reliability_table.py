@@ -71,8 +71,8 @@ PROMISES = (
         "`--spare-nodes`, after 10 s on GPUs in reserve; engines on other nodes stay up; then as for a rank that died",
         cost="83 s with the reserve (`node`), 10 of them the wait; 17 s for a node that is back at once; idle GPUs",
         tests=(
-            "tests/unit/ray/test_trainer_gpus.py::test_a_node_that_does_not_come_back_is_left_for_the_reserve_and_is_the_reserve_then",
-            "tests/unit/ray/test_trainer_gpus.py::test_a_node_that_comes_back_in_time_is_taken_in",
+            "tests/ext/recovery/test_trainer_gpus.py::test_a_node_that_does_not_come_back_is_left_for_the_reserve_and_is_the_reserve_then",
+            "tests/ext/recovery/test_trainer_gpus.py::test_a_node_that_comes_back_in_time_is_taken_in",
         ),
     ),
     Promise(
@@ -90,7 +90,7 @@ PROMISES = (
         "travel with the gradients: no wait for the device is added",
         tests=(
             "tests/dist/test_train_step_layouts.py::test_a_rank_that_goes_astray_is_named",
-            "tests/unit/ray/test_trainer_recovery.py::test_a_rollback_leaves_the_rollout_out_and_what_came_after_the_checkpoint",
+            "tests/ext/recovery/test_trainer_recovery.py::test_a_rollback_leaves_the_rollout_out_and_what_came_after_the_checkpoint",
         ),
     ),
     Promise(
@@ -99,7 +99,7 @@ PROMISES = (
         "they had answered comes from the ledger, and the trainer keeps its weights",
         cost="82 s with the engines' start; no answer drawn again, every group trained once",
         tests=(
-            "tests/unit/ray/test_manager_recovery.py::test_the_rollout_is_begun_again_behind_those_that_the_ledger_gives_back",
+            "tests/ext/recovery/test_manager_recovery.py::test_the_rollout_is_begun_again_behind_those_that_the_ledger_gives_back",
         ),
     ),
     Promise(
@@ -113,9 +113,9 @@ PROMISES = (
         cost="saved 0.1 s after the signal, gone after 12 to 17 s; no step repeated; letting a rank go was timed in "
         "the simulator alone",
         tests=(
-            "tests/unit/ray/test_preemption.py::test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves",
-            "tests/unit/ray/test_trainer_recovery.py::test_ranks_that_are_told_to_leave_save_first_and_start_elsewhere_without_a_step_repeated",
-            "tests/unit/ray/test_trainer_gpus.py::test_a_node_that_is_to_go_is_left_at_once_for_the_reserve_and_else_waited_for",
+            "tests/ext/recovery/test_preemption.py::test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves",
+            "tests/ext/recovery/test_trainer_recovery.py::test_ranks_that_are_told_to_leave_save_first_and_start_elsewhere_without_a_step_repeated",
+            "tests/ext/recovery/test_trainer_gpus.py::test_a_node_that_is_to_go_is_left_at_once_for_the_reserve_and_else_waited_for",
         ),
     ),
     Promise(
@@ -242,31 +242,31 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DRIVER,
         waits="The same, when the actor is a rank of the trainer (--trainer-recovery checkpoint, memory)",
-        code=("slime.ray.trainer_recovery.TrainerRecovery",),
-        bounds=("slime.ray.trainer_recovery.NOTICE_S", "--max-recoveries"),
+        code=("slime.ext.recovery.trainer_recovery.TrainerRecovery",),
+        bounds=("slime.ext.recovery.trainer_recovery.NOTICE_S", "--max-recoveries"),
         deadline="for an error of another rank: until Ray has noticed the death behind it",
         raises="EngineDiedError",
         log="driver, with the rank and its trainer's way back",
         outcome="the trainer starts again from its copies in memory or its last checkpoint; after too many deaths "
         "within an hour the run ends",
         tests=(
-            "tests/unit/ray/test_trainer_recovery.py::test_a_step_is_taken_again_after_a_death_and_what_came_before_it",
+            "tests/ext/recovery/test_trainer_recovery.py::test_a_step_is_taken_again_after_a_death_and_what_came_before_it",
         ),
     ),
     Edge(
         area=DRIVER,
         waits="Driver for the trainer's GPUs on a node that died: for the node to come back, or for those in reserve",
-        code=("slime.ray.trainer_gpus.TrainerGpus",),
+        code=("slime.ext.recovery.trainer_gpus.TrainerGpus",),
         bounds=(
             "--cluster-wait-timeout-s",
-            "slime.ray.trainer_gpus.NODE_RETURN_S",
-            "slime.ray.trainer_gpus.CONNECT_TIMEOUT_S",
+            "slime.ext.recovery.trainer_gpus.NODE_RETURN_S",
+            "slime.ext.recovery.trainer_gpus.CONNECT_TIMEOUT_S",
         ),
         deadline="the second where GPUs are in reserve (--spare-nodes); the third for a node to take a connection",
         raises="ProcessError",
         log="driver, every ten seconds; how many GPUs are gone",
         outcome="the trainer starts on what is there; without enough the run ends",
-        tests=("tests/unit/ray/test_trainer_gpus.py::test_without_a_node_the_run_ends_with_what_is_missing",),
+        tests=("tests/ext/recovery/test_trainer_gpus.py::test_without_a_node_the_run_ends_with_what_is_missing",),
     ),
     Edge(
         area=DRIVER,
@@ -294,13 +294,18 @@ EDGES: tuple[Edge, ...] = (
         tests=(
             "tests/dist/test_ray_waiting.py::test_a_rank_whose_process_is_stopped_ends_the_wait_for_both",
             "tests/dist/test_ray_waiting.py::test_ranks_that_do_not_go_on_end_the_wait_and_the_one_behind_is_named",
-            "tests/unit/ray/test_trainer_recovery.py::test_a_rank_that_hangs_is_treated_like_one_that_died",
+            "tests/ext/recovery/test_trainer_recovery.py::test_a_rank_that_hangs_is_treated_like_one_that_died",
         ),
     ),
     Edge(
         area=DRIVER,
         waits="Whoever sent SIGTERM to the driver or a trainer rank, for the job to save and leave",
-        code=("slime.ray.preemption.Notice", "slime.ray.waiting.Watched", "slime.ray.train_loop.TrainJob"),
+        code=(
+            "slime.ext.recovery.job.RecoveringJob",
+            "slime.ext.recovery.preemption.Preemption",
+            "slime.ray.sigterm.Sigterm",
+            "slime.ray.waiting.Watched",
+        ),
         bounds=("--preemption-grace-s", "slime.ray.waiting.SIGTERM_POLL_S"),
         deadline="of the driver; a rank's signal reaches it within the constant",
         raises="",
@@ -308,8 +313,8 @@ EDGES: tuple[Edge, ...] = (
         outcome="the job leaves with code 130, and the next start goes on from that save, or from the one before it; "
         "or the trainer starts without the node",
         tests=(
-            "tests/unit/ray/test_preemption.py::test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves",
-            "tests/unit/ray/test_preemption.py::test_a_step_or_a_save_that_takes_longer_than_the_grace_is_left",
+            "tests/ext/recovery/test_preemption.py::test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves",
+            "tests/ext/recovery/test_preemption.py::test_a_step_or_a_save_that_takes_longer_than_the_grace_is_left",
         ),
     ),
     Edge(

@@ -34,15 +34,15 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "(None, None)",
     ),
     "a trainer that dies while the position is saved does not write again": _bug(
-        "slime.ray.train_loop:TrainJob._save_position",
-        'wait_for(position, what="the position in the data to be saved", timeout_s=args.train_timeout_s)',
-        'self._recovery.run(lambda: wait_for(position, what="", timeout_s=args.train_timeout_s), needs_trainer=False)',
+        "slime.ray.train_loop:TrainJob.save_position",
+        'wait_for(position, what="the position in the data to be saved", timeout_s=self.args.train_timeout_s)',
+        'self.step("save", lambda: wait_for(position, what="", timeout_s=300.0), needs_trainer=False)',
     ),
     "a trainer that was started again is not connected to the engines": _bug(
         "slime.ray.actor_group:RayTrainGroup._push", "engines.num_new or not self._is_connected", "engines.num_new"
     ),
     "a trainer that was started again does not repeat the steps since its checkpoint": _bug(
-        "slime.ray.trainer_recovery:TrainerRecovery.restart", "self._train(rollout_id, rollout_data)", "pass"
+        "slime.ext.recovery.trainer_recovery:TrainerRecovery.restart", "self._train(rollout_id, rollout_data)", "pass"
     ),
     "the ledger is compacted before an asynchronous checkpoint counts": _bug(
         "slime.rollout.ledger.ledger:Ledger.record_published",
@@ -95,10 +95,12 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ray.actor_group:RayTrainGroup._report_taken", "not self.restarts_engines", "True"
     ),
     "a checkpoint that counts is written again": _bug(
-        "slime.ray.train_loop:TrainJob._save", "if self.actor.last_checkpoint == rollout_id:", "if False:"
+        "slime.ext.recovery.job:RecoveringJob.write_checkpoints",
+        "if self.actor.last_checkpoint != rollout_id:",
+        "if True:",
     ),
     "SIGTERM to a rank ends a run that can go on": _bug(
-        "slime.ray.preemption:Notice.tell", "if self.lets_go(rank):", "if False:"
+        "slime.ext.recovery.preemption:Preemption.reached", "if self.lets_go(name):", "if False:"
     ),
     "the driver's deadline for the engines' memory is that of one engine": _bug(
         "slime.ray.engines.memory:memory_timeout_s",

@@ -12,7 +12,8 @@ from typing import Any
 
 import requests
 
-from slime.ray.preemption import NOTICE, Notice
+from slime.ext.recovery.preemption import Preemption
+from slime.ray.sigterm import Sigterm, sigterm
 from slime.rollout import fully_async_rollout, sglang_rollout  # before clocks are replaced
 from slime.rollout.ledger.journal import Journal
 from tests.simulator.fake_ray import RemoteClass, patch_ray
@@ -140,7 +141,7 @@ def install() -> Patches:
         (rollout, "configure_logger", nothing),
         (job.signal, "signal", nothing),
         (job.signal, "setitimer", set_alarm),
-        (job.signal, "raise_signal", lambda number: NOTICE._on_signal(number, None)),
+        (job.signal, "raise_signal", lambda number: sigterm()._on_signal(number, None)),
         (job, "print", nothing),
         (job, "_report", lambda title, error: world().ended_with(error)),
         (job.traceback, "print_exc", nothing),
@@ -167,11 +168,8 @@ def install() -> Patches:
         (uuid, "uuid4", lambda: uuid.UUID(int=world().kernel.rng("uuid").getrandbits(128))),
     ):
         patches.set(holder, name, value)
-    check = Notice.check
-    # It is the driver's; that of other processes is told nothing.
-    patches.set(
-        Notice, "check", lambda notice: check(notice) if world().kernel.current_process.owner is None else None
-    )
+    for reaction in (Sigterm, Preemption):
+        patches.set(reaction, "check", in_the_driver(reaction.check))
     evict = EngineGroup._evict
 
     @functools.wraps(evict)
@@ -208,6 +206,11 @@ def install() -> Patches:
     return patches
 
 
+def in_the_driver(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a check for SIGTERM that other processes pass: here all share the driver's."""
+    return lambda reaction: check(reaction) if world().kernel.current_process.owner is None else None
+
+
 class _Silent:
     """A stream that nobody reads."""
 
@@ -228,7 +231,7 @@ def set_alarm(which: int, seconds: float) -> None:
 
     def strike() -> None:
         if driver is None or driver.is_alive:
-            NOTICE._on_alarm(signal.SIGALRM, None)
+            sigterm()._on_alarm(signal.SIGALRM, None)
 
     if seconds:
         kernel.call_later(seconds, strike)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slime.ray.preemption import NOTICE
+from slime.ray.sigterm import sigterm
 from tests.simulator.faults import DISK_FAULTS, WRONG_ANSWERS, Fault
 from tests.simulator.kernel import Process
 
@@ -124,7 +124,7 @@ class Strikes:
         """Send SIGTERM to the driver or a rank of its trainer, and SIGKILL some time after the grace."""
         kernel, rank = self._kernel, getattr(target, "trainer", None)
         if self._world.cluster.role_of(target) == "driver":
-            NOTICE._on_signal(signal.SIGTERM, None)
+            sigterm()._on_signal(signal.SIGTERM, None)
         elif rank is None:  # it heeds no signal yet
             target.kill()
             return

@@ -15,7 +15,7 @@ import train
 import train_async
 from slime.flags.checkpoint import derive_starting_point, has_finished_save, inspect_checkpoint
 from slime.ray import job
-from slime.ray.preemption import NOTICE
+from slime.ray.sigterm import Sigterm, react_by
 from tests.scripted_engine.script import Script, split_prompt
 from tests.simulator.fake_ray import Cluster
 from tests.simulator.faults import EXCUSES, Fault, Setup, are_too_many, may_cost_an_engine
@@ -280,7 +280,7 @@ class World:
         began_s = kernel.now_s
         self.last_error, self.is_started = None, False
         self.strikes.begin_life()
-        NOTICE.__init__()  # type: ignore[misc]  # that of a new driver
+        react_by(Sigterm())  # of a new driver
         kernel.horizon_s = began_s + LIFE_HORIZON_S
         driver = Process(kernel, "driver" if self.num_lives == 1 else f"driver#{self.num_lives}")
         self.cluster.roles[driver] = "driver"

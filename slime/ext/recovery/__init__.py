@@ -1,1 +1,1 @@
-"""Drivers that start again after a failure."""
+"""Jobs that outlive deaths, and drivers that start again after a failure."""

@@ -17,8 +17,7 @@ from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines import fleet, models
 from slime.ray.released_trainer import ReleasedTrainGroup
-from slime.ray.train_loop import Generation, TrainJob
-from slime.ray.trainer_recovery import TrainerRecovery
+from slime.ray.train_loop import Generation, StepTimes, TrainJob
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, EngineError
 
 FLAGS = Namespace(
@@ -33,7 +32,6 @@ FLAGS = Namespace(
     use_fault_tolerance=False,
     rollout_global_dataset=True,
     trainer_recovery="off",
-    on_nan=["stop"],
 )
 
 
@@ -48,9 +46,8 @@ class Anything:
 
 def job() -> TrainJob:
     made = TrainJob.__new__(TrainJob)
-    made.args, made.manager, made._seconds = FLAGS, Anything(), {}
+    made.args, made.manager, made.times = FLAGS, Anything(), StepTimes()
     made.actor, made._background = Namespace(restarts_engines=False), None
-    made._recovery = TrainerRecovery(FLAGS, made.actor, made._train)  # type: ignore[arg-type]
     return made
 
 
@@ -80,7 +77,7 @@ def trainer_with_box() -> None:
 CASES: list[tuple[str, Callable[[], Any], float]] = [
     ("slime.ray.train_loop", lambda: job().finish_generate(Generation(0, "ref")), 1000 + 2 * 180),
     ("slime.ray.train_loop", lambda: job().evaluate(0), 1000 + 2 * 180),
-    ("slime.ray.train_loop", lambda: job()._ask("record_trained", 0, what="the ledger"), 200),
+    ("slime.ray.train_loop", lambda: job().record_trained(0), 200),
     ("slime.ray.train_loop", lambda: job().offload_engines(), 3 * (50 + 120) + 30 + 180),
     ("slime.ray.actor_group", lambda: trainers().layouts(), 120),
     ("slime.ray.actor_group", lambda: trainers().wait_trained(0, ["ref"]), 200),

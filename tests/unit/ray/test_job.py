@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slime.ray import job
-from slime.ray.preemption import Notice, RanksLeave
-from slime.utils.errors import EngineDiedError, HookError
+from slime.ray.sigterm import Interrupted, Sigterm, react_by, sigterm
+from slime.utils.errors import EngineDiedError, HookError, ProcessError
 from slime.utils.plugins import PluginCall, call_plugin
 
 
@@ -33,6 +33,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "configure_logger", lambda: None)
     monkeypatch.setattr(job.signal, "signal", lambda *args: None)
     monkeypatch.setattr(job.sys, "argv", ["train.py"])
+    react_by(Sigterm())
 
 
 def end_of(train: Any, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
@@ -58,26 +59,21 @@ def test_a_plug_in_that_does_not_fit_is_bad_input(capsys):
 @pytest.mark.parametrize(
     "error", [EngineDiedError("actor rank 0 died"), RuntimeError("Connection closed by peer"), HookError("no column")]
 )
-def test_what_fails_once_sigterm_has_come_is_told_and_does_not_count_as_a_failure(monkeypatch, capsys, error):
-    notice, saved = Notice(), []
-    notice.save = lambda: saved.append("a step of which only a part may be in the weights")
-    monkeypatch.setattr(job, "NOTICE", notice)
-
+def test_what_fails_once_sigterm_has_come_is_told_and_does_not_count_as_a_failure(capsys, error):
     def train(args: Namespace) -> None:
-        notice._on_signal(signal.SIGTERM, None)
-        notice.grace_s = 1000.0
+        sigterm()._on_signal(signal.SIGTERM, None)
         raise error
 
     code, lines = end_of(train, capsys)
-    assert code == 130 and f": {error}" in lines and "slime job interrupted" in lines and not saved
+    assert code == 130 and f": {error}" in lines and "slime job interrupted" in lines
 
 
-def test_ranks_that_are_told_to_leave_and_may_not_start_again_end_the_job_as_an_interruption(capsys):
-    leave = RanksLeave("SIGTERM to actor rank 0")
+def test_an_interruption_tells_its_cause(capsys):
+    leave = ProcessError("SIGTERM to actor rank 0")
     leave.add_note("earlier within the hour (--max-recoveries 1): actor rank 1 died")
 
     def train(args: Namespace) -> None:
-        raise leave
+        raise Interrupted from leave
 
     code, lines = end_of(train, capsys)
     assert code == 130 and "SIGTERM to actor rank 0" in lines and "--max-recoveries 1" in lines

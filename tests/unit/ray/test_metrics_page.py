@@ -9,7 +9,8 @@ import pytest
 
 from slime.observability.job_state import JobState
 from slime.observability.metrics_file import append_record
-from slime.ray import train_loop, waiting
+from slime.ray import train_loop
+from slime.ray.sigterm import sigterm
 from slime.ray.train_loop import TrainJob
 from slime.utils.net import get_free_port
 from tests.unit.observability.test_prometheus_page import fetch, samples
@@ -27,7 +28,7 @@ class Job(TrainJob):
 def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(monkeypatch, tmp_path):
     limits: list[float] = []
     monkeypatch.setattr(train_loop.ray, "get", lambda state, *, timeout: (limits.append(timeout), state)[1])
-    monkeypatch.setattr(waiting.NOTICE, "check", lambda: pytest.fail("the page takes a notice that is for the loop"))
+    monkeypatch.setattr(sigterm(), "check", lambda: pytest.fail("the page takes a notice that is for the loop"))
     job = Job(tmp_path)
     page = job._serve_metrics()
     try:

@@ -8,7 +8,7 @@ import ray
 from slime.flags.cluster import plan_gpus
 from slime.ray import gpus, waiting
 from slime.ray.gpus import GpuSlice, _sort_key
-from slime.ray.preemption import NOTICE, Interrupted
+from slime.ray.sigterm import Interrupted, sigterm
 from slime.utils.errors import ConfigError
 
 
@@ -71,6 +71,6 @@ def test_gpus_that_another_job_holds_are_an_error_with_what_is_free(cluster):
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_sigterm_ends_the_wait_for_nodes_and_for_gpus_that_are_free(cluster, monkeypatch, num_gpus):
-    monkeypatch.setattr(NOTICE, "_came_at", 0.0)
+    monkeypatch.setattr(sigterm(), "has_come", True)
     with pytest.raises(Interrupted):
         gpus._reserve(num_gpus, timeout_s=1.5)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from slime.observability.logging_utils import finish_tracking
 from slime.observability.metrics_file import StepLine, append_record, metrics_path, read_records
-from slime.ray import waiting
-from slime.ray.train_loop import TrainJob
+from slime.ray import train_loop, waiting
+from slime.ray.train_loop import StepTimes, TrainJob
 
 
 def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_beside_them(tmp_path: Path, capsys):
@@ -25,7 +26,8 @@ def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_b
     for rollout_id in range(3):
         append_record(path, {"rollout/step": 4 * rollout_id, "rollout/raw_reward": rollout_id / 8})
         append_record(path, {"rollout/step": 4 * (rollout_id + 1), "rollout/response_len/mean": 7.0})  # ahead
-        job._seconds = {"train": 1.0}
+        job.times = StepTimes()
+        job.times.seconds = {"train": 1.0}
         job.report(rollout_id)
     finish_tracking()
     assert [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()] == [
@@ -40,10 +42,22 @@ def test_while_the_last_evaluation_is_awaited_deaths_of_the_trainer_do_not_count
     monkeypatch.setattr(waiting, "_sentinels", {"a": "rank 0 of the actor", "b": "the rollout manager"})
     watched: list[list[str]] = []
     job = TrainJob.__new__(TrainJob)
-    job._recovery = SimpleNamespace(names=["rank 0 of the actor"])
     job._background = SimpleNamespace(finish=lambda: watched.append(list(waiting._sentinels.values())))
-    job._metrics_page, job.actor, job.critic, job._locks = None, None, None, []
+    actor: Any = SimpleNamespace(names=["rank 0 of the actor"], finish=lambda: None)
+    job._metrics_page, job.actor, job.critic, job._locks = None, actor, None, []
     job.args = Namespace(shutdown_timeout_s=1)
     monkeypatch.setattr(job, "_ask", lambda *_, **__: None)
     job.finish()
     assert watched == [["the rollout manager"]]
+
+
+def test_a_step_within_a_step_counts_for_the_inner_one_alone(monkeypatch):
+    clock, times = [0.0], StepTimes()
+    monkeypatch.setattr(train_loop, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0]))
+    for _ in range(2):
+        with times.measure("train"):
+            clock[0] += 1
+            with times.measure("train_critic"):
+                clock[0] += 10
+            clock[0] += 100
+    assert times.take() == {"train": 202, "train_critic": 20} and times.take() == {}

@@ -284,7 +284,7 @@ def test_a_run_that_was_cut_off_is_shown_as_far_as_it_went(tmp_path):
 def test_a_run_with_deaths_and_recoveries_says_so(tmp_path):
     folder = write_run(tmp_path / "recovered")
     run_record.start_recording(Namespace(save=str(folder), value_origins={}), "driver", primary=True)
-    logger = logging.getLogger("slime.ray.trainer_recovery")
+    logger = logging.getLogger("slime.ext.recovery.trainer_recovery")
     logger.error("%s. The trainer is started again from its last checkpoint.", "actor rank 0 died: killed")
     logger.warning("The trainer is back after %.1f s: it went on from rollout %d.", 4.0, 2)
     run_record.event("engine", engine="engine 1", state="evicted", why="no answer within 60 s")

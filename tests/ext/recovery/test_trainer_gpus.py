@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from ray.exceptions import WorkerCrashedError
 
-from slime.ray import trainer_gpus
+from slime.ext.recovery import trainer_gpus
+from slime.ext.recovery.trainer_gpus import TrainerGpus, answers, choose
 from slime.ray.gpus import GpuSlice
-from slime.ray.preemption import NOTICE, Interrupted
-from slime.ray.trainer_gpus import TrainerGpus, answers, choose
+from slime.ray.sigterm import Interrupted, sigterm
 from slime.utils.errors import HangError, ProcessError
 
 GROUP: Any = "the placement group"
@@ -129,7 +129,7 @@ def test_without_a_node_the_run_ends_with_what_is_missing(cluster):
 def test_sigterm_ends_the_wait_for_a_node(cluster, monkeypatch):
     found = gpus(0)
     cluster.table |= {0: "", 1: ""}
-    monkeypatch.setattr(NOTICE, "_came_at", 0.0)
+    monkeypatch.setattr(sigterm(), "has_come", True)
     with pytest.raises(Interrupted):
         found.find_again()
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from argparse import Namespace
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from ray.exceptions import OwnerDiedError
 
-from slime.ray import train_loop, waiting
-from slime.ray.train_loop import TrainJob
+from slime.ext.recovery import job as recovering_job
+from slime.ext.recovery.job import RecoveringJob
+from slime.ray import waiting
+from slime.ray.gpus import GpuSlice
+from slime.ray.train_loop import StepTimes
 from slime.utils.errors import EngineDiedError
 
 DIED = EngineDiedError("the rollout manager died")
@@ -26,11 +28,17 @@ class Manager:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made: Any = TrainJob.__new__(TrainJob)
+    made: Any = RecoveringJob.__new__(RecoveringJob)
     made.asked = []
-    made.args = Namespace(trainer_recovery="checkpoint", no_rollout_ledger=False, train_timeout_s=60)
-    made.manager, made.actor, made._rollout_gpus, made._background = Manager("first"), None, None, None
-    made._timed = lambda name: nullcontext()
+    made.args = Namespace(
+        trainer_recovery="checkpoint", no_rollout_ledger=False, eval_in_background=False, train_timeout_s=60
+    )
+    made.manager, made.actor, made.gpus, made.times = (
+        Manager("first"),
+        None,
+        {"rollout": GpuSlice(None, [], [])},
+        StepTimes(),
+    )
     made._recovery = Namespace(
         names=["actor rank 0"],
         count=lambda death, error: made.asked.append("counted"),
@@ -39,15 +47,15 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     made.push_weights = lambda: made.asked.append("pushed")
 
-    def wait(ref: str, **_: Any) -> str:
+    def wait(step: str, ref: str, **_: Any) -> str:
         if ref.startswith("first"):
             raise DIED
         return ref
 
     made._wait_for_engines = wait
-    monkeypatch.setattr(train_loop, "find_death", lambda names, timeout_s: DIED if made.manager else None)
-    monkeypatch.setattr(train_loop, "create_manager_again", lambda args, gpus, actor: (Manager("second"), 2))
-    monkeypatch.setattr(train_loop, "wait_for", lambda ref, *, what, timeout_s: f"{ref} from {what}")
+    monkeypatch.setattr(recovering_job, "find_death", lambda names, timeout_s: DIED if made.manager else None)
+    monkeypatch.setattr(recovering_job, "create_manager_again", lambda args, gpus, actor: (Manager("second"), 2))
+    monkeypatch.setattr(recovering_job, "wait_for", lambda ref, *, what, timeout_s: f"{ref} from {what}")
     return made
 
 
@@ -80,7 +88,7 @@ def test_a_rank_that_dies_meanwhile_is_noticed_when_its_train_data_is_there_agai
         watched.append(list(waiting._sentinels.values()))
         return Manager("second"), 2
 
-    monkeypatch.setattr(train_loop, "create_manager_again", create)
+    monkeypatch.setattr(recovering_job, "create_manager_again", create)
     job._recovery.restart_if_down = lambda: watched.append(sorted(waiting._sentinels.values()))
     assert job.finish_generate(job.start_generate(2)) == "second generates 2"
     assert watched == [["rollout manager"], ["actor rank 0", "rollout manager"]]
@@ -90,7 +98,7 @@ def test_train_data_that_is_lost_with_the_manager_while_the_trainer_starts_again
     """The manager owned it: what a rank reports then is the lost object, and Ray knows of the death behind it."""
     lost = [OwnerDiedError("object", "owner", "here")]
     waits = job._wait_for_engines
-    monkeypatch.setattr(job, "_wait_for_engines", lambda ref, **kw: _die(lost) or waits(ref, **kw))
+    monkeypatch.setattr(job, "_wait_for_engines", lambda *args, **kw: _die(lost) or waits(*args, **kw))
     assert job.finish_generate(job.start_generate(2)) == "second generates 2"
     assert job.asked[0] == "counted" and not lost
 

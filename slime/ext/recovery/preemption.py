@@ -2,7 +2,7 @@
 
     notice -> the step that the trainer takes ends -> its checkpoint is written -> the job leaves
 
-The next start of the same command goes on there.  Without a grace the job leaves at once, and the steps since its last
+The next start of the same command resumes there.  Without a grace the job leaves at once, and the steps since its last
 checkpoint are repeated.  Where ranks can start elsewhere (``TrainerRecovery.can_let_go``), a rank's signal ends these
 ranks and not the job.
 """
@@ -16,42 +16,42 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from slime.ray.sigterm import Interrupted, Sigterm
 from slime.utils.errors import EngineDiedError, SlimeError
 
 logger = logging.getLogger(__name__)
 
 
-class Interrupted(BaseException):
-    """SIGTERM (``ray job stop``, a rank's node that is taken away) reached the driver."""
-
-
 class RanksLeave(SlimeError):
-    """SIGTERM reached ranks of the trainer, which can go on without their nodes; the trainer is idle."""
+    """SIGTERM reached ranks of the trainer, which can do without their nodes; the trainer is idle."""
 
 
-class Notice:
-    """The driver's reaction to SIGTERM.
+class Preemption(Sigterm):
+    """Saves before the job leaves, and lets ranks leave alone.
 
-    The handler only takes note: an exception out of it, in the middle of a call of Ray, becomes a SystemError.  Every
-    wait of the driver asks :meth:`check` at least once a second.
+    Args:
+        grace_s: seconds from the signal to the end of a save.
+        save: saves what was trained since the last checkpoint; the trainer is idle.
+        lets_go: whether the job can do without the node of a rank, given by its name.
     """
 
-    def __init__(self) -> None:
-        self.grace_s = 0.0
-        """Seconds from the signal to the end of a save."""
-        self.save: Callable[[], None] = lambda: None
-        """Saves what was trained since the last checkpoint; the trainer is idle."""
-        self.lets_go: Callable[[str], bool] = lambda rank: False
-        """Whether the job goes on without the node of a rank, given by its name."""
+    def __init__(
+        self,
+        grace_s: float = 0.0,
+        save: Callable[[], None] = lambda: None,
+        lets_go: Callable[[str], bool] = lambda rank: False,
+    ) -> None:
+        super().__init__()
+        self.grace_s, self.save, self.lets_go = grace_s, save, lets_go
         self.leaving: set[str] = set()
-        """Names of ranks that were told to leave, and are let go."""
-        self._came_at: float | None = None
-        self._is_over = False
+        """Names of ranks that got the signal, and are let go."""
+        self._came_at = 0.0
+        self._is_over = self._has_left = False
         self._depth = self._num_letting_go = 0
 
     def listen(self) -> None:
         """Take the place of the present handlers of SIGTERM and of the alarm."""
-        signal.signal(signal.SIGTERM, self._on_signal)
+        super().listen()
         signal.signal(signal.SIGALRM, self._on_alarm)
 
     @contextmanager
@@ -73,41 +73,40 @@ class Notice:
         finally:
             self._num_letting_go -= 1
 
-    @property
-    def has_come(self) -> bool:
-        """True once SIGTERM has told the job to leave."""
-        return self._came_at is not None
-
-    def tell(self, rank: str) -> None:
-        """Heed the SIGTERM that a rank got: where it cannot be let go it is the driver's own."""
-        if self.lets_go(rank):
-            self.leaving.add(rank)
+    def reached(self, name: str) -> None:
+        """Let a rank leave where that is possible; otherwise the signal is the driver's own."""
+        if self.lets_go(name):
+            self.leaving.add(name)
         else:
-            signal.raise_signal(signal.SIGTERM)
+            super().reached(name)
 
     def departure(self) -> EngineDiedError | None:
-        """Return the end of ranks that were told to leave, as the death that others see."""
+        """Return the end of the ranks that leave, as the death that others see."""
         return EngineDiedError(f"{self._who()} left after SIGTERM") if self.leaving else None
 
     def check(self) -> None:
-        """Raise Interrupted where the job is to leave now, RanksLeave where ranks are to."""
+        """Raise Interrupted when the job must leave, after a save; raise RanksLeave when ranks must."""
         self._check_own()
         if self.leaving and self._num_letting_go and not self._depth:
             raise RanksLeave(f"SIGTERM to {self._who()}")
 
     def _check_own(self) -> None:
         if self.has_come and (self._is_over or not (self._depth and self.grace_s)):
+            self._leave()
             raise Interrupted
 
     def _who(self) -> str:
         return ", ".join(sorted(self.leaving))
 
-    def leave(self) -> None:
-        """Save, after an interruption by SIGTERM, in what is left of the grace."""
-        if self._came_at is None or not self.grace_s:
+    def _leave(self) -> None:
+        """Save, once, in what is left of the grace."""
+        if not self.grace_s or self._has_left:
             return
+        self._has_left = True
         self._depth += 1  # another SIGTERM does not end the save
         try:
+            if self._is_over:
+                raise Interrupted
             self.save()
             logger.warning("Saved %.1f s after SIGTERM.", time.monotonic() - self._came_at)
         except Interrupted:
@@ -115,17 +114,15 @@ class Notice:
         except Exception as error:  # a rank's death shows in whatever the others were doing
             logger.error("The save after SIGTERM failed, and the one before it counts: %s", error)
         finally:
+            self._depth -= 1
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        is_first = self._came_at is None
-        self._came_at = self._came_at or time.monotonic()
-        if is_first and self.grace_s:
-            signal.setitimer(signal.ITIMER_REAL, self.grace_s)
+        if not self.has_come:
+            self._came_at = time.monotonic()
+            if self.grace_s:
+                signal.setitimer(signal.ITIMER_REAL, self.grace_s)
+        super()._on_signal(signum, frame)
 
     def _on_alarm(self, signum: int, frame: FrameType | None) -> None:
         self._is_over = True
-
-
-NOTICE = Notice()
-"""That of this driver."""

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.ray import preemption, trainer_recovery
-from slime.ray.preemption import Interrupted, Notice
-from slime.ray.train_loop import TrainJob
-from slime.ray.trainer_recovery import TrainerRecovery
+from slime.ext.recovery import trainer_recovery
+from slime.ext.recovery.job import RecoveringJob
+from slime.ext.recovery.preemption import Preemption
+from slime.ext.recovery.trainer_recovery import TrainerRecovery
+from slime.ray import sigterm
+from slime.ray.sigterm import Interrupted
 from slime.utils.errors import EngineDiedError, HangError, StepError
 
 
@@ -77,18 +79,17 @@ def trainer(monkeypatch) -> Trainer:
 
 
 @pytest.fixture
-def notice(monkeypatch) -> Notice:
-    made = Notice()
-    monkeypatch.setattr(trainer_recovery, "NOTICE", made)
-    monkeypatch.setattr(preemption.signal, "raise_signal", lambda number: made._on_signal(number, None))
+def notice(monkeypatch) -> Preemption:
+    made = Preemption()
+    monkeypatch.setattr(sigterm.signal, "raise_signal", lambda number: made._on_signal(number, None))
     return made
 
 
-def recovery(trainer: Trainer, **flags: Any) -> TrainerRecovery:
+def recovery(trainer: Trainer, notice: Preemption | None = None, **flags: Any) -> TrainerRecovery:
     args = Namespace(
         **{"trainer_recovery": "checkpoint", "max_recoveries": 3, "offload_rollout": False, "on_nan": ["stop"]} | flags
     )
-    return TrainerRecovery(args, trainer, trainer.train)  # type: ignore[arg-type]
+    return TrainerRecovery(args, trainer, trainer.train, notice or Preemption())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("saves_every", [1, 2, 100])
@@ -149,7 +150,7 @@ def test_a_critic_and_its_actor_go_back_together(trainer, monkeypatch):
         taken.append(rollout_id)
 
     monkeypatch.setattr(trainer_recovery, "find_death", death)
-    job = TrainerRecovery(recovery(trainer).args, trainer, train, critic)  # type: ignore[arg-type]
+    job = TrainerRecovery(recovery(trainer).args, trainer, train, Preemption(), critic)  # type: ignore[arg-type]
     for rollout_id in range(5):
         critic.is_dead, trainer.is_dead = rollout_id == 1, rollout_id == 4  # the actor: after the critic's steps
         job.train(rollout_id, 10 * rollout_id)  # type: ignore[arg-type]
@@ -165,7 +166,7 @@ def test_a_critic_whose_copies_are_lost_takes_its_actor_back_to_the_checkpoint(t
     critic = Trainer()
     job = TrainerRecovery(
         recovery(trainer, trainer_recovery="memory").args, trainer,
-        lambda rollout_id, data: [one.train(rollout_id, data) for one in (critic, trainer)], critic,
+        lambda rollout_id, data: [one.train(rollout_id, data) for one in (critic, trainer)], Preemption(), critic,
     )  # type: ignore[arg-type]  # fmt: skip
     for one in (trainer, critic):
         one.copy_every = 1
@@ -230,11 +231,11 @@ def test_ranks_that_are_told_to_leave_save_first_and_start_elsewhere_without_a_s
         trainer.train(rollout_id, data)
 
     args = recovery(trainer, preemption_grace_s=30.0).args
-    job = TrainerRecovery(args, trainer, train, None, Gpus(), save)  # type: ignore[arg-type]
+    job = TrainerRecovery(args, trainer, train, notice, None, Gpus(), save)  # type: ignore[arg-type]
     notice.lets_go, notice.grace_s = job.can_let_go, 30.0
     job.train(0, 0)  # type: ignore[arg-type]
     with notice.deferred():
-        notice.tell("actor rank 0")  # its step ends first
+        notice.reached("actor rank 0")  # its step ends first
         job.train(1, 10)  # type: ignore[arg-type]
 
     def generate() -> str:
@@ -254,9 +255,9 @@ def test_ranks_that_are_told_to_leave_save_first_and_start_elsewhere_without_a_s
     "flags", [{"trainer_recovery": "off"}, {"preemption_grace_s": 0.0}, {"offload_rollout": True}], ids=str
 )
 def test_a_rank_that_cannot_be_let_go_has_the_job_leave(trainer, notice, flags):
-    job = recovery(trainer, **{"preemption_grace_s": 30.0} | flags)
+    job = recovery(trainer, notice, **{"preemption_grace_s": 30.0} | flags)
     notice.lets_go = job.can_let_go
-    notice.tell("actor rank 0")
+    notice.reached("actor rank 0")
     with pytest.raises(Interrupted):
         notice.check()
 
@@ -365,8 +366,8 @@ def test_rollbacks_count_as_recoveries_and_without_them_the_number_ends_the_run(
 
 def test_a_checkpoint_that_counts_is_not_written_again() -> None:
     """A rank died after the tracker had been written, and the save is repeated."""
-    job = TrainJob.__new__(TrainJob)
-    job.args, job.actor = Namespace(), Namespace(last_checkpoint=3)  # type: ignore[assignment]
-    job._save(3)  # writing would ask the actor for a verb that it lacks
-    with pytest.raises(AttributeError):
-        job._save(4)
+    job = RecoveringJob.__new__(RecoveringJob)
+    job.args, job.critic, job.actor = Namespace(), None, Namespace(last_checkpoint=3)  # type: ignore[assignment]
+    job.write_checkpoints(3, force_sync=True)
+    with pytest.raises(AttributeError, match="write_checkpoint"):
+        job.write_checkpoints(4, force_sync=True)

@@ -24,13 +24,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TypeVar
 
+from slime.ext.recovery.preemption import Preemption, RanksLeave
+from slime.ext.recovery.trainer_gpus import TrainerGpus
 from slime.flags.fault_tolerance import checkpoints_to_go_back
 from slime.observability.run_record import span
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.preemption import NOTICE, RanksLeave
-from slime.ray.released_trainer import RELEASE_GRACE_S
-from slime.ray.trainer_gpus import TrainerGpus
-from slime.ray.utils import cluster_has_accelerators
+from slime.ray.sigterm import Interrupted
+from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
 from slime.ray.waiting import find_death
 from slime.utils.errors import DeadlineError, HangError, SlimeError, StepError
 from slime.utils.misc import Box
@@ -53,6 +53,7 @@ class TrainerRecovery:
         args: the run's arguments.
         actor: the trainer.
         train: trains on one rollout, as the job does.
+        notice: the driver's reaction to SIGTERM.
         critic: of the actor; both start again when a rank of either dies.
         gpus: finds GPUs for their ranks; without it they start where they were.
         save: saves what was trained since the last checkpoint, and waits until that is on disk.
@@ -63,6 +64,7 @@ class TrainerRecovery:
         args: Namespace,
         actor: RayTrainGroup,
         train: Callable[[int, list[Box]], None],
+        notice: Preemption,
         critic: RayTrainGroup | None = None,
         gpus: TrainerGpus | None = None,
         save: Callable[[], None] = lambda: None,
@@ -73,6 +75,7 @@ class TrainerRecovery:
         self.must_save = False
         """The trainer went back to an older checkpoint, which the next save is to replace."""
         self._actor, self._train, self._gpus, self._save = actor, train, gpus, save
+        self._notice = notice
         self._trainers = [actor] if critic is None else [actor, critic]
         """In the order in which they start."""
         self._is_on = args.trainer_recovery != "off"
@@ -95,7 +98,7 @@ class TrainerRecovery:
             try:
                 if self.is_down and (needs_trainer or not self.args.offload_rollout):
                     self.restart()
-                with NOTICE.letting_go():
+                with self._notice.letting_go():
                     return step()
             except RanksLeave as leave:
                 self._let_go(leave)
@@ -120,7 +123,7 @@ class TrainerRecovery:
 
     def _cause_of(self, error: Exception) -> SlimeError | None:
         """Return the death, departure or hang of a rank behind an error of another; None for an error of its own."""
-        if found := find_death(self.names, timeout_s=NOTICE_S) or NOTICE.departure():
+        if found := find_death(self.names, timeout_s=NOTICE_S) or self._notice.departure():
             return found
         is_late = isinstance(error, RuntimeError) and all(words in str(error) for words in GLOO_TIMEOUT)
         return HangError(f"a rank did not take part in a collective: {error}") if is_late else None
@@ -158,10 +161,13 @@ class TrainerRecovery:
     def _let_go(self, leave: RanksLeave) -> None:
         """Save while the ranks that are to leave are there, and give all up."""
         if not self.is_down:
-            with NOTICE.deferred():
+            with self._notice.deferred():
                 self._save()
-        if NOTICE.leaving:  # else they died over it, and others have their place
-            self._take_down(leave)
+        if self._notice.leaving:  # else they died over it, and others have their place
+            try:
+                self._take_down(leave)
+            except RanksLeave:  # one too many: what they trained is saved
+                raise Interrupted from leave
 
     def _number_of(self, name: str) -> int:
         return next(t.names.index(name) for t in self._trainers if name in t.names)
@@ -179,9 +185,9 @@ class TrainerRecovery:
         """Kill the ranks that are left, unless there were too many deaths."""
         self.count(death, error)
         logger.error("%s. The trainer is started again (--trainer-recovery %s).", death, self.args.trainer_recovery)
-        if NOTICE.leaving and self._gpus is not None:
-            self._gpus.avoid([self._number_of(name) for name in NOTICE.leaving], self.args.preemption_grace_s)
-        NOTICE.leaving.clear()
+        if self._notice.leaving and self._gpus is not None:
+            self._gpus.avoid([self._number_of(name) for name in self._notice.leaving], self.args.preemption_grace_s)
+        self._notice.leaving.clear()
         self._release()
         self.is_down = True
 

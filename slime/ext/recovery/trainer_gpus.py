@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from slime.ray.gpus import GpuSlice, bundle_identities
-from slime.ray.preemption import NOTICE
+from slime.ray.sigterm import sigterm
 from slime.utils.errors import DeadlineError, HangError, ProcessError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class TrainerGpus:
             return GpuSlice(None, self._mine, [self._gpu_ids[bundle] for bundle in self._mine])
         began, next_report = time.monotonic(), time.monotonic()
         while True:
-            NOTICE.check()
+            sigterm().check()
             placed, waited_s = self._placed(), time.monotonic() - began
             lost = [bundle for bundle in self._mine if bundle not in placed]
             takes_reserve = waited_s >= NODE_RETURN_S or bool(self._still_leaving())

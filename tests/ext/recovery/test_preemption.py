@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import signal
 from argparse import Namespace
+from contextlib import nullcontext
 
 import pytest
 from ray.exceptions import RayActorError
 
+from slime.ext.recovery import job as recovering_job
+from slime.ext.recovery.job import RecoveringJob
+from slime.ext.recovery.preemption import Preemption
 from slime.ray import train_loop, waiting
-from slime.ray.preemption import Interrupted, Notice
-from slime.ray.train_loop import TrainJob
+from slime.ray.sigterm import Interrupted, Sigterm, react_by
 from slime.utils.errors import CheckpointError
 
 
 @pytest.fixture
 def notice():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
-    made = Notice()
+    made = Preemption()
     made.listen()
     yield made
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in before.items():
         signal.signal(number, handler)
+    react_by(Sigterm())
 
 
 def test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves(notice):
@@ -35,7 +39,6 @@ def test_a_step_of_the_trainer_ends_and_is_saved_before_the_job_leaves(notice):
                 notice.check()
             done.append("trained")
         done.append("generated")
-    notice.leave()
     assert done == ["trained", "saved"]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -47,24 +50,21 @@ def test_without_a_grace_the_job_leaves_at_once_and_saves_nothing(notice):
         signal.raise_signal(signal.SIGTERM)
         notice.check()
         done.append("trained")
-    notice.leave()
     assert done == []
 
 
-def test_a_step_or_a_save_that_takes_longer_than_the_grace_is_left(notice, caplog):
+@pytest.mark.parametrize("is_the_step", [True, False])
+def test_a_step_or_a_save_that_takes_longer_than_the_grace_is_left(notice, caplog, is_the_step):
     def wait_for_the_alarm() -> None:
         signal.pause()
         notice.check()
 
     notice.grace_s, notice.save = 0.05, wait_for_the_alarm
-    with pytest.raises(Interrupted), notice.deferred():
+    with pytest.raises(Interrupted), notice.deferred() if is_the_step else nullcontext():
         signal.raise_signal(signal.SIGTERM)
         notice.check()
         wait_for_the_alarm()
         pytest.fail("the alarm did not interrupt the step")
-    notice._is_over = False
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    notice.leave()
     assert "--preemption-grace-s 0.05 was too short for the save" in caplog.text
 
 
@@ -77,7 +77,6 @@ def test_a_save_that_fails_is_an_error_in_the_log(notice, caplog, error):
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(Interrupted):
         notice.check()
-    notice.leave()
     assert f"The save after SIGTERM failed, and the one before it counts: {error}" in caplog.text
 
 
@@ -95,7 +94,7 @@ def test_sigterm_that_a_process_of_the_job_got_too_is_not_taken_for_its_death(no
         raise RayActorError
 
     monkeypatch.setattr(waiting, "ray", Namespace(ObjectRef=Ref, wait=wait, get=get))
-    monkeypatch.setattr(waiting, "NOTICE", notice)
+    react_by(notice)
     monkeypatch.setitem(waiting._sentinels, sentinel, "the rollout manager")
     with pytest.raises(Interrupted):
         waiting.wait_for(rollout, what="the rollout", timeout_s=10)
@@ -117,8 +116,8 @@ class Trainer:
         self._done.append(f"publish {self._role} {rollout_id}")
 
 
-def leaving_job(monkeypatch, done: list[str], *, shares_gpus: bool, is_down: bool = False) -> TrainJob:
-    made = TrainJob.__new__(TrainJob)
+def leaving_job(monkeypatch, done: list[str], *, shares_gpus: bool, is_down: bool = False) -> RecoveringJob:
+    made = RecoveringJob.__new__(RecoveringJob)
     made.args = Namespace(  # type: ignore[assignment]
         save="/save", offload_rollout=shares_gpus, rollout_global_dataset=True, train_timeout_s=1.0,
         release_train=False, num_rollout=9, preemption_grace_s=1.0,
@@ -127,9 +126,9 @@ def leaving_job(monkeypatch, done: list[str], *, shares_gpus: bool, is_down: boo
     made.manager = Namespace(save=Namespace(remote=lambda rollout_id: done.append(f"position {rollout_id}")))
     made._recovery, made._unsaved = Namespace(is_down=is_down), 3  # type: ignore[assignment]
     monkeypatch.setattr(train_loop, "wait_for", lambda ref, **_: None)
-    monkeypatch.setattr(train_loop, "cluster_has_accelerators", lambda: True)
-    monkeypatch.setattr(train_loop, "RELEASE_GRACE_S", 0.0)
-    monkeypatch.setattr(train_loop.ray, "kill", lambda actor: done.append("kill the manager"))
+    monkeypatch.setattr(recovering_job, "cluster_has_accelerators", lambda: True)
+    monkeypatch.setattr(recovering_job, "RELEASE_GRACE_S", 0.0)
+    monkeypatch.setattr(recovering_job.ray, "kill", lambda actor: done.append("kill the manager"))
     return made
 
 
@@ -149,5 +148,4 @@ def test_a_job_that_leaves_saves_nothing_of_a_trainer_that_is_not_back_at_its_la
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(Interrupted):
         notice.check()
-    notice.leave()
     assert done == [] and "the one before it counts: the trainer had died" in caplog.text

@@ -1,0 +1,211 @@
+"""The driver that outlives deaths: of the trainer's ranks, of the manager, and its own after SIGTERM.
+
+A failure shows in the step that the driver takes, or in a wait within it:
+
+    step -> a rank died -> the trainer is back where it was -> the step again        (trainer_recovery.py)
+    wait for a rollout -> the manager died -> another one, up to that rollout -> push -> the rollout again
+    SIGTERM -> the trainer's step ends -> save -> leave                              (preemption.py)
+
+The engines generate while the trainer starts again, and no token is drawn twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from slime.arguments import args_to_resume, record_runtime
+from slime.ext.recovery.preemption import Preemption
+from slime.ext.recovery.trainer_gpus import TrainerGpus
+from slime.ext.recovery.trainer_recovery import NOTICE_S, TrainerRecovery
+from slime.observability.run_record import event, span
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.engines.memory import memory_timeout_s
+from slime.ray.gpus import GpuSlice
+from slime.ray.sigterm import react_by, sigterm
+from slime.ray.startup import MANAGER, create_rollout_manager, engines_come_first, load_position, wait_for_engines
+from slime.ray.train_loop import Generation, TrainJob
+from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
+from slime.ray.waiting import find_death, forget, unwatched, wait_for
+from slime.utils.errors import EngineDiedError, ProcessError
+from slime.utils.misc import Box
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class RecoveringJob(TrainJob):
+    """A job whose trainer, manager and nodes may die (``--trainer-recovery``, ``--preemption-grace-s``)."""
+
+    def start_parts(self) -> None:
+        """Start the parts, then watch over them."""
+        super().start_parts()
+        self._unsaved: int | None = None
+        """The last rollout that was trained on since the last save."""
+        self._notice = Preemption(self.args.preemption_grace_s, self._save_and_leave)
+        self._recovery = TrainerRecovery(
+            self.args,
+            self.actor,
+            self.train_models,
+            self._notice,
+            self.critic,
+            TrainerGpus(self.args, self.gpus),
+            self._save_unsaved,
+        )
+        self._notice.lets_go = self._recovery.can_let_go
+        self._notice.listen()
+        sigterm().check()
+        react_by(self._notice)
+
+    def step(self, name: str, work: Callable[[], T], *, needs_trainer: bool = True) -> T:
+        """Return ``work()``; when a rank of the trainer dies during it, start the trainer again and repeat it."""
+        return super().step(name, lambda: self._recovery.run(work, needs_trainer=needs_trainer))
+
+    # The trainer
+
+    def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
+        """Train on one rollout, or leave it out when that leads to a rollback."""
+        with self._notice.deferred():
+            with self.times.measure("train"):
+                self._recovery.train(rollout_id, rollout_data)
+            self.record_trained(rollout_id)
+            self._unsaved = rollout_id
+
+    def push_weights(self) -> None:
+        """Push; SIGTERM waits for its end."""
+        with self._notice.deferred():
+            super().push_weights()
+
+    def serve_new_engines(self) -> None:
+        """Give the weights to new engines, as long as there is a trainer that has them.
+
+        One that died is started again after the rollout, since the engines have its GPUs; but at once when nothing is
+        answered before it gives weights, which the rollout waits for then.
+        """
+        if self._recovery.is_down:
+            if not self._change_memory("offload_idle"):
+                return
+            self._recovery.restart()
+            self._change_memory("onload_idle")
+        with self._notice.deferred():
+            super().serve_new_engines()
+
+    def _change_memory(self, method: str) -> Any:
+        ref: ray.ObjectRef = getattr(self.manager, method).remote()
+        return wait_for(ref, what=f"the engines' memory ({method})", timeout_s=memory_timeout_s(self.args))
+
+    # Saves
+
+    def must_save(self, rollout_id: int) -> bool:
+        """Return whether a checkpoint is due, by the flags or after a rollback."""
+        return super().must_save(rollout_id) or self._recovery.must_save
+
+    def save(self, rollout_id: int, *, is_last: bool = False) -> None:
+        """Save; what the trainer would have trained on again is dropped."""
+        with self._notice.deferred():
+            super().save(rollout_id, is_last=is_last)
+            self._unsaved = None
+            self._recovery.record_saved()
+
+    def write_checkpoints(self, rollout_id: int, *, force_sync: bool) -> None:
+        """Write, unless a rank died after the checkpoint counted: writing it again would take it away meanwhile."""
+        if self.actor.last_checkpoint != rollout_id:
+            super().write_checkpoints(rollout_id, force_sync=force_sync)
+
+    def _save_unsaved(self) -> None:
+        """Save what was trained since the last checkpoint, to disk before this returns: the trainer has to go."""
+        if self._unsaved is not None and self.args.save is not None:
+            self.save(self._unsaved, is_last=True)
+
+    def _save_and_leave(self) -> None:
+        """Save what was trained since the last checkpoint; nothing else is done with these processes."""
+        rollout_id = self._unsaved
+        if rollout_id is None or self.args.save is None:
+            return
+        if self._recovery.is_down:
+            raise ProcessError("the trainer had died and was not yet back where it was")
+        if self.args.offload_rollout and cluster_has_accelerators():
+            # The engines have the GPUs, and are in the middle of a rollout: they go before the trainer wakes up.
+            self.save_position(rollout_id)
+            forget(MANAGER)
+            ray.kill(self.manager)
+            time.sleep(RELEASE_GRACE_S)
+            self.write_models(rollout_id, force_sync=True)
+            self.publish_models(rollout_id)
+        else:
+            self.write_checkpoints(rollout_id, force_sync=True)
+        event("save", rollout=rollout_id)
+
+    # The manager
+
+    def finish_generate(self, generation: Generation) -> list[Box] | None:
+        """Return the train data of a rollout that was begun; begin it again if its manager has died since."""
+        death: EngineDiedError | None = None
+        while True:
+            try:
+                if death is not None:
+                    with self.times.measure("wait_for_rollout"):
+                        self._restart_manager(generation.rollout_id, death)
+                    generation.ref = self.manager.generate.remote(generation.rollout_id)
+                return super().finish_generate(generation)
+            except (EngineDiedError, RayError) as error:  # train data that the manager owned is lost with it
+                death = self._manager_death(error)
+
+    def _manager_death(self, error: Exception) -> EngineDiedError:
+        """Return the manager's death behind an error; raise the error unless the manager can be started again."""
+        args = self.args
+        is_on = args.trainer_recovery != "off" and not args.no_rollout_ledger and not args.eval_in_background
+        death = find_death([MANAGER], timeout_s=NOTICE_S) if is_on else None
+        if death is None:
+            raise error
+        self._recovery.count(death, error)
+        return death
+
+    def _restart_manager(self, rollout_id: int, death: EngineDiedError) -> None:
+        """Start the manager and its engines again, up to where ``rollout_id`` can begin.
+
+        What its engines had answered comes back from the ledger, and nothing is drawn again; the trainer keeps its
+        weights and pushes them.  A rank that dies meanwhile is started again after it, from the new train data.
+        """
+        logger.error("%s. It is started again with its engines (--trainer-recovery).", death)
+        began, since = time.monotonic(), time.time()
+        with unwatched(self._recovery.names):
+            gpus = self.gpus["rollout"]
+            assert gpus is not None
+            self.manager, start = create_manager_again(self.args, gpus, self.actor)
+            trained = []
+            for earlier in range(start, rollout_id):
+                ref = self.manager.generate.remote(earlier)
+                trained.append((earlier, wait_for(ref, what="the ledger", timeout_s=self.args.train_timeout_s)))
+        self._recovery.keep_instead(trained)
+        self._recovery.restart_if_down()
+        self.push_weights()
+        span("manager_recovery", since, time.time(), rollout=rollout_id)
+        logger.warning("The manager is back after %.1f s, at rollout %d.", time.monotonic() - began, rollout_id)
+
+
+def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) -> tuple[Any, int]:
+    """Start a rollout manager in the place of one that died, with engines that have no weights yet.
+
+    Returns:
+        the manager's actor handle, and the first rollout of which it has the samples from the ledger alone.
+    """
+    forget(MANAGER)
+    last, start = actor.last_checkpoint, args.start_rollout_id
+    if last is not None:
+        args, start = args_to_resume(args, weight_version=last, checkpoint=last), last + 1
+        record_runtime(args, start_rollout_id=start)
+    if cluster_has_accelerators():
+        time.sleep(RELEASE_GRACE_S)  # the engines of the one before end with it
+    manager, _ = create_rollout_manager(args, pg)
+    if not engines_come_first(args):
+        wait_for_engines(args, manager)
+    actor.set_rollout_manager(manager)
+    load_position(args, manager, start)
+    return manager, start
