@@ -133,7 +133,6 @@ def install() -> Patches:
         (train_loop, "init_tracking", lambda args: {}),
         (train_loop, "print", nothing),
         (rollout, "log_rollout", nothing),
-        (job, "parse_args", lambda argv=None: world().make_args()),
         (job, "check_contents", nothing),
         (job, "connect", nothing),
         (job, "configure_logger", nothing),

@@ -291,7 +291,7 @@ class World:
 
         def drive() -> None:
             try:
-                job.run((train_async if self.setup.is_async else train).train)
+                job.run((train_async if self.setup.is_async else train).train, parse=self.make_args)
             except SystemExit as end:
                 codes.append(end.code)
             driver.kill()
