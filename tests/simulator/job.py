@@ -69,7 +69,7 @@ def base_args(setup: Setup) -> Namespace:
         "sglang_router_request_timeout_secs": 600, "sglang_config": None, "prefill_num_servers": None,
         "sglang_enable_deterministic_inference": True,
         "world_size": setup.trainer_ranks, "data_parallel_size": setup.trainer_ranks, "num_layers": 2,
-        "seq_length": 4096, "hf_checkpoint": "hf", "critic_args": None,
+        "seq_length": 4096, "hf_checkpoint": "hf", "critic_args": None, "int4_qat": False,
     }  # fmt: skip
     for name, value in known.items():
         setattr(args, name, value)
