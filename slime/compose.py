@@ -52,6 +52,10 @@ def parts(args: Namespace) -> Parts:
         from slime.ext.low_precision.fake_quantize import FakeInt4
 
         transforms.append(FakeInt4)
+    if args.lora_rank is not None:
+        from slime.ext.lora.transform import Lora
+
+        transforms.append(Lora)
     return Parts(transforms=tuple(transforms))
 
 

@@ -30,7 +30,7 @@ RANK = {package: rank for rank, row in enumerate(LAYERS) for package in row}
 
 FENCES = {  # library -> who may import it
     "ray": ("slime.ray", "slime.ext", "train", "train_async"),
-    "megatron": ("slime.backends.megatron_utils", "slime_plugins", "tools"),
+    "megatron": ("slime.backends.megatron_utils", "slime.ext", "slime_plugins", "tools"),
     "sglang": (
         "slime.backends.sglang_utils",
         "slime.agent.parsing",

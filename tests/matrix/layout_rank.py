@@ -26,8 +26,8 @@ from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import current_device, get_data_iterator
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
+from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout, wire_schedules
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
@@ -163,7 +163,7 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured
     data = trainer.prepare(args, make_train_data(case.vocab_size, add_images=case.add_images))
     trainer.draw_adapters(model)
     result = Measured()
-    if has_adapters(model):  # then a push is not the checkpoint
+    if added_parameters(model) is not None:  # then a push is not the checkpoint
         result.merged = {n: t.to("cpu", copy=True).contiguous() for n, t in trainer.export(args, model, dtype=None)}
     else:
         result.export_problems = export_differences(case, args, model, source)

@@ -22,13 +22,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import unwrap_model
 
 from slime.arguments import parse_args
-from slime.backends.megatron_utils.adapters import iter_peft_tensors
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.forward import forward_only
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, local_part
-from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.parameters import iter_global_parameters, iter_shards
 from slime.backends.megatron_utils.train_step import accumulate_gradients
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors, whole_shape
@@ -126,10 +125,13 @@ def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[s
     are trained, theirs alone, under PEFT's names.
     """
     gradients = {}
-    for shard in iter_shards(model, adapters=has_adapters(model)):
+    has_adapters = added_parameters(model) is not None
+    for shard in iter_shards(model, added=has_adapters):
         gradient = getattr(shard.parameter, "main_grad", None)
         gradients[shard.key] = torch.zeros_like(shard.parameter) if gradient is None else gradient.detach()
-    if has_adapters(model):
+    if has_adapters:
+        from slime.ext.lora.state import iter_peft_tensors
+
         tensors = iter_peft_tensors(args, model, host_weights=gradients)
     else:
         model_name = read_config(Path(args.hf_checkpoint))["model_type"]
@@ -140,7 +142,7 @@ def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[s
 @torch.no_grad()
 def draw_adapters(model: Sequence[torch.nn.Module]) -> None:
     """Fill B of every adapter, which starts at zero, with numbers that do not depend on the layout."""
-    for name, shard in iter_global_parameters(model, adapters=True):
+    for name, shard in iter_global_parameters(model, added=True):
         if ".lora.b" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             whole = torch.randn(whole_shape(shard), generator=generator) * 0.2

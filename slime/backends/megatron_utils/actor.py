@@ -19,7 +19,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, sleep, train_metrics
-from slime.backends.megatron_utils.adapters import save_peft
 from slime.backends.megatron_utils.advantages import choose_teachers, compute_advantages_and_returns
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.checkpoints.memory_copy import copy_state
@@ -28,6 +27,7 @@ from slime.backends.megatron_utils.forward import Reader, forward_only, needs_ol
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.model import initialize_model_and_optimizer
+from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies, teacher_tag
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.top_k import get_log_probs_and_top
@@ -341,8 +341,8 @@ class MegatronTrainRayActor(TrainWorker):
             if args.save_hf and self.role == "actor":
                 folder = args.save_hf.format(rollout_id=rollout_id)
                 save_hf_model_to_path(args, folder, self.model, model_name=model_name(args, self._hf_config))
-            if args.lora_save and self.role == "actor":
-                save_peft(args, args.lora_save.format(rollout_id=rollout_id), self.model)
+            if (added := added_parameters(self.model)) is not None:
+                added.after_save(self.model, rollout_id)
             self._rest()
         self._reports.span(rollout_id, "save_model")
 

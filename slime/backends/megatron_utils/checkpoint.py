@@ -27,7 +27,6 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
-from slime.backends.megatron_utils.adapters import adapter_state, load_adapter_state, load_peft
 from slime.backends.megatron_utils.checkpoints.checkpoint_fit import check_fit, saved_shapes
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import LOAD_ERRORS, first_cause, load_sharded
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import FORMAT_FILE, CheckpointReader
@@ -41,13 +40,10 @@ from slime.backends.megatron_utils.checkpoints.resumed_state import (
     schedule_state,
 )
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
-from slime.backends.megatron_utils.layers.frozen_base import hold_quantized
-from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.layers.value_head import find_value_head, take_out_unsaved_head
-from slime.backends.megatron_utils.parameters import is_of_adapter
+from slime.backends.megatron_utils.model_transform import AddedParameters, added_parameters
 from slime.flags.checkpoint import TRACKER as TRACKER_FILE
 from slime.flags.checkpoint import read_tracker as read_tracker_file
-from slime.flags.lora import lora_base
 from slime.utils.atomic_file import write_atomically
 from slime.utils.distributed_utils import object_of_first
 from slime.utils.errors import DataError
@@ -248,20 +244,21 @@ def _plain(value: Any) -> Any:
 
 
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
-    """Return the sharded state of what is trained: the adapters, under ``model``, else :func:`base_state`."""
-    return {"model": adapter_state(model)} if has_adapters(model) else base_state(model)
+    """Return the sharded state of what is trained: added parameters, under ``model``, else :func:`base_state`."""
+    added = added_parameters(model)
+    return base_state(model) if added is None else {"model": added.state(model)}
 
 
 def base_state(model: list[torch.nn.Module]) -> dict[str, Any]:
-    """Return the sharded state of every chunk without its adapters: ``model``, or ``model0``, ``model1`` ... with
+    """Return the sharded state of every chunk without added parameters: ``model``, or ``model0``, ``model1`` ... with
     virtual pipeline stages.
     """
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    chunks = unwrap_model(model)
+    chunks, added = unwrap_model(model), added_parameters(model)
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     states = (chunk.sharded_state_dict(metadata=metadata) for chunk in chunks)
     return {
-        chunk: {name: entry for name, entry in state.items() if not is_of_adapter(name)}
+        chunk: {name: entry for name, entry in state.items() if added is None or not added.owns(name)}
         for chunk, state in zip(names, states, strict=True)
     }
 
@@ -288,27 +285,18 @@ def load_checkpoint(
     Raises:
         DataError: there is no checkpoint, it is incomplete, or it does not fit the model's flags.
     """
-    if not has_adapters(model):
-        return _load(args, model, optimizer, opt_param_scheduler, load_arg)
-    base = load_frozen(args, model)
-    if args.load != base:
-        return _load(args, model, optimizer, opt_param_scheduler, "load", adapters=True)
-    if args.lora_load is not None:
-        load_peft(args, model, args.lora_load)
-    _refresh(optimizer)
-    return 0
+    added = added_parameters(model)
+    if added is not None:
+        added.load_frozen(model)
+        if added.load_first(model):
+            _refresh(optimizer)
+            return 0
+    return _load(args, model, optimizer, opt_param_scheduler, load_arg, added)
 
 
-def load_frozen(args: Namespace, model: list[torch.nn.Module]) -> str:
-    """Load the model that adapters are added to, and return where it lies.  Collective."""
-    base = lora_base(args)
-    frozen = Namespace(**{**vars(args), "finetune": True})
-    if args.load != base:
-        frozen.ckpt_step = args.ref_ckpt_step
-    given_as = next(name for name in ("ref_load", "load", "hf_checkpoint") if getattr(args, name) == base)
-    _load(frozen, model, None, None, given_as)
-    hold_quantized(model, args)
-    return base
+def load_weights(args: Namespace, model: list[torch.nn.Module], load_arg: str) -> None:
+    """Load the weights of what ``args.<load_arg>`` names into all parameters that no transform added.  Collective."""
+    _load(Namespace(**{**vars(args), "finetune": True}), model, None, None, load_arg, None)
 
 
 def _load(
@@ -317,10 +305,9 @@ def _load(
     optimizer: Any,
     opt_param_scheduler: Any,
     load_arg: str,
-    *,
-    adapters: bool = False,
+    added: AddedParameters | None,
 ) -> int:
-    """Load as :func:`load_checkpoint` says: the adapters and their optimizer, or all but the adapters."""
+    """Load as :func:`load_checkpoint` says: what ``added`` added with its optimizer, or the rest of the model."""
     flag = f"--{load_arg.replace('_', '-')}"
     root = getattr(args, load_arg)
     if not root or not Path(root).is_dir() or not any(Path(root).iterdir()):
@@ -335,12 +322,11 @@ def _load(
         common = reader.read_common()
     except DataError as error:
         raise DataError(f"{flag}: {error}") from error
-    if adapters and not any(is_of_adapter(name) for name in saved_shapes(reader)):
+    if added is not None and not any(map(added.owns, saved_shapes(reader))):
         raise DataError(
-            f"{flag} {root} holds a whole model, and --lora-rank {args.lora_rank} trains adapters; give the model to "
-            "begin with as --ref-load."
+            f"{flag} {root} holds a whole model, and {added.claim}; give the model to begin with as --ref-load."
         )
-    _load_model(args, reader, common.get("args"), model, flag, adapters=adapters)
+    _load_model(args, reader, common.get("args"), model, flag, added)
     is_weights_only = iteration == RELEASE or args.finetune
     if is_weights_only:
         _refresh(optimizer)
@@ -367,11 +353,10 @@ def _load_model(
     saved_args: Any,
     model: list[torch.nn.Module],
     flag: str,
-    *,
-    adapters: bool,
+    added: AddedParameters | None,
 ) -> None:
     folder = reader.folder
-    wanted = model_state(model) if adapters else base_state(model)
+    wanted = base_state(model) if added is None else model_state(model)
     must_know = dist.get_rank() == 0 or find_value_head(model) is not None
     saved = saved_shapes(reader) if must_know else {}
     fresh_head = take_out_unsaved_head(model, wanted, saved)
@@ -380,12 +365,13 @@ def _load_model(
         logger.info("%s: the critic's value head is not in %s; it starts from random weights", flag, folder)
     try:
         state = load_sharded(wanted, reader)
-        if adapters:
-            load_adapter_state(model, state["model"])
+        if added is not None:
+            added.load_state(model, state["model"])
             return
+        transform = added_parameters(model)
         for of_chunk, chunk in zip(wanted, unwrap_model(model), strict=True):
             has_head = find_value_head([chunk]) is not None
-            kept = {name: value for name, value in chunk.state_dict().items() if is_of_adapter(name)}
+            kept = {} if transform is None else dict(transform.named_parameters(chunk))
             chunk.load_state_dict(state[of_chunk] | kept | (fresh_head if has_head else {}))
     except LOAD_ERRORS as error:
         raise DataError(f"{flag}: the checkpoint {folder} cannot be loaded: {first_cause(error)}") from error

@@ -25,11 +25,10 @@ from slime.backends.megatron_utils.flags.config_builders import transformer_conf
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.layers.fp8_linear import use_fp8
 from slime.backends.megatron_utils.layers.layer_specs import block_spec_of_flags
-from slime.backends.megatron_utils.layers.lora import add_adapters
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
 from slime.backends.megatron_utils.layers.vision import VisionModel, VisionModelWithMtp
-from slime.backends.megatron_utils.model_transform import ModelTransform
+from slime.backends.megatron_utils.model_transform import AddedParameters, ModelTransform
 from slime.backends.megatron_utils.models import has_tower
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
@@ -79,8 +78,8 @@ def get_model_provider(
             use_fp8(model, args)
         for transform in transforms:
             transform.after_build(model)
-        if role != "critic":
-            add_adapters(model, args)
+            if isinstance(transform, AddedParameters):
+                vars(model)["added_parameters"] = transform
         head = find_value_head([model])
         if head is not None and not head.weight.requires_grad:
             logger.warning(

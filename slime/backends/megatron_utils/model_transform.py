@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core.utils import unwrap_model
+
+from slime.weights.push.state import Push, PushReport
 
 
 class ModelTransform(ABC):
     """A change of the actor's model after it is built; ``slime.compose`` chooses which ones a run has.
+
+    A transform may set two attributes of a parameter:
+
+        served       function (shard, host_weights) -> tensor: what exports and pushes take in place of its numbers
+        has_no_data  True: the numbers are in buffers, and the parameter has no memory
 
     Args:
         args: complete flags.
@@ -21,3 +36,62 @@ class ModelTransform(ABC):
     @abstractmethod
     def after_build(self, chunk: torch.nn.Module) -> None:
         """Change a chunk, which is bare and has random weights."""
+
+
+class AddedParameters(ModelTransform):
+    """A transform that freezes the model and adds parameters, which alone are trained, saved and kept by policy."""
+
+    claim: str
+    """What trains, for messages: "--flag VALUE trains ..."."""
+    pushes_alone: bool
+    """Engines get what was added by :meth:`push`; otherwise they get whole weights, as ``served`` gives them."""
+
+    @abstractmethod
+    def owns(self, name: str) -> bool:
+        """Return True for the name of a parameter that was added."""
+
+    @abstractmethod
+    def named_parameters(self, chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that were added to a chunk."""
+
+    @abstractmethod
+    def silence(self, copies: Mapping[str, Tensor]) -> None:
+        """Let the parameters of a host copy add nothing to the model."""
+
+    # Checkpoints; all of these are collective.
+
+    @abstractmethod
+    def load_frozen(self, model: list[torch.nn.Module]) -> None:
+        """Load the model under the parameters."""
+
+    @abstractmethod
+    def load_first(self, model: list[torch.nn.Module]) -> bool:
+        """Fill the parameters of a run that begins and return True; return False when ``--load`` has them."""
+
+    @abstractmethod
+    def state(self, model: Sequence[torch.nn.Module]) -> dict[str, Any]:
+        """Return the sharded state of the parameters."""
+
+    @abstractmethod
+    def load_state(self, model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:
+        """Copy what a checkpoint has for :meth:`state` into the model."""
+
+    @abstractmethod
+    def after_save(self, model: Sequence[torch.nn.Module], rollout_id: int) -> None:
+        """Write what belongs beside a checkpoint."""
+
+    @abstractmethod
+    def push(
+        self,
+        push: Push,
+        model: Sequence[torch.nn.Module],
+        dtype: torch.dtype,
+        host_weights: Mapping[str, Tensor] | None,
+    ) -> PushReport:
+        """Have the engines of a push serve the parameters, from ``host_weights`` while the live ones are asleep."""
+
+
+def added_parameters(model: Sequence[torch.nn.Module]) -> AddedParameters | None:
+    """Return the transform whose parameters are trained; None when the model itself is."""
+    held = (vars(unwrap_model(chunk)).get("added_parameters") for chunk in model)
+    return next((one for one in held if one is not None), None)

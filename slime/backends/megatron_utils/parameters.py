@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
+from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.models.rule import TOWER
 from slime.utils.distributed_utils import get_gloo_group
 from slime.weights.digest import MASK_64, WORD_BYTES, as_signed, digest_tensor, mix
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 _LOCAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
-_ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
 _GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
@@ -60,6 +60,10 @@ class Shard:
         """Return this shard's part of a tensor that belongs to the live parameter: a host copy, a gradient."""
         return value[self.expert_index] if self.is_stacked else value
 
+    def value(self, host_weights: Mapping[str, Tensor] | None) -> Tensor:
+        """Return the parameter's numbers, from host copies by :attr:`key` where these are given."""
+        return self.tensor.detach() if host_weights is None else self.part_of(host_weights[self.key])
+
     def global_name(self, num_local_experts: int, expert_rank: int) -> str:
         """Return the name with the expert's number in the whole model."""
         if self.expert_index is None:
@@ -68,26 +72,26 @@ class Shard:
 
 
 def iter_shards(
-    model: Sequence[torch.nn.Module], *, with_copies: bool = False, adapters: bool = False
+    model: Sequence[torch.nn.Module], *, with_copies: bool = False, added: bool = False
 ) -> Iterator[Shard]:
     """Yield this rank's parameters, and its expert-bias buffers, under global names.
 
     Args:
         model: this rank's chunks.
         with_copies: also the last pipeline stage's copy of a tied embedding, as ``output_layer.weight``.
-        adapters: the parameters of LoRA adapters (``layers/lora.py``) instead of all others.
+        added: the parameters that a transform added instead of all others.
     """
+    transform = added_parameters(model)
     for chunk_index, chunk in enumerate(model):
         inner = unwrap_model(chunk)
         # What this stage calls layer i is layer ``layer_number - 1`` of the model.
         decoder = getattr(inner, "decoder", None)
         layers = [layer.layer_number - 1 for layer in decoder.layers] if decoder is not None else []
         shares_embedding = getattr(inner, "share_embeddings_and_output_weights", False)
-        if adapters:
-            held = vars(inner).get("adapters", ())
-            named = [(f"{prefix}.{name}", one) for prefix, each in held for name, one in each._parameters.items()]
+        if added:
+            named: list[tuple[str, Tensor]] = [] if transform is None else list(transform.named_parameters(inner))
         else:
-            named = [item for item in inner.named_parameters() if not is_of_adapter(item[0])]
+            named = [item for item in inner.named_parameters() if transform is None or not transform.owns(item[0])]
             named += [(name, buffer) for name, buffer in inner.named_buffers() if "expert_bias" in name]
         for local_name, tensor in named:
             if shares_embedding and local_name == "output_layer.weight" and not with_copies:
@@ -101,11 +105,6 @@ def frozen_tower(model: Sequence[torch.nn.Module]) -> frozenset[str]:
     """Return the names (:attr:`Shard.name`) of this rank's parameters of a vision tower that are not trained."""
     tower = [shard for shard in iter_shards(model) if shard.name.startswith(TOWER)]
     return frozenset(shard.name for shard in tower if not shard.parameter.requires_grad)
-
-
-def is_of_adapter(name: str) -> bool:
-    """Return True for the name of an adapter's parameter."""
-    return _ADAPTER.match(name) is not None
 
 
 def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
@@ -132,10 +131,10 @@ def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
 
 
 def iter_global_parameters(
-    model: Sequence[torch.nn.Module], *, with_copies: bool = False, adapters: bool = False
+    model: Sequence[torch.nn.Module], *, with_copies: bool = False, added: bool = False
 ) -> Iterator[tuple[str, Shard]]:
     """Yield :func:`iter_shards` with the experts' numbers in the names."""
-    shards = list(iter_shards(model, with_copies=with_copies, adapters=adapters))
+    shards = list(iter_shards(model, with_copies=with_copies, added=added))
     num_local = 1 + max((shard.expert_index for shard in shards if shard.expert_index is not None), default=-1)
     expert_rank = mpu.get_expert_model_parallel_rank() if num_local else 0
     for shard in shards:

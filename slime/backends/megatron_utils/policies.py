@@ -1,12 +1,12 @@
 """The policies that a run keeps beside the one in training, and the moments when one becomes another.
 
-    ref            --ref-load (the actor without adapters); becomes the actor every --ref-update-interval rollouts
+    ref            --ref-load (the actor without added parameters); the actor every --ref-update-interval rollouts
     teacher        --opd-teacher-load; never changes ("teacher NAME" is one of --opd-teachers)
     rollout_actor  --keep-old-actor: the weights of the last push
     old_actor      --keep-old-actor: the weights that drew the rollout in training
 
-Each is kept on the host by a :class:`ModelSwitch` and copied into the model for the passes that need it.  Of a model
-with adapters these alone are kept and copied: a reference without an adapter is one whose B is zero.
+Each is kept on the host by a :class:`ModelSwitch` and copied into the model for the passes that need it.  Where a
+transform added parameters, these alone are kept and copied: in the reference they add nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils import checkpoint, memory
-from slime.backends.megatron_utils.layers.lora import has_adapters
-from slime.backends.megatron_utils.parameters import is_of_adapter
+from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.flags.distillation import trainer_teachers
 from slime.observability.timer import timer
 from slime.utils.errors import ConfigError
@@ -67,8 +66,8 @@ class Policies:
         if is_released:
             weights.backup_frozen()
         others = {}
-        if with_ref and has_adapters(self._model):
-            weights.copy_without_adapters("actor", "ref")
+        if with_ref and added_parameters(self._model) is not None:
+            weights.copy_silenced("actor", "ref")
         elif with_ref and not is_resumed and _loads_reference(args):
             weights.copy("actor", "ref")
         elif with_ref:
@@ -128,7 +127,7 @@ class ModelSwitch:
 
     def __init__(self, model: Sequence[torch.nn.Module], active: str = "actor") -> None:
         self._model = model
-        self._has_adapters = has_adapters(model)
+        self._added = added_parameters(model)
         self._host: dict[str, dict[str, Tensor]] = {}
         self._frozen: dict[str, Tensor] = {}
         self.active = active
@@ -136,13 +135,13 @@ class ModelSwitch:
         """The host copy under ``active``, where there is one, has what is in the model."""
 
     def _live(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield what differs between the sets of weights, or with ``frozen`` what adapters leave as it is."""
+        """Yield what differs between the sets of weights, or with ``frozen`` what all of them share."""
         for index, chunk in enumerate(self._model):
             inner = unwrap_model(chunk)
             for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
-                if hasattr(tensor, "frozen"):
-                    continue  # its bits are in buffers
-                if frozen == (self._has_adapters and not is_of_adapter(name)):
+                if getattr(tensor, "has_no_data", False):
+                    continue
+                if frozen == (self._added is not None and not self._added.owns(name)):
                     yield f"{index}.{name}", tensor
 
     @property
@@ -181,7 +180,7 @@ class ModelSwitch:
 
     @torch.no_grad()
     def backup_frozen(self) -> None:
-        """Copy what is under the adapters to the host, once for all sets of weights."""
+        """Copy what no policy has of its own to the host, once for all sets of weights."""
         _copy_to_host(dict(self._live(frozen=True)), self._frozen)
 
     @torch.no_grad()
@@ -199,12 +198,11 @@ class ModelSwitch:
         """Make ``target`` equal ``source``, both on the host."""
         _copy_to_host(self._host[source], self._host.setdefault(target, {}))
 
-    def copy_without_adapters(self, source: str, target: str) -> None:
-        """Make ``target`` the model of ``source`` with adapters that add nothing."""
+    def copy_silenced(self, source: str, target: str) -> None:
+        """Make ``target`` the model of ``source`` to which the transform's parameters add nothing."""
         self.copy(source, target)
-        for name, tensor in self._host[target].items():
-            if name.endswith(".lora.b"):
-                tensor.zero_()
+        assert self._added is not None
+        self._added.silence(self._host[target])
 
 
 def _copy_to_host(tensors: Mapping[str, Tensor], copies: dict[str, Tensor]) -> None:

@@ -4,8 +4,8 @@
     numbers of the parameter groups, position on the schedule, random generators
 
 A checkpoint gathers whole tensors over the ranks, and is read in any layout; this goes back to the same rank of the
-same layout.  The trained weights are made of the master weights of all ranks.  What adapters are added to comes from
-where the run has it from.
+same layout.  The trained weights are made of the master weights of all ranks.  What a transform adds parameters to
+comes from where the run has it from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 import torch
 from megatron.core.utils import unwrap_model
 
-from slime.backends.megatron_utils.checkpoint import load_frozen
 from slime.backends.megatron_utils.checkpoints.optimizer_state import (
     own_settings,
     own_tensors,
@@ -34,7 +33,7 @@ from slime.backends.megatron_utils.checkpoints.resumed_state import (
     schedule_state,
     set_generators,
 )
-from slime.backends.megatron_utils.layers.lora import has_adapters
+from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.utils.errors import CheckpointError
 from slime.weights.state_copy import StateCopy
 
@@ -78,8 +77,8 @@ def restore_state(
     Raises:
         CheckpointError: the copy is of another model or layout.
     """
-    if has_adapters(model):
-        load_frozen(args, model)
+    if (added := added_parameters(model)) is not None:
+        added.load_frozen(model)
     saved, values = copy.read()
     live = own_tensors(optimizer)
     chunks = unwrap_model(model)
@@ -108,8 +107,8 @@ def restore_state(
 
 
 def _untrained(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
-    """Return what the chunks hold beside trained weights, and beside what adapters are added to."""
-    if has_adapters(model):
+    """Return what the chunks hold beside trained weights, and beside a model under added parameters."""
+    if added_parameters(model) is not None:
         return {}
     trained = trained_parameters(optimizer)
     held: dict[str, Any] = {}

@@ -48,7 +48,7 @@ class CastLossEstimate:
         self._shards: list[Shard] = []
         seen: set[str] = set()
         for shard in iter_shards(model):
-            if hasattr(shard.parameter, "frozen"):
+            if getattr(shard.parameter, "has_no_data", False):
                 continue
             held, sent = shard.parameter.dtype, sent_dtype(shard, dtype)
             if shard.key not in seen and torch.promote_types(held, sent) != sent:

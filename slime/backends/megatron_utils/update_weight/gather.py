@@ -22,8 +22,6 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.data import current_device
-from slime.backends.megatron_utils.layers.frozen_base import value_of
-from slime.backends.megatron_utils.layers.lora import with_adapter
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
@@ -86,9 +84,9 @@ def iter_full_tensors(
     host_weights: HostWeights | None = None,
     across_stages: bool = True,
     only: Container[str] | None = None,
-    adapters: bool = False,
+    added: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield global name and full tensor of every parameter, adapters added to the weights that they belong to.
+    """Yield global name and full tensor of every parameter, as transforms of the model serve it.
 
     Args:
         model: this rank's chunks.
@@ -96,22 +94,22 @@ def iter_full_tensors(
         host_weights: where the values are while the parameters are asleep.
         across_stages: give all ranks the parameters of all pipeline stages; otherwise each its own stage's.
         only: :attr:`Shard.name` of those wanted, the same on all ranks; None for all.
-        adapters: the parameters of the adapters instead.
+        added: the parameters that a transform added instead of all others.
     """
     config = unwrap_model(model[0]).config
     is_gated = config.gated_linear_unit
 
-    def merged_value(shard: Shard) -> Tensor:
-        value = value_of(shard, host_weights)
-        return with_adapter(shard, value.to(shard.tensor.device, non_blocking=True), host_weights)
+    def served(shard: Shard) -> Tensor:
+        function = getattr(shard.parameter, "served", Shard.value)
+        return function(shard, host_weights).to(shard.tensor.device, non_blocking=True)
 
     def dtype_of(shard: Shard) -> torch.dtype:
         return sent_dtype(shard, dtype)
 
     def whole(shard: Shard) -> Tensor:
-        return gather_tensor_parallel(shard, merged_value(shard).to(dtype_of(shard)), is_gated=is_gated)
+        return gather_tensor_parallel(shard, served(shard).to(dtype_of(shard)), is_gated=is_gated)
 
-    shards = [shard for shard in iter_shards(model, adapters=adapters) if only is None or shard.name in only]
+    shards = [shard for shard in iter_shards(model, added=added) if only is None or shard.name in only]
     if across_stages and mpu.get_pipeline_model_parallel_world_size() > 1:
         stream = _across_stages(shards, whole, dtype_of)
     else:

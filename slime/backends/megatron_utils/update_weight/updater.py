@@ -17,25 +17,21 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory, sglang
-from slime.backends.megatron_utils.adapters import peft_tensors
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import left_out_tensors
-from slime.backends.megatron_utils.layers.lora import has_adapters
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
+from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.parameters import frozen_tower
 from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
 from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstimate
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.shard_buckets import CollectedBuckets, ShardBuckets
-from slime.flags.lora import lora_config
 from slime.utils.errors import HookError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.weights.buckets import BucketSource
 from slime.weights.named_tensors import pushed_dtype
-from slime.weights.peft_folder import peft_config
 from slime.weights.push.acknowledgements import DigestedBuckets
-from slime.weights.push.adapter import as_engines_call, push_adapter
 from slime.weights.push.participants import ExcludedEngine, Participants, PushClock
 from slime.weights.push.push import push_weights
 from slime.weights.push.state import Push, PushReport, TrainerRanks
@@ -77,6 +73,7 @@ class WeightUpdater:
         self.report: PushReport | None = None
         """Of the last push that engines took."""
         self._model, self._weights_getter, self._hf_config = model, weights_getter, hf_config
+        self._added = added_parameters(model)
         self._transport: Transport | None = None
         self._takes_slices = False
         self._buckets: DigestedBuckets | None = None
@@ -90,7 +87,7 @@ class WeightUpdater:
         if num_new_engines == 0:
             return
         self.engines = list(engines)
-        if self._pushes_adapter:
+        if self._pushes_alone:
             return
         unverified = [engine.index for engine in engines if not engine.acknowledges]
         if unverified and dist.get_rank() == 0:
@@ -156,8 +153,8 @@ class WeightUpdater:
             self._transport.close()
 
     @property
-    def _pushes_adapter(self) -> bool:
-        return has_adapters(self._model) and self.args.lora_push == "adapter"
+    def _pushes_alone(self) -> bool:
+        return self._added is not None and self._added.pushes_alone
 
     @property
     def transport(self) -> Transport:
@@ -173,7 +170,7 @@ class WeightUpdater:
     def buckets(self) -> DigestedBuckets:
         """The buckets of this model; made at the first push, collectively."""
         if self._buckets is None:
-            takes_slices = self._takes_slices and not has_adapters(self._model)  # slices are read from the weights
+            takes_slices = self._takes_slices and self._added is None  # slices are read from the weights
             source = self._slices() if takes_slices else self.make_plain_source()
             weight_map = find_weight_map(model_name(self.args, self._hf_config))
             kept = left_out_tensors(self.args.hf_checkpoint, weight_map, model_dims(self.args), source.manifest)
@@ -228,13 +225,14 @@ class WeightUpdater:
         )
 
     def _push(self, *, is_resend: bool = False) -> PushReport:
-        if self._transport is None and not (self._pushes_adapter and self.engines):
+        if self._transport is None and not (self._pushes_alone and self.engines):
             raise WeightSyncError("no engine is connected to this trainer; call connect_rollout_engines first")
         self._have_weights_changed, self.excluded = False, []
         push = self._new_push(is_resend=is_resend)
         try:
             if self._transport is None:
-                self.report = self._push_adapter(push)
+                assert self._added is not None
+                self.report = self._added.push(push, self._model, self._dtype, self._weights_getter())
                 return self.report
             self._estimate_cast_loss(push)
             plain = self._plain() if push.checks else None
@@ -242,15 +240,6 @@ class WeightUpdater:
             return self.report
         finally:
             self.excluded = list(push.participants.excluded)
-
-    def _push_adapter(self, push: Push) -> PushReport:
-        with push.step("gather"):
-            tensors = peft_tensors(self.args, self._model, host_weights=self._weights_getter(), device=None)
-            own = {as_engines_call(name): tensor for name, tensor in tensors.items()}
-        config = lora_config(self.args)
-        assert config is not None
-        peft = peft_config(own, config, base_model=self.args.hf_checkpoint)
-        return push_adapter(push, own, self._dtype, peft, sglang)
 
     def _estimate_cast_loss(self, push: Push) -> None:
         """Measure what this rank's weights lose by the cast, and warn on rank 0."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import policies
-from slime.backends.megatron_utils.checkpoint import find_checkpoint, load_frozen
+from slime.backends.megatron_utils.checkpoint import find_checkpoint
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.utils.errors import DataError
 
@@ -78,18 +78,6 @@ def test_a_teacher_that_is_not_there_is_named_by_the_flag_that_gave_it(given: di
     model = torch.nn.Linear(3, 2)
     with pytest.raises(DataError, match=f"{flag} is 'gone'"):
         Policies(args, [model], ModelSwitch([model])).load(with_ref=False, with_teacher=True, is_resumed=False)
-
-
-@pytest.mark.parametrize(
-    ("given", "flag"),
-    [({"ref_load": "gone"}, "--ref-load"), ({"load": "gone"}, "--load")],
-)
-def test_a_model_under_adapters_that_is_not_there_is_named_by_the_flag_that_gave_it(
-    given: dict[str, str], flag: str
-) -> None:
-    args = Namespace(**{**FRESH, "ref_load": None, "hf_checkpoint": "hf", **given})
-    with pytest.raises(DataError, match=f"{flag} is 'gone'"):
-        load_frozen(args, [])
 
 
 @pytest.mark.parametrize(

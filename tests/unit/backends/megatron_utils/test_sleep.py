@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from test_train_step import train
 from trainer_case import make_args, write_model
 
 from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensors
-from slime.backends.megatron_utils.layers.frozen_base import hold_quantized
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.sleep import HostArena, OffloadedState
+from slime.compose import parts
 from slime.weights.pinned_memory import aligned
 
 CHUNK = 4096
@@ -33,8 +34,6 @@ CASES = {
     "bf16": ("qwen3", "--bf16"),
     "moments in 16 bits": ("qwen3", PRECISION_AWARE),
     "experts": ("qwen3_moe", "--bf16"),
-    "adapters": ("qwen3", "--bf16 --lora-rank 4"),
-    "adapters over int4": ("qwen3_moe", "--bf16 --lora-rank 4 --lora-base-precision int4"),
 }
 
 
@@ -47,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(autouse=True)
-def _new_memory_holds_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def new_memory_holds_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is freed and taken again would often be the same, with what was in it."""
     resize = UntypedStorage.resize_
 
@@ -61,11 +60,13 @@ def _new_memory_holds_anything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(folders: dict[str, Path], case: str) -> tuple[Any, Any, Any, Any]:
     family, flags = CASES[case]
-    args = make_args(folders[family], "--actor-num-gpus-per-node", 1, *flags.split())
+    return build_with(folders[family], flags)
+
+
+def build_with(folder: Path, flags: str) -> tuple[Any, Any, Any, Any]:
+    args = make_args(folder, "--actor-num-gpus-per-node", 1, *flags.split())
     start_single_process(args)
-    model, optimizer, scheduler = setup_model_and_optimizer(args)
-    hold_quantized(model, args)
-    return args, model, optimizer, scheduler
+    return args, *setup_model_and_optimizer(args, transforms=parts(args).transforms)
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
@@ -92,18 +93,18 @@ def are_equal(tensors: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
 
 
-def undisturbed(folders: dict[str, Path], case: str, rollouts: int) -> tuple[list[float], list[Tensor]]:
-    args, model, optimizer, scheduler = build(folders, case)
-    losses = [train(args, model, optimizer, scheduler, i)[0].metrics["loss"] for i in range(rollouts)]
-    return losses, state(model, optimizer)
-
-
 @pytest.mark.parametrize(
     ("case", "has_copies"), [*((case, True) for case in CASES), ("fp32", False), ("bf16", False), ("experts", False)]
 )
 def test_sleeping_between_rollouts_changes_no_bit(folders: dict[str, Path], case: str, has_copies: bool) -> None:
-    losses, expected = undisturbed(folders, case, 3)
-    args, model, optimizer, scheduler = build(folders, case)
+    check_sleep(partial(build, folders, case), has_copies=has_copies)
+
+
+def check_sleep(build: Callable[[], tuple[Any, Any, Any, Any]], *, has_copies: bool) -> None:
+    args, model, optimizer, scheduler = build()
+    losses = [train(args, model, optimizer, scheduler, i)[0].metrics["loss"] for i in range(3)]
+    expected = state(model, optimizer)
+    args, model, optimizer, scheduler = build()
     switch = ModelSwitch(model)
     offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
     if has_copies:

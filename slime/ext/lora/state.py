@@ -57,7 +57,7 @@ def adapter_state(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """Return the sharded state of the adapters, by name in the whole model."""
     is_gated = unwrap_model(model[0]).config.gated_linear_unit
     entries: dict[str, Any] = {}
-    for shard in iter_shards(model, adapters=True):
+    for shard in iter_shards(model, added=True):
         key = shard.name.removesuffix("{}")
         if key not in entries:
             entries[key] = _entry(key, shard, is_gated=is_gated)
@@ -90,7 +90,7 @@ def _entry(key: str, shard: Shard, *, is_gated: bool) -> ShardedTensor | Sharded
 @torch.no_grad()
 def load_adapter_state(model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:
     """Copy what a checkpoint has for :func:`adapter_state` into the model."""
-    for shard in iter_shards(model, adapters=True):
+    for shard in iter_shards(model, added=True):
         shard.parameter.copy_(state[shard.name.removesuffix("{}")])
 
 
@@ -108,7 +108,7 @@ def iter_peft_tensors(
         host_weights: instead of the live parameters, by :attr:`Shard.key`.
     """
     table = _table_of(args)
-    for name, tensor in iter_full_tensors(model, dtype=None, host_weights=host_weights, adapters=True):
+    for name, tensor in iter_full_tensors(model, dtype=None, host_weights=host_weights, added=True):
         matrix, weights = table.peft_names(name)
         for rule, names in weights:
             parts = tensor.unbind(0) if matrix == "a" else rule.split(tensor, table.dims)
@@ -177,7 +177,7 @@ def load_peft(args: Namespace, model: Sequence[torch.nn.Module], folder: str | P
         ]
         return rule.merge(*parts, table.dims)
 
-    for name, shard in iter_global_parameters(model, adapters=True):
+    for name, shard in iter_global_parameters(model, added=True):
         (weight, *others), matrix = table.weights_of(name)
         value = whole(weight, matrix, whole_shape(shard))
         for other in others:

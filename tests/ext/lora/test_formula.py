@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slime.weights.lora import merged, widened
+from slime.ext.lora.formula import merged, widened
 
 A = torch.tensor([[[1.0, 2.0]], [[10.0, 20.0]]])
 """Two parts of rank 1 over two columns."""

@@ -23,10 +23,10 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: E402, F401
 # isort: split
 
 from slime.backends.megatron_utils import initialize  # noqa: E402
-from slime.backends.megatron_utils.adapters import peft_tensors, save_peft  # noqa: E402
 from slime.backends.megatron_utils.flags.lora_arguments import served_adapters  # noqa: E402
 from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import start_server, wait_until_healthy  # noqa: E402
+from slime.ext.lora.state import peft_tensors, save_peft  # noqa: E402
 from slime.flags.lora import lora_config  # noqa: E402
 from slime.train_data.convert import samples_to_train_data  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402

@@ -47,7 +47,8 @@ class FrozenWeight:
         for name, parts in zip((_CODES, _SCALES), zip(*pairs, strict=True), strict=True):
             layer.register_buffer(name, torch.stack(parts), persistent=False)
         layer.weight.data = weight.new_zeros(()).expand(weight.shape)
-        vars(layer.weight)["frozen"] = self
+        vars(layer.weight).update(frozen=self, has_no_data=True)
+        vars(layer.weight).setdefault("served", value_of)
 
     def _quantized(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         if self._precision == "fp8":
@@ -97,10 +98,10 @@ def hold_quantized(model: Sequence[torch.nn.Module], args: Namespace) -> int:
 
 
 def value_of(shard: Shard, host_weights: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return the numbers of a shard, of ``host_weights`` where given; made anew where they are held in fewer bits."""
+    """Return the numbers of a shard, of ``host_weights`` where given, dequantized where needed."""
     frozen: FrozenWeight | None = getattr(shard.parameter, "frozen", None)
     if frozen is None:
-        return shard.tensor.detach() if host_weights is None else shard.part_of(host_weights[shard.key])
+        return shard.value(host_weights)
     held = None
     if host_weights is not None:
         prefix = shard.key.removesuffix("weight")

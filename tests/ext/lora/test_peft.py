@@ -17,12 +17,12 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from slime.backends.megatron_utils import initialize
-from slime.backends.megatron_utils.adapters import load_peft, save_peft
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
-from slime.backends.megatron_utils.layers.frozen_base import hold_quantized, value_of
-from slime.backends.megatron_utils.layers.lora import _with_dense_gradient
 from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.policies import ModelSwitch
+from slime.ext.lora.frozen_base import hold_quantized, value_of
+from slime.ext.lora.layers import _with_dense_gradient
+from slime.ext.lora.state import load_peft, save_peft
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.peft_folder import TENSOR_FILE
 from tests.matrix import trainer
@@ -144,7 +144,7 @@ def test_adapters_of_experts_are_those_of_a_plain_reference(experts: str, tmp_pa
         gradients = trainer.model_gradients(args, model)
         again = trainer.load_model(args)
         load_peft(args, again, tmp_path / "out")
-        pairs = zip(iter_shards(model, adapters=True), iter_shards(again, adapters=True), strict=True)
+        pairs = zip(iter_shards(model, added=True), iter_shards(again, added=True), strict=True)
         assert all(torch.equal(one.tensor, other.tensor) for one, other in pairs)
         save_hf_model_to_path(args, tmp_path / "merged", model)
         saved = load_file(tmp_path / "out" / TENSOR_FILE)
@@ -217,7 +217,7 @@ def test_a_base_in_fewer_bits_is_that_of_its_export(family: str, precision: str,
         twin = trainer.load_model(args)
         for own, other in zip(iter_shards(twin), iter_shards(model), strict=True):
             own.tensor.data.copy_(value_of(other))
-        for own, other in zip(iter_shards(twin, adapters=True), iter_shards(model, adapters=True), strict=True):
+        for own, other in zip(iter_shards(twin, added=True), iter_shards(model, added=True), strict=True):
             own.tensor.data.copy_(other.tensor)
         expected = log_probs(args, twin, data)
         trainer.run_backward(args, twin, trainer.prepare(args, data))

@@ -1,4 +1,4 @@
-"""Adapters on the linear layers of a built model (``slime.weights.lora`` has the formula).
+"""Adapters on the linear layers of a built model (``slime.ext.lora.formula`` has the formula).
 
 An adapter is a submodule ``lora`` of the layer, with parameters ``a`` and ``b``; a hook adds its output to that of the
 layer.  Names of all other parameters stay what they are.  A is cut as the columns of the weight are, B as its rows:
@@ -40,7 +40,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts, is_linear
 from slime.backends.megatron_utils.flags.model_dims import model_dims
@@ -50,10 +49,11 @@ from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLine
 from slime.backends.megatron_utils.models import weight_map_of_run
 from slime.backends.megatron_utils.models.rule import Rule
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
-from slime.flags.lora import ALL_LINEAR, LoraConfig, lora_config
+from slime.ext.lora.formula import merged, widened
+from slime.ext.lora.frozen_base import value_of
+from slime.flags.lora import ALL_LINEAR, LoraConfig
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
-from slime.weights.lora import merged, widened
 
 _LAYERS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear)
 
@@ -191,19 +191,17 @@ class Adapter(torch.nn.Module):
         part.copy_(whole.chunk(size, dim=-1)[rank])
 
 
-def add_adapters(model: torch.nn.Module, args: Namespace) -> None:
+def add_adapters(model: torch.nn.Module, config: LoraConfig, args: Namespace) -> None:
     """Freeze a chunk of the actor and put adapters on the chosen linear layers of its decoder.
 
     Args:
         model: bare, not wrapped.
-        args: complete flags; nothing happens without ``--lora-rank``.
+        config: of the run.
+        args: complete flags.
 
     Raises:
         ConfigError: a module that was asked for by name is no layer that can have an adapter.
     """
-    config = lora_config(args)
-    if config is None:
-        return
     model.requires_grad_(False)
     weight_map, dims = weight_map_of_run(args), model_dims(args)
     layers: dict[int, Any] = {
@@ -227,7 +225,7 @@ def add_adapters(model: torch.nn.Module, args: Namespace) -> None:
             is_shared = config.shares_experts and type(layer) is StackedLinear
             own_rows = _own_rows(shard).to(shard.tensor.device) if is_shared else None
             layer.lora = Adapter(layer, config, sum(chosen), part_of_row, own_rows)
-            vars(layer.weight)["lora"] = layer.lora
+            vars(layer.weight).update(lora=layer.lora, served=served_value)
             layer.register_forward_hook(_add_output)
         if not layer.lora.is_shared:
             layer.lora.draw(name, shard, args.seed)
@@ -276,20 +274,15 @@ def _with_dense_gradient(layer: Any, inputs: tuple[Any, ...], output: tuple[Tens
         output[0].register_hook(lambda gradient: gradient.flatten(0, 1).view(gradient.shape))
 
 
-def has_adapters(model: Sequence[torch.nn.Module]) -> bool:
-    """Return True when adapters are trained in place of all weights, on whatever rank they are."""
-    return any("adapters" in vars(unwrap_model(chunk)) for chunk in model)
-
-
-def with_adapter(shard: Shard, value: Tensor, host_weights: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return this rank's part of a weight with its adapter added; ``value`` itself where there is none.
+def served_value(shard: Shard, host_weights: Mapping[str, Tensor] | None) -> Tensor:
+    """Return this rank's part of a weight with its adapter added.
 
     Args:
         shard: the weight.
-        value: its numbers.
-        host_weights: where those of the adapter are while the parameters are asleep.
+        host_weights: where its numbers and those of the adapter are while the parameters are asleep.
     """
     adapter: Adapter | None = getattr(shard.parameter, "lora", None)
+    value = value_of(shard, host_weights).to(shard.tensor.device, non_blocking=True)
     if adapter is None:
         return value
     held: dict[str, Tensor] = dict([*adapter.named_parameters(), *adapter.named_buffers()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.dist.trainer_case import cut, make_args, make_train_data, run_workers, start_worker, write_model
 from tests.matrix.case import load_cases
 from tests.matrix.layouts import run_layouts
 from tests.matrix.report import summary
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from trainer_case import cut, make_args, make_train_data, run_workers, start_worker, write_model
 
 pytestmark = pytest.mark.dist
 

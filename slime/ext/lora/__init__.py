@@ -1,0 +1,1 @@
+"""Low-rank adapters in place of all weights (LoRA, arXiv:2106.09685)."""

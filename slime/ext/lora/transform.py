@@ -1,0 +1,102 @@
+"""Adapters as a run has them: in the model, in its checkpoints and in its pushes."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils import checkpoint, sglang
+from slime.backends.megatron_utils.model_transform import AddedParameters
+from slime.ext.lora.frozen_base import hold_quantized
+from slime.ext.lora.layers import add_adapters
+from slime.ext.lora.state import adapter_state, load_adapter_state, load_peft, peft_tensors, save_peft
+from slime.flags.lora import lora_base, lora_config
+from slime.weights.peft_folder import peft_config
+from slime.weights.push.adapter import as_engines_call, push_adapter
+from slime.weights.push.state import Push, PushReport
+
+_ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
+
+
+class Lora(AddedParameters):
+    """Low-rank adapters of the actor; see the flags ``--lora-*``."""
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__(args)
+        config = lora_config(args)
+        assert config is not None
+        self._config = config
+        self.claim = f"--lora-rank {config.rank} trains adapters"
+        self.pushes_alone = args.lora_push == "adapter"
+
+    def after_build(self, chunk: torch.nn.Module) -> None:
+        """Freeze a chunk and put adapters on its layers.
+
+        Raises:
+            ConfigError: as :func:`add_adapters` says.
+        """
+        add_adapters(chunk, self._config, self.args)
+
+    def owns(self, name: str) -> bool:
+        """Return True for the name of an adapter's parameter."""
+        return _ADAPTER.match(name) is not None
+
+    def named_parameters(self, chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of a chunk's adapters."""
+        for prefix, adapter in vars(chunk)["adapters"]:
+            for name, parameter in adapter._parameters.items():
+                yield f"{prefix}.{name}", parameter
+
+    def silence(self, copies: Mapping[str, Tensor]) -> None:
+        """Fill every B among the copies with zeros."""
+        for name, tensor in copies.items():
+            if name.endswith(".lora.b"):
+                tensor.zero_()
+
+    def load_frozen(self, model: list[torch.nn.Module]) -> None:
+        """Load the model under the adapters, and hold it in the bits of ``--lora-base-precision``."""
+        args, base = self.args, lora_base(self.args)
+        step = args.ckpt_step if args.load == base else args.ref_ckpt_step
+        given_as = next(name for name in ("ref_load", "load", "hf_checkpoint") if getattr(args, name) == base)
+        checkpoint.load_weights(Namespace(**{**vars(args), "ckpt_step": step}), model, given_as)
+        hold_quantized(model, args)
+
+    def load_first(self, model: list[torch.nn.Module]) -> bool:
+        """Read ``--lora-load`` where no save of adapters is there."""
+        if self.args.load != lora_base(self.args):
+            return False
+        if self.args.lora_load is not None:
+            load_peft(self.args, model, self.args.lora_load)
+        return True
+
+    def state(self, model: Sequence[torch.nn.Module]) -> dict[str, Any]:
+        """Return the sharded state of the adapters."""
+        return adapter_state(model)
+
+    def load_state(self, model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:
+        """Copy a checkpoint's adapters into the model."""
+        load_adapter_state(model, state)
+
+    def after_save(self, model: Sequence[torch.nn.Module], rollout_id: int) -> None:
+        """Write the PEFT folder of ``--lora-save``."""
+        if self.args.lora_save:
+            save_peft(self.args, self.args.lora_save.format(rollout_id=rollout_id), model)
+
+    def push(
+        self,
+        push: Push,
+        model: Sequence[torch.nn.Module],
+        dtype: torch.dtype,
+        host_weights: Mapping[str, Tensor] | None,
+    ) -> PushReport:
+        """Have the engines serve the adapter."""
+        with push.step("gather"):
+            tensors = peft_tensors(self.args, model, host_weights=host_weights, device=None)
+            own = {as_engines_call(name): tensor for name, tensor in tensors.items()}
+        peft = peft_config(own, self._config, base_model=self.args.hf_checkpoint)
+        return push_adapter(push, own, dtype, peft, sglang)
