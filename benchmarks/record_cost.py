@@ -19,8 +19,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.flags.observability import RecordConfig  # noqa: E402
-from slime.observability import run_record, sample_record  # noqa: E402
+from slime.ext.record.run_record import RecordSink  # noqa: E402
+from slime.ext.record.writer import EVENTS_FILE  # noqa: E402
+from slime.observability import telemetry  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
 VOCABULARY = 150_000
@@ -47,7 +48,6 @@ def main() -> None:
     for name, default in (("samples", 256), ("length", 2048), ("rollouts", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    config = RecordConfig(record=True, record_samples=None, record_max_gib=20)
     generator = torch.Generator().manual_seed(0)
     samples = make_samples(options.samples, options.length, generator)
     trainer = [
@@ -56,15 +56,16 @@ def main() -> None:
     ]
     columns = {"trainer_log_probs": trainer, "advantages": [torch.full((options.length,), 0.5)] * len(samples)}
     with tempfile.TemporaryDirectory() as folder:
-        run_record.start_recording(Namespace(save=folder), "benchmark", primary=True)
+        telemetry.start(Namespace(save=folder), "benchmark", (RecordSink,), primary=True)
         waited_s = 0.0
         for rollout_id in range(options.rollouts + 1):  # the first loads the library
             start = time.thread_time()
-            sample_record.record_rollout(config, rollout_id, samples, [0.0] * len(samples))
-            sample_record.record_trained(config, rollout_id, 0, range(len(samples)), columns)
+            telemetry.samples("rollout", rollout_id=rollout_id, samples=samples, rewards=[0.0] * len(samples))
+            trained = {"positions": range(len(samples)), "columns": columns}
+            telemetry.samples("trained", rollout_id=rollout_id, rank=0, **trained)
             waited_s += time.thread_time() - start
-        run_record.stop_recording()
-        lines = (Path(folder) / run_record.EVENTS_FILE).read_text().splitlines()
+        telemetry.stop()
+        lines = (Path(folder) / EVENTS_FILE).read_text().splitlines()
     costs = [one for one in map(json.loads, lines) if one["event"] == "recorded" and "_000000" not in one["file"]]
     tokens = sum(one["tokens"] for one in costs)
     print(

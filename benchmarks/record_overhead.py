@@ -91,26 +91,21 @@ def start_worker(options: Namespace, folder: str) -> Any:
 
 def take_step(worker: Any, samples: list[Any], number: int, *, is_recorded: bool) -> dict[str, float]:
     """Take a step with finished samples; return its seconds, and those after it until the record is written."""
-    from slime.flags.observability import record_config
-    from slime.observability import run_record
-    from slime.observability.sample_record import record_rollout
+    from slime.ext.record.run_record import RecordSink
+    from slime.observability import telemetry
     from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
 
     args = worker.args
-    args.record = is_recorded  # every process of a run with --no-record has it so
-    if is_recorded:
-        run_record.start_recording(args, "actor 0", primary=True)
-    else:
-        run_record.stop_recording()
+    telemetry.start(args, "actor 0", (RecordSink,) if is_recorded else (), primary=True)
     synchronize()
     start, cpu = time.perf_counter(), time.process_time()
     data = train_data_from_samples(args, samples)
-    record_rollout(record_config(args), number, samples, data.rewards)
+    telemetry.samples("rollout", rollout_id=number, samples=samples, rewards=data.rewards)
     (batch,) = split_for_ranks(args, data, worker.get_parallel_config())
     worker.train(number, batch)
     synchronize()
     wall_s = time.perf_counter() - start
-    run_record.flush_recording()
+    telemetry.flush()
     return {"wall": wall_s, "cpu": time.process_time() - cpu, "written": time.perf_counter() - start - wall_s}
 
 

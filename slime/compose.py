@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from slime.arguments.groups import GROUPS
 from slime.arguments.parser import AddArguments
 from slime.flags.group import FlagGroup
 from slime.observability.logging_utils import configure_logger
+from slime.observability.telemetry import Sink
 from slime.ray.parts import Parts
 
 if TYPE_CHECKING:
@@ -56,7 +57,26 @@ def parts(args: Namespace) -> Parts:
         from slime.ext.lora.transform import Lora
 
         transforms.append(Lora)
-    return Parts(transforms=tuple(transforms))
+    return Parts(tuple(_sinks(args)), tuple(transforms))
+
+
+def _sinks(args: Namespace) -> Iterator[type[Sink]]:
+    if _is_here("record"):
+        if args.record:
+            from slime.ext.record.run_record import RecordSink
+
+            yield RecordSink
+        from slime.ext.record.alarms import AlarmSink
+
+        yield AlarmSink
+        if args.prometheus_port is not None:
+            from slime.ext.record.prometheus_page import PrometheusSink
+
+            yield PrometheusSink
+    if args.use_pytorch_profiler or args.record_memory_history:
+        from slime.observability.profile_utils import TrainProfiler
+
+        yield TrainProfiler
 
 
 def start_job(args: Namespace) -> TrainJob:

@@ -16,8 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.observability.run_reader import Run, read_run
-from slime.observability.sample_record import rollout_of
+from slime.ext.record.run_reader import Run, read_run
+from slime.ext.record.sample_record import rollout_of
 from tools.cli import clean_exit
 from tools.report import source_hash, time_of, write_page
 from tools.terminal import plain, say

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 
+from slime.ext.record.run_reader import Run, read_run
 from slime.flags.kinds import port_number
-from slime.observability.run_reader import Run, read_run
 from slime.utils import env
 from slime.utils.errors import DataError
 from slime.utils.net import format_host_port, is_loopback

@@ -30,9 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.record.run_reader import Run, read_run
 from slime.flags.kinds import non_negative_int, positive_int
 from slime.observability.dumps import load_rollout_dump, save_rollout_dump
-from slime.observability.run_reader import Run, read_run
 from slime.utils.errors import ConfigError, DataError
 from tools.cli import clean_exit
 from tools.diff import first_differences, setting_differences
@@ -188,8 +188,9 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.compose import parse_args, parts
-    from slime.observability.logging_utils import configure_logger, init_tracking
-    from slime.observability.run_record import event, start_recording
+    from slime.ext.record.run_record import RecordSink
+    from slime.observability import telemetry
+    from slime.observability.logging_utils import configure_logger
     from slime.ray.startup import policies_of
     from slime.ray.train_actor import kernel_environment
     from slime.utils import env
@@ -217,9 +218,8 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
         import torch
 
         torch.set_num_threads(threads[-1])  # sums on a CPU depend on it
-    init_tracking(args)
-    start_recording(args, "replay", primary=True)
-    event("start", rollout=replay.begin + 1, num_rollout=args.num_rollout)
+    telemetry.start(args, "replay", (RecordSink,), primary=True)
+    telemetry.event("start", rollout=replay.begin + 1, num_rollout=args.num_rollout)
     check_trainer_hooks(args)
     worker = Worker()
     worker.set_rendezvous(1, 0, "127.0.0.1", find_available_port(21000))
@@ -228,9 +228,7 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
 
 
 def _take_steps_here(replay: Replay, options: Namespace) -> None:
-    from slime.flags.observability import record_config
-    from slime.observability.run_record import stop_recording
-    from slime.observability.sample_record import record_rollout
+    from slime.observability import telemetry
     from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
 
     worker = _start_worker(replay, options.micro_batch)
@@ -239,7 +237,7 @@ def _take_steps_here(replay: Replay, options: Namespace) -> None:
         samples = load_rollout_dump(args.load_debug_rollout_data, rollout_id)
         data = train_data_from_samples(args, samples)
         rewards = data.rewards if len(data.rewards) == len(samples) else None
-        record_rollout(record_config(args), rollout_id, samples, rewards)
+        telemetry.samples("rollout", rollout_id=rollout_id, samples=samples, rewards=rewards)
         (batch,) = split_for_ranks(args, data, worker.get_parallel_config())
         if options.pdb and rollout_id == replay.rollout_id:
             pdb.runcall(worker.train, rollout_id, batch)
@@ -250,7 +248,7 @@ def _take_steps_here(replay: Replay, options: Namespace) -> None:
     if options.save_checkpoint:
         worker.save_model(replay.rollout_id, force_sync=True)
         worker.publish_checkpoint(replay.rollout_id)
-    stop_recording()
+    telemetry.stop()
 
 
 # What came out

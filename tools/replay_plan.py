@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slime.ext.record.run_reader import Run
+from slime.ext.record.sample_record import rollout_of, sample_of
 from slime.observability.dumps import load_rollout_dump
-from slime.observability.run_reader import Run
-from slime.observability.sample_record import rollout_of, sample_of
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 from tools.cli import parse_bool

@@ -11,8 +11,8 @@ from argparse import Namespace
 from itertools import groupby
 from pathlib import Path
 
+from slime.ext.record.run_reader import read_run
 from slime.observability.dumps import load_rollout_dump, save_rollout_dump
-from slime.observability.run_reader import read_run
 from slime.rollout.data_source import DataSource
 from slime.utils.errors import DataError
 from slime.utils.types import Sample

@@ -24,11 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.record.accounting import CAUSES, ENGINE_SPANS, IDLE, TRAINER_SPANS, Span, gpu_seconds
+from slime.ext.record.alarms import find_alarms
+from slime.ext.record.run_reader import Run, read_run
 from slime.flags.kinds import non_negative_float
-from slime.observability.accounting import CAUSES, ENGINE_SPANS, IDLE, TRAINER_SPANS, Span, gpu_seconds
-from slime.observability.alarms import find_alarms
 from slime.observability.metrics_file import evaluations
-from slime.observability.run_reader import Run, read_run
 from slime.utils.errors import ConfigError
 from tools.cli import clean_exit
 from tools.report_plots import (

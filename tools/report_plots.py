@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from slime.observability.alarms import EXPERT_LAYER
+from slime.ext.record.alarms import EXPERT_LAYER
+from slime.ext.record.run_reader import Run
 from slime.observability.metrics_file import evaluations
-from slime.observability.run_reader import Run
 from tools.report_samples import DIFFERENCES, Rollout
 
 MAX_POINTS, MAX_HEAT_STEPS = 1000, 250

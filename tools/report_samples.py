@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from slime.observability.run_reader import Run, read_samples
-from slime.observability.sample_record import rollout_of
+from slime.ext.record.run_reader import Run, read_samples
+from slime.ext.record.sample_record import rollout_of
 
 MAX_ANSWERS = 64
 DIFFERENCES = (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from slime.observability.run_reader import Run, read_samples
-from slime.observability.sample_pictures import MAX_PICTURES, picture_url
+from slime.ext.record.run_reader import Run, read_samples
+from slime.ext.record.sample_pictures import MAX_PICTURES, picture_url
 from slime.utils.processing_utils import load_tokenizer
 from tools.report_samples import Rollout
 from tools.terminal import say

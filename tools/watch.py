@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.record.run_reader import read_run
 from slime.flags.kinds import port_number
-from slime.observability.run_reader import read_run
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.net import format_host_port, is_loopback
 from slime.utils.page_server import PageHandler, PageServer

@@ -9,55 +9,66 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slime.flags.debug import profile_config
+from slime.observability.telemetry import Sink
 
 logger = logging.getLogger(__name__)
 
 
-class TrainProfiler:
-    """The profiler of one rank; idle unless its flags ask for something."""
+TARGETS = {
+    "train": "train_overall",
+    "actor_train": "train_actor",
+    "log_probs": "train_log_probs",
+    "ref_log_probs": "train_log_probs",
+    "teacher_log_probs": "train_log_probs",
+    "values": "train_log_probs",
+}
+"""Span of a rank -> ``--profile-target``."""
 
-    def __init__(self, args: Namespace, *, rank: int = 0) -> None:
+
+class TrainProfiler(Sink):
+    """The profiler of one rank of a trainer; idle in other processes."""
+
+    def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
         self._config = profile_config(args)
-        self._rank = rank
-        self._records_memory = self._config.record_memory_history and torch.cuda.is_available()
+        self._rank = process.split()[-1]
+        self._is_rank = self._rank.isdigit()
+        self._running: tuple[str, torch.profiler.profile] | None = None
+        self._records_memory = self._is_rank and self._config.record_memory_history and torch.cuda.is_available()
         if self._records_memory:
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
 
-    @contextmanager
-    def profile(self, target: str, rollout_id: int) -> Iterator[None]:
-        """Profile the body when ``target`` is asked for and ``rollout_id`` is in the window, into a Chrome trace."""
+    def begin(self, name: str, fields: Mapping[str, Any]) -> None:
         config = self._config
-        is_in_window = config.profile_step_start <= rollout_id < config.profile_step_end
-        if not (config.use_pytorch_profiler and target in config.profile_target and is_in_window):
-            yield
-            return
-        with torch.profiler.profile(record_shapes=False) as profiler:
-            yield
-        folder = Path(config.tensorboard_dir or "profile")
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{target}_rollout{rollout_id}_rank{self._rank}.json.gz"
-        profiler.export_chrome_trace(str(path))
-        logger.info("profile of %s written to %s", target, path)
+        is_asked = self._is_rank and config.use_pytorch_profiler and TARGETS.get(name) in config.profile_target
+        is_in_window = config.profile_step_start <= fields.get("rollout", -1) < config.profile_step_end
+        if is_asked and is_in_window and self._running is None:
+            self._running = name, torch.profiler.profile(record_shapes=False)
+            self._running[1].start()
 
-    def step(self, rollout_id: int) -> None:
-        """Count a trained rollout; write the memory snapshot after ``--memory-snapshot-num-steps``."""
-        if self._records_memory and rollout_id + 1 == self._config.memory_snapshot_num_steps:
-            self.dump_memory(f"rollout{rollout_id}")
+    def span(self, name: str, began: float, ended: float, fields: Mapping[str, Any]) -> None:
+        if self._running is not None and self._running[0] == name:
+            (_, profiler), self._running = self._running, None
+            profiler.stop()
+            folder = Path(self._config.tensorboard_dir or "profile")
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{TARGETS[name]}_rollout{fields['rollout']}_rank{self._rank}.json.gz"
+            profiler.export_chrome_trace(str(path))
+            logger.info("profile of %s written to %s", TARGETS[name], path)
+        num_steps = self._config.memory_snapshot_num_steps
+        if self._records_memory and name == "train" and fields["rollout"] + 1 == num_steps:
+            self._dump_memory(f"rollout{fields['rollout']}")
 
-    def dump_memory(self, tag: str) -> Path | None:
-        """Write the CUDA allocator's history (also useful after an out-of-memory error); None when it is not kept."""
-        if not self._records_memory:
-            return None
+    def _dump_memory(self, tag: str) -> None:
+        """Write the history of the CUDA allocator."""
         folder = Path(self._config.memory_snapshot_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"memory_{tag}_rank{self._rank}_{int(time.time())}.pickle"
         torch.cuda.memory._dump_snapshot(str(path))
         logger.info("memory snapshot written to %s", path)
-        return path

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from slime.flags.observability import tracking_config
+from slime.observability.telemetry import Sink
 from slime.utils import env
 
 
@@ -22,7 +23,7 @@ def tensorboard_folder(args: Namespace) -> str:
     return env.get_str("TENSORBOARD_DIR") or f"tensorboard_log/{project}/{experiment}"
 
 
-class _TensorboardAdapter:
+class _TensorboardAdapter(Sink):
     """A writer of each number of a record as a scalar.  Plug-ins call ``log(data=..., step=...)``."""
 
     def __init__(self, args: Namespace) -> None:
@@ -45,6 +46,6 @@ class _TensorboardAdapter:
             if name != step_key and isinstance(value, Number) and not isinstance(value, complex):
                 self._writer.add_scalar(name, float(value), at)  # type: ignore[arg-type]
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()

@@ -18,6 +18,7 @@ from typing import Any
 import wandb
 
 from slime.flags.observability import tracking_config
+from slime.observability.telemetry import Sink
 from slime.utils.redaction import redacted, redacted_words
 
 AXES = {
@@ -53,7 +54,7 @@ def _redacted_command_line() -> Iterator[None]:
         sys.argv = words
 
 
-class WandbTracker:
+class WandbTracker(Sink):
     """One writer of the run.  Config is written by the primary only."""
 
     def __init__(self, args: Namespace, *, primary: bool) -> None:
@@ -89,6 +90,6 @@ class WandbTracker:
         """Send one record; the axes are defined by metric name, so ``step_key`` travels as a metric."""
         self._run.log(dict(metrics))
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Write out what is still queued."""
         self._run.finish()

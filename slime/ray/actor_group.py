@@ -14,12 +14,13 @@ import ray
 from slime.arguments import args_to_resume
 from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import TRACKER, VersionCount, read_tracker
-from slime.observability.run_record import FLUSH_TIMEOUT_S
+from slime.observability.telemetry import FLUSH_TIMEOUT_S
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
 from slime.ray.heartbeats import Heartbeats
 from slime.ray.memory_checkpoints import MemoryCheckpoints
+from slime.ray.parts import CORE, Parts
 from slime.ray.train_actor import start_ranks
 from slime.ray.waiting import forget, wait_for
 from slime.utils.errors import CheckpointError, HangError, ProcessError, WeightSyncError
@@ -50,8 +51,8 @@ class RayTrainGroup:
         role: "actor" or "critic".
         with_ref: whether to load the reference model.
         with_opd_teacher: whether to load the distillation teacher.
-        transforms: of the model after it is built.
         actor_cls: the worker class; the Megatron trainer when None.
+        parts: of the run.
     """
 
     def __init__(
@@ -64,16 +65,16 @@ class RayTrainGroup:
         role: str = "actor",
         with_ref: bool = False,
         with_opd_teacher: bool = False,
-        transforms: tuple[type, ...] = (),
         actor_cls: type[TrainWorker] | None = None,
+        parts: Parts = CORE,
     ) -> None:
         self.args = args
         self.role = role
         self.with_ref = with_ref
         self.with_opd_teacher = with_opd_teacher
-        self._transforms = transforms
         self.world_size = num_nodes * num_gpus_per_node
         self.gpus, self._num_gpus_per_actor, self._actor_cls = pg, num_gpus_per_actor, actor_cls
+        self.parts = parts
         self._leader: RayTrainGroup | None = None
         self._follower: RayTrainGroup | None = None
         self._manager: Any = None
@@ -105,8 +106,9 @@ class RayTrainGroup:
             copied = self._copies.fetch(self.actors, self._leader.world_size if self._leader is not None else 0)
             version, last = self._version.number, self.last_checkpoint
             self.args = args_to_resume(self._run_args, weight_version=version, checkpoint=last, copied=copied)
-        parts = self.with_ref, self.with_opd_teacher, self._transforms
-        start_ids = self._on_all("init", self.args, self.role, *parts, what="model set-up")
+        transforms = self.parts.transforms if self.role == "actor" else ()
+        kept = self.with_ref, self.with_opd_teacher, transforms
+        start_ids = self._on_all("init", self.args, self.role, *kept, what="model set-up")
         if len(set(start_ids)) != 1:
             raise CheckpointError(f"{self.role} ranks resumed at different rollouts, of different saves: {start_ids}")
         self.start_rollout_id = start_ids[0]
@@ -144,7 +146,9 @@ class RayTrainGroup:
         """Start the processes of the ranks, which import for many seconds; :meth:`create` goes on with them."""
         if self.world_size and not self.actors:
             share = self._num_gpus_per_actor
-            self.actors = start_ranks(self._actor_cls, self.args, self.gpus, self.names, gpu_share=share)
+            self.actors = start_ranks(
+                self._actor_cls, self.args, self.gpus, self.names, gpu_share=share, parts=self.parts
+            )
 
     def _spawn(self) -> None:
         self.begin()
@@ -177,7 +181,7 @@ class RayTrainGroup:
     def finish(self) -> None:
         """End every rank after it has written what it has recorded; one that cannot ends without."""
         try:
-            self._on_all("flush_record", what="the trainer's record", timeout_s=2 * FLUSH_TIMEOUT_S)
+            self._on_all("flush_telemetry", what="the trainer's record", timeout_s=2 * FLUSH_TIMEOUT_S)
         except ProcessError as error:
             logger.warning("The record of the last rollout may lack the %s's part: %s", self.role, error)
         self.release()

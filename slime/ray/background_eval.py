@@ -22,13 +22,12 @@ import ray
 
 from slime.arguments import record_runtime
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL, resolve_sglang_config
-from slime.flags.observability import record_config
+from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout
 from slime.observability.logging_utils import configure_logger, log_eval
-from slime.observability.run_record import flush_recording, start_recording
-from slime.observability.sample_record import record_evaluation
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
+from slime.ray.parts import Parts
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.rollout.base_types import call_rollout_fn, eval_samples
@@ -59,11 +58,12 @@ class BackgroundEvaluator(Watched):
 
     Args:
         args: of :func:`evaluation_args`.
+        parts: of the run.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, parts: Parts) -> None:
         configure_logger(prefix="eval")
-        start_recording(args, "evaluation")
+        telemetry.start(args, "evaluation", parts.sinks)
         self.args = args
         StallTimeout.seconds = args.loop_stall_timeout_s
         init_http_client(args)
@@ -83,8 +83,8 @@ class BackgroundEvaluator(Watched):
         engines = {*before, *run(engine_versions(config))}
         versions = {name: version_of(result.get("samples") or (), engines) for name, result in output.data.items()}
         dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True, weight_versions=versions)
-        record_evaluation(record_config(self.args), rollout_id, output.data)
-        flush_recording()  # nobody tells this process that the run ends
+        telemetry.samples("evaluation", rollout_id=rollout_id, data=output.data)
+        telemetry.flush()  # nobody tells this process that the run ends
         bound = {name: version for name, version in versions.items() if version is not None}
         for name in versions.keys() - bound.keys():
             logger.error(
@@ -153,7 +153,9 @@ class BackgroundEvaluation:
         if self._evaluator is None:
             args = self._ask("get_evaluation_args")
             variables = COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES
-            self._evaluator = _RemoteEvaluator.options(runtime_env={"env_vars": variables}).remote(args)
+            self._evaluator = _RemoteEvaluator.options(runtime_env={"env_vars": variables}).remote(
+                args, self._actor.parts
+            )
             watch(self._evaluator, "the background evaluation")
         self._running, self._running_id = self._evaluator.eval.remote(rollout_id), rollout_id
 

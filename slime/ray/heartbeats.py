@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from slime.observability.pulse import Beat
+from slime.backends.train_worker import Beat
 from slime.utils.errors import HangError
 
 

@@ -16,8 +16,8 @@ from types import FrameType
 from ray.exceptions import RayError
 
 from slime.arguments.validate_files import check_contents
+from slime.observability import telemetry
 from slime.observability.logging_utils import configure_logger
-from slime.observability.run_record import event, stop_recording
 from slime.ray.connect import connect, disconnect
 from slime.ray.sigterm import Interrupted, sigterm
 from slime.ray.waiting import forget_all
@@ -72,8 +72,8 @@ def run(
         if code in (EXIT_FAILED, EXIT_BAD_INPUT) and sigterm().has_come:
             code = _interrupted()  # a node that went early, engines that got the signal too: no failure of the job's
         if code:
-            event("failed", code=code)
-        stop_recording()
+            telemetry.event("failed", code=code)
+        telemetry.stop()
         forget_all()
         disconnect(keeps_logs=code != 0)
     sys.exit(code)
@@ -94,7 +94,7 @@ def _report(title: str, error: BaseException) -> None:
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause.__cause__, RayError):
         cause = cause.__cause__
-    event("error", title=title, text=f"{type(cause).__name__}: {cause}"[:4000])
+    telemetry.event("error", title=title, text=f"{type(cause).__name__}: {cause}"[:4000])
     bar = "-" * 100
     lines = [f"{title}: {type(error).__name__}: {error}"]
     if cause is not error and str(cause) not in str(error):

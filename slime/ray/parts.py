@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime.observability.telemetry import Sink
+
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
 
@@ -16,5 +18,10 @@ class Parts:
     Every value is a class or a function of a module, or a tuple of them, so that Ray pickles them by reference.
     """
 
+    sinks: tuple[type[Sink], ...] = ()
+    """Take the telemetry of every process beside the metrics' own sinks."""
     transforms: tuple[type[ModelTransform], ...] = ()
     """Changes of the actor's model after it is built."""
+
+
+CORE = Parts()

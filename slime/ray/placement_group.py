@@ -11,7 +11,6 @@ from slime.arguments.validate_files import check_contents
 from slime.compose import parts
 from slime.ray import gpus, startup
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.startup import create_rollout_manager
 
 __all__ = ["create_placement_groups", "create_rollout_manager", "create_training_models"]
 
@@ -25,6 +24,11 @@ def create_placement_groups(args: Namespace) -> dict[str, gpus.GpuSlice | None]:
     """
     check_contents(args)
     return gpus.create_placement_groups(args)
+
+
+def create_rollout_manager(args: Namespace, pg: gpus.GpuSlice) -> tuple[Any, int | None]:
+    """Start the rollout manager with the parts that the flags ask for, as ``slime.ray.startup`` says."""
+    return startup.create_rollout_manager(args, pg, parts=parts(args))
 
 
 def create_training_models(

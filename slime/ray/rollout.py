@@ -14,15 +14,14 @@ from typing import Any
 
 import ray
 
-from slime.flags.observability import record_config
+from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout, load_rollout_dump
-from slime.observability.logging_utils import configure_logger, finish_tracking, log_eval, log_rollout
-from slime.observability.run_record import recorded_span, start_recording, stop_recording
-from slime.observability.sample_record import BEFORE_ALL, record_evaluation, record_rollout
+from slime.observability.logging_utils import configure_logger, log_eval, log_rollout
 from slime.ray.background_eval import evaluation_args
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engines.fleet import EngineFleet, start_fleet
 from slime.ray.gpus import GpuSlice
+from slime.ray.parts import CORE, Parts
 from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for_ranks, train_data_from_samples
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
 from slime.ray.waiting import WATCH_GROUP, Watched
@@ -48,12 +47,15 @@ class RolloutManager(Watched):
         args: the run's arguments.
         gpus: those of the engines.
         engines: started here unless given.
+        parts: of the run.
     """
 
-    def __init__(self, args: Namespace, gpus: GpuSlice, engines: EngineFleet | None = None) -> None:
+    def __init__(
+        self, args: Namespace, gpus: GpuSlice, engines: EngineFleet | None = None, parts: Parts = CORE
+    ) -> None:
         configure_logger(prefix="rollout")
         self.args = args
-        start_recording(args, "rollout manager")
+        telemetry.start(args, "rollout manager", parts.sinks)
         StallTimeout.seconds = args.loop_stall_timeout_s
         self.engines = engines if engines is not None else start_fleet(args, gpus)
         if not args.debug_train_only:
@@ -89,7 +91,7 @@ class RolloutManager(Watched):
 
         None with ``--debug-rollout-only``.
         """
-        with recorded_span("rollout", rollout=rollout_id):
+        with telemetry.span("rollout", rollout=rollout_id):
             return self._generate(rollout_id)
 
     def _generate(self, rollout_id: int) -> list[Box] | None:
@@ -105,16 +107,16 @@ class RolloutManager(Watched):
         seconds = time.monotonic() - start
         dump_rollout(self.args, rollout_id, samples)
         if self.args.debug_rollout_only:
-            record_rollout(record_config(self.args), rollout_id, samples, None)
+            telemetry.samples("rollout", rollout_id=rollout_id, samples=samples, rewards=None)
             log_rollout(self.args, rollout_id, samples, metrics, seconds)
             return None
         if self._parallel is None:
             raise ProcessError("generate() was called before the trainer said how it is laid out")
         train_data = train_data_from_samples(self.args, samples)
         rewards = train_data.rewards if len(train_data.rewards) == len(samples) else None
-        record_rollout(
-            record_config(self.args), rollout_id, samples, rewards, is_loaded=bool(self.args.load_debug_rollout_data)
-        )
+        is_loaded = bool(self.args.load_debug_rollout_data)
+        facts = {"samples": samples, "rewards": rewards, "is_loaded": is_loaded}
+        telemetry.samples("rollout", rollout_id=rollout_id, **facts)
         per_rank = split_for_ranks(self.args, train_data, self._parallel)
         log_rollout(self.args, rollout_id, samples, metrics, seconds)
         transport = ray_transport(self.args)
@@ -151,11 +153,11 @@ class RolloutManager(Watched):
         self.engines.begin_rollout()
         call = PluginCall("--eval-function-path", self.args.eval_function_path)
         work = (self.eval_rollout, self.args, rollout_id, self.data_source)
-        with recorded_span("evaluation", rollout=rollout_id):
+        with telemetry.span("evaluation", rollout=rollout_id):
             output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=True))
         dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True)
-        after = rollout_id if self.rollout_id >= 0 else BEFORE_ALL  # rollout_id is 0 before the first one too
-        record_evaluation(record_config(self.args), after, output.data)
+        after = rollout_id if self.rollout_id >= 0 else None  # rollout_id is 0 before the first one too
+        telemetry.samples("evaluation", rollout_id=after, data=output.data)
         return log_eval(self.args, rollout_id, output.data, output.metrics, time.monotonic() - start)
 
     # Data position
@@ -209,8 +211,7 @@ class RolloutManager(Watched):
         self.engines.stop()
         self.run.journal = GroupJournal()
         self.ledger.close()
-        stop_recording()
-        finish_tracking(self.args)
+        telemetry.stop()
 
 
 _FLEET_VERBS: Mapping[str | None, Mapping[str, Callable[..., Any]]] = {
@@ -257,9 +258,9 @@ RemoteRolloutManager = ray.remote(num_cpus=1, num_gpus=0, concurrency_groups={WA
 )
 
 
-def start_rollout_manager(args: Namespace, gpus: GpuSlice) -> Any:
+def start_rollout_manager(args: Namespace, gpus: GpuSlice, parts: Parts = CORE) -> Any:
     """Start the rollout manager actor; its engines boot in the background until ``wait_ready`` is called."""
     return RemoteRolloutManager.options(
         runtime_env={"env_vars": COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES},
         enable_tensor_transport=ray_transport(args) is not None,
-    ).remote(args, gpus)
+    ).remote(args, gpus, parts=parts)

@@ -18,13 +18,13 @@ from typing import Any
 
 from slime.arguments import record_runtime
 from slime.flags.algorithm import uses_reference
-from slime.observability.logging_utils import values_of_the_run
+from slime.observability.telemetry import values_of_the_run
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import create_critic
 from slime.ray.engines.actor import restart_timeout_s
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
-from slime.ray.parts import Parts
+from slime.ray.parts import CORE, Parts
 from slime.ray.released_trainer import ReleasedTrainGroup
 from slime.ray.rollout import start_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
@@ -40,7 +40,7 @@ MANAGER = "the rollout manager"
 
 
 def create_rollout_manager(
-    args: Namespace, pg: GpuSlice, meanwhile: Callable[[], None] | None = None
+    args: Namespace, pg: GpuSlice, meanwhile: Callable[[], None] | None = None, parts: Parts = CORE
 ) -> tuple[Any, int | None]:
     """Start the rollout manager; its engines start in the background, and end every later wait should one not start.
 
@@ -51,6 +51,7 @@ def create_rollout_manager(
         args: the run's arguments.
         pg: the GPUs of the engines.
         meanwhile: called while they start.
+        parts: of the run.
 
     Returns:
         the manager's actor handle, and the rollouts of one pass over the prompts (None without a data set).
@@ -59,7 +60,7 @@ def create_rollout_manager(
         ConfigError: ``--num-epoch`` passes over the data give no rollout.
     """
     record_runtime(args, **values_of_the_run())
-    manager = start_rollout_manager(args, pg)
+    manager = start_rollout_manager(args, pg, parts)
     watch(manager, MANAGER)
     watch_start(manager.wait_ready.remote(), "the engines to start")
     if meanwhile is not None:
@@ -96,7 +97,7 @@ def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
         role="actor",
         with_ref=kept["with_ref"],
         with_opd_teacher=kept["with_opd_teacher"],
-        transforms=parts.transforms,
+        parts=parts,
     )
 
 

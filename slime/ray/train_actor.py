@@ -14,11 +14,12 @@ import ray
 
 from slime.arguments.hook_checks import check_trainer_hooks
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.train_worker import TrainWorker
-from slime.observability.pulse import Beat, Pulse
+from slime.backends.train_worker import Beat, Pulse, TrainWorker
+from slime.observability import telemetry
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.memory_checkpoints import COPY_GROUP, CopyingRank
+from slime.ray.parts import CORE, Parts
 from slime.ray.utils import (
     COMMON_ACTOR_ENV,
     NOSET_VISIBLE_DEVICES,
@@ -44,7 +45,8 @@ PULSE_GROUP = "pulse"
 class TrainRayActor(CopyingRank, Watched, RayActor):
     """Mixed in before a ``TrainWorker`` subclass by :func:`remote_class`."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, parts: Parts = CORE, **keywords: Any) -> None:
+        self.parts = parts
         self.heed_sigterm()
         if env.get_str("TORCHINDUCTOR_CACHE_DIR") is None:  # torch runs what lies in one that any user could make
             env.export({"TORCHINDUCTOR_CACHE_DIR": str(user_folder() / "torchinductor")})
@@ -56,10 +58,15 @@ class TrainRayActor(CopyingRank, Watched, RayActor):
             world_size, rank, master_addr, master_port, visible_index(gpu_id)
         )
 
-    def init(self, args: Namespace, *arguments: Any, **keywords: Any) -> int:
+    def init(self, args: Namespace, role: str, *arguments: Any, **keywords: Any) -> int:
         """Import and check the user's plug-ins for the trainer, then run the worker's own ``init``."""
+        telemetry.start(args, f"{role} {self.rank}", self.parts.sinks)
         check_trainer_hooks(args)
-        return super().init(args, *arguments, **keywords)  # type: ignore[misc]
+        return super().init(args, role, *arguments, **keywords)  # type: ignore[misc]
+
+    def flush_telemetry(self) -> None:
+        """Write what the sinks of this process hold: it may be killed from here on."""
+        telemetry.flush()
 
     @ray.method(concurrency_group=PULSE_GROUP)
     def beat(self) -> Beat:
@@ -86,7 +93,13 @@ def remote_class(worker_class: type[TrainWorker]) -> Any:
 
 
 def start_ranks(
-    worker_class: type[TrainWorker] | None, args: Namespace, gpus: GpuSlice, names: Sequence[str], *, gpu_share: float
+    worker_class: type[TrainWorker] | None,
+    args: Namespace,
+    gpus: GpuSlice,
+    names: Sequence[str],
+    *,
+    gpu_share: float,
+    parts: Parts = CORE,
 ) -> list[Any]:
     """Return the actors of a trainer's ranks, which begin to start and are watched: rank r on the r-th GPU.
 
@@ -96,6 +109,7 @@ def start_ranks(
         gpus: at least as many as ranks.
         names: of the ranks, in messages.
         gpu_share: the share of a GPU bundle that one rank reserves.
+        parts: of the run.
     """
     if worker_class is None:
         from slime.backends.megatron_utils.actor import MegatronTrainRayActor
@@ -109,7 +123,8 @@ def start_ranks(
         "enable_tensor_transport": ray_transport(args) is not None,
     }
     actors = [
-        remote.options(scheduling_strategy=strategy_for(gpus, rank), **options).remote() for rank in range(len(names))
+        remote.options(scheduling_strategy=strategy_for(gpus, rank), **options).remote(parts=parts)
+        for rank in range(len(names))
     ]
     for actor, name in zip(actors, names, strict=True):
         watch(actor, name)

@@ -19,33 +19,29 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
-from slime.flags.security import job_secret
-from slime.observability.job_state import JobState
-from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
+from slime.observability import telemetry
+from slime.observability.logging_utils import configure_logger
 from slime.observability.metric_utils import compute_rollout_step
-from slime.observability.metrics_file import StepLine, metrics_path
-from slime.observability.run_record import event, span, start_recording, stop_recording
+from slime.observability.step_line import StepLine
+from slime.observability.telemetry import event, span
 from slime.ray.background_eval import BackgroundEvaluation
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
 from slime.ray.engines.memory import memory_timeout_s
+from slime.ray.engines.models import JobState
 from slime.ray.gpus import create_placement_groups
 from slime.ray.parts import Parts
 from slime.ray.save_lock import lock_outputs
 from slime.ray.startup import create_rollout_manager, create_training_models, make_actor
-from slime.ray.utils import listen_address
 from slime.ray.waiting import forget_all, unwatched, wait_for
 from slime.utils.misc import Box, should_run_periodic_action
 
-if TYPE_CHECKING:
-    from slime.observability.prometheus_page import MetricsPage
-
 T = TypeVar("T")
 JOB_STATE_TIMEOUT_S = 5.0
-"""For a scrape of the Prometheus page; what the manager does not say then is left out."""
+"""For a sink that asks, such as a page of metrics; without an answer it leaves the engines out."""
 
 
 @dataclass
@@ -107,35 +103,22 @@ class TrainJob:
         """Reserve GPUs, and start engines and trainers."""
         args = self.args
         self.gpus = create_placement_groups(args)
-        start_recording(Namespace(**vars(args) | init_tracking(args)), "driver", primary=True)
+        telemetry.start(args, "driver", self.parts.sinks, primary=True)
         self._step_began = time.time()
         rollout_gpus, actor_gpus = self.gpus["rollout"], self.gpus["actor"]
         assert rollout_gpus is not None and actor_gpus is not None
         actor = make_actor(args, actor_gpus, self.parts)
         # Engines start for a minute; the trainer's processes import their libraries in that time.
-        self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus, meanwhile=actor.begin)
+        self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus, actor.begin, self.parts)
+        telemetry.offer(self._job_state)
         self._step_line = StepLine.follow(args)
-        self._metrics_page = self._serve_metrics() if args.prometheus_port is not None else None
         self.actor, self.critic = create_training_models(args, self.gpus, self.manager, actor)
         self._background: BackgroundEvaluation | None = None
         if args.eval_in_background and not args.debug_train_only:
             self._background = BackgroundEvaluation(args, self.manager, self.actor)
 
-    def _serve_metrics(self) -> MetricsPage:
-        from slime.observability.prometheus_page import LoggedMetrics, MetricsPage
-
-        names = [dataset.name for dataset in self.args.eval_datasets or ()]
-        logged = LoggedMetrics(metrics_path(self.args), names)
-        return MetricsPage(
-            self.args.prometheus_port,
-            logged,
-            self._job_state,
-            host=listen_address(),
-            secret=job_secret(self.args),
-        )
-
     def _job_state(self) -> JobState:
-        # In a thread of the page, so not by wait_for: deaths and SIGTERM are the loop's to see.
+        # In a thread of a sink, so not by wait_for: deaths and SIGTERM are the loop's to see.
         state: JobState = ray.get(self.manager.get_job_state.remote(), timeout=JOB_STATE_TIMEOUT_S)
         return state
 
@@ -281,13 +264,11 @@ class TrainJob:
         metrics: dict[str, float] = {f"perf/time_{name}_s": value for name, value in seconds.items()}
         metrics["perf/time_step_s"] = sum(seconds.values())
         step = compute_rollout_step(self.args, rollout_id)
-        log(self.args, metrics | {"rollout/step": step}, step_key="rollout/step")
+        telemetry.log(metrics | {"rollout/step": step}, "rollout/step")
         now = time.time()
         span("step", self._step_began, now, rollout=rollout_id)
         self._step_began = now
         print(self._step_line.line(rollout_id, step), flush=True)
-        for alarm in self._step_line.new_alarms:
-            event("alarm", name=alarm.name, rollout=alarm.step, text=alarm.text)
 
     def finish(self) -> None:
         """Stop engines, routers and trainers, and close the logs; an evaluation in the background ends first."""
@@ -297,14 +278,11 @@ class TrainJob:
             with unwatched([name for trainer in trainers for name in trainer.names]):
                 self._background.finish()
         forget_all()
-        if self._metrics_page is not None:
-            self._metrics_page.stop()
         self._ask("finish", "dispose", what="the engines to stop", timeout_s=self.args.shutdown_timeout_s * 2)
         for trainer in trainers:
             trainer.finish()
         event("finish")
-        stop_recording()
-        finish_tracking(self.args)
+        telemetry.stop()
         for lock in self._locks:
             lock.release()
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.flags.reward import reward_config
-from slime.observability.sample_record import record_dropped
+from slime.observability import telemetry
 from slime.rollout.base_types import Group, check_samples, first_index, has_response, is_finished, leaf_samples
 from slime.rollout.config import rollout_config
 from slime.rollout.filter_hub.base_types import (
@@ -128,7 +128,7 @@ class GroupPolicy:
             self._num_kept += 1
             return True
         self.run.journal.record_filtered(group, verdict.reason)
-        record_dropped(leaf_samples(group), verdict.reason)
+        telemetry.samples("dropped", samples=list(leaf_samples(group)), reason=verdict.reason)
         self.drops.on_dynamic_filter_drop(verdict.reason)
         self.counts["dropped"] += 1
         self._num_dropped += 1

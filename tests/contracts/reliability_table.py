@@ -1092,7 +1092,7 @@ EDGES: tuple[Edge, ...] = (
         code=(
             "slime.observability.dumps.dump_rollout",
             "slime.observability.dumps.save_train_dump",
-            "slime.observability.logging_utils.log",
+            "slime.observability.telemetry.log",
         ),
         bounds=(),
         deadline="an error of the disk: at once",
@@ -1191,8 +1191,8 @@ EDGES: tuple[Edge, ...] = (
         log="nobody",
         outcome="the connection is closed; a page serves MAX_CLIENTS at a time, and closes further ones at once",
         tests=(
-            "tests/unit/utils/test_http_door.py::test_a_client_that_does_not_finish_its_request_is_sent_away",
-            "tests/unit/utils/test_http_door.py::test_a_page_keeps_few_threads_for_silent_clients_and_serves_when_they_are_gone",
+            "tests/contracts/test_http_door.py::test_a_client_that_does_not_finish_its_request_is_sent_away",
+            "tests/contracts/test_http_door.py::test_a_page_keeps_few_threads_for_silent_clients_and_serves_when_they_are_gone",
         ),
     ),
     Edge(
@@ -1288,8 +1288,9 @@ EDGES: tuple[Edge, ...] = (
 
 OUTSIDE = {
     "slime.__main__": "a command for people: nvidia-smi has 60 s",
-    "slime.observability.run_record": "no step waits for the record: git has 10 s at the start, the last write 30 s",
-    "slime.observability.prometheus_page": "a page for people: an engine has SCRAPE_TIMEOUT_S, the run never waits",
+    "slime.ext.record.run_record": "git has 10 s at the start",
+    "slime.ext.record.writer": "no step waits for the record; its last write has 30 s",
+    "slime.ext.record.prometheus_page": "a page for people: an engine has SCRAPE_TIMEOUT_S, the run never waits",
     "slime.utils.misc": "exec_command runs what its caller wants for as long as it takes, a whole training run too",
     "slime.ext.plan.fit": "a plan is no run: nvidia-smi has 60 s",
     "slime.ext.plan.recipe": "a plan is no run: a recipe with recorders for commands has TIMEOUT_S to print its flags",

@@ -22,8 +22,13 @@ from tests.contracts.source_tree import (
 )
 
 EXTENSIONS = sorted(path.name for path in (REPO / "slime/ext").iterdir() if (path / "__init__.py").exists())
-TOOLS = {"tools.plan"}
-"""Commands of an extension."""
+TOOLS = {
+    f"tools.{name}"
+    for name in (
+        "plan diff doctor replay replay_plan replay_rollout report report_plots report_samples report_texts watch"
+    ).split()
+}
+"""Commands of extensions, and their parts."""
 PROGRAM = """
 import os, sys
 from examples import one_step

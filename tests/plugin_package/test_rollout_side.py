@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime.observability.run_record import start_recording, stop_recording
+from slime.ext.record.run_record import RecordSink
+from slime.observability import telemetry
 from slime.rollout.base_types import leaf_samples
 from slime.utils.types import Sample
 from tests.plugin_package.product import PLUGIN_FOLDER, Product
@@ -204,11 +205,11 @@ def test_the_legacy_evaluation_dict_is_taken_and_recorded_before_and_after_the_f
     product = start(
         *GENERATE, *REWARD, "--rollout-function-path", "calculator_plugin.rollouts.generate_rollout_legacy"
     )
-    start_recording(product.args, "rollout manager", primary=True)
+    telemetry.start(product.args, "rollout manager", (RecordSink,), primary=True)
     assert product.manager.eval(0)["eval/sums"] == 1.0
     product.rollout(0)
     product.manager.eval(0)
-    stop_recording()
+    telemetry.stop()
     files = {path.name for path in (tmp_path / "save/samples").iterdir()}
     assert files == {"eval_start.parquet", "eval_000000.parquet"}
 

@@ -89,8 +89,9 @@ class _Ended:
 
 def install() -> Patches:
     """Put the simulator at every seam."""
+    from slime.backends import train_worker
     from slime.backends.sglang_utils import router_process, sglang_engine, weight_verbs
-    from slime.observability import pulse
+    from slime.observability import telemetry
     from slime.ray import job, rollout, startup, train_actor, train_loop, waiting
     from slime.ray import utils as ray_utils
     from slime.ray.actor_group import RayTrainGroup
@@ -129,8 +130,8 @@ def install() -> Patches:
         (train_actor, "check_trainer_hooks", nothing),
         (train_actor, "visible_index", lambda index: index),
         (train_loop, "create_placement_groups", lambda args: make_gpus(args, GpuSlice)),
-        (train_loop, "log", nothing),
-        (train_loop, "init_tracking", lambda args: {}),
+        (telemetry, "start", nothing),
+        (telemetry, "log", nothing),
         (train_loop, "print", nothing),
         (rollout, "log_rollout", nothing),
         (job, "check_contents", nothing),
@@ -192,7 +193,7 @@ def install() -> Patches:
             world().recorded(world().kernel.current_process, group, is_written=True)
 
     patches.set(Journal, "record_batch", recorded_batch)
-    patches.set(pulse.Pulse.__init__, "__defaults__", (lambda: time.monotonic(),))
+    patches.set(train_worker.Pulse.__init__, "__defaults__", (lambda: time.monotonic(),))
     patches.set(
         rollout_waiting.LongWait.__init__,
         "__kwdefaults__",

@@ -40,10 +40,9 @@ from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import version_before
 from slime.flags.distillation import trainer_teachers
 from slime.flags.fault_tolerance import is_copy_due
+from slime.observability import telemetry
 from slime.observability.logging_utils import configure_logger
-from slime.observability.profile_utils import TrainProfiler
-from slime.observability.run_record import flush_recording, start_recording
-from slime.observability.timer import Timer, timer
+from slime.observability.telemetry import Timer, span
 from slime.train_data.columns import RankBatch
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import get_gloo_group
@@ -76,14 +75,13 @@ class MegatronTrainRayActor(TrainWorker):
         if args.debug_rollout_only:
             return args.start_rollout_id or 0
         configure_logger(prefix=f"{role} {self.rank}")
-        start_recording(args, f"{role} {self.rank}")
         logging.getLogger("megatron").setLevel(logging.WARNING)
         self.join_process_group(args)
         initialize.init(args)
         if memory.sleeps(args):
             reloadable_groups.make_groups_reloadable()
         self._hf_config = read_model_config(args.hf_checkpoint or "")
-        with timer("init"):
+        with span("init"):
             built = initialize_model_and_optimizer(args, role, self.state_copy, transforms)
             self.model, self.optimizer, self.scheduler, iteration = built
             self._offloaded = sleep.OffloadedState(self.model, self.optimizer) if memory.sleeps(args) else None
@@ -95,7 +93,6 @@ class MegatronTrainRayActor(TrainWorker):
         self._routing = RoutingReplay(args, self.model) if args.use_routing_replay and role == "actor" else None
         has_load = args.log_expert_load and args.num_experts and role == "actor"
         self._expert_load = ExpertLoad(self.model, args.num_layers, args.num_experts) if has_load else None
-        self._profiler = TrainProfiler(args, rank=self.rank)
         self._reports = TrainReports(args, role, world_size=self.world_size)
         self._last_rollout_id: int | None = None
         self._is_asleep = False
@@ -131,7 +128,7 @@ class MegatronTrainRayActor(TrainWorker):
         """Free the memory, unless that is done already or need not be; on a CPU nothing happens."""
         if self._is_asleep or memory.may_stay_awake(self.args):
             return
-        with timer("sleep"):
+        with span("sleep"):
             memory.report("awake")
             if (offloaded := self._offloaded) is not None:
                 copies = self.weights.current_copies()
@@ -143,7 +140,7 @@ class MegatronTrainRayActor(TrainWorker):
         """Restore the memory, with the role's own weights in it."""
         if not self._is_asleep:
             return
-        with timer("wake_up"):
+        with span("wake_up"):
             if self._offloaded is not None:
                 self._offloaded.onload()
         self._is_asleep = False
@@ -166,18 +163,17 @@ class MegatronTrainRayActor(TrainWorker):
         clock = Timer()
         if clock.is_running("train_wait"):
             clock.end("train_wait")
-        with timer("train"), memory.naming_flags(self.args):
+        with span("train", rollout=rollout_id), memory.naming_flags(self.args):
             self.wake_up()
             memory.restart_peak()
-            with timer("data_preprocess"):
+            with span("data_preprocess"):
                 data = prepare_rollout_data(rank_batch, self.args.padded_vocab_size)
                 iterators = get_data_iterator(data, len(self.model))
                 self._begin_routing(data, iterators)
             train = self._train_critic if self.role == "critic" else self._train_actor
             outcome: Any = train(rollout_id, data, iterators, external_data or {})
-        self._profiler.step(rollout_id)
         if is_copy_due(self.args, rollout_id):
-            with timer("copy_state"):
+            with span("copy_state"):
                 self.state_copy = copy_state(rollout_id, self.model, self.optimizer, self.scheduler, self.state_copy)
         metrics = self._reports.performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
@@ -195,12 +191,12 @@ class MegatronTrainRayActor(TrainWorker):
             self._compute_log_probs(rollout_id, data, iterators)
             if "values" in external_data:
                 data.critic_values = [values.to(current_device()) for values in external_data["values"]]
-            with timer("advantages"):
+            with span("advantages"):
                 compute_advantages_and_returns(args, data)
         metrics = self._postprocess_and_log(rollout_id, data)
         self._reports.keep_tokens(iterators[-1])
         dump_only = self._log_probs_for_dump(data, iterators) if args.save_debug_train_data else {}
-        with timer("actor_train"), self._profiler.profile("train_actor", rollout_id), self._routed("train"):
+        with span("actor_train", rollout=rollout_id), self._routed("train"):
             metrics |= self._take_steps(rollout_id, data, iterators, args.loss_type)
         self._reports.record(rollout_id, data, iterators[-1].kept)
         if args.save_debug_train_data:
@@ -247,7 +243,7 @@ class MegatronTrainRayActor(TrainWorker):
         if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
             metrics |= train_metrics.rollout_metrics(self.args, data)
         self._reports.rollout(rollout_id, metrics)
-        with timer("actor_train"), self._profiler.profile("train_actor", rollout_id):
+        with span("actor_train", rollout=rollout_id):
             self._take_steps(rollout_id, data, iterators, "value_loss")
         self._record_weights(rollout_id)
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
@@ -278,7 +274,7 @@ class MegatronTrainRayActor(TrainWorker):
     ) -> None:
         """Run a forward pass under the weights in the model and add its result to ``data``."""
         name = "values" if read is get_values else f"{prefix}log_probs"
-        with timer(name), self._profiler.profile("train_log_probs", rollout_id):
+        with span(name, rollout=rollout_id):
             data.update(forward_only(read, self.args, self.model, iterators, data.num_microbatches, prefix))
 
     def _log_probs_for_dump(self, data: DeviceBatch, iterators: list[DataIterator]) -> dict[str, Any]:
@@ -331,7 +327,7 @@ class MegatronTrainRayActor(TrainWorker):
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
         """Save model, optimizer, scheduler and generators; then the Hugging Face export of ``--save-hf``."""
         args = self.args
-        with timer("save_model"):
+        with span("save_model"):
             self.wake_up()
             if self._background_save is not None:
                 self._background_save.wait()
@@ -348,7 +344,7 @@ class MegatronTrainRayActor(TrainWorker):
 
     def publish_checkpoint(self, rollout_id: int) -> None:
         """Make the checkpoint count, with ``--async-save`` once it is on disk; rank 0 writes."""
-        flush_recording()  # the trainer may be released
+        telemetry.flush()  # the trainer may be released
         if self._background_save is not None:
             self._background_save.publish(self.args.save, rollout_id)
             return
@@ -369,7 +365,7 @@ class MegatronTrainRayActor(TrainWorker):
 
     def update_weights(self) -> dict[str, float] | None:
         """Push the actor's weights; returns the push's metrics on the main rank."""
-        with timer("update_weights"):
+        with span("update_weights"):
             metrics = self._updater.push().as_metrics()
             self._release_push_memory()
         self._policies.record_pushed()
@@ -380,13 +376,13 @@ class MegatronTrainRayActor(TrainWorker):
 
     def resend_weights(self) -> None:
         """Push what the last push sent, under the same version, to the engines connected now: they started late."""
-        with timer("update_weights"):
+        with span("update_weights"):
             self._updater.resend()
             self._release_push_memory()
 
     def write_weights(self) -> Any:
         """Write the weights to disk and ask no engine; gives the ``WrittenVersion`` on the main rank."""
-        with timer("update_weights"):
+        with span("update_weights"):
             written = self._updater.write()
             self._release_push_memory()
         if self._last_rollout_id is not None:

@@ -31,7 +31,7 @@ from megatron.core.utils import get_model_config
 from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, packed_lengths
 from slime.backends.megatron_utils.reloadable_groups import plain_group
-from slime.observability.pulse import Pulse
+from slime.backends.train_worker import Pulse
 
 ForwardStep = Callable[[DataIterator, torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
 """Takes the next micro-batch from the iterator; gives the chunk's output, and what makes a loss (or a reading) of it.

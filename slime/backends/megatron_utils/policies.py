@@ -26,7 +26,7 @@ from megatron.core.utils import unwrap_model
 from slime.backends.megatron_utils import checkpoint, memory
 from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.flags.distillation import trainer_teachers
-from slime.observability.timer import timer
+from slime.observability.telemetry import span
 from slime.utils.errors import ConfigError
 from slime.weights.pinned_memory import host_tensors_like
 
@@ -96,7 +96,7 @@ class Policies:
             weights.copy("rollout_actor", "old_actor")
         interval = args.ref_update_interval
         if interval is not None and "ref" in weights.tags and (rollout_id + 1) % interval == 0:
-            with timer("ref_model_update"):
+            with span("ref_model_update"):
                 weights.copy("actor", "ref")
             logger.info("The reference model is now the actor of rollout %d.", rollout_id)
 

@@ -23,14 +23,10 @@ from slime.backends.megatron_utils.data import PER_TOKEN_COLUMNS, DataIterator, 
 from slime.backends.megatron_utils.parameters import weights_digest
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS
 from slime.backends.megatron_utils.train_step import StepResult
-from slime.flags.observability import record_config
+from slime.observability import telemetry
 from slime.observability.dumps import LAYOUT, save_train_dump
-from slime.observability.logging_utils import log
 from slime.observability.metric_utils import compute_rollout_step
-from slime.observability.metrics_file import run_folder
-from slime.observability.run_record import event
-from slime.observability.sample_record import record_trained
-from slime.observability.timer import Timer
+from slime.observability.telemetry import Timer
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import gather_on_first
 from slime.utils.errors import DataError
@@ -87,7 +83,7 @@ class TrainReports:
             step_global_batch_size=data.global_batch_sizes[step_id],
             train_step=rollout_id * len(data.num_microbatches) + step_id,
         )
-        log(self._args, metrics, step_key="train/step")
+        telemetry.log(metrics, "train/step", self._args)
         check_step(self._args, self._role, rollout_id, step_id, result.metrics, result.grad_norm)
         return metrics
 
@@ -108,21 +104,16 @@ class TrainReports:
         Timer().reset(name)
         return self._log_perf(rollout_id, {f"perf/{name}_time": elapsed_s, f"perf/time_{name}_s": elapsed_s, **more})
 
-    @property
-    def _is_recorded(self) -> bool:
-        """By what every rank knows, not by what it finds on a disk: data of context-parallel ranks are gathered."""
-        return record_config(self._args).record and run_folder(self._args) is not None
-
     def keep_tokens(self, iterator: DataIterator) -> None:
-        """Have the loss keep its log-probs and what it clipped, for the record."""
-        if self._is_recorded:
+        """Have the loss keep its log-probs and what it clipped, for sinks that want details."""
+        if telemetry.wants_details():
             iterator.kept = {}
 
     def record(
         self, rollout_id: int, data: DeviceBatch, trained: Mapping[int, Mapping[str, Sequence[Tensor]]] | None
     ) -> None:
-        """Record log-probs, advantages and clipped tokens of this rank's samples.  Collective over context-parallel
-        ranks.
+        """Give sinks the log-probs, advantages and clipped tokens of this rank's samples.  Collective over
+        context-parallel ranks.
 
         Args:
             rollout_id: the rollout.
@@ -130,7 +121,7 @@ class TrainReports:
             trained: micro-batch -> what the loss kept; its log-probs are recorded where ``data`` has none from before.
         """
         is_writer = mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
-        if not (self._is_recorded and is_writer):
+        if not (telemetry.wants_details() and is_writer):
             return
         micro_batches = data.micro_batch_indices
         columns = {"trainer_log_probs": data.log_probs, "advantages": data.get("advantages")}
@@ -150,16 +141,17 @@ class TrainReports:
             positions = list(data.partition or range(len(data.total_lengths)))
             number = {index: i for i, indices in enumerate(micro_batches) for index in indices}
             numbers = [number.get(index, -1) for index in range(len(data.total_lengths))]
-            rank = mpu.get_data_parallel_rank()
-            record_trained(record_config(self._args), rollout_id, rank, positions, kept, numbers)
+            facts = {"positions": positions, "columns": kept, "micro_batches": numbers}
+            telemetry.samples("trained", rollout_id=rollout_id, rank=mpu.get_data_parallel_rank(), **facts)
 
     def record_weights(self, rollout_id: int, model: Sequence[torch.nn.Module]) -> None:
         """Record what the weights are after a rollout's steps.  Collective over all ranks."""
-        if not self._is_recorded:
+        if not telemetry.wants_details():
             return
         digest = weights_digest(model)
         if dist.get_rank() == 0:
-            event("weights", rollout=rollout_id, digest=digest, threads=torch.get_num_threads(), role=self._role)
+            threads = torch.get_num_threads()
+            telemetry.event("weights", rollout=rollout_id, digest=digest, threads=threads, role=self._role)
 
     def _log_perf(self, rollout_id: int, metrics: Mapping[str, float]) -> dict[str, float]:
         if not train_metrics.is_main_rank():
@@ -170,7 +162,7 @@ class TrainReports:
 
     def _log(self, rollout_id: int, metrics: Mapping[str, float]) -> dict[str, float]:
         step = compute_rollout_step(self._args, rollout_id)
-        log(self._args, {**metrics, "rollout/step": step}, step_key="rollout/step")
+        telemetry.log({**metrics, "rollout/step": step}, "rollout/step", self._args)
         return dict(metrics)
 
 

@@ -35,7 +35,7 @@ from slime.backends.megatron_utils.pipeline import run_microbatches
 from slime.backends.megatron_utils.replicas import Marks
 from slime.backends.megatron_utils.step_times import optimizer_time, recorded_step
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
-from slime.observability.pulse import Pulse
+from slime.backends.train_worker import Pulse
 from slime.utils.errors import StepError
 from slime.utils.misc import call_hook
 

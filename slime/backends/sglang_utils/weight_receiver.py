@@ -35,7 +35,7 @@ from slime.backends.sglang_utils.loader_report import (
 from slime.backends.sglang_utils.model_load import ModelLoad
 from slime.backends.sglang_utils.repacked_layers import is_unpacked
 from slime.backends.sglang_utils.stored_plans import stored_plans
-from slime.observability.timer import DeviceTimes
+from slime.observability.telemetry import DeviceTimes
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import read_bucket
 from slime.weights.channel import WeightChannel

@@ -24,7 +24,7 @@ from slime.arguments import args_to_resume, record_runtime
 from slime.ext.recovery.preemption import Preemption
 from slime.ext.recovery.trainer_gpus import TrainerGpus
 from slime.ext.recovery.trainer_recovery import NOTICE_S, TrainerRecovery
-from slime.observability.run_record import event, span
+from slime.observability.telemetry import event, span
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
@@ -203,7 +203,7 @@ def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) ->
         record_runtime(args, start_rollout_id=start)
     if cluster_has_accelerators():
         time.sleep(RELEASE_GRACE_S)  # the engines of the one before end with it
-    manager, _ = create_rollout_manager(args, pg)
+    manager, _ = create_rollout_manager(args, pg, parts=actor.parts)
     if not engines_come_first(args):
         wait_for_engines(args, manager)
     actor.set_rollout_manager(manager)

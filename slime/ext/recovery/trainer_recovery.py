@@ -27,7 +27,7 @@ from typing import TypeVar
 from slime.ext.recovery.preemption import Preemption, RanksLeave
 from slime.ext.recovery.trainer_gpus import TrainerGpus
 from slime.flags.fault_tolerance import checkpoints_to_go_back
-from slime.observability.run_record import span
+from slime.observability.telemetry import span
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.sigterm import Interrupted
 from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators

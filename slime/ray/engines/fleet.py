@@ -19,12 +19,11 @@ import ray
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
 from slime.flags.cluster import plan_gpus
 from slime.flags.security import job_secret
-from slime.observability.job_state import JobState
 from slime.ray.engine_handles import RayEngine, UpdatableEngines
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.engines.memory import SharedMemory
-from slime.ray.engines.models import RolloutServer, start_rollout_servers, wait_until_serving
+from slime.ray.engines.models import JobState, RolloutServer, start_rollout_servers, wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
 from slime.ray.gpus import GpuSlice
 from slime.ray.utils import Lock

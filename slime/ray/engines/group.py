@@ -22,7 +22,7 @@ from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
 from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.flags.security import job_secret
-from slime.observability import run_record
+from slime.observability import telemetry
 from slime.ray.engines.actor import (
     EXITS_TIMEOUT_S,
     MAX_START_ATTEMPTS,
@@ -270,7 +270,7 @@ class EngineGroup:
             logger.log(level, "%s is %s now: %s", self.name_of(index), step.state.value, reason or event.value)
             if event not in (EngineEvent.PUSH_STARTED, EngineEvent.PUSH_DONE):
                 what = {"engine": self.name_of(index), "state": step.state.value}
-                run_record.event("engine", **what, why=reason or event.value)
+                telemetry.event("engine", **what, why=reason or event.value)
         match step.action:
             case Action.REGISTER:
                 self._register(index)

@@ -11,13 +11,12 @@ import torch
 from slime.observability import metrics_file
 from slime.observability.metrics_file import (
     NewRecords,
-    StepLine,
     append_record,
-    format_step,
     merge_by_step,
     metrics_path,
     read_records,
 )
+from slime.observability.step_line import StepLine, format_step
 
 
 def test_a_record_is_read_back_with_the_time_of_writing(tmp_path: Path) -> None:
@@ -138,13 +137,3 @@ def test_a_rollout_generated_ahead_waits_for_its_own_line(tmp_path: Path) -> Non
     append_record(path, {"rollout/step": 1, "rollout/raw_reward": 0.2})
     assert line.line(0) == "step 1 | reward 0.100"
     assert line.line(1) == "step 2 | reward 0.200"
-
-
-def test_an_alarm_stands_once_in_the_line_of_the_step_at_which_it_is_found(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = StepLine(path)
-    told = []
-    for step in range(6):
-        append_record(path, {"rollout/raw_reward": 0.0, "rollout/step": step})
-        told.append("ALARM no response got a reward" in lines.line(step))
-    assert told == [False, False, True, False, False, False]

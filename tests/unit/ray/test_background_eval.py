@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from slime.observability.run_record import start_recording, stop_recording
+from slime.observability import telemetry
+from slime.observability.telemetry import Sink
 from slime.ray import background_eval
 from slime.ray.background_eval import BackgroundEvaluation, BackgroundEvaluator, evaluation_args, version_of
 from slime.rollout.base_types import RolloutFnEvalOutput
@@ -140,8 +141,22 @@ def evaluator(monkeypatch, folder, data: dict[str, Any], told: list[list[str]]) 
     return made
 
 
+class Kept(Sink):
+    """Keeps the samples that it is given, and notes when it has to write them."""
+
+    def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
+        self.taken: list[Any] = []
+
+    def samples(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.taken.append((kind, facts))
+
+    def flush(self) -> None:
+        self.taken.append("flushed")
+
+
 def test_metrics_and_dump_say_the_version_and_a_mixed_data_set_is_left_out(monkeypatch, tmp_path, caplog):
-    start_recording(Namespace(save=str(tmp_path)), "evaluation", primary=True)
+    telemetry.start(Namespace(save=str(tmp_path)), "evaluation", (Kept,))
+    (kept,) = telemetry._Stream.sinks
     logged: list[Any] = []
     monkeypatch.setattr(background_eval, "log_eval", lambda args, *what: logged.append(what) or {})
     data = {
@@ -155,9 +170,8 @@ def test_metrics_and_dump_say_the_version_and_a_mixed_data_set_is_left_out(monke
     assert "Evaluation of mixed after rollout 4 is not logged" in caplog.text
     dump = torch.load(tmp_path / "eval_4.pt", weights_only=False)
     assert dump["weight_versions"] == {"one": 7, "mixed": None} and len(dump["samples"]) == 3
-    recorded = pq.read_table(tmp_path / "samples/eval_000004.parquet")  # before the record of this process ends
-    assert recorded["evaluation"].to_pylist() == ["one", "mixed", "mixed"]
-    stop_recording()
+    assert kept.taken == [("evaluation", {"rollout_id": 4, "data": data}), "flushed"]
+    telemetry.stop()
     evaluator(monkeypatch, tmp_path, data, [["7"], ["8"]]).eval(5)  # an engine that was started again meanwhile
     assert len(logged) == 1
 

@@ -15,7 +15,9 @@ from slime.ray.parts import Parts
 def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def start_ranks(worker_class: Any, args: Namespace, gpus: Any, names: list[str], *, gpu_share: float) -> list[Any]:
+    def start_ranks(
+        worker_class: Any, args: Namespace, gpus: Any, names: list[str], *, gpu_share: float, parts: Parts
+    ) -> list[Any]:
         started.append(names)
         return list(names)
 
@@ -41,7 +43,9 @@ def test_what_may_happen_meanwhile_comes_before_the_wait_for_the_engines(monkeyp
 
     monkeypatch.setattr(startup, "record_runtime", lambda args, **facts: None)
     monkeypatch.setattr(startup, "values_of_the_run", dict)
-    monkeypatch.setattr(startup, "start_rollout_manager", lambda args, gpus: notes.append("manager") or Manager())
+    monkeypatch.setattr(
+        startup, "start_rollout_manager", lambda args, gpus, parts: notes.append("manager") or Manager()
+    )
     monkeypatch.setattr(startup, "watch", lambda actor, name: None)
     monkeypatch.setattr(startup, "watch_start", lambda ref, what: notes.append(f"watched: {ref}"))
     monkeypatch.setattr(startup, "wait_for", lambda ref, **_: notes.append(ref))

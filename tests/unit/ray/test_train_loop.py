@@ -7,19 +7,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from slime.observability.logging_utils import finish_tracking
-from slime.observability.metrics_file import StepLine, append_record, metrics_path, read_records
+from slime.observability import telemetry
+from slime.observability.metrics_file import append_record, metrics_path, read_records
+from slime.observability.step_line import StepLine
 from slime.ray import train_loop, waiting
 from slime.ray.train_loop import StepTimes, TrainJob
 
 
 def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_beside_them(tmp_path: Path, capsys):
-    finish_tracking()  # another test may have opened sinks in this process
     job = TrainJob.__new__(TrainJob)
     job.args = Namespace(
         save=str(tmp_path), wandb_always_use_train_step=True, rollout_batch_size=32, n_samples_per_prompt=8,
         global_batch_size=64, num_rollout=9,
     )  # fmt: skip
+    telemetry.start(job.args, "driver")
     path = metrics_path(job.args)
     assert path is not None
     job._background, job._step_began, job._step_line = None, 0.0, StepLine.follow(job.args)
@@ -29,7 +30,7 @@ def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_b
         job.times = StepTimes()
         job.times.seconds = {"train": 1.0}
         job.report(rollout_id)
-    finish_tracking()
+    telemetry.stop()
     assert [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()] == [
         ["step 1/9", "reward 0.000"],
         ["step 2/9", "reward 0.125"],
@@ -44,7 +45,7 @@ def test_while_the_last_evaluation_is_awaited_deaths_of_the_trainer_do_not_count
     job = TrainJob.__new__(TrainJob)
     job._background = SimpleNamespace(finish=lambda: watched.append(list(waiting._sentinels.values())))
     actor: Any = SimpleNamespace(names=["rank 0 of the actor"], finish=lambda: None)
-    job._metrics_page, job.actor, job.critic, job._locks = None, actor, None, []
+    job.actor, job.critic, job._locks = actor, None, []
     job.args = Namespace(shutdown_timeout_s=1)
     monkeypatch.setattr(job, "_ask", lambda *_, **__: None)
     job.finish()

@@ -6,17 +6,15 @@ from argparse import Namespace
 
 import pytest
 
-from slime.flags.observability import RecordConfig
-from slime.observability import run_record, sample_record
+from slime.ext.record.run_reader import Run, read_run, read_samples
+from slime.ext.record.sample_record import sample_of
 from slime.observability.dumps import save_rollout_dump
 from slime.observability.metrics_file import append_record
-from slime.observability.run_reader import Run, read_run, read_samples
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
+from tests.ext.record import recording
 from tools import replay_rollout
 from tools.replay_plan import FROM_START, Replay, changed, flags_of, plan, rollout_flags_of
-
-ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
 
 
 def answered(index: int, last: int = 7) -> Sample:
@@ -28,10 +26,10 @@ def answered(index: int, last: int = 7) -> Sample:
 
 
 def record(folder, samples):
-    run_record.start_recording(Namespace(save=str(folder)), "rollout manager", primary=True)
+    recording.start(Namespace(save=str(folder)), "rollout manager", primary=True)
     append_record(folder / "metrics.jsonl", {"rollout/step": 0})
-    sample_record.record_rollout(ALL, 0, samples, None)
-    run_record.stop_recording()
+    recording.rollout(0, samples, None)
+    recording.stop()
     return read_run(folder)
 
 
@@ -130,5 +128,5 @@ def test_the_record_has_no_number_for_what_was_not_graded_and_a_replay_has_its_s
     lost.reward, lost.status, lost.remove_sample = 0.0, Sample.Status.FAILED, True
     rows = read_samples(record(tmp_path, [good, lost]).sample_files()[0]).to_pylist()
     assert [row["reward"] for row in rows] == [1.0, None]
-    assert [sample_record.sample_of(row).reward for row in rows] == [1.0, 0.0]
-    assert [sample_record.sample_of(row).is_graded for row in rows] == [True, False]
+    assert [sample_of(row).reward for row in rows] == [1.0, 0.0]
+    assert [sample_of(row).is_graded for row in rows] == [True, False]

@@ -15,12 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from slime.flags.observability import RecordConfig
-from slime.observability import run_record, sample_record
-from slime.observability.sample_pictures import MAX_BYTES, MAX_PICTURES, SIDE, picture_url, small_copy
+from slime.ext.record.sample_pictures import MAX_BYTES, MAX_PICTURES, SIDE, picture_url, small_copy
 from slime.utils.types import Sample
-
-ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
+from tests.ext.record import recording
 
 
 def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
@@ -104,10 +101,10 @@ def sample_with(images: list[Any], group: int) -> Sample:
 
 
 def record(folder: Path, samples: list[Sample]) -> list[dict[str, Any]]:
-    run_record.start_recording(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
-    sample_record.record_rollout(ALL, 0, samples, None)
-    sample_record.record_evaluation(ALL, 0, {"held_out": {"samples": samples[:1]}})
-    run_record.stop_recording()
+    recording.start(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
+    recording.rollout(0, samples, None)
+    recording.evaluation(0, {"held_out": {"samples": samples[:1]}})
+    recording.stop()
     (row,) = pq.read_table(folder / "samples/eval_000000.parquet").to_pylist()
     assert row["pictures"] == [small_copy(one) for one in samples[0].multimodal_inputs["images"]][:MAX_PICTURES]
     return pq.read_table(folder / "samples/rollout_000000.parquet").to_pylist()

@@ -9,14 +9,12 @@ from argparse import Namespace
 import pytest
 import torch
 
-from slime.flags.observability import RecordConfig
-from slime.observability import run_record, sample_record
+from slime.ext.record.run_reader import read_run
 from slime.observability.metrics_file import append_record
-from slime.observability.run_reader import read_run
 from slime.utils.types import Sample
+from tests.ext.record import recording
 from tools import diff
 
-ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
 CHANGES = ("data order", "sampled tokens", "reward", "packing", "engine's log-probs", "trainer's log-probs",
            "advantages", "train/loss", "train/grad_norm", "weights", "train/critic-value_loss",
            "critic's weights")  # fmt: skip
@@ -25,7 +23,7 @@ CHANGES = ("data order", "sampled tokens", "reward", "packing", "engine's log-pr
 
 def write_run(folder, changed=(), **settings):
     """Two optimizer steps a rollout; ``changed`` of :data:`CHANGES` is other from its rollout on."""
-    run_record.start_recording(Namespace(save=str(folder), lr=0.1, **settings), "driver", primary=True)
+    recording.start(Namespace(save=str(folder), lr=0.1, **settings), "driver", primary=True)
     for rollout_id in range(len(CHANGES)):
         other = {name for place, name in enumerate(CHANGES) if name in changed and place <= rollout_id}
         one = Sample(
@@ -33,12 +31,12 @@ def write_run(folder, changed=(), **settings):
             reward=1.0 + ("reward" in other), tokens=[1, 2 + ("sampled tokens" in other)], response_length=1,
             rollout_log_probs=[-0.5 - ("engine's log-probs" in other)], status=Sample.Status.COMPLETED,
         )  # fmt: skip
-        sample_record.record_rollout(ALL, rollout_id, [one], [0.0])
+        recording.rollout(rollout_id, [one], [0.0])
         columns = {
             "trainer_log_probs": [torch.tensor([-0.5 - ("trainer's log-probs" in other)])],
             "advantages": [torch.tensor([float("advantages" in other)])],
         }
-        sample_record.record_trained(ALL, rollout_id, 0, [0], columns, [int("packing" in other)])
+        recording.trained(rollout_id, 0, [0], columns, [int("packing" in other)])
         append_record(folder / "metrics.jsonl", {"rollout/raw_reward": 0.5, "rollout/step": rollout_id})
         for step in (2 * rollout_id, 2 * rollout_id + 1):
             values = {
@@ -48,8 +46,8 @@ def write_run(folder, changed=(), **settings):
             }
             append_record(folder / "metrics.jsonl", values | {"train/step": step})
         for role, what in (("actor", "weights"), ("critic", "critic's weights")):
-            run_record.event("weights", role=role, rollout=rollout_id, digest="b" if what in other else "a")
-    run_record.stop_recording()
+            recording.event("weights", role=role, rollout=rollout_id, digest="b" if what in other else "a")
+    recording.stop()
     return folder
 
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from slime.ext.record.run_reader import read_run
 from slime.observability.metrics_file import append_record
-from slime.observability.run_reader import read_run
 from tests.contracts.source_tree import REPO
-from tests.unit.tools.prepared_runs import write_prepared_run
-from tests.unit.tools.test_report import record_evaluations, write_run, write_run_with_pictures
+from tests.ext.record.prepared_runs import write_prepared_run
+from tests.ext.record.test_report import record_evaluations, write_run, write_run_with_pictures
 from tools import report, watch
 
 sync_api = pytest.importorskip("playwright.sync_api")

@@ -1,4 +1,4 @@
-"""Reads the record of a run (``run_record``), of a running or broken one too: what is not there is empty."""
+"""Reads the record of a run (``docs/record.md``), of a running or broken one too: what is not there is empty."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from slime.observability import run_record
-from slime.observability.accounting import GpuClass, Span, gpu_classes
+from slime.ext.record.accounting import GpuClass, Span, gpu_classes
+from slime.ext.record.run_record import CONFIG_FILE
+from slime.ext.record.sample_record import rollout_of, samples_path
+from slime.ext.record.writer import EVENTS_FILE, SAMPLES_FOLDER, SPANS_FILE
 from slime.observability.metrics_file import FILE_NAME, START_KEY, merge_by_step, parse_record, read_records
-from slime.observability.sample_record import rollout_of, samples_path
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,12 @@ class Run:
 
     def sample_files(self, kind: str = "rollout") -> list[Path]:
         """Return the files of samples, by rollout."""
-        folder = self.folder / run_record.SAMPLES_FOLDER
+        folder = self.folder / SAMPLES_FOLDER
         return sorted(folder.glob(f"{kind}_*.parquet"), key=lambda path: (rollout_of(path), path.name))
 
     def sample_file(self, rollout_id: int) -> Path:
         """Return the path of a rollout's samples."""
-        return samples_path(self.folder / run_record.SAMPLES_FOLDER, rollout_id)
+        return samples_path(self.folder / SAMPLES_FOLDER, rollout_id)
 
     def samples(self, rollout_id: int) -> Iterator[dict[str, Any]]:
         """Yield the samples of a rollout, with what the trainer added; a file that is being written is skipped."""
@@ -160,9 +161,7 @@ def read_run(folder: Path) -> Run:
         raise DataError(f"{folder} has no {FILE_NAME}; give the folder of a run: its --save, else runs/ and its id.")
     records = list(read_records(metrics))
     run = Run(folder)
-    config, events, spans = (
-        folder / name for name in (run_record.CONFIG_FILE, run_record.EVENTS_FILE, run_record.SPANS_FILE)
-    )
+    config, events, spans = (folder / name for name in (CONFIG_FILE, EVENTS_FILE, SPANS_FILE))
     run.config = parse_record(config.read_bytes()) or {} if config.is_file() else {}
     run.events = [one for one in read_records(events) if "event" in one] if events.is_file() else []
     if spans.is_file():

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
-from slime.observability.alarms import find_alarms
+from slime.ext.record.alarms import AlarmSink, find_alarms
+from slime.observability import telemetry
+from slime.observability.metrics_file import append_record
+from slime.observability.step_line import StepLine
 
 HEALTHY = {
     "rollout/raw_reward": lambda step: 0.3 + 0.02 * step,
@@ -78,3 +83,15 @@ def test_answers_that_repeat_each_other_are_a_fault_only_while_the_reward_falls(
     falls = {"samples/duplicates": lambda step: 0.1 if step < 10 else 1.0, "samples/reward/mean": lambda step: -step}
     assert [one.name for one in find_alarms(run(**falls))] == ["duplicates"]
     assert find_alarms(run(**falls | {"samples/reward/mean": lambda step: step})) == []
+
+
+def test_an_alarm_stands_once_in_the_line_of_the_step_at_which_it_is_found(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    telemetry.start(Namespace(save=str(tmp_path)), "driver", (AlarmSink,))
+    lines = StepLine(path)
+    told = []
+    for step in range(6):
+        append_record(path, {"rollout/raw_reward": 0.0, "rollout/step": step})
+        told.append("ALARM no response got a reward" in lines.line(step))
+    assert told == [False, False, True, False, False, False]
+    telemetry.stop()

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from slime.observability.job_state import JobState, PageSource
+from slime.ext.record.prometheus_page import LoggedMetrics, MetricsPage
 from slime.observability.metrics_file import append_record
-from slime.observability.prometheus_page import LoggedMetrics, MetricsPage
+from slime.ray.engines.models import JobState, PageSource
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port
 

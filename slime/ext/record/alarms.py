@@ -1,4 +1,5 @@
-"""Alarms of a run, found in its metrics: pure functions of step -> metrics, which say when it began and why.
+"""Alarms of a run, found in its metrics: pure functions of step -> metrics, which say when it began and why; and the
+sink that has the driver tell them.
 
 They judge the last steps against the first ones, so that they need no setting; each can only be a hint.  Those that
 read ``samples/...`` look at what a report computes from the recorded samples (``tools/report_samples.py``).
@@ -7,13 +8,19 @@ read ``samples/...`` look at what a report computes from the recorded samples (`
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from slime.observability import telemetry
+from slime.observability.telemetry import Sink
+
 WINDOW = 5
 """Steps that are averaged, at the start of the run and up to the step that is judged."""
+LOOK_BACK = 200
+"""Steps that the driver looks back."""
 Steps = Mapping[int, Mapping[str, Any]]
 EXPERT_LAYER = re.compile(r"train/expert_load/layer_(\d+)/idle")
 
@@ -214,3 +221,21 @@ ALARMS = (
 def find_alarms(steps: Steps) -> list[Alarm]:
     """Return every alarm of a run, by the step at which it began."""
     return sorted((alarm for find in ALARMS for alarm in find(steps)), key=lambda alarm: alarm.step)
+
+
+class AlarmSink(Sink):
+    """Remarks on the step at which an alarm is found."""
+
+    def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
+        self._seen: dict[int, Mapping[str, Any]] = {}
+        self._known: set[str] = set()
+
+    def remarks(self, rollout_id: int, metrics: Mapping[str, Any]) -> list[str]:
+        self._seen[rollout_id] = metrics
+        if len(self._seen) > WINDOW + LOOK_BACK:
+            del self._seen[sorted(self._seen)[WINDOW]]  # the first ones are what later ones are compared with
+        found = [alarm for alarm in find_alarms(self._seen) if alarm.name not in self._known]
+        self._known |= {alarm.name for alarm in found}
+        for alarm in found:
+            telemetry.event("alarm", name=alarm.name, rollout=alarm.step, text=alarm.text)
+        return [f"ALARM {alarm.text}" for alarm in found]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slime.observability.accounting import CAUSES, IDLE, Span, gpu_classes, gpu_seconds
+from slime.ext.record.accounting import CAUSES, IDLE, Span, gpu_classes, gpu_seconds
 
 
 def span(name, start, end, process="driver"):

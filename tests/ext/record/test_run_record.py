@@ -12,14 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from slime.flags.observability import RecordConfig
-from slime.observability import run_record, sample_record
-from slime.observability.run_reader import read_samples
+from slime.ext.record.run_reader import read_samples
+from slime.ext.record.run_record import SAME_WARNINGS
+from slime.ext.record.sample_record import EVALUATION_SCHEMA, rollout_of, sample_of
+from slime.ext.record.writer import QUEUE_LENGTH
+from slime.observability import telemetry
 from slime.observability.timer import timer
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
-
-ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
+from tests.ext.record import recording
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def args(tmp_path, monkeypatch):
         "value_origins": {"lr": "flag"},
     }
     yield Namespace(save=str(tmp_path), **values)
-    run_record.stop_recording()
+    recording.stop()
 
 
 def sample(index: int, length: int = 4, **more) -> Sample:
@@ -48,7 +49,7 @@ def events(folder):
 
 def test_config_says_where_values_come_from_and_holds_no_secret(args, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIME_AGENT_EXTRA_ENVS", '{"GITHUB_TOKEN": "hidden"}')
-    assert run_record.start_recording(args, "driver", primary=True)
+    recording.start(args, "driver", primary=True)
     text = (tmp_path / "config.json").read_text()
     config = json.loads(text)
     assert config["values"]["lr"] == {"value": 1.0, "origin": "flag"}
@@ -59,61 +60,61 @@ def test_config_says_where_values_come_from_and_holds_no_secret(args, tmp_path, 
 
 def test_words_and_variables_that_are_no_utf_8_do_not_end_the_run(args, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--save", "caf\udce9"])
-    assert run_record.start_recording(args, "driver", primary=True)
+    recording.start(args, "driver", primary=True)
     assert json.loads((tmp_path / "config.json").read_text())["command"][-1] == "caf\udce9"
 
 
 def test_a_process_joins_a_record_that_the_driver_began_and_no_other(args, tmp_path):
-    assert not run_record.start_recording(args, "actor 0")
-    run_record.event("unheard")
+    assert recording.start(args, "actor 0").writer is None
+    recording.event("unheard")
     assert not (tmp_path / "events.jsonl").exists()
-    run_record.start_recording(args, "driver", primary=True)
-    assert run_record.start_recording(args, "actor 0")
-    assert not run_record.start_recording(Namespace(**vars(args), record=False), "actor 1")
+    recording.start(args, "driver", primary=True)
+    assert recording.start(args, "actor 0").writer is not None
 
 
 def test_spans_of_timers_are_an_array_that_perfetto_reads_and_warnings_are_events(args, tmp_path):
-    run_record.start_recording(args, "actor 0", primary=True)
+    recording.start(args, "actor 0", primary=True)
     with timer("train"):
         logging.getLogger("slime.somewhere").warning("disk of %s", "https://a:hidden@b/c")
         logging.getLogger("slime.somewhere").error("key %s\n--- end of a log\napi_key='x'", args.wandb_key)
     for _ in range(9):
         logging.getLogger("slime.somewhere").warning("again")
-    run_record.stop_recording()
+    recording.stop()
     text = (tmp_path / "spans.json").read_text()
     (span,) = json.loads(text.rstrip().rstrip(",") + "]")
     assert (span["name"], span["ph"], span["pid"]) == ("train", "X", "actor 0") and span["dur"] >= 0
     texts = [one["text"] for one in events(tmp_path)]
-    assert texts == ["disk of https://(secret)@b/c", "key (secret)"] + ["again"] * run_record.SAME_WARNINGS
+    assert texts == ["disk of https://(secret)@b/c", "key (secret)"] + ["again"] * SAME_WARNINGS
 
 
 def test_a_flush_waits_where_the_queue_is_full_and_is_not_left_out_itself(args, tmp_path, caplog):
-    run_record.start_recording(args, "actor 0", primary=True)
+    writer = recording.start(args, "actor 0", primary=True).writer
+    assert writer is not None
     has_begun, goes_on = threading.Event(), threading.Event()
 
     def busy(folder):
         has_begun.set()
         goes_on.wait(20)
 
-    run_record.submit(busy)
+    writer.submit(busy)
     assert has_begun.wait(20)
-    for _ in range(run_record.QUEUE_LENGTH):
-        run_record.submit(lambda folder: None)
+    for _ in range(QUEUE_LENGTH):
+        writer.submit(lambda folder: None)
     threading.Timer(0.2, goes_on.set).start()
-    run_record.flush_recording()
+    telemetry.flush()
     assert "leaves out data" not in caplog.text
 
 
 def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(args, tmp_path):
-    run_record.start_recording(args, "rollout manager", primary=True)
-    sample_record.record_dropped([sample(9)], "all rewards equal")
+    recording.start(args, "rollout manager", primary=True)
+    recording.dropped([sample(9)], "all rewards equal")
     hostile = sample(1, length=2, weight_versions=["3", "4"])
     hostile.response, hostile.prompt = "a\ud800\x00<script>", [{"role": "user", "content": "hi"}]
-    sample_record.record_rollout(ALL, 5, [sample(0), hostile], [0.5, -0.5])
+    recording.rollout(5, [sample(0), hostile], [0.5, -0.5])
     columns = {"trainer_log_probs": torch.arange(6.0).split([2, 4]), "advantages": torch.ones(6).split([2, 4])}
     columns["clipped"] = torch.tensor([0.0, 1, 0, 0, 1, 1]).split([2, 4])
-    sample_record.record_trained(ALL, 5, 0, [1, 0], columns)
-    run_record.stop_recording()
+    recording.trained(5, 0, [1, 0], columns)
+    recording.stop()
     rows = pq.read_table(tmp_path / "samples/rollout_000005.parquet").to_pylist()
     assert [(row["position"], row["drop_reason"]) for row in rows] == [
         (0, None),
@@ -137,10 +138,10 @@ def test_a_sample_that_is_dropped_while_a_rollout_is_recorded_is_in_the_next_rec
             self.append(late)
             return found
 
-    monkeypatch.setattr(sample_record, "_dropped", Growing([(sample(0), "early")]))
-    run_record.start_recording(args, "manager", primary=True)
-    sample_record.record_rollout(ALL, 0, [sample(2)], None)
-    assert list(sample_record._dropped) == [late]
+    sink = recording.start(args, "manager", primary=True)
+    sink._dropped = Growing([(sample(0), "early")])
+    recording.rollout(0, [sample(2)], None)
+    assert list(sink._dropped) == [late]
 
 
 def test_a_recorded_sample_comes_back_as_training_reads_it(args, tmp_path):
@@ -150,25 +151,25 @@ def test_a_recorded_sample_comes_back_as_training_reads_it(args, tmp_path):
     ]
     given[0].rollout_log_probs = [-1 / 3, -0.5, 0.0, -1e-9]
     given[1].reward = {"score": 0.1, "from numpy": torch.tensor(0.5).numpy()[()]}
-    run_record.start_recording(args, "rollout manager", primary=True)
+    recording.start(args, "rollout manager", primary=True)
     lacking = sample(2, multimodal_train_inputs={"pixels": torch.ones(2)}, metadata={"teacher_top": torch.ones(1)})
-    sample_record.record_rollout(ALL, 0, [*given, lacking], None)
-    run_record.stop_recording()
+    recording.rollout(0, [*given, lacking], None)
+    recording.stop()
     *rows, last = pq.read_table(tmp_path / "samples/rollout_000000.parquet").to_pylist()
     for old, row in zip(given, rows, strict=True):
-        new = sample_record.sample_of(row)
+        new = sample_of(row)
         assert torch.equal(torch.tensor(new.rollout_log_probs), torch.tensor(old.rollout_log_probs))
         for name in ("tokens", "loss_mask", "rollout_id", "remove_sample", "teacher_log_probs", "metadata", "status",
                      "train_metadata", "reward", "index", "group_index", "response_length"):  # fmt: skip
             assert getattr(new, name) == getattr(old, name), name
     with pytest.raises(DataError, match=r"sample 2 lacks metadata\['teacher_top'\], multimodal_train_inputs; record"):
-        sample_record.sample_of(last)
+        sample_of(last)
 
 
 def test_no_flipped_byte_in_the_pages_of_recorded_samples_is_read_as_another_sample(args, tmp_path, caplog):
-    run_record.start_recording(args, "rollout manager", primary=True)
-    sample_record.record_rollout(ALL, 0, [sample(index) for index in range(8)], None)
-    run_record.stop_recording()
+    recording.start(args, "rollout manager", primary=True)
+    recording.rollout(0, [sample(index) for index in range(8)], None)
+    recording.stop()
     path = tmp_path / "samples/rollout_000000.parquet"
     whole, expected = path.read_bytes(), read_samples(path)
     assert expected.num_rows == 8
@@ -193,21 +194,20 @@ def test_generation_is_when_requests_run_and_not_between_those_of_a_cut_answer(a
 
     samples = [sample(0), sample(1)]
     samples[0].trace, samples[1].trace = events_of([(1.0, 2.0), (10.0, 12.0)]), events_of([(10.5, 16.0)])
-    run_record.start_recording(args, "rollout manager", primary=True)
-    sample_record.record_rollout(ALL, 0, samples, None)
-    sample_record.record_rollout(ALL, 1, samples, None, is_loaded=True)
-    run_record.stop_recording()
+    recording.start(args, "rollout manager", primary=True)
+    recording.rollout(0, samples, None)
+    recording.rollout(1, samples, None, is_loaded=True)
+    recording.stop()
     text = (tmp_path / "spans.json").read_text()
     spans = [(one["name"], one["ts"] / 1e6, one["dur"] / 1e6) for one in json.loads(text.rstrip().rstrip(",") + "]")]
     assert spans == [("generation", 1, 1), ("generation", 10, 2), ("longest answer", 12, 4)]
 
 
 def test_fewer_samples_and_the_limit_of_size_are_kept(args, tmp_path):
-    run_record.start_recording(args, "rollout manager", primary=True)
-    few = RecordConfig(record=True, record_samples=1, record_max_gib=1e-9)
+    recording.start(args, "rollout manager", primary=True, record_samples=1, record_max_gib=1e-9)
     for rollout_id in range(3):
-        sample_record.record_rollout(few, rollout_id, [sample(0), sample(1)], None)
-    run_record.stop_recording()
+        recording.rollout(rollout_id, [sample(0), sample(1)], None)
+    recording.stop()
     (path,) = (tmp_path / "samples").iterdir()
     assert path.name == "rollout_000002.parquet" and pq.read_metadata(path).num_rows == 1
     assert [one["files"] for one in events(tmp_path) if one["event"] == "rotated"] == [
@@ -216,35 +216,33 @@ def test_fewer_samples_and_the_limit_of_size_are_kept(args, tmp_path):
 
 
 def test_answers_of_evaluations_have_files_of_their_own_that_none_overwrites(args, tmp_path):
-    run_record.start_recording(args, "rollout manager", primary=True)
-    few = RecordConfig(record=True, record_samples=2, record_max_gib=1.0)
+    recording.start(args, "rollout manager", primary=True, record_samples=2)
     sets = {
         "sums": {"rewards": [1.0], "samples": [sample(i) for i in range(3)]},
         "odd\ud800/": {"samples": [sample(9)]},
     }
-    for rollout_id in (sample_record.BEFORE_ALL, 0, 12):
-        sample_record.record_evaluation(few, rollout_id, sets | {"untold": {"rewards": [1.0], "samples": None}})
-    sample_record.record_evaluation(few, 13, {"untold": {"rewards": [1.0]}})
-    sample_record.record_rollout(few, 0, [sample(0)], None)
-    run_record.stop_recording()
-    paths = sorted((tmp_path / "samples").iterdir(), key=lambda path: (sample_record.rollout_of(path), path.name))
+    for rollout_id in (None, 0, 12):
+        recording.evaluation(rollout_id, sets | {"untold": {"rewards": [1.0], "samples": None}})
+    recording.evaluation(13, {"untold": {"rewards": [1.0]}})
+    recording.rollout(0, [sample(0)], None)
+    recording.stop()
+    paths = sorted((tmp_path / "samples").iterdir(), key=lambda path: (rollout_of(path), path.name))
     assert [path.name for path in paths] == [
         "eval_start.parquet", "eval_000000.parquet", "rollout_000000.parquet", "eval_000012.parquet"
     ]  # fmt: skip
     table = pq.read_table(paths[-1])
-    assert table.schema.remove_metadata() == sample_record.EVALUATION_SCHEMA
+    assert table.schema.remove_metadata() == EVALUATION_SCHEMA
     rows = [(row["evaluation"], row["position"], row["index"], row["rollout"]) for row in table.to_pylist()]
     assert rows == [("sums", 0, 0, 12), ("sums", 1, 1, 12), ("odd?/", 0, 9, 12)]
     assert [one["tokens"] for one in events(tmp_path)] == [15, 15, 15, 5]
 
 
 def test_the_oldest_answers_of_evaluations_go_with_the_oldest_rollouts(args, tmp_path):
-    run_record.start_recording(args, "rollout manager", primary=True)
-    small = RecordConfig(record=True, record_samples=None, record_max_gib=1e-9)
-    for rollout_id in (sample_record.BEFORE_ALL, 0):
-        sample_record.record_evaluation(small, rollout_id, {"sums": {"samples": [sample(0)]}})
-    sample_record.record_rollout(small, 1, [sample(0)], None)
-    run_record.stop_recording()
+    recording.start(args, "rollout manager", primary=True, record_max_gib=1e-9)
+    for rollout_id in (None, 0):
+        recording.evaluation(rollout_id, {"sums": {"samples": [sample(0)]}})
+    recording.rollout(1, [sample(0)], None)
+    recording.stop()
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["rollout_000001.parquet"]
     gone = [one["files"] for one in events(tmp_path) if one["event"] == "rotated"]
     assert gone == [["eval_start.parquet"], ["eval_000000.parquet"]]
@@ -252,7 +250,7 @@ def test_the_oldest_answers_of_evaluations_go_with_the_oldest_rollouts(args, tmp
 
 def test_a_token_takes_at_most_twelve_bytes(args, tmp_path):
     generator = torch.Generator().manual_seed(0)
-    run_record.start_recording(args, "rollout manager", primary=True)
+    recording.start(args, "rollout manager", primary=True)
     samples, length = [], 512
     for index in range(64):
         ids = (
@@ -265,11 +263,11 @@ def test_a_token_takes_at_most_twelve_bytes(args, tmp_path):
         one.rollout_log_probs = (-torch.rand(length, generator=generator).pow(4) * 5).tolist()
         one.response = " ".join(f"{token % 997:x}" for token in one.tokens)
         samples.append(one)
-    sample_record.record_rollout(ALL, 0, samples, None)
+    recording.rollout(0, samples, None)
     probs = [torch.tensor(one.rollout_log_probs) + 1e-3 * torch.rand(length, generator=generator) for one in samples]
     advantages = [torch.full((length,), 0.3)] * len(samples)
     columns = {"trainer_log_probs": probs, "advantages": advantages}
-    sample_record.record_trained(ALL, 0, 0, range(64), columns)
-    run_record.stop_recording()
+    recording.trained(0, 0, range(64), columns)
+    recording.stop()
     costs = [one for one in events(tmp_path) if one["event"] == "recorded"]
     assert sum(one["bytes"] for one in costs) / (64 * length) <= 12

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.observability.run_reader import read_run
+from slime.ext.record.run_reader import read_run
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 from tests.dist.trainer_case import LENGTHS, make_train_data, run_workers, write_model
@@ -127,10 +127,8 @@ def replay_on_one_rank(rank: int, world_size: int, port: int, folder: str) -> li
 def record_a_run(run: Path, model_flags: list[str], rank: int = 0, world_size: int = 1, port: int = 0) -> None:
     """Three steps with a checkpoint after each, as a job records them; rank 0 records."""
     from slime.arguments import parse_args
-    from slime.flags.observability import record_config
-    from slime.observability.logging_utils import init_tracking
-    from slime.observability.run_record import event, start_recording, stop_recording
-    from slime.observability.sample_record import record_rollout
+    from slime.ext.record.run_record import RecordSink
+    from slime.observability import telemetry
     from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
     from tests.dist.trainer_case import start_worker
 
@@ -141,20 +139,19 @@ def record_a_run(run: Path, model_flags: list[str], rank: int = 0, world_size: i
         argv=[*replay_plan.without(words, drop), "--debug-train-only", "--disable-rollout-global-dataset"]
     )
     sys.argv = ["train.py", *words]
+    telemetry.start(args, "driver" if rank == 0 else "actor 1", (RecordSink,), primary=rank == 0)
     if rank == 0:
-        init_tracking(args)
-        start_recording(args, "driver", primary=True)
-        event("start", rollout=0, num_rollout=args.num_rollout)
+        telemetry.event("start", rollout=0, num_rollout=args.num_rollout)
     worker = start_worker(args, rank, world_size, port, with_ref=True)
     for rollout_id in range(NUM_STEPS):
         samples = samples_of(rollout_id)
         data = train_data_from_samples(args, samples)
         if rank == 0:
-            record_rollout(record_config(args), rollout_id, samples, data.rewards)
+            telemetry.samples("rollout", rollout_id=rollout_id, samples=samples, rewards=data.rewards)
         worker.train(rollout_id, split_for_ranks(args, data, worker.get_parallel_config())[0])
         worker.save_model(rollout_id, force_sync=True)
         worker.publish_checkpoint(rollout_id)
-    stop_recording()
+    telemetry.stop()
 
 
 @pytest.fixture(scope="module")

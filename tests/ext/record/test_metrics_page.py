@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from slime.observability.job_state import JobState
+from slime.ext.record import prometheus_page
+from slime.ext.record.prometheus_page import PrometheusSink
+from slime.observability import telemetry
 from slime.observability.metrics_file import append_record
 from slime.ray import train_loop
+from slime.ray.engines.models import JobState
 from slime.ray.sigterm import sigterm
 from slime.ray.train_loop import TrainJob
 from slime.utils.net import get_free_port
-from tests.unit.observability.test_prometheus_page import fetch, samples
+from tests.ext.record.test_prometheus_page import fetch, samples
 
 
 class Job(TrainJob):
-    """The part of a driver that serves the page, with a manager of its own."""
+    """The part of a driver that a sink asks, with a manager of its own."""
 
     def __init__(self, save: Path) -> None:
         names = [Namespace(name="aime")]
@@ -29,14 +32,17 @@ def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(monkeypa
     limits: list[float] = []
     monkeypatch.setattr(train_loop.ray, "get", lambda state, *, timeout: (limits.append(timeout), state)[1])
     monkeypatch.setattr(sigterm(), "check", lambda: pytest.fail("the page takes a notice that is for the loop"))
+    monkeypatch.setattr(prometheus_page, "listen_address", lambda: "127.0.0.1")
     job = Job(tmp_path)
-    page = job._serve_metrics()
+    telemetry.start(job.args, "driver", (PrometheusSink,), primary=True)
+    telemetry.offer(job._job_state)
+    (sink,) = telemetry._Stream.sinks
+    assert isinstance(sink, PrometheusSink) and sink.page is not None
     try:
         append_record(tmp_path / "metrics.jsonl", {"rollout/step": 3, "rollout/raw_reward": 0.5, "eval/aime": 0.25})
-        found = samples(fetch(page))
+        found = samples(fetch(sink.page))
     finally:
-        page.stop()
-    assert page.port == job.args.prometheus_port
+        telemetry.stop()
     assert found["slime_rollout_raw_reward"] == 0.5 and found['slime_eval_reward{dataset="aime"}'] == 0.25
     assert found['slime_engines{state="serving"}'] == 4 and found["slime_engine_evictions_total"] == 1
-    assert limits == [5.0]
+    assert limits == [5.0] and sink.page is None

@@ -18,20 +18,18 @@ import pytest
 import torch
 from PIL import Image
 
-from slime.flags.observability import RecordConfig
-from slime.observability import run_record, sample_record
+from slime.ext.record.run_reader import read_run
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.metrics_file import append_record
-from slime.observability.run_reader import read_run
 from slime.utils.errors import DataError
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
-from tests.unit.tools.prepared_runs import ENGINES, FAULT_STEP, FAULTS, WORDS, write_prepared_run
+from tests.ext.record import recording
+from tests.ext.record.prepared_runs import ENGINES, FAULT_STEP, FAULTS, WORDS, write_prepared_run
 from tools import diff, replay_plan, report, report_texts, watch
 from tools.report_samples import read_rollouts
 from tools.report_texts import Pieces, samples_of
 
-ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
 HOSTILE = (
     "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> \u202e\x07\ud800"
 )
@@ -41,13 +39,13 @@ NUM_STEPS, STEP_S = 8, 10.0
 def write_run(folder, *, lr=0.1, is_hostile=False, num_samples=4, length=3, has_ended=True):
     flags = {"lr": lr, "colocate": True, "rollout_num_gpus": 2, "actor_num_gpus_per_node": 2, "num_rollout": NUM_STEPS}
     args = Namespace(save=str(folder), value_origins=dict.fromkeys(flags, "flag"), **flags)
-    run_record.start_recording(args, "driver", primary=True)
-    run_record.event("start", rollout=0)
+    recording.start(args, "driver", primary=True)
+    recording.event("start", rollout=0)
     for step in range(NUM_STEPS):
         begin = 1000.0 + step * STEP_S
         for name, start, end in (("rollout", 0, 6), ("generation", 0, 4), ("longest answer", 4, 6), ("train", 6, 9)):
-            run_record.span(name, begin + start, begin + end)
-        run_record.span("step", begin, begin + STEP_S, rollout=step)
+            recording.span(name, begin + start, begin + end)
+        recording.span("step", begin, begin + STEP_S, rollout=step)
         reward = step / NUM_STEPS
         append_record(folder / "metrics.jsonl", {"rollout/raw_reward": reward, "rollout/step": step})
         loss = lr if step >= 5 else 0.0
@@ -60,14 +58,14 @@ def write_run(folder, *, lr=0.1, is_hostile=False, num_samples=4, length=3, has_
             )
             for i in range(num_samples)
         ]  # fmt: skip
-        sample_record.record_rollout(ALL, step, samples, [0.0] * num_samples)
+        recording.rollout(step, samples, [0.0] * num_samples)
         columns = {name: torch.ones(num_samples, length) for name in ("advantages", "clipped")}
         columns["trainer_log_probs"] = torch.full((num_samples, length), -0.5 - loss)
         columns["clipped"][:, 1:] = 0
-        sample_record.record_trained(ALL, step, 0, range(num_samples), columns)
+        recording.trained(step, 0, range(num_samples), columns)
     if has_ended:
-        run_record.event("finish")
-    run_record.stop_recording()
+        recording.event("finish")
+    recording.stop()
     return folder
 
 
@@ -110,7 +108,7 @@ def test_of_many_samples_the_page_has_all_facts_and_some_texts_of_every_rollout(
 
 def write_run_with_pictures(folder, *, num_groups=4, side=64):
     """A run whose samples have pictures: one of their group, and one of all."""
-    run_record.start_recording(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
+    recording.start(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
     append_record(folder / "metrics.jsonl", {"rollout/step": 0})
     of_all = Image.new("RGB", (40, 20), (200, 30, 40))
     samples = []
@@ -124,8 +122,8 @@ def write_run_with_pictures(folder, *, num_groups=4, side=64):
             )
             for i in range(2)
         ]  # fmt: skip
-    sample_record.record_rollout(ALL, 0, samples, None)
-    run_record.stop_recording()
+    recording.rollout(0, samples, None)
+    recording.stop()
     return folder
 
 
@@ -170,7 +168,7 @@ def test_pictures_share_the_room_of_the_texts(tmp_path):
 
 def test_figures_of_a_rollout_are_over_all_of_its_samples(tmp_path):
     args = Namespace(save=str(tmp_path), value_origins={}, eps_clip=0.2)
-    run_record.start_recording(args, "rollout manager", primary=True)
+    recording.start(args, "rollout manager", primary=True)
     append_record(tmp_path / "metrics.jsonl", {"rollout/step": 0})
     rewards, lengths = [1.0, 0.0, 0.5, 0.5, 0.0], [4, 2, 3, 3, 9]
     samples = [
@@ -184,12 +182,12 @@ def test_figures_of_a_rollout_are_over_all_of_its_samples(tmp_path):
     ]  # fmt: skip
     for i, one in enumerate(samples):
         one.trace = answered(i, one.response_length)
-    sample_record.record_dropped(samples[4:], "too easy")
-    sample_record.record_rollout(ALL, 0, samples[:4], None)
+    recording.dropped(samples[4:], "too easy")
+    recording.rollout(0, samples[:4], None)
     ratio = torch.tensor([9.0, 0.5, 1.5, 1.0]).log() - 1  # the first token of each is not trained on
     columns = {"trainer_log_probs": [ratio[:n] for n in reversed(lengths[:4])], "advantages": [torch.ones(n) for n in reversed(lengths[:4])]}  # fmt: skip  # noqa: E501
-    sample_record.record_trained(ALL, 0, 0, [3, 2, 1, 0], columns)
-    run_record.stop_recording()
+    recording.trained(0, 0, [3, 2, 1, 0], columns)
+    recording.stop()
     (rollout,) = read_rollouts(read_run(tmp_path))
     figures = {name.removeprefix("samples/"): value for name, value in rollout.figures.items()}
     assert rollout.dropped == {"too easy": 1} and figures["groups"] == 2 and figures["equal_groups"] == 0.5
@@ -203,8 +201,8 @@ def test_figures_of_a_rollout_are_over_all_of_its_samples(tmp_path):
 
 def record_evaluations(folder) -> None:
     """Two evaluations of two sets, one of which has the prompt of the training."""
-    run_record.start_recording(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
-    for rollout_id in (sample_record.BEFORE_ALL, 3):
+    recording.start(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
+    for rollout_id in (None, 3):
         sets = {
             name: [
                 Sample(
@@ -215,8 +213,8 @@ def record_evaluations(folder) -> None:
             ]
             for name, text in (("sums", "answer"), ("other", "a prompt"))
         }  # fmt: skip
-        sample_record.record_evaluation(ALL, rollout_id, {name: {"samples": many} for name, many in sets.items()})
-    run_record.stop_recording()
+        recording.evaluation(rollout_id, {name: {"samples": many} for name, many in sets.items()})
+    recording.stop()
 
 
 def test_answers_of_evaluations_are_shown_and_change_no_figure_no_difference_and_no_replay(run, tmp_path):
@@ -247,11 +245,11 @@ def test_answers_of_evaluations_are_shown_and_change_no_figure_no_difference_and
 
 def test_a_selection_of_rollouts_and_evaluations_has_all_kinds(run, tmp_path, monkeypatch):
     folder = write_run(tmp_path / "steady")
-    run_record.start_recording(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
+    recording.start(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
     for rollout_id in range(NUM_STEPS):
         one = Sample(index=0, prompt="p", response="r", response_length=1, tokens=[1, 2])
-        sample_record.record_evaluation(ALL, rollout_id, {"sums": {"samples": [one] * 4}})
-    run_record.stop_recording()
+        recording.evaluation(rollout_id, {"sums": {"samples": [one] * 4}})
+    recording.stop()
     monkeypatch.setattr(report_texts, "MAX_FACTS", 4 * NUM_STEPS)
     samples = data_in(report.page_of(read_run(folder)))["samples"]
     assert samples["all"] == 8 * NUM_STEPS and len(samples["rollouts"]) == NUM_STEPS
@@ -283,14 +281,14 @@ def test_a_run_that_was_cut_off_is_shown_as_far_as_it_went(tmp_path):
 
 def test_a_run_with_deaths_and_recoveries_says_so(tmp_path):
     folder = write_run(tmp_path / "recovered")
-    run_record.start_recording(Namespace(save=str(folder), value_origins={}), "driver", primary=True)
+    recording.start(Namespace(save=str(folder), value_origins={}), "driver", primary=True)
     logger = logging.getLogger("slime.ext.recovery.trainer_recovery")
     logger.error("%s. The trainer is started again from its last checkpoint.", "actor rank 0 died: killed")
     logger.warning("The trainer is back after %.1f s: it went on from rollout %d.", 4.0, 2)
-    run_record.event("engine", engine="engine 1", state="evicted", why="no answer within 60 s")
-    run_record.event("start", rollout=3)
-    run_record.event("finish")
-    run_record.stop_recording()
+    recording.event("engine", engine="engine 1", state="evicted", why="no answer within 60 s")
+    recording.event("start", rollout=3)
+    recording.event("finish")
+    recording.stop()
     verdict = " ".join(data_in(report.page_of(read_run(folder)))["verdict"])
     assert "The trainer died 1 time (actor rank 0 died: killed." in verdict
     assert "is back after 4.0 s" in verdict and "1 engine was evicted; the first: no answer" in verdict
@@ -301,14 +299,14 @@ def test_the_time_between_two_jobs_of_a_run_and_what_an_older_run_did_are_no_tim
     folder = tmp_path / "run"
     flags = {"colocate": True, "rollout_num_gpus": 2, "actor_num_gpus_per_node": 2}
     args = Namespace(save=str(folder), value_origins={}, **flags)
-    run_record.start_recording(args, "driver", primary=True)
+    recording.start(args, "driver", primary=True)
     for step in range(2):
         append_record(folder / "metrics.jsonl", {"train/loss": 2.0 - step, "train/step": step})
         append_record(folder / "metrics.jsonl", {"rollout/raw_reward": 0.0, "rollout/step": step})
-    run_record.span("generation", 100.0, 110.0)  # a replayed rollout
+    recording.span("generation", 100.0, 110.0)  # a replayed rollout
     for begin in (1000.0, 2000.0):
-        run_record.span("step", begin, begin + 10, rollout=0)
-    run_record.stop_recording()
+        recording.span("step", begin, begin + 10, rollout=0)
+    recording.stop()
     spans = (folder / "spans.json").read_text().replace('"name": "generation", "ph": "X", "pid": "driver"', '"name": "generation", "ph": "X", "pid": "rollout manager"')  # fmt: skip  # noqa: E501
     (folder / "spans.json").write_text(spans)
     for one in ({"event": "failed", "time": 1011.0, "code": 130}, {"event": "start", "time": 1999.0}):
@@ -434,11 +432,11 @@ def test_a_run_that_counts_optimizer_steps_is_read_by_rollout(tmp_path):
         save=str(tmp_path), wandb_always_use_train_step=True, rollout_batch_size=5, n_samples_per_prompt=20,
         global_batch_size=32,
     )  # fmt: skip
-    run_record.start_recording(args, "driver", primary=True)
+    recording.start(args, "driver", primary=True)
     for rollout_id in range(9):
         for key in ("rollout/step", "eval/step"):
             append_record(tmp_path / "metrics.jsonl", {key: compute_rollout_step(args, rollout_id), "id": rollout_id})
-    run_record.stop_recording()
+    recording.stop()
     run = read_run(tmp_path)
     for metrics in (run.rollouts, run.evaluations):
         assert {rollout_id: of["id"] for rollout_id, of in metrics.items()} == {number: number for number in range(9)}

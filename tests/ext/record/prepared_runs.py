@@ -1,6 +1,6 @@
 """Runs with a known fault, written by the recorder as a job's processes write them.
 
-    python -m tests.unit.tools.prepared_runs FOLDER        all of them, each with its report
+    python -m tests.ext.record.prepared_runs FOLDER        all of them, each with its report
 
 A policy of one table of logits over the words of ``WORDS`` is trained by policy gradient to say "good": its tokens,
 log-probs and rewards are real, times and engines follow a script.
@@ -17,11 +17,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slime.flags.observability import RecordConfig
-from slime.observability import run_record, sample_record
 from slime.observability.metrics_file import append_record
 from slime.observability.rollout_metrics import compute_rollout_record
 from slime.utils.types import Sample
+from tests.ext.record import recording
 
 NUM_STEPS, GROUPS, GROUP, START_S = 16, 8, 4, 1_790_000_000.0
 TRAIN_S, PUSH_S = 1.5, 0.2
@@ -30,7 +29,6 @@ FAULT_STEP = 6
 WORDS = ["<unk>", "<|user|>", "<|end|>", "good", "bad", "maybe", "indeed", "so", "very", "quite", "one", "two"]
 GOOD = WORDS.index("good")
 ENGINES = ("10.0.0.1:15000", "10.0.0.2:15000", "10.0.0.3:15000")
-ALL = RecordConfig(record=True, record_samples=None, record_max_gib=1.0)
 FAULTS = {
     "healthy": set(),
     "dead expert": {"dead experts"},
@@ -60,27 +58,27 @@ def write_prepared_run(folder: Path, fault: str) -> Path:
         "advantage_estimator": "grpo", "eps_clip": 0.2, "n_samples_per_prompt": GROUP, "reward_key": None,
     }  # fmt: skip
     args = Namespace(save=str(folder), value_origins=dict.fromkeys(flags, "flag"), **flags)
-    run_record.start_recording(args, "driver", primary=True)
-    run_record.event("start", rollout=0)
-    run_record.start_recording(args, "rollout manager")
+    recording.start(args, "driver", primary=True)
+    recording.event("start", rollout=0)
+    recording.start(args, "rollout manager")
     generator = torch.Generator().manual_seed(0)
     logits, begins = [torch.zeros(len(WORDS))], [START_S]
     for step in range(NUM_STEPS):
         policy, generated = _step(folder, args, fault, step, begins[-1], logits, generator)
         logits.append(policy)
         begins.append(generated + TRAIN_S + PUSH_S)
-    run_record.start_recording(args, "driver")
+    recording.start(args, "driver")
     for step, (begin, end) in enumerate(pairwise(begins)):
-        run_record.span("step", begin, end, rollout=step)
-        run_record.span("push", end - PUSH_S, end)
+        recording.span("step", begin, end, rollout=step)
+        recording.span("push", end - PUSH_S, end)
         append_record(folder / "metrics.jsonl", {"perf/time_step_s": end - begin, "rollout/step": step})
-    run_record.start_recording(args, "actor 0")
+    recording.start(args, "actor 0")
     for end in begins[1:]:
         for place, part in enumerate(("forward", "backward", "optimizer")):
             begin = end - PUSH_S - TRAIN_S * (3 - place) / 3
-            run_record.span(part, begin, begin + TRAIN_S / 3)
-    run_record.event("finish")
-    run_record.stop_recording()
+            recording.span(part, begin, begin + TRAIN_S / 3)
+    recording.event("finish")
+    recording.stop()
     return folder
 
 
@@ -100,15 +98,15 @@ def _step(
     rewards = torch.tensor([float(one.reward) for one in samples]).view(GROUPS, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     end = max(event["ts"] for one in samples for event in one.trace["events"])
-    run_record.span("rollout", begin, end, rollout=step)
-    sample_record.record_rollout(ALL, step, samples, advantages.tolist())
+    recording.span("rollout", begin, end, rollout=step)
+    recording.rollout(step, samples, advantages.tolist())
     policy = logits[-1].clone().requires_grad_()
     log_probs = [policy.log_softmax(0)[one.tokens] for one in samples]
     loss = -torch.stack([a * lp.mean() for a, lp in zip(advantages, log_probs)]).mean()
     (gradient,) = torch.autograd.grad(loss, policy)
     trained = [lp.detach() + 1e-4 * torch.randn(len(lp), generator=generator) for lp in log_probs]
     columns = {"trainer_log_probs": trained, "advantages": [a.expand(len(lp)) for a, lp in zip(advantages, trained)]}
-    sample_record.record_trained(ALL, step, 0, range(len(samples)), columns)
+    recording.trained(step, 0, range(len(samples)), columns)
     differences = torch.cat([t - torch.tensor(one.rollout_log_probs) for t, one in zip(trained, samples)])
     idle = 0.25 if fault == "dead expert" and is_faulty else 0.0
     probabilities = policy.detach().softmax(0)

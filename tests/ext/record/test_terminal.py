@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.observability import run_record
 from slime.observability.metrics_file import append_record
 from slime.utils.errors import DataError
 from tests.contracts.source_tree import REPO
+from tests.ext.record import recording
 from tools import diff, doctor, ledger
 from tools.cli import clean_exit
 from tools.terminal import plain, say
@@ -56,10 +56,8 @@ def only_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_settings_of_a_foreign_run_are_shown_and_not_obeyed(tmp_path, capsys):
     for name, value in (("a", "x"), ("b", ORDERS)):
         folder = tmp_path / name
-        run_record.start_recording(
-            Namespace(save=str(folder), rm_url=value, **{f"{value}": 1}), "driver", primary=True
-        )
-        run_record.stop_recording()
+        recording.start(Namespace(save=str(folder), rm_url=value, **{f"{value}": 1}), "driver", primary=True)
+        recording.stop()
         append_record(folder / "metrics.jsonl", {f"eval/{value}": 0.5, "rollout/step": 1, "eval/step": 1})
     with pytest.raises(SystemExit):
         diff.main([str(tmp_path / "a"), str(tmp_path / "b")])

@@ -20,8 +20,8 @@ from slime.agent.adapters.openai import OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.backends.megatron_utils.server.megatron_server import MegatronServer
 from slime.backends.sglang_utils.server_guard import ServerGuard
-from slime.observability.job_state import JobState
-from slime.observability.prometheus_page import LoggedMetrics, MetricsPage
+from slime.ext.record.prometheus_page import LoggedMetrics, MetricsPage
+from slime.ray.engines.models import JobState
 from slime.utils import page_server
 from slime.utils.http_door import AsgiDoor, own_names, refusal, with_address
 from slime_plugins.rollout_buffer import buffer

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from slime.observability.job_state import JobState, PageSource
+from slime.ext.record.prometheus_page import MetricsPage
 from slime.observability.metrics_file import append_record
-from slime.observability.prometheus_page import MetricsPage
+from slime.ray.engines.models import JobState, PageSource
 from slime.utils.net import get_free_port
 from tests.contracts.source_tree import REPO
-from tests.unit.observability.test_prometheus_page import fetch, page_of, serve
+from tests.ext.record.test_prometheus_page import fetch, page_of, serve
 
 DASHBOARD = json.loads((REPO / "tools/grafana/slime.json").read_text())
 PAGES = Path(__file__).parent / "pages"

@@ -12,6 +12,7 @@ import functools
 import logging
 import re
 import threading
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,11 @@ from prometheus_client import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slime.observability.job_state import JobState, PageSource, read_page
-from slime.observability.metrics_file import NewRecords
+from slime.flags.security import job_secret
+from slime.observability.metrics_file import NewRecords, metrics_path
+from slime.observability.telemetry import Sink
+from slime.ray.engines.models import JobState, PageSource, read_page
+from slime.ray.utils import listen_address
 from slime.utils.errors import ConfigError, DeadlineError
 from slime.utils.http_utils import has_secret
 from slime.utils.net import format_host_port, is_loopback
@@ -244,3 +248,24 @@ def _handler(page: MetricsPage) -> type[PageHandler]:
                     self.send_error(503, explain=str(error))
 
     return Handler
+
+
+class PrometheusSink(Sink):
+    """Serves the page from the driver."""
+
+    def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
+        self._ask: Callable[[], JobState] = JobState
+        self.page: MetricsPage | None = None
+        if primary:
+            names = [dataset.name for dataset in args.eval_datasets or ()]
+            logged = LoggedMetrics(metrics_path(args), names)
+            host, secret = listen_address(), job_secret(args)
+            self.page = MetricsPage(args.prometheus_port, logged, lambda: self._ask(), host=host, secret=secret)
+
+    def offer(self, ask: Callable[[], JobState]) -> None:
+        self._ask = ask
+
+    def close(self) -> None:
+        if self.page is not None:
+            self.page.stop()
+            self.page = None

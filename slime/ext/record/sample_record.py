@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import IO, Any
@@ -19,10 +19,10 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slime.ext.record.sample_pictures import SmallCopies
+from slime.ext.record.writer import SAMPLES_FOLDER, RecordWriter
 from slime.flags.observability import RecordConfig
-from slime.observability import run_record
 from slime.observability.rollout_metrics import REQUEST_SPANS
-from slime.observability.sample_pictures import SmallCopies
 from slime.observability.trace_utils import finished_spans
 from slime.utils.atomic_file import replace_file
 from slime.utils.errors import DataError
@@ -56,7 +56,7 @@ TOO_LARGE = (
     "rollout_top_p_token_ids", "rollout_routed_experts", "multimodal_train_inputs",
 )  # fmt: skip
 """Fields of a sample that training reads and that take more than a record may."""
-SAMPLES = Path(run_record.SAMPLES_FOLDER)
+SAMPLES = Path(SAMPLES_FOLDER)
 """In the run's folder."""
 MAX_SOURCE = 2048
 """Characters of a path or address of a picture; what is longer holds the picture itself."""
@@ -66,59 +66,52 @@ STRAGGLER_SHARE = 0.03
 """The last requests of a rollout: the time in which only they run is spent waiting for the longest answers."""
 
 
-_dropped: list[tuple[Sample, str]] = []
-"""Since the last rollout of this process."""
-
-
-def record_dropped(samples: Iterable[Sample], reason: str | None) -> None:
-    """Keep samples that a filter dropped for the file of the next rollout; called on the event loop."""
-    if run_record.is_recording():
-        _dropped.extend((sample, reason or "dropped") for sample in samples)
-
-
 def record_rollout(
+    writer: RecordWriter,
     config: RecordConfig,
     rollout_id: int,
     samples: Sequence[Sample],
     rewards: Sequence[float] | None,
     *,
     is_loaded: bool = False,
+    dropped: Sequence[tuple[Sample, str]] = (),
 ) -> None:
-    """Write the samples of one rollout, in the thread of the record.
+    """Write the samples of one rollout.
 
     Args:
+        writer: of the process.
         config: of the run.
         rollout_id: the rollout.
         samples: by position.
         rewards: of each sample as the estimator takes them, when they are known.
         is_loaded: the samples are of another run, and so are the times of their requests.
+        dropped: samples that a filter left out, and why.
     """
-    if not run_record.is_recording():
-        return
-    dropped = _dropped[:]
-    del _dropped[: len(dropped)]  # the event loop may have added some meanwhile
     limit = config.record_samples
     trained = list(rewards) if rewards is not None else [None] * len(samples)
 
     def rows() -> list[dict[str, Any]]:
         if not is_loaded:
-            record_phases(samples)
+            record_phases(writer, samples)
         copies = SmallCopies()
         kept = [_row(rollout_id, i, sample, None, trained[i], copies) for i, sample in enumerate(samples[:limit])]
         return kept + [_row(rollout_id, None, sample, reason, None, copies) for sample, reason in dropped[:limit]]
 
-    _write(samples_path(SAMPLES, rollout_id), rows, ROLLOUT_SCHEMA, config)
+    _write(writer, samples_path(SAMPLES, rollout_id), rows, ROLLOUT_SCHEMA, config)
 
 
-def record_evaluation(config: RecordConfig, rollout_id: int, data: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the answers of one evaluation, in the thread of the record.
+def record_evaluation(
+    writer: RecordWriter, config: RecordConfig, rollout_id: int | None, data: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Write the answers of one evaluation.
 
     Args:
+        writer: of the process.
         config: of the run.
-        rollout_id: the rollout before it, or ``BEFORE_ALL``.
+        rollout_id: the rollout before it; None before all.
         data: data set -> its results, of which ``samples`` may be missing.
     """
-    limit = config.record_samples
+    limit, number = config.record_samples, BEFORE_ALL if rollout_id is None else rollout_id
     answers = {name: list(result.get("samples") or ())[:limit] for name, result in data.items()}
     if not any(answers.values()):
         return
@@ -126,15 +119,16 @@ def record_evaluation(config: RecordConfig, rollout_id: int, data: Mapping[str, 
     def rows() -> list[dict[str, Any]]:
         copies = SmallCopies()
         return [
-            _row(rollout_id, position, sample, None, None, copies) | {"evaluation": _text(name)}
+            _row(number, position, sample, None, None, copies) | {"evaluation": _text(name)}
             for name, samples in answers.items()
             for position, sample in enumerate(samples)
         ]
 
-    _write(evaluation_path(SAMPLES, rollout_id), rows, EVALUATION_SCHEMA, config)
+    _write(writer, evaluation_path(SAMPLES, number), rows, EVALUATION_SCHEMA, config)
 
 
 def record_trained(
+    writer: RecordWriter,
     config: RecordConfig,
     rollout_id: int,
     rank: int,
@@ -142,9 +136,10 @@ def record_trained(
     columns: Mapping[str, Sequence[Any]],
     micro_batches: Sequence[int] = (),
 ) -> None:
-    """Write what the trainer added to the samples of one data-parallel rank, in the thread of the record.
+    """Write what the trainer added to the samples of one data-parallel rank.
 
     Args:
+        writer: of the process.
         config: of the run.
         rollout_id: the rollout.
         rank: data-parallel.
@@ -162,11 +157,17 @@ def record_trained(
             if limit is None or position < limit
         ]
 
-    _write(samples_path(SAMPLES, rollout_id, rank), rows, TRAIN_SCHEMA, config)
+    _write(writer, samples_path(SAMPLES, rollout_id, rank), rows, TRAIN_SCHEMA, config)
 
 
-def _write(place: Path, rows: Callable[[], list[dict[str, Any]]], schema: pa.Schema, config: RecordConfig) -> None:
-    """Have the thread of the record make rows and write them to a file of the run's folder.
+def _write(
+    writer: RecordWriter,
+    place: Path,
+    rows: Callable[[], list[dict[str, Any]]],
+    schema: pa.Schema,
+    config: RecordConfig,
+) -> None:
+    """Have the writer's thread make rows and write them to a file of the run's folder.
 
     What it cost is recorded (rows of the trainer have no tokens of their own), and the limit is kept.
     """
@@ -178,10 +179,11 @@ def _write(place: Path, rows: Callable[[], list[dict[str, Any]]], schema: pa.Sch
         replace_file(path, lambda file: _write_parquet(table, file), to_disk=False)
         num_tokens = sum(len(row.get("tokens", ())) for row in made)
         cost = {"bytes": path.stat().st_size, "tokens": num_tokens, "cpu_s": round(time.thread_time() - began_s, 4)}
-        run_record.event("recorded", file=path.name, samples=len(made), **cost)
-        _rotate(path.parent, config.record_max_gib)
+        writer.event("recorded", {"file": path.name, "samples": len(made), **cost})
+        if removed := _rotate(path.parent, config.record_max_gib):
+            writer.event("rotated", {"files": removed})
 
-    run_record.submit(work)
+    writer.submit(work)
 
 
 def _write_parquet(table: pa.Table, file: IO[bytes]) -> None:
@@ -197,8 +199,8 @@ def _write_parquet(table: pa.Table, file: IO[bytes]) -> None:
     )
 
 
-def _rotate(folder: Path, max_gib: float) -> None:
-    """Remove the files of the oldest rollouts while all of them together are too large."""
+def _rotate(folder: Path, max_gib: float) -> list[str]:
+    """Remove the files of the oldest rollouts while all of them together are too large; return their names."""
     sizes = {path: path.stat().st_size for path in folder.glob("*.parquet")}
     total, removed = sum(sizes.values()), []
     for path in sorted(sizes, key=lambda one: (rollout_of(one), one.name))[:-1]:
@@ -207,8 +209,7 @@ def _rotate(folder: Path, max_gib: float) -> None:
         path.unlink(missing_ok=True)
         total -= sizes[path]
         removed.append(path.name)
-    if removed:
-        run_record.event("rotated", files=removed)
+    return removed
 
 
 def samples_path(folder: Path, rollout_id: int, rank: int | str | None = None) -> Path:
@@ -358,7 +359,7 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def record_phases(samples: Sequence[Sample]) -> None:
+def record_phases(writer: RecordWriter, samples: Sequence[Sample]) -> None:
     """Record the phases of a rollout as spans: generation, the wait for the longest answers, and for rewards."""
     requests = sorted(finished_spans(samples, REQUEST_SPANS), key=lambda one: one[1])
     if not requests:
@@ -371,8 +372,8 @@ def record_phases(samples: Sequence[Sample]) -> None:
         else:
             busy.append((start, end))
     for start, end in busy:
-        run_record.span("generation", start, min(end, max(start, most)), requests=len(requests))
-    run_record.span("longest answer", max(most, busy[-1][0]), last)
+        writer.add_span("generation", start, min(end, max(start, most)), {"requests": len(requests)})
+    writer.add_span("longest answer", max(most, busy[-1][0]), last, {})
     graded = max((end for _, end, _ in finished_spans(samples, ("reward_model", "group_reward_model"))), default=last)
     if graded > last:
-        run_record.span("reward", last, graded)
+        writer.add_span("reward", last, graded, {})

@@ -1,0 +1,199 @@
+"""The record of a run in its folder (``docs/record.md``), unless ``--no-record`` is given.
+
+    config.json      the last start: command, every resolved value and its origin, versions, commit, hardware
+    events.jsonl     starts, ends, deaths, pushes, saves, warnings, alarms: {"time", "event", "process", ...}
+    spans.json       phases of every process, in Perfetto's trace format: an array, one span a line, never closed
+    samples/         the samples of each rollout and evaluation (``sample_record``)
+
+The driver begins the record; a process joins it when ``config.json`` is there.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from slime.ext.record.sample_record import record_evaluation, record_rollout, record_trained
+from slime.ext.record.writer import RecordWriter
+from slime.flags.observability import record_config
+from slime.observability.metrics_file import plain, run_folder
+from slime.observability.telemetry import Sink
+from slime.utils import env
+from slime.utils.atomic_file import replace_file
+from slime.utils.redaction import redacted, redacted_words
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "pyarrow", "slime-posttrain")
+ENVIRONMENT = re.compile(r"(SLIME|NCCL|CUDA|SGLANG|OMP|TORCH|PYTORCH|NVTE|HF_HUB)_")
+SAME_WARNINGS = 5
+"""Times that one warning is recorded in a process."""
+
+
+class RecordSink(Sink):
+    """The record of this process; idle where the driver has not begun one.
+
+    Args:
+        args: the run's arguments, complete or not.
+        process: its name, such as ``actor 0``.
+        primary: the driver, which begins the record and describes the run.
+    """
+
+    wants_details = True
+
+    def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
+        self.config = record_config(args)
+        self.writer: RecordWriter | None = None
+        self._dropped: list[tuple[Sample, str]] = []
+        """By filters since the last rollout."""
+        folder = run_folder(args)
+        if folder is None or not (primary or (folder / CONFIG_FILE).exists()):
+            return
+        try:
+            if primary:
+                folder.mkdir(parents=True, exist_ok=True)
+                _write_config(args, folder)
+        except OSError as error:
+            logger.error("This run is not recorded: %s", error)
+            return
+        self.writer = RecordWriter(folder, process)
+        self._handler = _Warnings(self)
+        logging.getLogger("slime").addHandler(self._handler)
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        if self.writer is not None:
+            self.writer.event(name, fields)
+
+    def span(self, name: str, began: float, ended: float, fields: Mapping[str, Any]) -> None:
+        if self.writer is not None:
+            self.writer.add_span(name, began, ended, fields)
+
+    def samples(self, kind: str, facts: Mapping[str, Any]) -> None:
+        if self.writer is None:
+            return
+        if kind == "dropped":
+            self._dropped += [(sample, facts["reason"] or "dropped") for sample in facts["samples"]]
+        elif kind == "rollout":
+            dropped = self._dropped[:]
+            del self._dropped[: len(dropped)]  # the event loop may have added some meanwhile
+            record_rollout(self.writer, self.config, dropped=dropped, **facts)
+        elif kind == "evaluation":
+            record_evaluation(self.writer, self.config, **facts)
+        else:
+            record_trained(self.writer, self.config, **facts)
+
+    def flush(self) -> None:
+        if self.writer is not None:
+            self.writer.flush()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            logging.getLogger("slime").removeHandler(self._handler)
+            self.writer.close()  # its thread still records what its files cost
+            self.writer = None
+
+
+class _Warnings(logging.Handler):
+    """Makes events of warnings and errors, a few of each kind."""
+
+    def __init__(self, sink: RecordSink) -> None:
+        super().__init__(logging.WARNING)
+        self._sink = sink
+        self._counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Record one line of the log."""
+        self._counts[str(record.msg)] += 1
+        if self._counts[str(record.msg)] <= SAME_WARNINGS and not record.name.startswith(__package__):
+            facts = {"level": record.levelname.lower(), "where": record.name, "text": record.getMessage()[:2000]}
+            self._sink.event("warning", facts)
+
+
+# The description of the run
+
+
+def _write_config(args: Namespace, folder: Path) -> None:
+    shown = vars(redacted(args))
+    shown.pop("value_origins", None)
+    origins = vars(args).get("value_origins", {})  # the names of settings, those of secrets too
+    values = {
+        name: {"value": _shown(value), "origin": origins.get(name, "default")} for name, value in sorted(shown.items())
+    }
+    variables = {name: value for name, value in env.copy().items() if ENVIRONMENT.match(name)}
+    content = {
+        "format_version": FORMAT_VERSION,
+        "run_id": shown.get("wandb_run_id"),
+        "time": round(time.time(), 3),
+        "command": redacted_words(sys.argv),
+        "folder": str(Path.cwd()),
+        "values": values,
+        "environment": redacted(variables),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "git": _git(),
+        "hardware": _hardware(),
+    }
+    # A path that is no UTF-8 has half surrogate pairs, of which this makes JSON's own escapes.
+    text = json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    replace_file(folder / CONFIG_FILE, lambda file: file.write(text), to_disk=False)
+
+
+def _shown(value: Any) -> Any:
+    """Return ``value`` as JSON has it; what is no plain value becomes text."""
+    if isinstance(value, Namespace):
+        return {name: _shown(one) for name, one in vars(value).items()}
+    return plain(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> dict[str, Any]:
+    """Return commit and changed files of the checkout that slime runs from; empty outside of one."""
+    git, root = shutil.which("git"), Path(__file__).resolve().parents[3]
+    if git is None or not (root / ".git").exists():
+        return {}
+
+    def ask(*words: str) -> str:
+        return subprocess.run(
+            [git, "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "changed": ask("status", "--porcelain", "-uno").splitlines()[:100]}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _hardware() -> dict[str, Any]:
+    """Return what the driver's machine is."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpus": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+    }
