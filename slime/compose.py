@@ -15,7 +15,7 @@ from slime.arguments.parser import AddArguments
 from slime.flags.group import FlagGroup
 from slime.observability.logging_utils import configure_logger
 from slime.observability.telemetry import Sink
-from slime.ray.parts import Parts
+from slime.ray.parts import Evaluation, Parts
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
@@ -57,7 +57,7 @@ def parts(args: Namespace) -> Parts:
         from slime.ext.lora.transform import Lora
 
         transforms.append(Lora)
-    return Parts(tuple(_sinks(args)), tuple(transforms))
+    return Parts(tuple(_sinks(args)), tuple(transforms), _evaluation(args))
 
 
 def _sinks(args: Namespace) -> Iterator[type[Sink]]:
@@ -77,6 +77,14 @@ def _sinks(args: Namespace) -> Iterator[type[Sink]]:
         from slime.observability.profile_utils import TrainProfiler
 
         yield TrainProfiler
+
+
+def _evaluation(args: Namespace) -> type[Evaluation] | None:
+    if not args.eval_in_background or args.debug_train_only:
+        return None
+    from slime.ext.eval_background.evaluation import BackgroundEvaluation
+
+    return BackgroundEvaluation
 
 
 def start_job(args: Namespace) -> TrainJob:

@@ -159,7 +159,7 @@ def _take_steps(replay: Replay, options: Namespace) -> None:
 
 def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
     """Run a job of the steps alone; ends the process when it fails."""
-    from slime.compose import start_job
+    from slime.compose import parse_args, start_job
     from slime.ray.job import run
 
     def train(args: Namespace) -> None:
@@ -176,7 +176,7 @@ def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
         job.finish()
 
     try:
-        run(train)
+        run(train, parse=parse_args)
     except SystemExit as ended:
         if ended.code:
             raise

@@ -79,7 +79,7 @@ def replay_rollout(replay: Replay) -> int:
     samples = recorded_samples(replay.run, replay.rollout_id)
     save_rollout_dump(str(replay.folder / FILE), 0, [unanswered(sample) for sample in samples])
     sys.argv = [SCRIPT, *rollout_flags_of(replay)]
-    from slime.compose import start_job
+    from slime.compose import parse_args, start_job
     from slime.ray.job import run
 
     def generate(args: Namespace) -> None:
@@ -88,7 +88,7 @@ def replay_rollout(replay: Replay) -> int:
         job.finish()
 
     try:
-        run(generate)
+        run(generate, parse=parse_args)
     except SystemExit as ended:
         if ended.code:
             raise

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from argparse import Namespace
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.observability.telemetry import Sink
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
+    from slime.ray.actor_group import RayTrainGroup
+
+
+class Evaluation(ABC):
+    """Evaluations for which the loop does not wait."""
+
+    @abstractmethod
+    def __init__(self, args: Namespace, manager: Any, actor: RayTrainGroup) -> None: ...
+
+    @abstractmethod
+    def begin(self, rollout_id: int) -> None:
+        """Begin to evaluate the weights that the trainer has after ``rollout_id``; the trainer must be idle."""
+
+    @abstractmethod
+    def raise_if_failed(self) -> None:
+        """Raise the error of an evaluation that has ended with one."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for the evaluation that runs, if one does."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +44,8 @@ class Parts:
     """Take the telemetry of every process beside the metrics' own sinks."""
     transforms: tuple[type[ModelTransform], ...] = ()
     """Changes of the actor's model after it is built."""
+    evaluation: type[Evaluation] | None = None
+    """Evaluates beside training; None when the loop waits for evaluations."""
 
 
 CORE = Parts()

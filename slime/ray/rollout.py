@@ -17,7 +17,6 @@ import ray
 from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout, load_rollout_dump
 from slime.observability.logging_utils import configure_logger, log_eval, log_rollout
-from slime.ray.background_eval import evaluation_args
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engines.fleet import EngineFleet, start_fleet
 from slime.ray.gpus import GpuSlice
@@ -185,9 +184,9 @@ class RolloutManager(Watched):
     # Engines
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_evaluation_args(self) -> Namespace:
-        """Return the args of a process whose requests go to the engines that evaluate in the background."""
-        return evaluation_args(self.args)
+    def get_args(self) -> Namespace:
+        """Return the args with what this process has found out: the routers and the number of engines."""
+        return self.args
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:

@@ -28,7 +28,6 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.step_line import StepLine
 from slime.observability.telemetry import event, span
-from slime.ray.background_eval import BackgroundEvaluation
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.engines.models import JobState
@@ -113,9 +112,8 @@ class TrainJob:
         telemetry.offer(self._job_state)
         self._step_line = StepLine.follow(args)
         self.actor, self.critic = create_training_models(args, self.gpus, self.manager, actor)
-        self._background: BackgroundEvaluation | None = None
-        if args.eval_in_background and not args.debug_train_only:
-            self._background = BackgroundEvaluation(args, self.manager, self.actor)
+        beside = self.parts.evaluation
+        self._background = beside(args, self.manager, self.actor) if beside is not None else None
 
     def _job_state(self) -> JobState:
         # In a thread of a sink, so not by wait_for: deaths and SIGTERM are the loop's to see.

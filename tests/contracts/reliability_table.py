@@ -337,7 +337,7 @@ EDGES: tuple[Edge, ...] = (
         code=(
             "slime.ray.train_loop.TrainJob.finish_generate",
             "slime.ray.train_loop.TrainJob.evaluate",
-            "slime.ray.background_eval.BackgroundEvaluation.finish",
+            "slime.ext.eval_background.evaluation.BackgroundEvaluation.finish",
         ),
         bounds=("--rollout-timeout-s", "slime.ray.engines.fleet.DEADLINE_MARGIN_S"),
         deadline="the flag and twice the margin: the inner deadlines come first and say more",

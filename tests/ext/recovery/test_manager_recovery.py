@@ -30,9 +30,8 @@ class Manager:
 def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = RecoveringJob.__new__(RecoveringJob)
     made.asked = []
-    made.args = Namespace(
-        trainer_recovery="checkpoint", no_rollout_ledger=False, eval_in_background=False, train_timeout_s=60
-    )
+    made.args = Namespace(trainer_recovery="checkpoint", no_rollout_ledger=False, train_timeout_s=60)
+    made._background = None
     made.manager, made.actor, made.gpus, made.times = (
         Manager("first"),
         None,

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from slime.ext.eval_background import evaluation as background_eval
+from slime.ext.eval_background.evaluation import (
+    BackgroundEvaluation,
+    BackgroundEvaluator,
+    evaluation_args,
+    version_of,
+)
 from slime.observability import telemetry
 from slime.observability.telemetry import Sink
-from slime.ray import background_eval
-from slime.ray.background_eval import BackgroundEvaluation, BackgroundEvaluator, evaluation_args, version_of
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.utils.errors import DataError, WeightSyncError
 from slime.utils.types import Sample

@@ -1,7 +1,7 @@
-"""Evaluation beside training (``--eval-in-background``): engines of its own, one weight version, no step that waits.
+"""Evaluation beside training (``--eval-in-background``): other engines, one weight version, no step that waits.
 
     rollout k trained, evaluation due  ->  the trainer sends its weights to the engines of the model ``eval``
-    those answer and are graded by a process of their own            the loop goes on: train, push, generate
+    those answer and are graded by another process                   the loop continues: train, push, generate
     an evaluation that is due before the last one has ended          is left out, with a line in the log
 
 Pushes go to the engines that generate, never to these: so nothing changes under an evaluation.  It is checked all the
@@ -27,7 +27,7 @@ from slime.observability.dumps import dump_rollout
 from slime.observability.logging_utils import configure_logger, log_eval
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
-from slime.ray.parts import Parts
+from slime.ray.parts import Evaluation, Parts
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.rollout.base_types import call_rollout_fn, eval_samples
@@ -117,7 +117,7 @@ def version_of(samples: Sequence[Sample], engines: set[str]) -> int | str | None
 _RemoteEvaluator: Any = ray.remote(num_cpus=0, num_gpus=0, concurrency_groups={WATCH_GROUP: 1})(BackgroundEvaluator)
 
 
-class BackgroundEvaluation:
+class BackgroundEvaluation(Evaluation):
     """The driver's side: at most one evaluation at a time.
 
     Args:
@@ -151,7 +151,7 @@ class BackgroundEvaluation:
             logger.error("The evaluation after rollout %d is left out: %s.", rollout_id, problem)
             return
         if self._evaluator is None:
-            args = self._ask("get_evaluation_args")
+            args = evaluation_args(self._ask("get_args"))
             variables = COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES
             self._evaluator = _RemoteEvaluator.options(runtime_env={"env_vars": variables}).remote(
                 args, self._actor.parts
