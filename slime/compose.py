@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
     from slime.ray.train_loop import TrainJob
 
-EXTENSIONS_WITH_FLAGS = ("recovery", "plan")
+EXTENSIONS_WITH_FLAGS = ("distill", "recovery", "plan")
 """Folders of slime/ext whose ``flags.py`` has a ``GROUP``, in the order of docs/flags.md."""
 
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from aiohttp import web
 
 from slime.agent.aiohttp_threaded import door, run_app_in_thread
+from slime.ext.distill.flags import TeacherServerConfig
 from slime.flags.config import read_config
-from slime.flags.distillation import TeacherServerConfig
 from slime.flags.security import secret_of_file
 from slime.utils.json_file import language_config, read_model_config
 from tools.cli import logged_run
@@ -37,9 +37,9 @@ HOST = "0.0.0.0"
 
 def serve(args: Namespace) -> None:
     """Load the model on all ranks, warm up, and answer until SIGTERM or Ctrl-C."""
-    from slime.backends.megatron_utils.server.megatron_server import MegatronServer
-    from slime.backends.megatron_utils.server.scorer import Scorer
     from slime.compose import parts
+    from slime.ext.distill.scorer import Scorer
+    from slime.ext.distill.server import MegatronServer
 
     config = read_config(TeacherServerConfig, args)
     args = join_world(with_layout(args))

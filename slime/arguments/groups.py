@@ -123,7 +123,6 @@ GROUPS = (
         ),
     ),
     FlagGroup(distillation.add_distillation_arguments, check=(distillation.check_distillation,)),
-    FlagGroup(distillation.add_teacher_server_arguments),
     FlagGroup(reward.add_reward_arguments, check=(check_rewards, reward.check_reward)),
     FlagGroup(
         weight_sync.add_weight_sync_arguments,

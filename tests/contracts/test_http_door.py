@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ import uvicorn
 
 from slime.agent.adapters.openai import OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
-from slime.backends.megatron_utils.server.megatron_server import MegatronServer
 from slime.backends.sglang_utils.server_guard import ServerGuard
 from slime.ext.record.prometheus_page import LoggedMetrics, MetricsPage
 from slime.ray.engines.models import JobState
@@ -173,22 +171,14 @@ async def engine(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": b""})
 
 
-def teacher() -> MegatronServer:
-    config = Namespace(megatron_server_update_timeout_s=30.0)
-    return MegatronServer(None, config, vocab_size=8, max_length=4, has_top=True, secret=None, info={})
-
-
-DOORS: dict[str, tuple[Callable[[Path], Any], str, str, Any]] = {
+Door = tuple[Callable[[Path], Any], str, str, Any, int]
+DOORS: dict[str, Door] = {
     # name -> (server, method and path, a body, what it answers to programs of this machine)
     "buffer": (lambda folder: asgi(buffer.create_app()), "POST", "/buffer/write", {"a": 1}, 422),
     "start": (lambda folder: asgi(buffer.create_app()), "POST", "/start_rollout", {"task_type": "none"}, 422),
     "read": (lambda folder: asgi(buffer.create_app()), "POST", "/get_rollout_data", {}, 200),
     "adapter": (lambda folder: aiohttp_server(adapter()), "POST", "/v1/chat/completions", {"a": 1}, 400),
     "health": (lambda folder: aiohttp_server(adapter()), "GET", "/healthz", None, 200),
-    "teacher": (lambda folder: aiohttp_server(teacher().application()), "POST", "/generate", {"a": 1}, 400),
-    "weights": (
-        lambda folder: aiohttp_server(teacher().application()), "POST", "/update_weights_from_disk", {"a": 1}, 400,
-    ),
     "metrics": (lambda folder: metrics(), "GET", "/metrics", None, 200),
     "watch": (lambda folder: page(watch.server_of(folder, 0)), "GET", "/", None, 503),
     "token": (lambda folder: page(watch.server_of(folder, 0, token="t")), "GET", "/", None, 401),
@@ -227,19 +217,26 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
 
 @pytest.mark.parametrize("name", DOORS)
 def test_programs_of_this_machine_come_in_at_every_door(name, ports):
-    _, method, path, body, status = DOORS[name]
+    check_own_programs(DOORS[name], ports[name])
+
+
+def check_own_programs(door: Door, port: int) -> None:
+    _, method, path, body, status = door
     for host in ("127.0.0.1", "localhost"):
-        url = f"http://{host}:{ports[name]}{path}"
+        url = f"http://{host}:{port}{path}"
         assert requests.request(method, url, json=body, timeout=30).status_code == status
     kind = "Content-Type: application/json\r\n"
-    assert raw(ports[name], of_page(method, path, body, f"host: LOCALHOST\r\n{kind}")) == status
-    assert raw(ports[name], of_page(method, path, body, f"Host: [::1]:{ports[name]}\r\n{kind}")) == status
+    assert raw(port, of_page(method, path, body, f"host: LOCALHOST\r\n{kind}")) == status
+    assert raw(port, of_page(method, path, body, f"Host: [::1]:{port}\r\n{kind}")) == status
 
 
 @pytest.mark.parametrize("name", DOORS)
 def test_pages_in_a_browser_come_in_nowhere(name, ports):
-    _, method, path, body, _ = DOORS[name]
-    port = ports[name]
+    check_pages(DOORS[name], ports[name])
+
+
+def check_pages(door: Door, port: int) -> None:
+    _, method, path, body, own_status = door
     ours, kind = f"Host: 127.0.0.1:{port}\r\n", "Content-Type: application/json\r\n"
     refused = {
         "csrf": f"{ours}Origin: http://evil.example\r\nContent-Type: text/plain\r\n",
@@ -260,16 +257,20 @@ def test_pages_in_a_browser_come_in_nowhere(name, ports):
         if body is not None or what not in ("two lengths", "two ways to end"):
             status = raw(port, of_page(method, path, None if "two " in what else body, headers))
             assert status == 0 or 400 <= status < 500, (what, status)
-            assert status != DOORS[name][4] or status == 400, (what, status)
+            assert status != own_status or status == 400, (what, status)
     preflight = f"{ours}Origin: http://evil.example\r\nAccess-Control-Request-Method: POST\r\n"
     assert raw(port, of_page("OPTIONS", path, None, preflight)) in (403, 501)
 
 
-@pytest.mark.parametrize("name", ["buffer", "start", "adapter", "teacher", "weights"])
+@pytest.mark.parametrize("name", ["buffer", "start", "adapter"])
 def test_a_body_that_is_no_json_by_its_type_is_refused(name, ports):
-    _, method, path, body, _ = DOORS[name]
+    check_kinds(DOORS[name], ports[name])
+
+
+def check_kinds(door: Door, port: int) -> None:
+    _, method, path, body, _ = door
     for kind in ("Content-Type: text/plain\r\n", "Content-Type: application/x-www-form-urlencoded\r\n", ""):
-        assert raw(ports[name], of_page(method, path, body, f"Host: 127.0.0.1\r\n{kind}")) == 415
+        assert raw(port, of_page(method, path, body, f"Host: 127.0.0.1\r\n{kind}")) == 415
 
 
 SLOW = (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")

@@ -16,7 +16,7 @@ SWITCHES = {
     name for name in HISTORICAL if name.startswith(("log_", "use_", "manual_gc", "reset_", "ckpt_", "disable_"))
 } - {"log_interval", "log_probs_max_tokens_per_gpu", "manual_gc_interval"} | {
     *("mock_data", "eod_mask_loss", "profile", "no_one_logger", "create_attention_mask_in_dataloader"),
-    *("auto_detect_ckpt_format", "exit_on_missing_checkpoint", "megatron_server_warmup"),
+    *("auto_detect_ckpt_format", "exit_on_missing_checkpoint"),
 }
 
 
@@ -35,7 +35,7 @@ def test_a_retired_flag_is_accepted_with_a_line_that_says_what_became_of_it(name
 
 
 def test_the_opposite_of_a_retired_switch_is_accepted_too(make_args):
-    slime_validate_args(make_args("--no-ckpt-fully-parallel-save", "--no-megatron-server-warmup"))
+    slime_validate_args(make_args("--no-ckpt-fully-parallel-save"))
 
 
 OLD_AND_NEW = [

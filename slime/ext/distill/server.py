@@ -26,8 +26,8 @@ from typing import Any
 from aiohttp import web
 
 from slime.agent.aiohttp_threaded import door, run_app_in_thread
-from slime.backends.megatron_utils.server.scorer import Scorer, ScoreRequest, Scores
-from slime.flags.distillation import TeacherServerConfig
+from slime.ext.distill.flags import TeacherServerConfig
+from slime.ext.distill.scorer import Scorer, ScoreRequest, Scores
 from slime.utils.errors import DataError, SlimeError
 from slime.utils.http_utils import encode_json, has_secret
 from slime.utils.net import is_loopback

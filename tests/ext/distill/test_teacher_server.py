@@ -31,7 +31,7 @@ from tests.matrix.pool import run_ranks
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, write_hf_model
 
 pytestmark = pytest.mark.dist
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 LENGTHS = (19, 7, 2, 31, 12)
 STARTS = (0, 3, 0, 11, 11)
 TOP = (4, 0, 7, 2, 1)
@@ -46,10 +46,13 @@ def scorer_on_rank(flags: list[str]) -> Any:
     import torch.distributed as dist
 
     from slime.backends.megatron_utils.initialize import init
-    from slime.backends.megatron_utils.server.scorer import Scorer
+    from slime.ext.distill.flags import add_teacher_server_arguments
+    from slime.ext.distill.scorer import Scorer
     from tests.unit.backends.megatron_utils.megatron_case import build_parser
 
-    args = build_parser().parse_args(flags)
+    parser = build_parser()
+    add_teacher_server_arguments(parser)
+    args = parser.parse_args(flags)
     args.actor_num_gpus_per_node = dist.get_world_size()
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
 
@@ -62,7 +65,7 @@ def scores_on_rank(flags: list[str], rows: list[list[int]]) -> list[Any]:
     """The scores of all rows, on rank 0."""
     import torch.distributed as dist
 
-    from slime.backends.megatron_utils.server.scorer import ScoreRequest
+    from slime.ext.distill.scorer import ScoreRequest
 
     scorer = scorer_on_rank(flags)
     if dist.get_rank() != 0:
@@ -137,7 +140,7 @@ def test_weights_that_only_another_rank_could_not_load_are_not_loaded(teacher, t
 
 def ask(port: int, path: str, body: Any = None, secret: str = "") -> tuple[int, Any]:
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data, headers=headers)
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from slime.backends.megatron_utils.server import megatron_server
-from slime.backends.megatron_utils.server.megatron_server import MegatronServer
-from slime.backends.megatron_utils.server.scorer import Scores
+from slime.ext.distill import server as megatron_server
+from slime.ext.distill.scorer import Scores
+from slime.ext.distill.server import MegatronServer
 from slime.utils.errors import DataError
 
 SECRET = "s3cret"

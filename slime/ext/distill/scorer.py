@@ -31,8 +31,8 @@ from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.backends.megatron_utils.top_k import get_log_probs_and_top
+from slime.ext.distill.flags import TeacherServerConfig
 from slime.flags.config import read_config
-from slime.flags.distillation import TeacherServerConfig
 from slime.train_data.bins import first_fit
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import gather_objects

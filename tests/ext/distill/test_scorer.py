@@ -7,9 +7,9 @@ from dataclasses import fields
 
 import pytest
 
-from slime.backends.megatron_utils.server import scorer
-from slime.backends.megatron_utils.server.scorer import Scorer
-from slime.flags.distillation import TeacherServerConfig
+from slime.ext.distill import scorer
+from slime.ext.distill.flags import TeacherServerConfig
+from slime.ext.distill.scorer import Scorer
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 

@@ -1,0 +1,1 @@
+"""A server of the log-probs of a teacher that Megatron holds."""
