@@ -27,8 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.rollout.ledger.journal import Journal, UserCode
-from slime.rollout.ledger.segments import JournalWriter
+from slime.ext.ledger.journal import Journal, UserCode
+from slime.ext.ledger.segments import JournalWriter
 from slime.utils.types import Sample
 
 GROUP_SIZE = 8

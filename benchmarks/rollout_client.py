@@ -231,8 +231,10 @@ def slime_client(work: Work, *, has_ledger: bool = True) -> dict[str, float]:
     """``generate_rollout``, called as the rollout manager calls it: from a thread that is not the event loop's."""
     import aiohttp
 
+    from slime.ext.ledger.ledger import Ledger
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
-    from slime.rollout.ledger.ledger import open_ledger
+    from slime.rollout.observer import GroupObserver
+    from slime.rollout.run_state import RunState, use_run
     from slime.rollout.sglang_rollout import generate_rollout
     from slime.utils.async_utils import get_async_loop, run
     from slime.utils.http_utils import close_http_client, init_http_client
@@ -246,18 +248,20 @@ def slime_client(work: Work, *, has_ledger: bool = True) -> dict[str, float]:
         byte_tokenizer(folder)
         args = client_args(work, folder, has_ledger=has_ledger)
         init_http_client(args)
-        ledger = open_ledger(args, RolloutDataSourceWithBuffer(args))
-        ledger.start(0)
+        source = RolloutDataSourceWithBuffer(args)
+        observer = Ledger(args, source) if has_ledger else GroupObserver()
+        use_run(RunState((observer,)))
+        observer.start(0)
         args.rollout_batch_size = args.over_sampling_batch_size = WARM_UP_GROUPS
-        ledger.make_samples(0, lambda: generate_rollout(args, 0, ledger.data_source))
+        observer.make_samples(0, lambda: generate_rollout(args, 0, source))
         args.rollout_batch_size = args.over_sampling_batch_size = work.num_samples // GROUP_SIZE
         run(rewrite(), 30)
         heartbeat = Heartbeat()
         beating = asyncio.run_coroutine_threadsafe(heartbeat.beat(), get_async_loop().loop)
         with Meter() as meter:
-            output = ledger.make_samples(1, lambda: generate_rollout(args, 1, ledger.data_source))
+            output = observer.make_samples(1, lambda: generate_rollout(args, 1, source))
         beating.cancel()
-        ledger.close()
+        observer.close()
         run(close_http_client(), 30)
         leaves = [sample for group in output.samples for sample in group]
         assert len(leaves) == work.num_samples and min(sample.index for sample in leaves) == FIRST

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime import arguments
@@ -15,7 +16,7 @@ from slime.arguments.parser import AddArguments
 from slime.flags.group import FlagGroup
 from slime.observability.logging_utils import configure_logger
 from slime.observability.telemetry import Sink
-from slime.ray.parts import Evaluation, Parts
+from slime.ray.parts import Evaluation, MakeObserver, Parts
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
@@ -57,7 +58,15 @@ def parts(args: Namespace) -> Parts:
         from slime.ext.lora.transform import Lora
 
         transforms.append(Lora)
-    return Parts(tuple(_sinks(args)), tuple(transforms), _evaluation(args))
+    observers: list[MakeObserver] = []
+    folders: dict[str, Path] = {}
+    if args.save and not (args.no_rollout_ledger or args.debug_train_only or args.debug_rollout_only):
+        if _is_here("ledger"):
+            from slime.ext.ledger.ledger import Ledger, ledger_folder
+
+            observers.append(Ledger)
+            folders["--rollout-ledger-dir"] = ledger_folder(args)
+    return Parts(tuple(_sinks(args)), tuple(transforms), _evaluation(args), tuple(observers), folders)
 
 
 def _sinks(args: Namespace) -> Iterator[type[Sink]]:

@@ -1,4 +1,4 @@
-"""Show what happened to prompt groups, from the ledger that a run keeps in ``--save`` (see slime/rollout/ledger).
+"""Show what happened to prompt groups, from the ledger that a run keeps in ``--save`` (see slime/ext/ledger).
 
     python tools/ledger.py runs/tiny/save/ledger                       totals
     python tools/ledger.py runs/tiny/save/ledger --group 1234          by the number of the prompt group
@@ -23,9 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.ledger.frames import Kind, Record, describe_damage, folder_bytes, read_folder, segment_files
+from slime.ext.ledger.records import ReplayState, RolloutState
 from slime.flags.kinds import non_negative_int
-from slime.rollout.ledger.frames import Kind, Record, describe_damage, folder_bytes, read_folder, segment_files
-from slime.rollout.ledger.records import ReplayState, RolloutState
 from tools.terminal import plain, say
 
 MAX_GROUPS_SHOWN = 20

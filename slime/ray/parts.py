@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.observability.telemetry import Sink
+from slime.rollout.observer import GroupObserver
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
@@ -33,11 +36,15 @@ class Evaluation(ABC):
         """Wait for the evaluation that runs, if one does."""
 
 
+MakeObserver = Callable[[Namespace, Any], GroupObserver]
+"""Called with the arguments and the data source, in the process of the rollout manager."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """What ``slime.compose`` chose for a job; the defaults are the core's own.
 
-    Every value is a class or a function of a module, or a tuple of them, so that Ray pickles them by reference.
+    Every class and function is one of a module, so that Ray pickles it by reference.
     """
 
     sinks: tuple[type[Sink], ...] = ()
@@ -46,6 +53,10 @@ class Parts:
     """Changes of the actor's model after it is built."""
     evaluation: type[Evaluation] | None = None
     """Evaluates beside training; None when the loop waits for evaluations."""
+    observers: tuple[MakeObserver, ...] = ()
+    """Observers of the prompt groups."""
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """Folders that extensions write and read back, by the flags that name them; the job locks them."""
 
 
 CORE = Parts()

@@ -10,6 +10,7 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -25,8 +26,8 @@ from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
 from slime.ray.waiting import WATCH_GROUP, Watched
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, check_samples, eval_samples, leaf_samples
-from slime.rollout.ledger.ledger import CheckpointPosition, open_ledger
-from slime.rollout.run_state import GroupJournal, RunState, use_run
+from slime.rollout.checkpoint_position import CheckpointPosition
+from slime.rollout.run_state import RunState, use_run
 from slime.utils.async_utils import StallTimeout
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client
@@ -62,12 +63,12 @@ class RolloutManager(Watched):
             if args.use_distributed_post:
                 start_distributed_post(args)
         # Everything below happens while the engines boot.
-        self.ledger = open_ledger(args, load_function(args.data_source_path)(args))
-        self.data_source = self.ledger.data_source
-        self.run = use_run(RunState(self.ledger.journal))
+        self.data_source = load_function(args.data_source_path)(args)
+        made = [make(args, self.data_source) for make in parts.observers]
+        self.run = use_run(RunState((*getattr(self.data_source, "observers", ()), *made)))
         self.generate_rollout = load_function(args.rollout_function_path)
         self.eval_rollout = load_function(args.eval_function_path)
-        self._position = CheckpointPosition(self.ledger)
+        self._position = CheckpointPosition(self.data_source, self.run.observers)
         self._parallel: dict[str, int] | None = None
         self.rollout_id = -1
 
@@ -129,7 +130,10 @@ class RolloutManager(Watched):
                 subsample=self.args.load_debug_rollout_data_subsample,
                 is_trusted=self.args.trust_debug_data,
             ), None
-        output = self.ledger.make_samples(rollout_id, lambda: self._call_rollout_fn(rollout_id))
+        make = partial(self._call_rollout_fn, rollout_id)
+        for observer in self.run.observers:
+            make = partial(observer.make_samples, rollout_id, make)
+        output = make()
         return output.samples, output.metrics
 
     def _call_rollout_fn(self, rollout_id: int) -> RolloutFnTrainOutput:
@@ -169,17 +173,20 @@ class RolloutManager(Watched):
     @ray.method(concurrency_group=CONTROL_GROUP)
     def record_trained(self, rollout_id: int) -> None:
         """Record that the optimizer took the rollout's steps."""
-        self.ledger.record_trained(rollout_id)
+        for observer in self.run.observers:
+            observer.trained(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def record_published(self, rollout_id: int) -> None:
         """Record that the checkpoint after ``rollout_id`` is final; records of earlier ones can go."""
-        self.ledger.record_published(rollout_id)
+        for observer in self.run.observers:
+            observer.published(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Continue where the data stood after ``rollout_id``, with what the ledger holds of the time since."""
+        """Continue where the data stood after ``rollout_id``, with what observers recorded since."""
         self.data_source.load(rollout_id)
-        self.ledger.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
+        for observer in self.run.observers:
+            observer.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
 
     # Engines
 
@@ -208,8 +215,9 @@ class RolloutManager(Watched):
     def dispose(self) -> None:
         """Stop engines and routers in an orderly way."""
         self.engines.stop()
-        self.run.journal = GroupJournal()
-        self.ledger.close()
+        observers, self.run.observers = self.run.observers, ()
+        for observer in observers:
+            observer.close()
         telemetry.stop()
 
 

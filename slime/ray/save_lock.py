@@ -17,15 +17,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime.observability.metrics_file import run_folder
-from slime.rollout.ledger.ledger import ledger_folder
 from slime.utils.errors import ConfigError
 
 LOCK_FILE = "job.lock"
 logger = logging.getLogger(__name__)
 
 
-def lock_outputs(args: Namespace) -> list[SaveLock]:
+def lock_outputs(args: Namespace, more: Mapping[str, Path]) -> list[SaveLock]:
     """Take the locks of everything that this job writes and that a job reads back.
+
+    Args:
+        args: the run's arguments.
+        more: further folders, by the flags that name them.
 
     Raises:
         ConfigError: another job holds one of them; no lock is held then.
@@ -33,7 +36,7 @@ def lock_outputs(args: Namespace) -> list[SaveLock]:
     folders = {
         "--save": args.save,
         "save of the critic (--megatron-config-path)": args.critic_args.save if args.critic_args is not None else None,
-        "--rollout-ledger-dir": ledger_folder(args),
+        **more,
         "--update-weight-disk-dir": args.update_weight_disk_dir,
         "--wandb-run-id (the folder of the run)": run_folder(args),
     }

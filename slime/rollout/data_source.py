@@ -22,6 +22,7 @@ from slime.flags.reward import reward_config
 from slime.flags.security import trusts_remote_code
 from slime.rollout import plain_values
 from slime.rollout.mixture import Mixture, is_mix
+from slime.rollout.observer import GroupObserver
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.row_digests import RowDigests, changed_rows, digest_of
 from slime.rollout.state_file import read_state, write_state
@@ -172,6 +173,11 @@ class RolloutDataSource(DataSource):
             "rows": {name: digests.state for name, digests in self._row_digests().items()},
             **({"mixture": self.dataset.state_dict()} if isinstance(self.dataset, Mixture) else {}),
         }
+
+    @property
+    def observers(self) -> tuple[GroupObserver, ...]:
+        """What wants to see the groups that become of these prompts."""
+        return (self.dataset,) if isinstance(self.dataset, Mixture) else ()
 
     def _order(self) -> dict[str, Any]:
         """Return what decides which prompt comes at which position: flag -> its value, or the digest of its data."""

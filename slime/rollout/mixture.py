@@ -16,9 +16,9 @@ from typing import Any
 
 from slime.flags.yaml_file import read_yaml
 from slime.rollout.base_types import leaf_samples
+from slime.rollout.observer import GroupObserver
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.row_digests import RowDigests
-from slime.rollout.run_state import GroupFeedback, current_run
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 
@@ -129,7 +129,7 @@ class _MixedSet:
         return self.points[-1][1]
 
 
-class Mixture(GroupFeedback):
+class Mixture(GroupObserver):
     """The stream; in place of a ``Dataset``."""
 
     def __init__(
@@ -177,7 +177,6 @@ class Mixture(GroupFeedback):
 
     def take(self, num_rows: int) -> list[Sample]:
         """Return the next prompts of the stream."""
-        current_run().feedback = self
         return [self._next_row(self._next_source()) for _ in range(num_rows)]
 
     def _next_source(self) -> _MixedSet:
@@ -222,7 +221,7 @@ class Mixture(GroupFeedback):
         if self._is_shuffled:
             source.dataset.shuffle(epoch)
 
-    def observe(self, group: list[Any]) -> None:
+    def finished(self, group: list[Any]) -> None:
         """Note how many answers of a prompt were right."""
         samples = [sample for sample in leaf_samples(group) if not sample.remove_sample]
         rewards = [s.reward.get(self._reward_key or "") if isinstance(s.reward, dict) else s.reward for s in samples]

@@ -118,8 +118,8 @@ class GroupPolicy:
         Args:
             num_outstanding: groups on their way to a rollout, this one included; a filter may depend on it.
         """
-        self.run.journal.record_finished(group)
-        self.run.feedback.observe(group)
+        for observer in self.run.observers:
+            observer.finished(group)
         call = PluginCall("--dynamic-sampling-filter-path", self._filter_path, group)
         verdict = call_plugin(call, call_dynamic_filter, self._filter, self._args, group)
         if not should_drop_dynamic_filter_output(
@@ -127,7 +127,8 @@ class GroupPolicy:
         ):
             self._num_kept += 1
             return True
-        self.run.journal.record_filtered(group, verdict.reason)
+        for observer in self.run.observers:
+            observer.dropped(group, verdict.reason)
         telemetry.samples("dropped", samples=list(leaf_samples(group)), reason=verdict.reason)
         self.drops.on_dynamic_filter_drop(verdict.reason)
         self.counts["dropped"] += 1
@@ -207,7 +208,7 @@ class GroupPool:
     """Groups in flight and finished ones.  Every call is made on one event loop.
 
     Invariant: a group that was submitted is in exactly one of ``in_flight``, ``kept``, a batch that was taken, the
-    dropped ones (counted, and recorded in the journal), or what ``abort`` gave back.
+    dropped ones (counted, and shown to observers), or what ``abort`` gave back.
     """
 
     def __init__(
@@ -398,13 +399,11 @@ class GroupPool:
         if path := self.config.rollout_all_samples_process_path:
             call = PluginCall("--rollout-all-samples-process-path", path)
             call_plugin(call, load_function(path), self.args, seen, get_samples)
-        ages = self.bound.metrics(batch, self.rollout_id)
-        return batch, {
-            "rollout/groups/kept": len(batch),
-            **self.policy.take_metrics(),
-            **ages,
-            **self.policy.run.feedback.take_metrics(),
-        }
+        metrics = {"rollout/groups/kept": len(batch), **self.policy.take_metrics()}
+        metrics |= self.bound.metrics(batch, self.rollout_id)
+        for observer in self.policy.run.observers:
+            metrics |= observer.take_metrics()
+        return batch, metrics
 
     async def close(self) -> None:
         """Cancel every request."""

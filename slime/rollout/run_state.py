@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from slime.rollout.config import RolloutConfig
+from slime.rollout.observer import GroupObserver
 from slime.rollout.staleness import StalenessBound
-
-
-class GroupJournal:
-    """Record of what becomes of groups: the journal of the ledger is one, and this one records nothing."""
-
-    def record_response(self, sample: Any, entry: Any) -> None:
-        """Record that the generate function made ``entry`` of ``sample``; hooks and reward are still to come."""
-
-    def record_finished(self, group: list[Any]) -> None:
-        """Record a group of which every execution is answered and rewarded."""
-
-    def record_filtered(self, group: list[Any], reason: str | None) -> None:
-        """Record that a group is not trained, and why."""
-
-
-class GroupFeedback:
-    """Receiver of finished groups, for a data source that chooses prompts by them; this one ignores them."""
-
-    def observe(self, group: list[Any]) -> None:
-        """See a finished group, dropped ones included."""
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return metrics since the last call."""
-        return {}
 
 
 @dataclass
 class RunState:
-    """The rollout in progress, the journal, and the count of weight versions."""
+    """The rollout in progress, the observers, and the count of weight versions."""
 
-    journal: GroupJournal = field(default_factory=GroupJournal)
-    feedback: GroupFeedback = field(default_factory=GroupFeedback)
+    observers: tuple[GroupObserver, ...] = ()
     rollout_id: int | None = None
     """The rollout in progress; None before the first."""
     first_rollout_id: int | None = None

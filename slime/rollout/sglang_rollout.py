@@ -249,7 +249,8 @@ async def generate_and_rm(
             with state.dp_rank_context():
                 entry = await _call_generate(args, config, sample, sampling_params, evaluation)
         if not evaluation:
-            current_run().journal.record_response(sample, entry)
+            for observer in current_run().observers:
+                observer.answered(sample, entry)
         entry = await apply_rollout_sample_hooks(args, entry, evaluation=evaluation)
         return await _reward(args, config, entry)
 

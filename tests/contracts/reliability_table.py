@@ -1057,15 +1057,15 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DATA,
         waits="Ledger for its disk (full, read-only, slow)",
-        code=("slime.rollout.ledger.segments.JournalWriter", "slime.rollout.ledger.ledger.Ledger"),
+        code=("slime.ext.ledger.segments.JournalWriter", "slime.ext.ledger.ledger.Ledger"),
         bounds=("--rollout-ledger-timeout-s",),
         deadline="",
         raises="DataError",
         log="manager: a warning for every try, a second apart",
         outcome="repeated, the file cut back to its last whole record; then ends the run, which a restart resumes",
         tests=(
-            "tests/unit/rollout/ledger/test_segments.py::test_a_full_disk_is_waited_for_and_nothing_is_written_twice",
-            "tests/unit/rollout/ledger/test_segments.py::test_a_disk_that_stays_full_ends_the_job_with_the_flags_that_help",
+            "tests/ext/ledger/test_segments.py::test_a_full_disk_is_waited_for_and_nothing_is_written_twice",
+            "tests/ext/ledger/test_segments.py::test_a_disk_that_stays_full_ends_the_job_with_the_flags_that_help",
         ),
     ),
     Edge(
@@ -1073,7 +1073,7 @@ EDGES: tuple[Edge, ...] = (
         waits="Checkpoint for the data position, the buffer and the position in the ledger",
         code=(
             "slime.rollout.data_source.RolloutDataSource.save",
-            "slime.rollout.ledger.ledger.Ledger.save",
+            "slime.ext.ledger.ledger.Ledger.save",
             "slime.ray.train_loop.TrainJob.save_if_due",
         ),
         bounds=("--train-timeout-s",),
@@ -1082,7 +1082,7 @@ EDGES: tuple[Edge, ...] = (
         log="driver, with the path",
         outcome="ends the run before the checkpoint counts; the one before is whole; what was half written is removed",
         tests=(
-            "tests/unit/rollout/test_disk_full.py::test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole",
+            "tests/ext/ledger/test_disk_full.py::test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole",
             "tests/unit/rollout/test_disk_full.py::test_half_a_file_gives_its_room_back",
         ),
     ),
@@ -1319,7 +1319,7 @@ UNTIMED = {
     "slime.rollout.multi_turn._Player.observe: asyncio.gather": "every call has --turn-timeout-s",
     "slime.utils.misc.exec_command: subprocess.run": "a whole training run may be the command",
     "slime.ext.recovery.supervisor._run: child.wait": "for a driver, as long as it runs",
-    "slime.rollout.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",
+    "slime.ext.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",
     "slime.rollout.on_policy_distillation.reward_func: asyncio.gather": "every request has REQUEST_TIMEOUT_S",
     "slime.rollout.rm_hub.batched_async_rm: asyncio.gather": "every grading has --rm-timeout-s",
     "slime.rollout.rm_hub.policy._Worker.run: self._waiting.get": "a daemon thread without work",

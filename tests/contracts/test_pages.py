@@ -32,7 +32,7 @@ OF_OTHER_PROGRAMS = {
     "--fix",  # scripts/check
     *("--local-dir", "--repo-type"),  # hf download
     *("--nnodes", "--node-rank"),  # torchrun
-    *("--tiny-dir", "--work-dir", "--fully-async"),  # tests/e2e/kill_resume.py
+    *("--tiny-dir", "--work-dir", "--fully-async"),  # tests/ext/ledger/kill_resume.py
     *("--sglang-", "--router-"),  # prefixes, in docs/flags.md
     *("--family", "--check", "--layout", "--write-docs", "--recipe"),  # tests.matrix, tests.matrix.quantized
     "--only",  # tests.algorithms
@@ -60,7 +60,7 @@ OF_OTHER_PROGRAMS = {
         "--rollout",
         "--html",
     ),  # tools/replay.py, tools/diff.py
-    *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/e2e/kill_resume.py
+    *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/ext/ledger/kill_resume.py
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments import parse_args, record_runtime
+from slime.compose import parts
 from slime.observability.logging_utils import log_rollout
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.gpus import GpuSlice
@@ -56,7 +57,7 @@ class Product:
             sglang_model_routers={"default": ("127.0.0.1", self.engine.port)},
         )
         GenerateState.clear_instances()
-        self.manager = RolloutManager(self.args, GpuSlice(None, [], []), EngineFleet(self.args))
+        self.manager = RolloutManager(self.args, GpuSlice(None, [], []), EngineFleet(self.args), parts(self.args))
 
     def rollout(self, rollout_id: int = 0) -> list[Any]:
         """The groups of one rollout, as they come out of the rollout function."""
@@ -78,7 +79,8 @@ class Product:
 
     def close(self) -> None:
         """Stop the engine and forget the process-wide state."""
-        self.manager.ledger.close()
+        for observer in self.manager.run.observers:
+            observer.close()
         run(close_http_client())
         self.engine.stop()
         GenerateState.clear_instances()

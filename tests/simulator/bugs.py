@@ -29,9 +29,9 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ray.engines.group:EngineGroup._restart", "register = not self.takes_updates", "register = True"
     ),
     "the position is saved as of now, while the next rollout is under way": _bug(
-        "slime.rollout.ledger.ledger:CheckpointPosition.save",
-        "self._before.get(rollout_id + 1, (None, None))",
-        "(None, None)",
+        "slime.rollout.checkpoint_position:CheckpointPosition.save",
+        "self._before.get(rollout_id + 1, (None, [None] * len(self._observers)))",
+        "(None, [None] * len(self._observers))",
     ),
     "a trainer that dies while the position is saved does not write again": _bug(
         "slime.ray.train_loop:TrainJob.save_position",
@@ -45,7 +45,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ext.recovery.trainer_recovery:TrainerRecovery.restart", "self._train(rollout_id, rollout_data)", "pass"
     ),
     "the ledger is compacted before an asynchronous checkpoint counts": _bug(
-        "slime.rollout.ledger.ledger:Ledger.record_published",
+        "slime.ext.ledger.ledger:Ledger.published",
         "(k for k in self._saved if k <= _tracked_rollout(self._args.save))",
         "self._saved",
     ),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.ext.ledger.ledger import position_path
 from slime.flags.checkpoint import TRACKER
 from slime.rollout.base_types import first_index
 from slime.rollout.data_source import groups_from_state
-from slime.rollout.ledger.ledger import position_path
 from slime.rollout.state_file import read_state
 from tests.scripted_engine.script import split_prompt
 from tests.simulator.faults import Setup

@@ -160,7 +160,7 @@ class RecoveringJob(TrainJob):
     def _manager_death(self, error: Exception) -> EngineDiedError:
         """Return the manager's death behind an error; raise the error unless the manager can be started again."""
         args = self.args
-        is_on = args.trainer_recovery != "off" and not args.no_rollout_ledger and self._background is None
+        is_on = args.trainer_recovery != "off" and self.parts.observers and self._background is None
         death = find_death([MANAGER], timeout_s=NOTICE_S) if is_on else None
         if death is None:
             raise error

@@ -13,7 +13,9 @@ from slime.ext.recovery import job as recovering_job
 from slime.ext.recovery.job import RecoveringJob
 from slime.ray import waiting
 from slime.ray.gpus import GpuSlice
+from slime.ray.parts import Parts
 from slime.ray.train_loop import StepTimes
+from slime.rollout.observer import GroupObserver
 from slime.utils.errors import EngineDiedError
 
 DIED = EngineDiedError("the rollout manager died")
@@ -30,7 +32,8 @@ class Manager:
 def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = RecoveringJob.__new__(RecoveringJob)
     made.asked = []
-    made.args = Namespace(trainer_recovery="checkpoint", no_rollout_ledger=False, train_timeout_s=60)
+    made.args = Namespace(trainer_recovery="checkpoint", train_timeout_s=60)
+    made.parts = Parts(observers=(lambda args, source: GroupObserver(),))
     made._background = None
     made.manager, made.actor, made.gpus, made.times = (
         Manager("first"),
@@ -53,7 +56,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     made._wait_for_engines = wait
     monkeypatch.setattr(recovering_job, "find_death", lambda names, timeout_s: DIED if made.manager else None)
-    monkeypatch.setattr(recovering_job, "create_manager_again", lambda args, gpus, actor: (Manager("second"), 2))
+    monkeypatch.setattr(recovering_job, "create_manager_again", lambda *_: (Manager("second"), 2))
     monkeypatch.setattr(recovering_job, "wait_for", lambda ref, *, what, timeout_s: f"{ref} from {what}")
     return made
 
@@ -83,7 +86,7 @@ def test_a_rank_that_dies_meanwhile_is_noticed_when_its_train_data_is_there_agai
     monkeypatch.setattr(waiting, "_sentinels", {"of the rank": "actor rank 0", "of the manager": "rollout manager"})
     watched = []
 
-    def create(args: Namespace, gpus: Any, actor: Any) -> tuple[Manager, int]:
+    def create(*_: Any) -> tuple[Manager, int]:
         watched.append(list(waiting._sentinels.values()))
         return Manager("second"), 2
 
@@ -102,9 +105,9 @@ def test_train_data_that_is_lost_with_the_manager_while_the_trainer_starts_again
     assert job.asked[0] == "counted" and not lost
 
 
-@pytest.mark.parametrize("changed", [{"trainer_recovery": "off"}, {"no_rollout_ledger": True}])
-def test_without_recovery_or_a_ledger_the_run_ends(job, changed):
-    vars(job.args).update(changed)
+@pytest.mark.parametrize(("recovery", "parts"), [("off", None), ("checkpoint", Parts())])
+def test_without_recovery_or_a_record_of_the_groups_the_run_ends(job, recovery, parts):
+    job.args.trainer_recovery, job.parts = recovery, parts or job.parts
     with pytest.raises(EngineDiedError, match="the rollout manager died"):
         job.finish_generate(job.start_generate(4))
     assert job.asked == []

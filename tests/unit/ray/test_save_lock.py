@@ -1,4 +1,4 @@
-"""Two jobs on one ``--save``, one ledger, or anything else that is read back."""
+"""Two jobs on one ``--save``, or anything else that is read back."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_files_and_folders_that_are_exchanged_whole_are_locked_by_name(tmp_path)
 
 
 OUTPUTS = {
-    "save": "a", "rollout_ledger_dir": "ledger", "update_weight_disk_dir": "versions",
+    "save": "a", "update_weight_disk_dir": "versions",
     "update_weight_local_checkpoint_dir": "copy", "save_hf": "hf_{rollout_id}", "lora_save": "lora_{rollout_id}",
     "save_debug_rollout_data": "dump/r{rollout_id}.pt", "save_debug_train_data": "dump/t{rollout_id}.pt",
 }  # fmt: skip
@@ -120,27 +120,16 @@ OUTPUTS = {
 
 def job(folder: Path, **outputs: str | None) -> Namespace:
     named = {name: value and f"{folder}/{value}" for name, value in outputs.items()}
-    return Namespace(
-        critic_args=None, no_rollout_ledger=False, debug_train_only=False, debug_rollout_only=False, **named
-    )
+    return Namespace(critic_args=None, **named)
 
 
 @pytest.mark.parametrize("shared", list(OUTPUTS))
 def test_two_jobs_that_share_what_either_reads_back_are_not_both_started(tmp_path, shared):
-    locks = lock_outputs(job(tmp_path, **OUTPUTS))
+    locks = lock_outputs(job(tmp_path, **OUTPUTS), {})
     other = {name: value and f"other/{value}" for name, value in OUTPUTS.items()}
-    assert [lock.release() for lock in lock_outputs(job(tmp_path, **other))]
+    assert [lock.release() for lock in lock_outputs(job(tmp_path, **other), {})]
     flag = "--" + shared.replace("_", "-")
     with pytest.raises(ConfigError, match=f"^{flag} .*belongs to a job that is running"):
-        lock_outputs(job(tmp_path, **other | {shared: OUTPUTS[shared]}))
-    for lock in locks:
-        lock.release()
-
-
-def test_the_ledger_beside_a_checkpoint_is_not_the_ledger_of_another_job(tmp_path):
-    alone = dict.fromkeys(OUTPUTS) | {"save": "a"}
-    locks = lock_outputs(job(tmp_path, **alone))
-    with pytest.raises(ConfigError, match="^--rollout-ledger-dir .*belongs to a job that is running"):
-        lock_outputs(job(tmp_path, **alone | {"save": "b", "rollout_ledger_dir": "a/ledger"}))
+        lock_outputs(job(tmp_path, **other | {shared: OUTPUTS[shared]}), {})
     for lock in locks:
         lock.release()

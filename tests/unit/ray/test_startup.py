@@ -43,9 +43,7 @@ def test_what_may_happen_meanwhile_comes_before_the_wait_for_the_engines(monkeyp
 
     monkeypatch.setattr(startup, "record_runtime", lambda args, **facts: None)
     monkeypatch.setattr(startup, "values_of_the_run", dict)
-    monkeypatch.setattr(
-        startup, "start_rollout_manager", lambda args, gpus, parts: notes.append("manager") or Manager()
-    )
+    monkeypatch.setattr(startup, "start_rollout_manager", lambda *_: notes.append("manager") or Manager())
     monkeypatch.setattr(startup, "watch", lambda actor, name: None)
     monkeypatch.setattr(startup, "watch_start", lambda ref, what: notes.append(f"watched: {ref}"))
     monkeypatch.setattr(startup, "wait_for", lambda ref, **_: notes.append(ref))

@@ -10,7 +10,7 @@ import pytest
 from slime.rollout import data_source as data_source_module
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.mixture import read_mix
-from slime.rollout.run_state import RunState, current_run, use_run
+from slime.rollout.run_state import RunState, use_run
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 
@@ -59,7 +59,7 @@ def solve(source, rewards, count):
         [group] = source.get_samples(1)
         for sample, reward in zip(group, rewards(group[0].prompt), strict=True):
             sample.reward = reward
-        source.dataset.observe(group)
+        source.dataset.finished(group)
         prompts.append(group[0].prompt)
     return prompts
 
@@ -129,9 +129,9 @@ def test_an_answer_that_was_not_graded_says_nothing_about_its_prompt(open_source
     source = open_source(a=1, b=0, curriculum={"skip_epochs": 2}).dataset
     first, second = [Sample(reward=1.0, metadata={"source_name": "a", "source_row": 0}) for _ in range(2)]
     second.reward, second.status, second.remove_sample = 0.0, Sample.Status.FAILED, True
-    source.observe([first, second])
+    source.finished([first, second])
     assert source.take_metrics()["rollout/mixture/a/pass_rate"] == 1.0
-    source.observe([second])
+    source.finished([second])
     assert "rollout/mixture/a/pass_rate" not in source.take_metrics()
 
 
@@ -164,10 +164,9 @@ def test_epochs_in_which_every_prompt_is_left_out_are_passed_over_at_once(open_s
     assert shuffled == [10**9 + 1] * shuffle
 
 
-def test_the_run_tells_the_mixture_about_finished_groups(open_source):
+def test_the_mixture_sees_the_groups_of_the_run(open_source):
     source = open_source()
-    source.get_samples(1)
-    assert current_run().feedback is source.dataset
+    assert source.observers == (source.dataset,)
 
 
 def test_other_data_is_refused_and_other_weights_are_not(open_source, tmp_path):

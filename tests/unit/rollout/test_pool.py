@@ -13,6 +13,7 @@ import pytest
 from slime.rollout import pool as pool_module
 from slime.rollout.base_types import Group
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.observer import GroupObserver
 from slime.rollout.pool import DROPS_BEFORE_WARNING, MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
 from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.run_state import RunState, use_run
@@ -21,20 +22,17 @@ from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.types import Sample
 
 
-class Recorder:
-    """A journal that tests read."""
+class Recorder(GroupObserver):
+    """An observer that tests read."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, Any]] = []
 
-    def record_response(self, sample: Sample, entry: Any) -> None:
-        self.records.append(("response", sample.index))
-
-    def record_finished(self, group: Group) -> None:
+    def finished(self, group: Group) -> None:
         self.records.append(("finished", group[0].index))
 
-    def record_filtered(self, group: Group, reason: str | None) -> None:
-        self.records.append(("filtered", reason))
+    def dropped(self, group: Group, reason: str | None) -> None:
+        self.records.append(("dropped", reason))
 
 
 class State(Namespace):
@@ -50,9 +48,9 @@ class State(Namespace):
 
 
 @pytest.fixture(autouse=True)
-def journal() -> Iterator[Recorder]:
+def recorder() -> Iterator[Recorder]:
     recorder = Recorder()
-    use_run(RunState(recorder))
+    use_run(RunState((recorder,)))
     yield recorder
     use_run(RunState())
 
@@ -181,7 +179,7 @@ def test_groups_are_taken_in_the_order_of_their_weights_and_then_of_their_end():
     asyncio.run(main())
 
 
-def test_every_group_is_kept_or_dropped_and_the_journal_has_it(journal):
+def test_every_group_is_kept_or_dropped_and_observers_see_it(recorder):
     async def main() -> None:
         path = f"{__name__}.drops_odd"
         pool = make_pool(answers(0.0, 0.0, 0.0, 0.0), dynamic_sampling_filter_path=path)
@@ -192,9 +190,9 @@ def test_every_group_is_kept_or_dropped_and_the_journal_has_it(journal):
         assert [group[0].index for group in batch] == [0, 2]
         assert (metrics["rollout/groups/kept"], metrics["rollout/groups/dropped"]) == (2, 2)
         assert metrics["rollout/dynamic_filter/drop_odd"] == 2
-        records = journal.records
+        records = recorder.records
         assert sorted(index for kind, index in records if kind == "finished") == [0, 1, 2, 3]
-        assert [reason for kind, reason in records if kind == "filtered"] == ["odd", "odd"]
+        assert [reason for kind, reason in records if kind == "dropped"] == ["odd", "odd"]
 
     asyncio.run(main())
 

@@ -18,12 +18,9 @@ from PIL import Image
 
 from slime.rollout import plain_values
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, state_path
-from slime.rollout.ledger.ledger import position_path
-from slime.rollout.ledger.sample_codec import EntryEncoder, apply_entry, snapshot
 from slime.rollout.state_file import read_state, write_state
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
-from tests.unit.rollout.ledger.test_ledger import NumberedSource, Process
 from tests.unit.rollout.test_data_source import SavedTokenizer, make_args  # noqa: F401  a fixture
 
 STATE = {"sample_offset": 3, "epoch_id": 1, "sample_group_index": 8, "sample_index": 16}
@@ -256,78 +253,42 @@ class Payload:
         return os.mkdir, (self.marker,)
 
 
-def positions(folder):
-    """A run's two position files, each with a function that reads it."""
-    process = Process(folder)
-    process.rollout(0)
-    process.ledger.data_source.get_samples(2)
-    process.save(0)
-    process.die()
-
-    def read_data():
-        args = process.args
-        NumberedSource(args).load(0)
-
-    def read_ledger():
-        resumed = Process.__new__(Process)
-        Process.__init__(resumed, folder, start=1)
-
-    return {state_path(str(folder), 0): read_data, position_path(str(folder), 0): read_ledger}
+def test_a_flip_of_any_byte_and_any_cut_of_a_position_is_an_error(make_args):  # noqa: F811
+    args = make_args()
+    saved(args)
+    check_flips_and_cuts(state_path(args.save, 0))
 
 
-def test_a_flip_of_any_byte_and_any_cut_of_a_position_is_an_error(tmp_path):
-    for path in positions(tmp_path):
-        whole = path.read_bytes()
-        expected = repr(read_state(path, what="It"))
-        for offset in range(len(whole)):
-            path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
-            with pytest.raises(DataError) as caught:
-                read_state(path, what="It")
-            assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-        for size in range(0, len(whole), 13):
-            path.write_bytes(whole[:size])
-            with pytest.raises(DataError, match=r"cut|damaged"):
-                read_state(path, what="It")
-        path.write_bytes(whole)
-        assert repr(read_state(path, what="It")) == expected
-        head, body = whole.split(b"\n")
-        assert (
-            json.loads(head)["format"] == "slime state"
-            and json.loads(body).keys() == read_state(path, what="It").keys()
-        )
+def check_flips_and_cuts(path):
+    whole = path.read_bytes()
+    expected = repr(read_state(path, what="It"))
+    for offset in range(len(whole)):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
+        with pytest.raises(DataError) as caught:
+            read_state(path, what="It")
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    for size in range(0, len(whole), 13):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"cut|damaged"):
+            read_state(path, what="It")
+    path.write_bytes(whole)
+    assert repr(read_state(path, what="It")) == expected
+    head, body = whole.split(b"\n")
+    assert (
+        json.loads(head)["format"] == "slime state" and json.loads(body).keys() == read_state(path, what="It").keys()
+    )
 
 
 @pytest.mark.parametrize(
     "write", [lambda value, path: torch.save(value, path), lambda v, p: p.write_bytes(pickle.dumps(v))]
 )
-def test_a_position_from_a_stranger_runs_no_code(tmp_path, write):
-    for number, (path, read) in enumerate(positions(tmp_path / "run").items()):
-        marker = tmp_path / f"marker{number}"
-        whole = path.read_bytes()
-        write(STATE | {"first": 0, "open": [], "x": Payload(marker)}, path)
-        with pytest.raises(DataError, match="posix.mkdir|os.mkdir"):
-            read()
-        assert not marker.exists()
-        path.write_bytes(whole)
-
-
-def test_a_field_or_metrics_in_the_ledger_from_a_stranger_run_no_code(tmp_path, caplog, monkeypatch):
-    marker = tmp_path / "marker"
-    monkeypatch.setattr(plain_values, "dumps", lambda value, **names: pickle.dumps(value))
-    sample = Sample(prompt="p", metadata={"x": Payload(marker)})
-    description, chunks = EntryEncoder(trust_identity=False).encode(None, snapshot(sample), None)
-    with pytest.raises(DataError, match="Sample.metadata, holds posix.mkdir"):
-        apply_entry(None, description, memoryview(b"".join(chunks)))
-    process = Process(tmp_path / "run")
-    record = process.ledger.journal.record_batch
-    process.ledger.journal.record_batch = lambda rollout_id, groups, metrics, **flags: record(
-        rollout_id, groups, {"x": Payload(marker)}, **flags
-    )
-    process.rollout(0)
-    process.die()
-    assert Process(tmp_path / "run").rollout(0) == [0, 1]
-    assert not marker.exists()
-    assert "the metrics of rollout 0, holds posix.mkdir" in caplog.text
+def test_a_position_from_a_stranger_runs_no_code(tmp_path, make_args, write):  # noqa: F811
+    args = make_args()
+    source = saved(args)
+    write(STATE | {"x": Payload(tmp_path / "marker")}, state_path(args.save, 0))
+    with pytest.raises(DataError, match="posix.mkdir|os.mkdir"):
+        source.load(0)
+    assert not (tmp_path / "marker").exists()
 
 
 PLAIN = {

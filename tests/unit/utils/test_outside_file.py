@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint, read_tracker, version_before
 from slime.observability.dumps import load_train_dump, read_dump, save_rollout_dump
-from slime.rollout.ledger.frames import Kind, pack_frame, read_folder, segment_path
 from slime.rollout.state_file import read_state, write_state
 from slime.utils.errors import DataError, SlimeError
 from slime.utils.json_file import read_object
@@ -179,19 +178,6 @@ def test_a_file_of_a_model_that_is_none_is_named(name, kind, tmp_path):
             told.append(str(error))
     assert told and any(name in message for message in told), told
     assert all("\n" not in message and len(message) < 800 for message in told), told
-
-
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"4 TiB of holes"}))
-def test_a_segment_of_a_ledger_that_is_no_file_is_damage(kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = Path("ledger")
-    folder.mkdir()
-    path = segment_path(folder, 0)
-    path.write_bytes(pack_frame(Kind.LIFE, {"start": 0}))
-    assert [record.kind for record in read_folder(folder)] == [Kind.LIFE]
-    KINDS[kind](path)
-    (record,) = read_folder(folder)
-    assert record.kind is Kind.DAMAGED
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.ledger import segments as segments_module
-from slime.rollout.ledger.frames import (
+from slime.ext.ledger import segments as segments_module
+from slime.ext.ledger.frames import (
     Kind,
     next_number,
     pack_frame,
@@ -20,7 +20,7 @@ from slime.rollout.ledger.frames import (
     segment_files,
     segment_path,
 )
-from slime.rollout.ledger.segments import JournalWriter, compact
+from slime.ext.ledger.segments import JournalWriter, compact
 from slime.utils.errors import DataError
 
 

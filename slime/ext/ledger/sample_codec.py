@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from slime.ext.ledger.frames import decode_value, encode_value
 from slime.rollout import plain_values
-from slime.rollout.ledger.frames import decode_value, encode_value
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.ledger.frames import read_folder
-from slime.rollout.ledger.records import ReplayState
-from tests.unit.rollout.ledger import control_plane
-from tests.unit.rollout.ledger.control_plane import World, make_world, run_to_the_end
+from slime.ext.ledger.frames import read_folder
+from slime.ext.ledger.records import ReplayState
+from tests.ext.ledger import control_plane
+from tests.ext.ledger.control_plane import World, make_world, run_to_the_end
 from tools.ledger import Balance
 
 NUM_GROUPS = 14

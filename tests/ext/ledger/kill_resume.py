@@ -1,7 +1,7 @@
 """Kill the whole job with SIGKILL at three moments, start it again each time, and account for every prompt group.
 
-    python -m tests.e2e.kill_resume --tiny-dir runs/tiny --work-dir runs/kill --num-rollout 30
-    python -m tests.e2e.kill_resume --fully-async --num-rollout 12 --kill-after 2 4 6 --quality 0 --work-dir runs/kill2
+    python -m tests.ext.ledger.kill_resume --tiny-dir runs/tiny --work-dir runs/kill --num-rollout 30
+    python -m tests.ext.ledger.kill_resume --fully-async --num-rollout 12 --kill-after 2 4 6 --work-dir runs/kill2
 
 Needs the warm start that ``make demo`` leaves in ``--tiny-dir``.  The job runs with dynamic sampling, over-sampling
 and partial rollouts, so that the buffer is in use; with ``--fully-async`` by ``train_async.py``, with groups in flight
@@ -42,8 +42,8 @@ import torch
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from slime.rollout.ledger.frames import folder_bytes, read_folder  # noqa: E402
-from slime.rollout.ledger.records import ReplayState  # noqa: E402
+from slime.ext.ledger.frames import folder_bytes, read_folder  # noqa: E402
+from slime.ext.ledger.records import ReplayState  # noqa: E402
 from slime.rollout.state_file import read_state  # noqa: E402
 from tools import ledger as ledger_tool  # noqa: E402
 

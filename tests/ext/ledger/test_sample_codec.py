@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.ext.ledger.sample_codec import EntryEncoder, apply_entry, issued_fields, snapshot, to_entry
+from slime.ext.ledger.segments import stripped_entry
 from slime.rollout import plain_values
-from slime.rollout.ledger.sample_codec import EntryEncoder, apply_entry, issued_fields, snapshot, to_entry
-from slime.rollout.ledger.segments import stripped_entry
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slime.ext.ledger.frames import Kind, pack_frame
+from slime.ext.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS
+from slime.ext.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot
+from slime.ext.ledger.segments import JournalWriter
 from slime.rollout import plain_values
 from slime.rollout.base_types import leaf_samples
-from slime.rollout.ledger.frames import Kind, pack_frame
-from slime.rollout.ledger.records import BATCH_FLAGS, SAMPLE_FLAGS
-from slime.rollout.ledger.sample_codec import EntryEncoder, Snapshots, issued_fields, snapshot
-from slime.rollout.ledger.segments import JournalWriter
-from slime.rollout.run_state import GroupJournal
 from slime.utils.redaction import redacted
 from slime.utils.types import Sample
 
@@ -129,7 +128,7 @@ class _Event(NamedTuple):
     blob: bytes = b""
 
 
-class Journal(GroupJournal):
+class Journal:
     """Everything that a process writes down.
 
     Invariant: a group named by ``record_issued`` is open until it is returned, filtered, handed over or discarded.

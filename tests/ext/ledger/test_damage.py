@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout.ledger.frames import (
+from slime.ext.ledger.frames import (
     OLD_MAGIC,
     STRIPPED,
     Kind,
@@ -20,9 +20,9 @@ from slime.rollout.ledger.frames import (
     segment_files,
     segment_path,
 )
-from slime.rollout.ledger.segments import compact
-from tests.unit.rollout.ledger.test_ledger import Process, died_in_rollout_1
-from tests.unit.rollout.ledger.test_segments import frame, numbers, open_writer
+from slime.ext.ledger.segments import compact
+from tests.ext.ledger.test_ledger import Process, died_in_rollout_1
+from tests.ext.ledger.test_segments import frame, numbers, open_writer
 from tools.ledger import main as tool
 
 
@@ -32,7 +32,7 @@ def ledger(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     process = Process(folder)
     process.rollout(0)
-    process.ledger.record_trained(0)
+    process.ledger.trained(0)
     process.save(0)
     process.rollout(1)
     process.die()
@@ -116,7 +116,7 @@ def test_compaction_keeps_a_damaged_segment_and_the_check_goes_on_to_fail(tmp_pa
     process = Process(tmp_path)
     for rollout_id in range(3):
         process.rollout(rollout_id)
-        process.ledger.record_trained(rollout_id)
+        process.ledger.trained(rollout_id)
     process.die()
     folder = tmp_path / "ledger"
     damaged = segment_files(folder)[1]

@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 
+from slime.compose import parts
+from slime.ext.ledger import journal
+from slime.ext.ledger import ledger as ledger_module
+from slime.ext.ledger.frames import segment_files
+from slime.ext.ledger.ledger import TRACKER, Ledger, position_path
+from slime.ext.ledger.records import SAMPLE_FLAGS
 from slime.flags.reward import reward_config
+from slime.ray.parts import Parts
+from slime.ray.save_lock import lock_folders
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.ledger import journal
-from slime.rollout.ledger import ledger as ledger_module
-from slime.rollout.ledger.frames import segment_files
-from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger, NoLedger, open_ledger, position_path
-from slime.rollout.ledger.records import SAMPLE_FLAGS
+from slime.rollout.checkpoint_position import CheckpointPosition
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub.policy import grade_by_policy
 from slime.rollout.state_file import read_state
+from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import make_args
 from tools.ledger import main as tool
@@ -45,25 +50,21 @@ class Process:
         self.args = make_args(
             0,
             save=str(folder),
-            load=str(folder),
-            prompt_data=None,
-            partial_rollout=True,
-            start_rollout_id=start,
-            **flags,
+            **{"load": str(folder), "prompt_data": None, "partial_rollout": True, "start_rollout_id": start} | flags,
         )
         self.source = NumberedSource(self.args)
-        self.ledger: Any = open_ledger(self.args, self.source)
+        self.ledger: Any = Ledger(self.args, self.source)
         if start:
             self.source.load(start - 1)
         self.ledger.start(start)
-        self.position = CheckpointPosition(self.ledger)
+        self.position = CheckpointPosition(self.source, [self.ledger])
         self.generated: list[int] = []
 
     def rollout(self, rollout_id: int, *, stop_after: int | None = None) -> list[int]:
         """Groups of the train data: every one answered; the last of each three goes back unfinished."""
 
         def generate() -> RolloutFnTrainOutput:
-            groups = self.ledger.data_source.get_samples(3)
+            groups = self.source.get_samples(3)
             for number, group in enumerate(groups):
                 if number == stop_after:
                     raise KeyboardInterrupt
@@ -71,7 +72,7 @@ class Process:
                     self.answer(sample, "abort" if number == 2 else "stop")
                 if number < 2:
                     self.ledger.journal.record_finished(group)
-            self.ledger.data_source.add_samples(groups[2:])
+            self.source.add_samples(groups[2:])
             return RolloutFnTrainOutput(samples=groups[:2], metrics={"rollout/kept": 2})
 
         self.position.begin(rollout_id)
@@ -90,7 +91,7 @@ class Process:
     def save(self, rollout_id: int) -> None:
         self.position.save(rollout_id)
         (Path(self.args.save) / TRACKER).write_text(str(rollout_id))
-        self.ledger.record_published(rollout_id)
+        self.ledger.published(rollout_id)
 
     def die(self) -> None:
         self.ledger.journal.writer.flush()
@@ -114,9 +115,9 @@ def test_a_rollout_is_taken_over_whole_and_the_next_one_where_it_stopped(tmp_pat
 
 def test_a_response_that_grew_in_place_after_its_issue_is_recovered_whole(tmp_path):
     died_in_rollout_1(tmp_path)
-    ledger = Process(tmp_path).ledger
-    ledger.make_samples(0, lambda: pytest.fail("rollout 0 was complete"))
-    [continued] = ledger.data_source.get_samples(1)
+    process = Process(tmp_path)
+    process.ledger.make_samples(0, lambda: pytest.fail("rollout 0 was complete"))
+    [continued] = process.source.get_samples(1)
     assert continued[0].group_index == 2
     for sample in continued:
         assert sample.tokens == [7, 8, 7, 8] and sample.loss_mask == [1, 1, 1, 1]
@@ -222,7 +223,7 @@ def test_a_checkpoint_of_another_run_brings_nothing_along(tmp_path):
         partial_rollout=True,
         start_rollout_id=1,
     )
-    ledger = Ledger(args, NumberedSource(args), tmp_path / "b" / "ledger")
+    ledger = Ledger(args, NumberedSource(args))
     ledger.start(1)
     assert ledger._recovery is None
 
@@ -245,10 +246,10 @@ def test_a_background_save_that_is_not_on_disk_yet_drops_nothing(tmp_path):
     process = Process(tmp_path)
     process.rollout(0)
     process.ledger.save(0)
-    process.ledger.record_published(0)
+    process.ledger.published(0)
     assert not list((tmp_path / "ledger").glob("index-*"))
     (tmp_path / TRACKER).write_text("0")
-    process.ledger.record_published(1)
+    process.ledger.published(1)
     assert list((tmp_path / "ledger").glob("index-*"))
 
 
@@ -264,25 +265,25 @@ def test_a_damaged_sample_is_generated_again(tmp_path, caplog):
 
 
 def test_without_save_or_with_the_flag_there_is_no_ledger(tmp_path):
-    source = object()
-    for flags in ({"save": None}, {"save": str(tmp_path), "no_rollout_ledger": True}):
-        ledger = open_ledger(make_args(0, **flags), source)
-        assert isinstance(ledger, NoLedger) and ledger.data_source is source
-        ledger.start(0)
-        assert ledger.make_samples(0, lambda: RolloutFnTrainOutput([])).samples == []
-    assert not list(tmp_path.iterdir())
+    save = {"save": str(tmp_path)}
+    for flags in ({"save": None}, *(save | {name: True} for name in OFF)):
+        assert parts(job_args(**flags)) == Parts()
+    assert parts(job_args(**save)).observers == (Ledger,)
 
 
-def test_the_recorded_source_is_the_source_itself(tmp_path):
-    process = Process(tmp_path)
-    proxy = process.ledger.data_source
-    assert proxy is process.source
-    assert isinstance(proxy, NumberedSource) and isinstance(proxy, RolloutDataSource)
-    assert len(proxy) == 0 and proxy.get_buffer_length() == 0
-    proxy.epoch_id = 5
-    assert process.source.epoch_id == 5
-    with pytest.raises(AttributeError):
-        proxy.nothing  # noqa: B018
+OFF = ("no_rollout_ledger", "debug_train_only", "debug_rollout_only")
+
+
+def job_args(**flags: Any) -> Namespace:
+    return Namespace(**{"save": None, "rollout_ledger_dir": None} | dict.fromkeys(OFF, False) | flags)
+
+
+def test_a_ledger_that_another_job_writes_is_refused_wherever_the_flag_is(tmp_path):
+    locks = lock_folders(parts(job_args(save=f"{tmp_path}/a")).folders, {})
+    with pytest.raises(ConfigError, match="^--rollout-ledger-dir .*belongs to a job that is running"):
+        lock_folders(parts(job_args(save=f"{tmp_path}/b", rollout_ledger_dir=f"{tmp_path}/a/ledger")).folders, {})
+    for lock in locks:
+        lock.release()
 
 
 def test_the_position_lies_beside_the_data_position(tmp_path):
@@ -300,7 +301,7 @@ def test_the_tool_tells_the_story_of_a_group_and_the_totals(tmp_path, capsys):
     died_in_rollout_1(tmp_path)
     process = Process(tmp_path)
     process.rollout(0)
-    process.ledger.record_trained(0)
+    process.ledger.trained(0)
     process.rollout(1)
     process.save(1)
     process.ledger.close()
@@ -332,21 +333,21 @@ def in_flight_after_a_checkpoint(folder: Path) -> None:
     """A checkpoint that is saved while groups 3 and 4 are out of the data source and not answered."""
     process = Process(folder)
     process.rollout(0)
-    process.ledger.data_source.get_samples(3)  # 2, which waited in the buffer, and 3 and 4
+    process.source.get_samples(3)  # 2, which waited in the buffer, and 3 and 4
     process.save(0)
     process.die()
 
 
-def groups_of(ledger: Any, num_groups: int) -> list[int]:
-    ledger.make_samples(1, lambda: RolloutFnTrainOutput([]))
-    return [group[0].group_index for group in ledger.data_source.get_samples(num_groups)]
+def groups_of(process: Process, num_groups: int) -> list[int]:
+    process.ledger.make_samples(1, lambda: RolloutFnTrainOutput([]))
+    return [group[0].group_index for group in process.source.get_samples(num_groups)]
 
 
 @pytest.mark.parametrize("move", [shutil.move, shutil.copytree])
 def test_a_run_goes_on_in_another_folder_with_what_was_in_flight(tmp_path, move):
     in_flight_after_a_checkpoint(tmp_path / "a")
     move(tmp_path / "a", tmp_path / "b")
-    assert sorted(groups_of(Process(tmp_path / "b", start=1).ledger, 4)) == [2, 3, 4, 5]
+    assert sorted(groups_of(Process(tmp_path / "b", start=1), 4)) == [2, 3, 4, 5]
 
 
 def test_a_moved_run_uses_what_its_ledger_recorded_after_the_checkpoint(tmp_path):
@@ -363,14 +364,9 @@ def test_a_moved_run_uses_what_its_ledger_recorded_after_the_checkpoint(tmp_path
 def test_groups_in_flight_are_given_again_when_the_ledger_is_another_or_gone(tmp_path, caplog):
     in_flight_after_a_checkpoint(tmp_path / "a")
     Process(tmp_path / "b").rollout(0)
-    flags = {"save": str(tmp_path / "b"), "load": str(tmp_path / "a"), "prompt_data": None, "start_rollout_id": 1}
     for folder in ("b", "new"):
-        args = make_args(0, **flags | {"save": str(tmp_path / folder)})
-        source = NumberedSource(args)
-        source.load(0)
-        ledger = open_ledger(args, source)
-        ledger.start(1)
-        assert sorted(groups_of(ledger, 4)) == [2, 3, 4, 5]
+        process = Process(tmp_path / folder, start=1, load=str(tmp_path / "a"))
+        assert sorted(groups_of(process, 4)) == [2, 3, 4, 5]
     assert "its 3 groups in flight are generated again" in caplog.text
 
 
@@ -395,12 +391,12 @@ def could_not_grade(process: Process, group: list[Sample], **fields: Any) -> Non
 def test_a_reward_that_the_grader_could_not_give_is_taken_away_and_no_other(tmp_path, fields, reward):
     process = Process(tmp_path)
     process.ledger.journal.record_begin(0)
-    [group] = process.ledger.data_source.get_samples(1)
+    [group] = process.source.get_samples(1)
     could_not_grade(process, group, **fields)
     process.die()
     process = Process(tmp_path)
     process.ledger.journal.record_begin(0)
-    [group] = process.ledger.data_source.get_samples(1)
+    [group] = process.source.get_samples(1)
     error = {} if reward is None else {"reward_error": "KeyError: 'x'"}
     for sample in group:
         assert (sample.reward, sample.metadata) == (reward, error | fields.get("metadata", {}))
@@ -413,7 +409,7 @@ def test_what_was_not_graded_is_asked_for_again_after_a_restart(tmp_path):
 
     process = Process(tmp_path)
     process.ledger.journal.record_begin(0)
-    [group] = process.ledger.data_source.get_samples(1)
+    [group] = process.source.get_samples(1)
     for sample in group:
         process.answer(sample, "stop")
         [sample.reward] = asyncio.run(grade_by_policy(reward_config(Namespace()), [sample], fails))
@@ -422,7 +418,7 @@ def test_what_was_not_graded_is_asked_for_again_after_a_restart(tmp_path):
     process.die()
     process = Process(tmp_path)
     process.ledger.journal.record_begin(0)
-    [group] = process.ledger.data_source.get_samples(1)
+    [group] = process.source.get_samples(1)
     for sample in group:
         assert (sample.reward, sample.metadata, sample.remove_sample) == (None, {}, False)
         assert sample.status is Sample.Status.COMPLETED and sample.tokens == [7, 8]
@@ -431,17 +427,17 @@ def test_what_was_not_graded_is_asked_for_again_after_a_restart(tmp_path):
 def test_a_reward_that_the_grader_could_not_give_is_taken_away_after_a_checkpoint_too(tmp_path):
     process = Process(tmp_path)
     process.rollout(0)
-    could_not_grade(process, process.ledger.data_source.get_samples(3)[1])
+    could_not_grade(process, process.source.get_samples(3)[1])
     process.die()
     process = Process(tmp_path)
     process.rollout(0)
     process.ledger.make_samples(1, lambda: RolloutFnTrainOutput([]))
-    assert [group[0].reward for group in process.ledger.data_source.get_samples(3)] == [None] * 3
+    assert [group[0].reward for group in process.source.get_samples(3)] == [None] * 3
     process.save(1)  # these groups are not graded yet
     process.die()
-    ledger = Process(tmp_path, start=2).ledger
-    ledger.make_samples(2, lambda: RolloutFnTrainOutput([]))
-    groups = {group[0].group_index: group for group in ledger.data_source.get_samples(3)}
+    process = Process(tmp_path, start=2)
+    process.ledger.make_samples(2, lambda: RolloutFnTrainOutput([]))
+    groups = {group[0].group_index: group for group in process.source.get_samples(3)}
     assert [(s.tokens, s.reward, s.metadata) for s in groups[3]] == [([7, 8], None, {})] * 2
 
 
@@ -453,4 +449,4 @@ def test_a_position_of_an_earlier_version_is_found_beside_its_checkpoint(tmp_pat
     path.with_suffix(".pkl").write_bytes(pickle.dumps(position))
     path.unlink()
     shutil.move(tmp_path / "a", tmp_path / "b")
-    assert sorted(groups_of(Process(tmp_path / "b", start=1).ledger, 4)) == [2, 3, 4, 5]
+    assert sorted(groups_of(Process(tmp_path / "b", start=1), 4)) == [2, 3, 4, 5]

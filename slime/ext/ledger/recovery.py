@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slime.ext.ledger.frames import Record, describe_damage, read_folder
+from slime.ext.ledger.journal import Journal, group_name, prompt_start
+from slime.ext.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, ReplayState, RolloutState
+from slime.ext.ledger.sample_codec import apply_entry, to_entry
 from slime.rollout import plain_values
 from slime.rollout.base_types import RolloutFnTrainOutput, leaf_samples
-from slime.rollout.ledger.frames import Record, describe_damage, read_folder
-from slime.rollout.ledger.journal import Journal, group_name, prompt_start
-from slime.rollout.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, ReplayState, RolloutState
-from slime.rollout.ledger.sample_codec import apply_entry, to_entry
 from slime.rollout.rm_hub.policy import UNGRADED_STATUS
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -33,9 +33,7 @@ NO_SEGMENT = 1 << 60
 class SourceRecorder:
     """The recorder of a data source's calls: each group that passes is recorded, or brought to its recorded state.
 
-    The source stays the user's own object.  Its class becomes a subclass whose ``get_samples`` and ``add_samples``
-    come here, so ``isinstance`` and every other attribute are the source's; calls inside those two methods are not
-    recorded.
+    It takes the place of the source's two methods; calls inside these are not recorded.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class SourceRecorder:
         self._recover = recover
         self._ahead: deque[list[Any]] = deque()
         self._is_inside = False
-        source.__class__ = _recorded_class(type(source), self)
+        source.get_samples, source.add_samples = self.get_samples, self.add_samples
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Return the source's next groups, as far as an earlier process had brought them."""
@@ -121,24 +119,6 @@ def _forget_failed_rewards(group: list[Any]) -> None:
             errors = ("reward_error", UNGRADED_STATUS)
             sample.metadata = {key: value for key, value in metadata.items() if key not in errors}
             sample.reward = None
-
-
-def _recorded_class(base: type[Any], recorder: SourceRecorder) -> type[Any]:
-    class Recorded(base):
-        """A data source whose calls are recorded."""
-
-        __slots__ = ()
-
-        def get_samples(self, num_samples: int) -> list[list[Sample]]:
-            """Return the next ``num_samples`` groups."""
-            return recorder.get_samples(num_samples)
-
-        def add_samples(self, samples: list[list[Sample]]) -> None:
-            """Take groups back."""
-            recorder.add_samples(samples)
-
-    Recorded.__name__ = f"Recorded{base.__name__}"
-    return Recorded
 
 
 def _is_same_prompt(group: list[Any], state: GroupState) -> bool:

@@ -1,33 +1,30 @@
-"""The ledger as the rollout manager holds it: a wrapper of the data source, and a journal.
+"""The ledger as the rollout manager holds it: an observer of the run's groups, which also records the data source.
 
-    ledger = open_ledger(args, data_source)
+    ledger = Ledger(args, data_source)
     ledger.start(first_rollout)                     once the data source is at the checkpoint's position
     ledger.make_samples(k, generate)                the recorded samples of rollout k, or those of generate()
-    ledger.record_trained(k); ledger.save(k, position); ledger.record_published(k)
+    ledger.trained(k); ledger.save(k, position); ledger.published(k)
 
 Position of a checkpoint: the first segment that a process which starts from it has to read.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-import pickle
-import threading
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.ext.ledger.frames import Kind, Record, describe_damage, read_folder, segment_number
+from slime.ext.ledger.journal import Issued, Journal, config_fingerprint, user_code
+from slime.ext.ledger.records import SAMPLE_FLAGS
+from slime.ext.ledger.recovery import Recovery, SourceRecorder
+from slime.ext.ledger.segments import compact
+from slime.rollout.base_types import Entry, Group, RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSource, groups_from_state, groups_to_state
-from slime.rollout.ledger.frames import Kind, Record, describe_damage, read_folder, segment_number
-from slime.rollout.ledger.journal import Issued, Journal, config_fingerprint, user_code
-from slime.rollout.ledger.records import SAMPLE_FLAGS
-from slime.rollout.ledger.recovery import Recovery, SourceRecorder
-from slime.rollout.ledger.segments import compact
-from slime.rollout.run_state import GroupJournal
+from slime.rollout.observer import GroupObserver
 from slime.rollout.state_file import read_state, write_state
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -38,10 +35,8 @@ FOLDER = "ledger"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def ledger_folder(args: Namespace) -> Path | None:
-    """Return the folder of this run's ledger; None when the run keeps none."""
-    if args.no_rollout_ledger or not args.save or args.debug_train_only or args.debug_rollout_only:
-        return None
+def ledger_folder(args: Namespace) -> Path:
+    """Return the folder of this run's ledger."""
     return Path(args.rollout_ledger_dir or Path(args.save) / FOLDER)
 
 
@@ -61,52 +56,27 @@ class Position(NamedTuple):
     """States of groups that an earlier process left open and that the rollout function has not asked for yet."""
 
 
-class NoLedger:
-    """The ledger of a run that keeps none."""
-
-    def __init__(self, source: Any) -> None:
-        self.data_source = source
-        self.journal = GroupJournal()
-
-    def start(self, start_rollout_id: int) -> None:
-        """Do nothing."""
-
-    def make_samples(self, rollout_id: int, generate: Callable[[], RolloutFnTrainOutput]) -> RolloutFnTrainOutput:
-        """Return the output of ``generate``."""
-        return generate()
-
-    def record_trained(self, rollout_id: int) -> None:
-        """Do nothing."""
-
-    def position(self, rollout_id: int) -> Position | None:
-        """Return None."""
-        return None
-
-    def save(self, rollout_id: int, position: Position | None = None) -> None:
-        """Do nothing."""
-
-    def record_published(self, rollout_id: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Ledger(NoLedger):
+class Ledger(GroupObserver):
     """The ledger of one process.
 
     Threads: ``make_samples`` and ``position`` are never called at the same time; the rest may be called while
     ``make_samples`` runs, so it must not touch ``_recovery``.
     """
 
-    def __init__(self, args: Namespace, source: Any, folder: Path, *, is_threaded: bool = True) -> None:
-        super().__init__(source)
+    def __init__(self, args: Namespace, source: Any, *, is_threaded: bool = True) -> None:
+        """Open the ledger for a new process.
+
+        Args:
+            args: the run's arguments.
+            source: the data source, whose calls are recorded from now on.
+            is_threaded: see ``JournalWriter``.
+        """
         self._args = args
-        self._folder = folder
+        self._folder = folder = ledger_folder(args)
         self._fingerprint = config_fingerprint(args)
         if isinstance(source, RolloutDataSource):
             self._fingerprint[SAMPLE_FLAGS]["content of prompt_data"] = source.content_digest()
-        self.journal: Journal = Journal(
+        self.journal = Journal(
             folder,
             fingerprint=self._fingerprint,
             user_code=user_code(args),
@@ -209,7 +179,19 @@ class Ledger(NoLedger):
             others += self._recovery.given
         return Position(first, open_groups, groups_to_state(others))
 
-    def record_trained(self, rollout_id: int) -> None:
+    def answered(self, sample: Sample, entry: Entry) -> None:
+        """Record the answer."""
+        self.journal.record_response(sample, entry)
+
+    def finished(self, group: Group) -> None:
+        """Record that every execution of the group is answered and rewarded."""
+        self.journal.record_finished(group)
+
+    def dropped(self, group: Group, reason: str | None) -> None:
+        """Record that the group is not trained."""
+        self.journal.record_filtered(group, reason)
+
+    def trained(self, rollout_id: int) -> None:
         """Record that the optimizer took the rollout's steps."""
         self.journal.record_trained(rollout_id)
 
@@ -228,7 +210,7 @@ class Ledger(NoLedger):
         write_state(path, content, what="The position in the ledger")
         self._saved[rollout_id] = first
 
-    def record_published(self, rollout_id: int) -> None:
+    def published(self, rollout_id: int) -> None:
         """Record that the checkpoint counts, and drop what only earlier ones needed.
 
         With --async-save it counts later, when it is on disk: then the next call finds it.
@@ -250,61 +232,6 @@ class Ledger(NoLedger):
     def close(self) -> None:
         """Write what is in memory."""
         self.journal.close()
-
-
-def open_ledger(args: Namespace, source: Any) -> NoLedger:
-    """Return the ledger of this run, around its data source."""
-    folder = ledger_folder(args)
-    return NoLedger(source) if folder is None else Ledger(args, source, folder)
-
-
-class CheckpointPosition:
-    """Positions of data source and ledger, always of one moment: before a rollout began.
-
-    ``train_async.py`` saves rollout k while k+1 is under way; its prompts must not count as consumed.
-
-    Invariant: ``_before[k]`` is what both said just before rollout k began.  A rollout begins before a save or after
-    it, never while one is written.
-    """
-
-    def __init__(self, ledger: NoLedger) -> None:
-        self._ledger = ledger
-        self._source = ledger.data_source
-        self._before: dict[int, tuple[bytes | None, Any]] = {}
-        self._lock = threading.Lock()
-
-    def begin(self, rollout_id: int) -> None:
-        """Keep both positions from before rollout ``rollout_id`` takes groups from the data source."""
-        with self._lock:
-            self._before[rollout_id] = self._frozen_state(), self._ledger.position(rollout_id)
-            for old in [known for known in self._before if known < rollout_id - 1]:
-                del self._before[old]
-
-    def _frozen_state(self) -> bytes | None:
-        """Freeze the state by pickling: it shares its samples with the rollout, which goes on changing them."""
-        state_of = getattr(self._source, "state_dict", None)
-        return None if state_of is None else pickle.dumps(state_of())
-
-    def save(self, rollout_id: int) -> None:
-        """Write both positions after ``rollout_id``, whatever has been generated ahead of it since.
-
-        A data source of the user's that cannot be asked for its state, or whose ``save`` takes none, is saved as it is
-        now.
-        """
-        with self._lock:
-            state, position = self._before.get(rollout_id + 1, (None, None))
-            if state is not None and "state" in inspect.signature(self._source.save).parameters:
-                self._source.save(rollout_id, state=pickle.loads(state))
-            else:
-                if position is not None:
-                    logger.warning(
-                        "%s is saved after rollout %d while the next one takes groups from it: after a crash those "
-                        "may be missing. Give its save() a parameter `state`, a state_dict() to write.",
-                        type(self._source).__name__,
-                        rollout_id,
-                    )
-                self._source.save(rollout_id)
-            self._ledger.save(rollout_id, position)
 
 
 def _run_of(folder: Path) -> str | None:

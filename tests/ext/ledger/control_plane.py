@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.ext.ledger.ledger import TRACKER, Ledger
 from slime.rollout import control_client, direct_workers, fully_async_rollout, sglang_rollout
 from slime.rollout import data_source as data_source_module
 from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaf_samples
+from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.ledger.ledger import TRACKER, CheckpointPosition, Ledger
 from slime.rollout.run_state import RunState, use_run
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.misc import load_function
@@ -134,6 +135,7 @@ class Life:
         self.rollout_function = load_function(self.args.rollout_function_path)
         self.chores: Iterator[None] = iter(())
         """What is left of training and saving the rollout before."""
+        self.source: Any = None
         self.ledger: Any = None
         self.position: Any = None
 
@@ -251,16 +253,16 @@ class Life:
     def job(self) -> None:
         """The order of the training loops and of ``RolloutManager``."""
         args, world = self.args, self.world
-        source = RolloutDataSourceWithBuffer(args)
-        self.ledger = Ledger(args, source, Path(args.save) / "ledger", is_threaded=False)
-        self.run_state = use_run(RunState(self.ledger.journal))
+        source = self.source = RolloutDataSourceWithBuffer(args)
+        self.ledger = Ledger(args, source, is_threaded=False)
+        self.run_state = use_run(RunState((self.ledger,)))
         self.watch_writes()
         source.load(args.start_rollout_id - 1)
         self.ledger.start(args.start_rollout_id)
         self.step()
         for gone in [k for k in world.trained if k >= args.start_rollout_id]:
             del world.trained[gone]
-        self.position = CheckpointPosition(self.ledger)
+        self.position = CheckpointPosition(source, [self.ledger])
         rollout_id = args.start_rollout_id
         while not world.is_drained:
             world.trained[rollout_id] = self.generate(rollout_id)
@@ -279,14 +281,14 @@ class Life:
         self.position.begin(rollout_id)
         self.do_some_chores()
         output = self.ledger.make_samples(
-            rollout_id, lambda: self.rollout_function(self.args, rollout_id, self.ledger.data_source)
+            rollout_id, lambda: self.rollout_function(self.args, rollout_id, self.source)
         )
         assert isinstance(output, RolloutFnTrainOutput)
         return [frozen_sample(sample) for sample in leaf_samples(output.samples)]
 
     def train_and_save(self, rollout_id: int) -> Iterator[None]:
         """The trainer's work on a rollout, bit by bit."""
-        self.ledger.record_trained(rollout_id)
+        self.ledger.trained(rollout_id)
         yield
         if (rollout_id + 1) % self.world.save_interval == 0 or self.world.is_drained:
             yield  # the model and the optimizer are written
@@ -295,7 +297,7 @@ class Life:
             path = self.world.folder / "save" / TRACKER
             path.write_text(str(rollout_id))
             yield
-            self.ledger.record_published(rollout_id)
+            self.ledger.published(rollout_id)
             yield
 
     def do_chores(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from slime.rollout.ledger.frames import Kind, Record, segment_number
+from slime.ext.ledger.frames import Kind, Record, segment_number
 
 SAMPLE_FLAGS = "hard"
 BATCH_FLAGS = "soft"

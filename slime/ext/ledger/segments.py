@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from slime.rollout.ledger.frames import (
+from slime.ext.ledger.frames import (
     STRIPPED,
     Kind,
     Record,
