@@ -27,6 +27,14 @@ class GroupObserver:
     def dropped(self, group: Group, reason: str | None) -> None:
         """See a group that is not trained."""
 
+    def has_mask(self, sample: Sample) -> bool:
+        """Return whether a sample came back from a record with the mask of the rollout in progress; asked once."""
+        return False
+
+    def lacks_hooks(self, sample: Sample) -> bool:
+        """Return whether an answer came back from a record that the sample hooks have not seen; asked once."""
+        return False
+
     def take_metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
         return {}

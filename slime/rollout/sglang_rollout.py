@@ -258,12 +258,9 @@ async def generate_and_rm(
 def mask_earlier_tokens(config: RolloutConfig, entry: Entry) -> None:
     """Zero the loss mask of tokens that older weights drew, with ``--mask-offpolicy-in-partial-rollout``."""
     is_masking = config.partial_rollout and config.mask_offpolicy_in_partial_rollout
+    observers = current_run().observers
     for sample in leaf_samples(entry):
-        # What the ledger recovered into the rollout that drew it has the mask that it had there.
-        is_masked = False
-        if sample.recovered_in_rollout is not None:
-            is_masked = sample.recovered_in_rollout == current_run().rollout_id
-            sample.recovered_in_rollout = None
+        is_masked = any([observer.has_mask(sample) for observer in observers])
         if is_masking and sample.response_length > 0 and not is_masked:
             sample.loss_mask = [0] * sample.response_length
         elif sample.response_length > 0 or not sample.weight_versions:
@@ -296,14 +293,9 @@ async def _call_generate(
 
 
 async def _reward(args: Namespace, config: RolloutConfig, entry: Entry) -> Entry:
-    """Reward the samples that have none, unless the whole group is rewarded at once or the entry was aborted.
-
-    An answer that the ledger recovered may not have been seen by the sample hooks yet.
-    """
+    """Reward the samples that have none, unless the whole group is rewarded at once or the entry was aborted."""
     leaves = list(leaf_samples(entry))
-    if any(sample.hooks_are_due for sample in leaves):
-        for sample in leaves:
-            sample.hooks_are_due = False
+    if any([observer.lacks_hooks(sample) for observer in current_run().observers for sample in leaves]):
         entry = await apply_rollout_sample_hooks(args, entry)
         leaves = list(leaf_samples(entry))
     if config.group_rm or any(sample.status == Sample.Status.ABORTED for sample in leaves):

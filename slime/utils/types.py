@@ -145,17 +145,12 @@ class Sample:
     prefix_cache_info: SamplePrefixCacheInfo = field(default_factory=SamplePrefixCacheInfo)
     num_untrained_calls: int = field(default=0, init=False, repr=False, compare=False)
     """Leading entries of ``weight_versions`` that drew nothing which is trained."""
-    hooks_are_due: bool = field(default=False, init=False, repr=False, compare=False)
-    """True for an answer that the ledger recovered before the sample hooks saw it."""
-    recovered_in_rollout: int | None = field(default=None, init=False, repr=False, compare=False)
-    """The rollout that the ledger recovered the sample in, when its mask was set in that same rollout."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a shallow dict of plain values, additional attributes included."""
         values = dict(self.__dict__)
-        for name in _OWN_FIELDS:
-            if not values.get(name) or name != "num_untrained_calls":
-                values.pop(name, None)
+        if not self.num_untrained_calls:
+            values.pop("num_untrained_calls", None)
         return values | {
             "status": self.status.value,
             "spec_info": self.spec_info.to_dict(),
@@ -363,8 +358,6 @@ def _list_of(kind: type, values: Sequence[Any]) -> list[Any]:
 
 
 _SAMPLE_FIELDS = tuple(spec.name for spec in fields(Sample) if spec.init)
-_OWN_FIELDS = tuple(spec.name for spec in fields(Sample) if not spec.init)
-"""Fields of the rollout's own; of them only ``num_untrained_calls`` is stored, where there are any."""
 
 
 @dataclass(frozen=True)

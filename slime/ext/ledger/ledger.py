@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from slime.ext.ledger.frames import Kind, Record, describe_damage, read_folder, segment_number
 from slime.ext.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.ext.ledger.records import SAMPLE_FLAGS
-from slime.ext.ledger.recovery import Recovery, SourceRecorder
+from slime.ext.ledger.recovery import Marks, Recovery, SourceRecorder
 from slime.ext.ledger.segments import compact
 from slime.rollout.base_types import Entry, Group, RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSource, groups_from_state, groups_to_state
@@ -86,6 +86,7 @@ class Ledger(GroupObserver):
         )
         self.source_recorder = SourceRecorder(source, self.journal, self._recover)
         self._recovery: Recovery | None = None
+        self._marks = Marks({}, {})
         self._saved: dict[int, int] = {}
         """Rollout of a checkpoint that may not be on disk yet -> the first segment that it needs."""
         self._is_started = False
@@ -146,7 +147,9 @@ class Ledger(GroupObserver):
         return is_beside or self._folder.resolve() == Path(position["folder"]).resolve()
 
     def _recover(self, group: list[Any]) -> list[Any] | None:
-        return self._recovery.recover(group, self.journal.rollout_id) if self._recovery is not None else None
+        if self._recovery is None:
+            return None
+        return self._recovery.recover(group, self.journal.rollout_id, self._marks)
 
     def make_samples(self, rollout_id: int, generate: Callable[[], RolloutFnTrainOutput]) -> RolloutFnTrainOutput:
         """Return the train data of a rollout: recorded before a crash, or made by ``generate`` and recorded now."""
@@ -161,6 +164,7 @@ class Ledger(GroupObserver):
                 self.journal.record_replayed(rollout_id)
                 return output
         self.journal.record_begin(rollout_id)
+        self._marks.masked.clear()
         output = generate()
         # Whether groups of this rollout function stay in flight from one rollout to the next.
         keeps_open = bool(getattr(load_function(self._args.rollout_function_path), "keeps_groups_in_flight", False))
@@ -190,6 +194,14 @@ class Ledger(GroupObserver):
     def dropped(self, group: Group, reason: str | None) -> None:
         """Record that the group is not trained."""
         self.journal.record_filtered(group, reason)
+
+    def has_mask(self, sample: Sample) -> bool:
+        """Return whether the sample was recovered into the rollout that drew it."""
+        return self._marks.masked.pop(id(sample), None) is not None
+
+    def lacks_hooks(self, sample: Sample) -> bool:
+        """Return whether the answer was recovered before the sample hooks saw it."""
+        return self._marks.unseen.pop(id(sample), None) is not None
 
     def trained(self, rollout_id: int) -> None:
         """Record that the optimizer took the rollout's steps."""

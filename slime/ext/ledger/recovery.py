@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime.ext.ledger.frames import Record, describe_damage, read_folder
 from slime.ext.ledger.journal import Journal, group_name, prompt_start
@@ -127,6 +127,15 @@ def _is_same_prompt(group: list[Any], state: GroupState) -> bool:
     return first is not None and len(group) == len(state.indices) and prompt_start(first.prompt) == state.prompt
 
 
+class Marks(NamedTuple):
+    """Recovered samples that the rollout has not asked about yet, by their ``id``."""
+
+    masked: dict[int, Sample]
+    """Their mask was set in the very rollout that is in progress."""
+    unseen: dict[int, Sample]
+    """No sample hook has seen the answer."""
+
+
 class Recovery:
     """Everything recorded after a checkpoint and not used up yet.
 
@@ -211,26 +220,22 @@ class Recovery:
 
     # Groups
 
-    def recover(self, group: list[Any], rollout_id: int) -> list[Any] | None:
-        """Return the group in its recorded state, in place of ``group``; None when the journal has none.
-
-        Executions are marked for the rollout: with ``recovered_in_rollout`` when their mask was set in this very
-        rollout, with ``hooks_are_due`` when the sample hooks have not seen the answer.
-        """
+    def recover(self, group: list[Any], rollout_id: int, marks: Marks) -> list[Any] | None:
+        """Return the group in its recorded state, in place of ``group``; None when the journal has none."""
         name = group_name(group)
         state = self._groups.pop(name, None) if name is not None else None
         if state is None or not _is_same_prompt(group, state):
             return None
         try:
             return [
-                self._recover_entry(entry, state, index, rollout_id)
+                self._recover_entry(entry, state, index, rollout_id, marks)
                 for entry, index in zip(group, state.indices, strict=True)
             ]
         except DataError as error:
             logger.warning("Group %s is generated again: %s", name, error)
             return None
 
-    def _recover_entry(self, entry: Any, state: GroupState, index: int, rollout_id: int) -> Any:
+    def _recover_entry(self, entry: Any, state: GroupState, index: int, rollout_id: int, marks: Marks) -> Any:
         if index not in state.entries:
             return entry
         recovered = self._load_entry(entry, state, index)
@@ -238,9 +243,9 @@ class Recovery:
             return entry  # An interrupted fan-out cannot be continued from its parts.
         for sample in leaf_samples(recovered):
             if state.rollout_id == rollout_id:
-                sample.recovered_in_rollout = rollout_id
+                marks.masked[id(sample)] = sample
             if index in state.generated:
-                sample.hooks_are_due = True
+                marks.unseen[id(sample)] = sample
         return recovered
 
     def _load_entry(self, entry: Any, state: GroupState, index: int) -> Any:

@@ -130,8 +130,8 @@ def _snapshot_sample(sample: Sample, copy_lists: bool, pack_now: bool) -> Snapsh
     return Snapshot(values, num_tokens)
 
 
-TRANSIENT = ("hooks_are_due", "recovered_in_rollout", "trace")
-"""Marks that recovery sets for the rollout in progress; not part of the sample."""
+TRANSIENT = ("trace",)
+"""Of the rollout in progress; not part of the sample."""
 
 _DATA_FIELDS = frozenset({"prompt", "label", "multimodal_inputs", "apply_chat_template_kwargs"})
 """From the data row: written only when they are other objects than at the issue."""

@@ -18,7 +18,6 @@ from slime.ext.ledger.frames import segment_files
 from slime.ext.ledger.ledger import TRACKER, Ledger, position_path
 from slime.ext.ledger.records import SAMPLE_FLAGS
 from slime.flags.reward import reward_config
-from slime.ray.parts import Parts
 from slime.ray.save_lock import lock_folders
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.checkpoint_position import CheckpointPosition
@@ -267,21 +266,24 @@ def test_a_damaged_sample_is_generated_again(tmp_path, caplog):
 def test_without_save_or_with_the_flag_there_is_no_ledger(tmp_path):
     save = {"save": str(tmp_path)}
     for flags in ({"save": None}, *(save | {name: True} for name in OFF)):
-        assert parts(job_args(**flags)) == Parts()
-    assert parts(job_args(**save)).observers == (Ledger,)
+        assert parts(Flags(**flags)).observers == ()
+    assert parts(Flags(**save)).observers == (Ledger,)
 
 
 OFF = ("no_rollout_ledger", "debug_train_only", "debug_rollout_only")
 
 
-def job_args(**flags: Any) -> Namespace:
-    return Namespace(**{"save": None, "rollout_ledger_dir": None} | dict.fromkeys(OFF, False) | flags)
+class Flags(Namespace):
+    """Flags of a job; what is not given is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def test_a_ledger_that_another_job_writes_is_refused_wherever_the_flag_is(tmp_path):
-    locks = lock_folders(parts(job_args(save=f"{tmp_path}/a")).folders, {})
+    locks = lock_folders(parts(Flags(save=f"{tmp_path}/a")).folders, {})
     with pytest.raises(ConfigError, match="^--rollout-ledger-dir .*belongs to a job that is running"):
-        lock_folders(parts(job_args(save=f"{tmp_path}/b", rollout_ledger_dir=f"{tmp_path}/a/ledger")).folders, {})
+        lock_folders(parts(Flags(save=f"{tmp_path}/b", rollout_ledger_dir=f"{tmp_path}/a/ledger")).folders, {})
     for lock in locks:
         lock.release()
 

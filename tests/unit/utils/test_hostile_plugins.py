@@ -28,8 +28,8 @@ WHOLE = ("a negative number", "a large number", "a giant number", "true")
 REAL = ("a negative number", "a fraction", "a large number", "true")
 MAY_BE = {
     "prompt": FOREIGN, "multimodal_inputs": FOREIGN, "multimodal_train_input_id": FOREIGN, "label": FOREIGN,
-    "apply_chat_template_kwargs": FOREIGN, "train_metadata": FOREIGN, "hooks_are_due": FOREIGN, "reward": REAL,
-    "recovered_in_rollout": FOREIGN, "rollout_top_p_token_ids": FOREIGN, "rollout_top_p_token_offsets": FOREIGN,
+    "apply_chat_template_kwargs": FOREIGN, "train_metadata": FOREIGN, "reward": REAL,
+    "rollout_top_p_token_ids": FOREIGN, "rollout_top_p_token_offsets": FOREIGN,
     "weight_versions": [name for name, value in FOREIGN.items() if isinstance(value, list | torch.Tensor)],
     "group_index": WHOLE, "index": WHOLE, "rollout_id": [*WHOLE, "a text"], "remove_sample": WHOLE,
     "num_untrained_calls": WHOLE,

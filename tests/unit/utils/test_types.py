@@ -304,16 +304,12 @@ def test_a_deep_copy_of_a_sample_shares_nothing_with_it():
     assert sample.multimodal_inputs["images"][0] == 0 and sample.prefix_cache_info.cached_tokens == 3
 
 
-def test_the_rollouts_own_fields_are_no_parameters_and_only_masked_calls_are_stored():
-    names = ("num_untrained_calls", "hooks_are_due", "recovered_in_rollout")
-    for name in names:
-        with pytest.raises(TypeError, match=name):
-            Sample(**{name: 1})
+def test_masked_calls_are_no_parameter_and_are_stored_where_there_are_any():
+    with pytest.raises(TypeError, match="num_untrained_calls"):
+        Sample(num_untrained_calls=1)
     sample = Sample(index=3)
-    keys = list(sample.to_dict())
-    sample.hooks_are_due, sample.recovered_in_rollout, sample.num_untrained_calls = True, 2, 0
-    assert list(sample.to_dict()) == keys and not set(names) & set(keys)
+    assert "num_untrained_calls" not in sample.to_dict()
     sample.num_untrained_calls = 2
     again = Sample.from_dict(sample.to_dict())
-    assert (again.num_untrained_calls, again.hooks_are_due, again.recovered_in_rollout) == (2, False, None)
+    assert again.num_untrained_calls == 2
     assert again == sample == Sample(index=3)
