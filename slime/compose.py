@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
     from slime.ray.train_loop import TrainJob
 
-EXTENSIONS_WITH_FLAGS = ("distill", "recovery", "plan")
+EXTENSIONS_WITH_FLAGS = ("agent", "distill", "environments", "recovery", "plan")
 """Folders of slime/ext whose ``flags.py`` has a ``GROUP``, in the order of docs/flags.md."""
 
 

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 from aiohttp import web
 
-from slime.agent.aiohttp_threaded import door, run_app_in_thread
 from slime.ext.distill.flags import TeacherServerConfig
 from slime.flags.config import read_config
 from slime.flags.security import secret_of_file
+from slime.utils.aiohttp_threaded import door, run_app_in_thread
 from slime.utils.json_file import language_config, read_model_config
 from tools.cli import logged_run
 from tools.convert_hf_to_torch_dist import join_world, parse_training_flags, with_layout

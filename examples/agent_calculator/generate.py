@@ -1,7 +1,7 @@
 """``--custom-generate-function-path examples.agent_calculator.generate.generate``.
 
 Each sample is played by an agent that knows nothing of training: a loop around the ``openai`` client with a tool that
-multiplies.  ``slime.rollout.agent_session`` has the adapter between it and the engines.
+multiplies.  ``slime.ext.agent.session`` has the adapter between it and the engines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 
-from slime.rollout.agent_session import TURN_TIMEOUT_S, play
+from slime.ext.agent.session import TURN_TIMEOUT_S, play
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from examples.coding_agent_rl.tiny_agent import TinyAgentHarness
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.harness import ClaudeCodeHarness, CodexHarness
 from slime.agent.sandbox import E2BSandbox, LocalSandbox, Sandbox, SandboxError, check_local_sandbox
-from slime.rollout.agent_session import play
+from slime.ext.agent.session import play
 from slime.utils.types import Sample
 
 AGENTS = {

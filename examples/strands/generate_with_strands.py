@@ -11,7 +11,7 @@ import re
 from argparse import Namespace
 from typing import Any
 
-from slime.rollout.agent_session import TURN_TIMEOUT_S, play
+from slime.ext.agent.session import TURN_TIMEOUT_S, play
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from examples.tiny_arithmetic.task import Demonstrations
-from slime.rollout.gym import read_task
+from slime.ext.environments.gym import read_task
 
 TASK = "gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 SEED = 2_000_000

@@ -42,7 +42,7 @@ from slime.arguments.parser import AddArguments, build_parser, parser_of, reset_
 from slime.arguments.unsupported import note_historical, refuse_missing_features
 from slime.arguments.validate_files import check_files
 from slime.backends.sglang_utils.arguments import validate_sglang_arguments
-from slime.flags.group import FlagGroup, derive_all, problems_of
+from slime.flags.group import FlagGroup, declare_all, derive_all, problems_of
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 
@@ -157,8 +157,7 @@ def get_slime_extra_args_provider(
     """Return a function that adds slime's own flags, then the caller's, to a parser and returns it."""
 
     def provider(parser: ArgumentParser) -> ArgumentParser:
-        for group in groups:
-            group.add(parser)
+        declare_all(parser, groups)
         if add_custom_arguments is not None:
             parser = add_custom_arguments(parser) or parser
         return parser

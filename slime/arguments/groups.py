@@ -102,7 +102,7 @@ GROUPS = (
     FlagGroup(lora.add_lora_arguments, check=(lora.check_lora,)),
     FlagGroup(
         rollout.add_rollout_arguments,
-        derive=(rollout.derive_lengths, rollout.derive_turns),
+        derive=(rollout.derive_lengths,),
         check=(
             rollout.check_length_of_the_run,
             rollout.check_data_transport,

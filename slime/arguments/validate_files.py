@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.agent.sandbox import check_local_sandbox
 from slime.arguments.cross_group import SFT_ROLLOUT
 from slime.arguments.overlay import ROLES_FLAG
 from slime.flags.algorithm import uses_reference
@@ -23,9 +22,8 @@ from slime.flags.checkpoint import CheckpointFolder, check_huggingface_folder, i
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
-from slime.flags.rollout import OWN_ROLLOUTS, VERIFIERS, VERIFIERS_PREFIXES
+from slime.flags.rollout import OWN_ROLLOUTS
 from slime.flags.security import trusts_remote_code
-from slime.rollout import gym
 from slime.rollout.mixture import sources_of
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import language_config, read_model_config, read_object
@@ -245,6 +243,7 @@ def _check_replay(args: Namespace) -> None:
 
 def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
     from slime.rollout.prompt_dataset import check_prompt_file
+    from slime.rollout.prompt_files import readers_of
     from slime.rollout.rm_hub import RM_TYPES
 
     if args.prompt_data is None:
@@ -256,15 +255,6 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
             )
         return
     sources = sources_of(args.prompt_data)
-    environments = [source["path"] for source in sources if source["path"].startswith(VERIFIERS_PREFIXES)]
-    if environments and args.custom_generate_function_path is None:  # a mixture; else it is played by its own function
-        raise ConfigError(
-            f"--prompt-data {args.prompt_data}: {environments[0]} is an environment, and nothing plays the rows of "
-            "those in a mixture; where all data sets are environments, give --custom-generate-function-path "
-            f"{VERIFIERS}."
-        )
-    if args.runs_here and any(source["path"].startswith(gym.PREFIX) for source in sources):
-        check_local_sandbox(args)  # the scorers of its tasks evaluate what the policy wrote
     asked = {"--metadata-key": (args.metadata_key, "metadata"), "--tool-key": (args.tool_key, "tools")}
     has_built_in = _is_plain(args) and not args.custom_rm_path
     num_rows = 0
@@ -280,6 +270,7 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
             grader=args.rm_type if has_built_in else None,
             rm_types=RM_TYPES if has_built_in else None,
             template=trial.template(template_kwargs) if _renders_rows(args) else None,
+            readers=readers_of(args),
             some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
         )
         _check_first_row(args, source)
@@ -322,7 +313,7 @@ def _renders_rows(args: Namespace) -> bool:
 def _check_mask(args: Namespace) -> None:
     """Check that --loss-mask-type fits the chat template, by the first row of SFT."""
     from slime.rollout.prompt_checks import parse_tools
-    from slime.rollout.prompt_files import read_rows
+    from slime.rollout.prompt_files import read_rows, readers_of
     from slime.rollout.prompt_template import map_with_deadline
     from slime.rollout.sft_rollout import mask_generator
 
@@ -330,7 +321,7 @@ def _check_mask(args: Namespace) -> None:
     if args.rollout_function_path != SFT_ROLLOUT or not is_read_here:
         return
     source = sources_of(args.prompt_data)[0]
-    where, row = next(iter(read_rows(source["path"])))
+    where, row = next(iter(read_rows(source["path"], readers=readers_of(args))))
     key = source.get("input_key", args.input_key)
     if not isinstance(row[key], list):
         raise DataError(f"{where}: {key} (--input-key) is text; sft_rollout needs messages, answers included.")
@@ -355,11 +346,11 @@ def _tokenizer_trial(args: Namespace) -> TokenizerTrial:
 def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
     """Check what the rollout and the grader will make of a row; the first one stands for all."""
     from slime.rollout.prompt_checks import parse_metadata
-    from slime.rollout.prompt_files import read_rows
+    from slime.rollout.prompt_files import read_rows, readers_of
 
     if not _is_plain(args):
         return
-    where, row = next(iter(read_rows(source["path"])))
+    where, row = next(iter(read_rows(source["path"], readers=readers_of(args))))
     input_key = source.get("input_key", args.input_key)
     if not isinstance(row[input_key], str) and not args.apply_chat_template:
         raise DataError(
@@ -391,6 +382,7 @@ def _eval_grader(args: Namespace, dataset: EvalDatasetConfig) -> str | None:
 
 def _check_eval_data(args: Namespace, trial: TokenizerTrial) -> None:
     from slime.rollout.prompt_dataset import check_prompt_file
+    from slime.rollout.prompt_files import readers_of
 
     if args.debug_train_only:
         return  # nothing is evaluated
@@ -407,4 +399,5 @@ def _check_eval_data(args: Namespace, trial: TokenizerTrial) -> None:
             flag="--eval-config" if args.eval_config else "--eval-prompt-data",
             input_flag="--eval-input-key",
             label_flag="--eval-label-key",
+            readers=readers_of(args),
         )

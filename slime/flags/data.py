@@ -50,6 +50,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts", "Prompt files and the names of their columns.")
+    parser.set_defaults(prompt_readers={})  # prefix of what is no file -> import path of its reader
     group.add_argument(
         "--prompt-data",
         type=file_path,

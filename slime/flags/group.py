@@ -18,7 +18,7 @@ Derive = Callable[[Namespace], None]
 class FlagGroup:
     """The flags of one subject; every stage walks the groups in their order."""
 
-    add: Callable[[argparse.ArgumentParser], None]
+    add: Callable[[argparse.ArgumentParser], None] | None = None
     """Declares the flags."""
     derive: tuple[Derive, ...] = ()
     """Each fills in what follows from the flags, and may rely on what the groups before have filled in."""
@@ -26,6 +26,13 @@ class FlagGroup:
     """Each yields a message for every combination that cannot work."""
     once: tuple[Derive, ...] = ()
     """Those of ``derive`` that concern the run as a whole, so that a critic's args skip them."""
+
+
+def declare_all(parser: argparse.ArgumentParser, groups: Iterable[FlagGroup]) -> None:
+    """Add the flags of every group to ``parser``."""
+    for group in groups:
+        if group.add is not None:
+            group.add(parser)
 
 
 def derive_all(args: Namespace, groups: Iterable[FlagGroup], *, of_the_run: bool = True) -> None:

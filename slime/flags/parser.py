@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, declare_all
 from slime.flags.kinds import Number, WholeNumber, any_float, any_int, text
 from slime.utils.errors import ConfigError
 
@@ -28,8 +28,7 @@ class Parser(argparse.ArgumentParser):
             self.register("type", kind, checked)
         # argparse takes -1 for a value, but -1e-6 for a flag.
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-        for group in groups:
-            group.add(self)
+        declare_all(self, groups)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print, on one line that is short enough to read."""

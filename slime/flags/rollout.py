@@ -26,13 +26,6 @@ OWN_ROLLOUTS = (
 )
 """Rollout functions that take ``--n-samples-per-prompt`` answers and grade them with ``--rm-type``."""
 
-MULTI_TURN = "slime.rollout.multi_turn.generate"
-"""Generate function of ``--rollout-tools`` and ``--rollout-environment``."""
-VERIFIERS = "slime.rollout.verifiers_env.generate"
-"""Generate function of ``--prompt-data verifiers:NAME``."""
-VERIFIERS_PREFIXES = ("verifiers:", "verifiers-eval:")
-"""Of an environment's rows for training, and of those held out."""
-
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the rollout group to ``parser``."""
@@ -159,32 +152,11 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
 def _add_turns(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("turns", "Conversations of the policy with tools and environments.")
     group.add_argument(
-        "--rollout-tools",
-        type=file_path,
-        nargs="+",
-        metavar="PATH",
-        help="Python functions that the policy may call; annotations and docstring become their description.",
-    )
-    group.add_argument(
-        "--rollout-environment",
-        type=file_path,
-        metavar="PATH",
-        help="Class of an environment of text: reset(seed, options) and step(action), as Gymnasium has them.",
-    )
-    group.add_argument(
         "--rollout-max-turns", type=positive_int, default=16, help="Turns of the policy; then a sample is truncated."
     )
     group.add_argument(
         "--turn-timeout-s", type=wait_s, default=60.0, help="Seconds for a tool, or for a step of the environment."
     )
-
-
-def derive_turns(args: Namespace) -> None:
-    """Have tools and environments played by the stock function, where no other is named."""
-    if str(args.prompt_data).startswith(VERIFIERS_PREFIXES) and args.custom_generate_function_path is None:
-        args.custom_generate_function_path = VERIFIERS
-    if (args.rollout_tools or args.rollout_environment) and args.custom_generate_function_path is None:
-        args.custom_generate_function_path = MULTI_TURN
 
 
 def _add_ledger(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from slime.rollout import plain_values
 from slime.rollout.mixture import Mixture, is_mix
 from slime.rollout.observer import GroupObserver
 from slime.rollout.prompt_dataset import Dataset
+from slime.rollout.prompt_files import readers_of
 from slime.rollout.row_digests import RowDigests, changed_rows, digest_of
 from slime.rollout.state_file import read_state, write_state
 from slime.rollout.tools import toolbox
@@ -100,7 +101,7 @@ class RolloutDataSource(DataSource):
                 processor.save_pretrained(Path(args.dump_details) / "processor")
         same = ("multimodal_keys", "tool_key", "metadata_key", "apply_chat_template", "apply_chat_template_kwargs")
         keywords = {name: getattr(args, name) for name in same}
-        keywords |= {"seed": args.rollout_seed, "tools": toolbox(args).schemas}
+        keywords |= {"seed": args.rollout_seed, "tools": toolbox(args).schemas, "readers": readers_of(args)}
         self._rendering = {
             "--apply-chat-template": args.apply_chat_template,
             "--apply-chat-template-kwargs": json.dumps(args.apply_chat_template_kwargs or {}, sort_keys=True),

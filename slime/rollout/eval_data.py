@@ -10,6 +10,7 @@ from typing import Any
 from slime.rollout.config import RolloutConfig
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.prompt_dataset import Dataset
+from slime.rollout.prompt_files import readers_of
 from slime.rollout.tools import toolbox
 from slime.utils.errors import ConfigError
 from slime.utils.misc import copy_plain
@@ -67,6 +68,7 @@ def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig, state: Any) -
             apply_chat_template=dataset_cfg.apply_chat_template,
             apply_chat_template_kwargs=dataset_cfg.apply_chat_template_kwargs,
             tools=toolbox(args).schemas,
+            readers=readers_of(args),
         )
     return _datasets[key]
 

@@ -10,10 +10,11 @@ import itertools
 import logging
 import random
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slime.rollout.prompt_checks import check_grader, check_label, check_prompt, parse_metadata, parse_tools
-from slime.rollout.prompt_files import checked_file, parquet_columns, read_rows
+from slime.rollout.prompt_files import FILES_ALONE, Reader, checked_file, parquet_columns, read_rows, split_path
 from slime.rollout.prompt_template import (
     TOKENIZER_OVERDUE,
     TemplateCheck,
@@ -55,6 +56,7 @@ def check_prompt_file(
     flag: str = "--prompt-data",
     input_flag: str = "--input-key",
     label_flag: str = "--label-key",
+    readers: Mapping[str, Reader] = FILES_ALONE,
 ) -> int:
     """Count the selected rows, once each is known to decode and to hold what the run needs.
 
@@ -69,20 +71,22 @@ def check_prompt_file(
         rm_types: graders that rows may name; None when nobody asks for these names.
         template: gets the first row, and the first one with each role.
         flag, input_flag, label_flag: names of the flags, for errors.
+        readers: of paths that are no files, by prefix.
 
     Raises:
         DataError: naming the file, the line and what is wrong.
     """
-    file, rows = checked_file(path, flag)
+    is_file = not path.startswith(tuple(readers))
+    file, rows = checked_file(path, flag) if is_file else (Path(path), split_path(path)[1])
     required = {input_key: input_flag} | ({label_key: label_flag} if label_key else {})
     columns = {*required, *(some_keys or ()), metadata_key, tool_key or ""}
     unseen, first = dict(some_keys or {}), list[str]()
-    if file.suffix == ".parquet":
+    if is_file and file.suffix == ".parquet":
         first, unseen = parquet_columns(file), {}
         _check_keys(first, {**required, **(some_keys or {})}, f"{file} (its columns)")
         columns |= set((multimodal_keys or {}).values())
     num_rows = 0
-    for where, row in read_rows(path, flag, columns=columns):
+    for where, row in read_rows(path, flag, columns=columns, readers=readers):
         _check_keys(row, required, where)
         check_prompt(row[input_key], where)
         metadata = parse_metadata(row.get(metadata_key), where)
@@ -131,6 +135,7 @@ class Dataset:
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: list[Any] | None = None,
+        readers: Mapping[str, Reader] = FILES_ALONE,
     ) -> None:
         """Read ``path``.
 
@@ -145,6 +150,7 @@ class Dataset:
             apply_chat_template: render messages to text, ready for the response.
             apply_chat_template_kwargs: further arguments of the template.
             tools: of rows that have none of their own.
+            readers: of paths that are no files, by prefix.
         """
         self.path = path
         self.seed = seed
@@ -177,7 +183,7 @@ class Dataset:
             digests[id(sample)] = digest
             return sample
 
-        rows = read_rows(path)
+        rows = read_rows(path, readers=readers)
         self.origin_samples = list(
             map_with_deadline(read, rows) if apply_chat_template else itertools.starmap(read, rows)
         )

@@ -11,18 +11,24 @@ import json
 import re
 import reprlib
 import sys
-from collections.abc import Collection, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
+from urllib.parse import parse_qsl
 
-from slime.flags.rollout import VERIFIERS_PREFIXES
-from slime.rollout import gym, verifiers_data
 from slime.utils.errors import DataError
+from slime.utils.misc import load_function
 
 SUFFIXES = (".jsonl", ".parquet")
 MAX_LINE_BYTES = 256 << 20
 MAX_DEPTH = 64
 """Levels of nesting in a row.  A few hundred are beyond what copies and pickles of a sample can follow."""
+
+Reader = Callable[[str, slice, str], Iterator[tuple[str, dict[str, Any]]]]
+"""``(path, rows, flag)`` -> what ``read_rows`` yields, for paths with a prefix."""
+FILES_ALONE: Mapping[str, Reader] = MappingProxyType({})
 
 _SLICED = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -64,26 +70,47 @@ def _bound(text: str) -> int:
     return int(text[:20]) if len(text) <= 18 else (-sys.maxsize if text.startswith("-") else sys.maxsize)
 
 
+def parse_query(path: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the values of ``PREFIX:NAME?key=value&...``; values are JSON, or else text."""
+    name, _, query = path.partition(":")[2].partition("?")
+    return name, {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def readers_of(args: Namespace) -> dict[str, Reader]:
+    """Return prefix -> reader, of data sets that are no files."""
+    return {prefix: load_function(path) for prefix, path in vars(args).get("prompt_readers", {}).items()}
+
+
 def read_rows(
-    path: str, flag: str = "--prompt-data", *, columns: Collection[str] | None = None
+    path: str,
+    flag: str = "--prompt-data",
+    *,
+    columns: Collection[str] | None = None,
+    readers: Mapping[str, Reader] = FILES_ALONE,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ``(where, row)`` for each selected row; ``where`` is ``"<file> line <n>"``, counted from 1, for errors.
 
     Args:
-        path: .jsonl or .parquet, ``gym:TASK?key=value`` or ``verifiers:NAME?key=value``, maybe with ``@[a:b]``.
+        path: .jsonl or .parquet, or what begins with the prefix of a reader, maybe with ``@[a:b]``.
         flag: where the path comes from, for errors.
         columns: those of a parquet file to read, as far as it has them; all by default.
+        readers: by prefix.
 
     Raises:
         DataError: the file is missing or of another kind, or a selected row cannot be decoded.
     """
-    if path.startswith(gym.PREFIX):
-        yield from gym.read_task(*split_path(path), flag)
-        return
-    if path.startswith(VERIFIERS_PREFIXES):
-        for where, row in verifiers_data.read_environment(*split_path(path), flag):
-            yield where, without_absent(row)
-        return
+    for prefix, read in readers.items():
+        if path.startswith(prefix):
+            for where, row in read(*split_path(path), flag):
+                yield where, without_absent(row)
+            return
     file, rows = checked_file(path, flag)
     if file.suffix == ".parquet":
         for number, row in _select(_read_parquet(file, columns), rows):
@@ -111,8 +138,6 @@ def checked_file(path: str, flag: str) -> tuple[Path, slice]:
     """
     name, rows = split_path(path)
     file = Path(name)
-    if path.startswith((gym.PREFIX, *VERIFIERS_PREFIXES)):
-        return file, rows
     if file.suffix not in SUFFIXES:
         remedy = " Decompress it first." if file.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip") else ""
         raise DataError(

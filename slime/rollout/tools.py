@@ -1,4 +1,4 @@
-"""Python functions as tools of the policy (``--rollout-tools``): how they are described, and how they are called."""
+"""What conversations share: tools of the policy (``--rollout-tools``), and the reward that an environment gives."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import read_config
+from slime.flags.reward import reward_config
 from slime.flags.rollout import add_rollout_arguments
-from slime.rollout.rm_hub.policy import GraderThreads, within
+from slime.rollout.rm_hub.policy import GraderThreads, grade_by_policy, leave_out, within
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
+from slime.utils.types import Sample
 
 NUM_THREADS = 32
 _THREADS = GraderThreads(NUM_THREADS)
@@ -24,10 +26,10 @@ _THREADS = GraderThreads(NUM_THREADS)
 class TurnsConfig:
     """Flags of conversations with tools and environments."""
 
-    rollout_tools: list[str] | None
-    rollout_environment: str | None
     rollout_max_turns: int
     turn_timeout_s: float
+    rollout_tools: list[str] | None = None
+    rollout_environment: str | None = None
     sglang_tool_call_parser: str | None = None
     sglang_reasoning_parser: str | None = None
 
@@ -116,3 +118,22 @@ async def call_in_time(function: Callable[..., Any], timeout_s: float, *values: 
 
 def _exited(error: SystemExit) -> RuntimeError:
     return RuntimeError(f"it called exit({'' if error.code is None else repr(error.code)})")
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment raised, did not answer in time, or answered what no environment answers."""
+
+
+async def set_reward(args: Namespace, sample: Sample, reward: float, failure: EnvironmentFailure | None) -> None:
+    """Set what an environment gave, unless a grader is named; failures are logged and counted as graders' are."""
+    config = reward_config(args)
+    has_grader = sample.custom_rm_path or config.custom_rm_path or sample.metadata.get("rm_type") or config.rm_type
+    sample.metadata["environment_reward"] = reward
+
+    async def grade() -> list[float]:
+        return [reward]
+
+    if failure is not None:
+        leave_out(config, sample, failure)
+    elif not has_grader:
+        sample.reward = (await grade_by_policy(config, [sample], grade))[0]

@@ -32,8 +32,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 
 from slime.flags.kinds import port_number, positive_int
 from slime.flags.security import secret_of_file
-from slime.rollout import gym
-from slime.rollout.prompt_files import VERIFIERS_PREFIXES, split_path
+from slime.rollout.prompt_files import split_path
 from slime.utils import env
 from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.http_door import AsgiDoor
@@ -279,13 +278,13 @@ async def _object(request: Request) -> dict[str, Any]:
 
 
 def _check_source(source: str, folders: list[Path]) -> None:
-    """Refuse what is no file in one of ``folders``: for another source code of that name would be imported."""
+    """Refuse what is no file in one of ``folders``."""
     try:
         file = Path(split_path(source)[0]).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise HTTPException(422, f"input_file is {source[:200]!r}: {error}.") from error
     is_inside = any(file.is_relative_to(folder) for folder in folders)
-    if source and (not is_inside or source.startswith((gym.PREFIX, *VERIFIERS_PREFIXES))):
+    if source and not is_inside:
         allowed = ", ".join(map(str, folders))
         raise HTTPException(
             403, f"input_file is {source[:200]!r}; it must be a file in {allowed} ({DATA_FLAG} of the buffer)."

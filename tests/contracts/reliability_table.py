@@ -1116,7 +1116,7 @@ EDGES: tuple[Edge, ...] = (
         raises="TimeoutError",
         log="the client: status 504 in its protocol's words",
         outcome="repeated by the HTTP client; then the agent's own affair",
-        tests=("tests/unit/agent/test_openai_adapter.py::test_a_hung_engine_is_a_timeout",),
+        tests=("tests/ext/agent/test_openai_adapter.py::test_a_hung_engine_is_a_timeout",),
     ),
     Edge(
         area=OTHERS,
@@ -1127,25 +1127,25 @@ EDGES: tuple[Edge, ...] = (
         raises="TimeoutError",
         log="the client: status 504 in its protocol's words, with the file",
         outcome="not repeated by the HTTP client; then the agent's own affair",
-        tests=("tests/unit/agent/test_openai_adapter.py::test_a_template_without_an_end_is_a_timeout",),
+        tests=("tests/ext/agent/test_openai_adapter.py::test_a_template_without_an_end_is_a_timeout",),
     ),
     Edge(
         area=OTHERS,
         waits="Sample for its environment of verifiers: to load, between two turns, for its reward",
         code=(
-            "slime.rollout.verifiers_data.load",
-            "slime.rollout.verifiers_env._rollout",
-            "slime.rollout.verifiers_env.generate",
+            "slime.ext.agent.verifiers_data.load",
+            "slime.ext.agent.verifiers_env._rollout",
+            "slime.ext.agent.verifiers_env.generate",
         ),
-        bounds=("slime.rollout.verifiers_data.LOAD_LIMIT_S", "--turn-timeout-s", "--rm-timeout-s"),
+        bounds=("slime.ext.agent.verifiers_data.LOAD_LIMIT_S", "--turn-timeout-s", "--rm-timeout-s"),
         deadline="one for each",
         raises="ConfigError",
         log="the environment's name and what it raised, as a grader's failure",
         outcome="one that does not load ends the run; otherwise its sample is FAILED, and --rm-max-failures in a row "
         "end the run",
         tests=(
-            "tests/unit/examples/test_verifiers_env.py::test_an_environment_that_does_not_load_in_time_is_refused",
-            "tests/unit/examples/test_verifiers_env.py::test_an_environment_that_breaks_costs_its_sample_and_no_other",
+            "tests/ext/agent/test_verifiers_env.py::test_an_environment_that_does_not_load_in_time_is_refused",
+            "tests/ext/agent/test_verifiers_env.py::test_an_environment_that_breaks_costs_its_sample_and_no_other",
         ),
     ),
     Edge(
@@ -1157,18 +1157,18 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="manager: how many turns were in flight",
         outcome="they are not part of the samples",
-        tests=("tests/unit/agent/test_openai_adapter.py::test_a_turn_in_flight_is_cancelled_when_its_session_ends",),
+        tests=("tests/ext/agent/test_openai_adapter.py::test_a_turn_in_flight_is_cancelled_when_its_session_ends",),
     ),
     Edge(
         area=OTHERS,
         waits="Anybody for the adapter's server thread to listen (15 s) and to end",
-        code=("slime.agent.aiohttp_threaded.run_app_in_thread", "slime.agent.aiohttp_threaded.AppHandle.stop"),
-        bounds=("slime.agent.aiohttp_threaded.STOP_TIMEOUT_S",),
+        code=("slime.utils.aiohttp_threaded.run_app_in_thread", "slime.utils.aiohttp_threaded.AppHandle.stop"),
+        bounds=("slime.utils.aiohttp_threaded.STOP_TIMEOUT_S",),
         deadline="",
         raises="DeadlineError",
         log="whoever started it",
         outcome="the caller's error",
-        tests=("tests/unit/agent/test_aiohttp_threaded.py::test_a_start_that_hangs_ends_at_its_deadline",),
+        tests=("tests/unit/utils/test_aiohttp_threaded.py::test_a_start_that_hangs_ends_at_its_deadline",),
     ),
     Edge(
         area=OTHERS,
@@ -1176,14 +1176,14 @@ EDGES: tuple[Edge, ...] = (
         code=(
             "slime.utils.page_server.PageHandler",
             "slime_plugins.rollout_buffer.buffer.patient_protocol",
-            "slime.agent.aiohttp_threaded.run_app_in_thread",
+            "slime.utils.aiohttp_threaded.run_app_in_thread",
             "slime.ext.distill.server.MegatronServer",
         ),
         bounds=(
             "slime.utils.page_server.REQUEST_S",
             "slime.utils.page_server.ANSWER_S",
             "slime_plugins.rollout_buffer.buffer.REQUEST_S",
-            "slime.agent.aiohttp_threaded.KEEPALIVE_S",
+            "slime.utils.aiohttp_threaded.KEEPALIVE_S",
             "slime.ext.distill.server.BODY_S",
         ),
         deadline="headers, and a body but the adapter's; from the first byte to the last",
@@ -1205,9 +1205,9 @@ EDGES: tuple[Edge, ...] = (
         log="the custom generate function",
         outcome="local: killed with what it started; remote: tried again when it may be",
         tests=(
-            "tests/unit/agent/test_sandbox.py::test_commands_and_files_of_the_local_sandbox",
-            "tests/unit/agent/test_isolation.py::test_nothing_outlives_the_runner",
-            "tests/unit/agent/test_sandbox.py::test_a_command_that_the_service_does_not_answer_is_left_at_its_deadline_and_repeated_when_it_may_be",
+            "tests/ext/agent/test_sandbox.py::test_commands_and_files_of_the_local_sandbox",
+            "tests/ext/agent/test_isolation.py::test_nothing_outlives_the_runner",
+            "tests/ext/agent/test_sandbox.py::test_a_command_that_the_service_does_not_answer_is_left_at_its_deadline_and_repeated_when_it_may_be",
         ),
     ),
     Edge(
@@ -1224,8 +1224,8 @@ EDGES: tuple[Edge, ...] = (
         log="the custom generate function; a sandbox that does not end is a warning",
         outcome="its processes are killed",
         tests=(
-            "tests/unit/agent/test_isolation.py::test_where_nothing_isolates_it_does_not_start",
-            "tests/unit/agent/test_isolation.py::test_nothing_outlives_the_runner",
+            "tests/ext/agent/test_isolation.py::test_where_nothing_isolates_it_does_not_start",
+            "tests/ext/agent/test_isolation.py::test_nothing_outlives_the_runner",
         ),
     ),
     Edge(
@@ -1238,8 +1238,8 @@ EDGES: tuple[Edge, ...] = (
         log="manager",
         outcome="the program's connection is closed",
         tests=(
-            "tests/unit/agent/test_isolation.py::test_a_program_reaches_the_one_address_it_is_given",
-            "tests/unit/agent/test_isolation.py::test_a_connection_to_an_address_that_does_not_answer_is_closed",
+            "tests/ext/agent/test_isolation.py::test_a_program_reaches_the_one_address_it_is_given",
+            "tests/ext/agent/test_isolation.py::test_a_connection_to_an_address_that_does_not_answer_is_closed",
         ),
     ),
     Edge(
@@ -1251,7 +1251,7 @@ EDGES: tuple[Edge, ...] = (
         raises="",
         log="the harness's result",
         outcome="the agent is killed; what it did so far counts",
-        tests=("tests/unit/agent/test_sandbox.py::test_a_long_job_gives_its_code_and_output_and_ends_at_its_budget",),
+        tests=("tests/ext/agent/test_sandbox.py::test_a_long_job_gives_its_code_and_output_and_ends_at_its_budget",),
     ),
     Edge(
         area=OTHERS,
@@ -1303,7 +1303,7 @@ OUTSIDE = {
 
 UNTIMED = {
     "slime.agent.sandbox.runner._relay: asyncio.gather": "the sandbox's end cancels it",
-    "slime.agent.aiohttp_threaded.run_app_in_thread.serve: finished.wait": "a server serves until stop() sets it",
+    "slime.utils.aiohttp_threaded.run_app_in_thread.serve: finished.wait": "a server serves until stop() sets it",
     "slime.observability.trace_utils.trace_span.__enter__: _open_spans.get": "a ContextVar, no queue",
     "slime.observability.trace_utils.trace_event: _open_spans.get": "a ContextVar, no queue",
     "slime.ray.distributed_post.DistributedPost.__call__: poster.post.remote": "http_utils.post waits for it, timed",
@@ -1316,7 +1316,7 @@ UNTIMED = {
     "slime.rollout.sglang_rollout.eval_rollout: asyncio.gather": "every data set has a LongWait",
     "slime.rollout.sglang_rollout.generate_and_rm_group: asyncio.gather": "rewards have --rm-timeout-s",
     "slime.rollout.sglang_rollout._run_entries: asyncio.gather": "requests are timed, and so is the rollout",
-    "slime.rollout.multi_turn._Player.observe: asyncio.gather": "every call has --turn-timeout-s",
+    "slime.ext.environments.multi_turn._Player.observe: asyncio.gather": "every call has --turn-timeout-s",
     "slime.utils.misc.exec_command: subprocess.run": "a whole training run may be the command",
     "slime.ext.recovery.supervisor._run: child.wait": "for a driver, as long as it runs",
     "slime.ext.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",

@@ -29,6 +29,11 @@ FACADES = (
     "slime.utils.profile_utils",
     "slime.utils.external_utils.command_utils",
     "slime.ray.placement_group",
+    "slime.rollout.agent_session",
+    "slime.rollout.multi_turn",
+    "slime.rollout.verifiers_env",
+    "slime.agent.aiohttp_threaded",
+    "slime.agent.parsing",
 )
 """Old import paths that code written for slime uses; each passes on names from the code, and may import upwards."""
 
@@ -43,11 +48,12 @@ def python_files(repo: Path = REPO) -> Iterator[Path]:
 
 
 def copy_without_extensions(target: Path) -> None:
-    """Copy the repository's programs and tests to ``target``, with slime/ext and tests/ext empty."""
+    """Copy programs and tests to ``target``; slime/ext and tests/ext are empty there, and slime/agent is missing."""
     for name in (*PRODUCT, "examples", "scripts", "tests"):
         shutil.copytree(REPO / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ENTRY_POINTS:
         shutil.copy(REPO / name, target / name)
+    shutil.rmtree(target / "slime/agent")
     for extension in [*(target / "slime/ext").iterdir(), *(target / "tests/ext").iterdir()]:
         if extension.is_dir():
             shutil.rmtree(extension)

@@ -16,14 +16,14 @@ import requests
 import uvicorn
 
 from slime.agent.adapters.openai import OpenAIAdapter
-from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.backends.sglang_utils.server_guard import ServerGuard
 from slime.ext.record.prometheus_page import LoggedMetrics, MetricsPage
 from slime.ray.engines.models import JobState
 from slime.utils import page_server
+from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.http_door import AsgiDoor, own_names, refusal, with_address
 from slime_plugins.rollout_buffer import buffer
-from tests.unit.agent.talking_engine import make_tokenizer
+from tests.unit.talking_engine import make_tokenizer
 from tools import watch
 
 OWN = frozenset({"node7", "node7.cluster.example", "10.0.0.7", "fd00::7"})
@@ -302,7 +302,7 @@ def ends(port: int, begins: bytes) -> bool:
 def test_a_client_that_does_not_finish_its_request_is_sent_away(begins, tmp_path, monkeypatch):
     monkeypatch.setattr(page_server, "REQUEST_S", 0.5)
     monkeypatch.setattr(buffer, "REQUEST_S", 0.5)
-    monkeypatch.setattr("slime.agent.aiohttp_threaded.KEEPALIVE_S", 0.5)
+    monkeypatch.setattr("slime.utils.aiohttp_threaded.KEEPALIVE_S", 0.5)
     for name in ("buffer", "adapter", "metrics", "watch"):
         with DOORS[name][0](tmp_path) as port:
             assert ends(port, begins), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.contracts.source_tree import FACADES, REPO, module_name
 
 KIT = {
+    "aiohttp_threaded",
     "answer_checks",
     "plugins",
     "redaction",

@@ -19,8 +19,8 @@ from slime.agent.adapters.common import (
     tool_call_dict,
 )
 from slime.agent.adapters.messages import EventStream, messages_of, pieces
-from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
+from slime.rollout.parsing import ParsedModelOutput
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {

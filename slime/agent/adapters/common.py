@@ -32,9 +32,9 @@ from slime.agent.adapters.messages import (
     with_named_tools,
 )
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
-from slime.agent.aiohttp_threaded import door
-from slime.agent.parsing import ParsedModelOutput, check_parsers, opens_reasoning, parse_model_output
 from slime.agent.trajectory import KnownPrefix, Message, Pictures, TrajectoryManager, TurnRecord
+from slime.rollout.parsing import ParsedModelOutput, check_parsers, opens_reasoning, parse_model_output
+from slime.utils.aiohttp_threaded import door
 from slime.utils.errors import SlimeError
 from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError
 from slime.utils.json_file import parse_object

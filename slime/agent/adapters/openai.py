@@ -20,8 +20,8 @@ from slime.agent.adapters.common import (
     tool_call_dict,
 )
 from slime.agent.adapters.messages import messages_of, pieces
-from slime.agent.parsing import ParsedModelOutput
 from slime.agent.trajectory import Message
+from slime.rollout.parsing import ParsedModelOutput
 
 
 class OpenAIAdapter(BaseAdapter):

@@ -25,9 +25,9 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.agent.aiohttp_threaded import door, run_app_in_thread
 from slime.ext.distill.flags import TeacherServerConfig
 from slime.ext.distill.scorer import Scorer, ScoreRequest, Scores
+from slime.utils.aiohttp_threaded import door, run_app_in_thread
 from slime.utils.errors import DataError, SlimeError
 from slime.utils.http_utils import encode_json, has_secret
 from slime.utils.net import is_loopback

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,10 @@ from typing import Any
 from slime.ext.plan.layout import ParallelSizes
 from slime.ext.plan.plan import PlanOptions
 from slime.ext.plan.traffic import StepWork, reference_lengths
-from slime.flags.rollout import VERIFIERS_PREFIXES
 from slime.flags.security import trusts_remote_code
-from slime.rollout import gym
 from slime.rollout.mixture import Mixture, is_mix, sources_of
 from slime.rollout.prompt_dataset import Dataset
-from slime.rollout.prompt_files import split_path
+from slime.rollout.prompt_files import readers_of, split_path
 from slime.rollout.tools import toolbox
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
@@ -43,7 +41,7 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
     """
     if not args.rollout_global_dataset or args.prompt_data is None or args.debug_train_only:
         return ()
-    if not all(_is_here(source["path"]) for source in sources_of(args.prompt_data)):
+    if not all(_is_here(source["path"], args.prompt_readers) for source in sources_of(args.prompt_data)):
         return ()
     if not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
         return ()
@@ -64,6 +62,7 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
             apply_chat_template=args.apply_chat_template,
             apply_chat_template_kwargs=args.apply_chat_template_kwargs,
             tools=toolbox(args).schemas,
+            readers=readers_of(args),
         )
 
     if is_mix(args.prompt_data):
@@ -78,10 +77,10 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
     return tuple(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
 
 
-def _is_here(path: str) -> bool:
+def _is_here(path: str, prefixes: Iterable[str]) -> bool:
     """Return whether the rows of a data set are on this machine, or are made on it."""
     name, _ = split_path(path)
-    return name.startswith((gym.PREFIX, *VERIFIERS_PREFIXES)) or Path(name).is_file()
+    return name.startswith(tuple(prefixes)) or Path(name).is_file()
 
 
 def _text(prompt: Any) -> str:

@@ -16,8 +16,8 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from slime.agent.parsing import split_reasoning
 from slime.isolation.view import isolating_command, unsafe_command, view_for_programs
+from slime.rollout.parsing import split_reasoning
 from slime.rollout.rm_hub.symbolic import VARIABLES, SymbolicWorker, WorkerPool
 from slime.utils import env
 from slime.utils.errors import DataError

@@ -302,13 +302,6 @@ def test_a_missing_prompt_file_is_named(complaint, tmp_path):
     assert "nothing.jsonl" in complaint("--prompt-data", str(tmp_path / "nothing.jsonl"), error=DataError)
 
 
-def test_an_environment_that_nothing_plays_is_no_data_set_of_a_mixture(complaint, prompt_file, tmp_path):
-    mixture = tmp_path / "mix.yaml"
-    mixture.write_text(f"datasets: [{{path: {prompt_file}}}, {{path: 'verifiers:wordle'}}]\n")
-    text = complaint("--prompt-data", str(mixture))
-    assert "mix.yaml: verifiers:wordle is an environment, and nothing plays the rows" in text
-
-
 def test_a_malformed_row_is_named_with_its_line(complaint, prompt_file):
     prompt_file.write_text('{"input": "1"}\n{"input": \n')
     text = complaint(error=DataError, without=("--label-key",))

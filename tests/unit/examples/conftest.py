@@ -11,7 +11,7 @@ import pytest
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.types import Sample
-from tests.unit.agent.talking_engine import TalkingEngine
+from tests.unit.talking_engine import TalkingEngine
 
 Talk = Callable[..., tuple[Namespace, TalkingEngine]]
 

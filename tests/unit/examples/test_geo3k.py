@@ -22,7 +22,7 @@ from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.processing_utils import full_pixels, join_images, load_tokenizer, open_image
 from slime.utils.types import Sample
 from tests.e2e.vision_jobs import write_rows
-from tests.unit.agent import talking_engine
+from tests.unit import talking_engine
 
 REPO = Path(__file__).parents[3]
 PARAMS = {"temperature": 1.0, "max_new_tokens": 500}

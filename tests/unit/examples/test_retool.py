@@ -74,7 +74,7 @@ def test_what_is_wrong_with_a_program_is_its_output(program, error):
     ],
 )
 def test_files_processes_and_the_network_are_out_of_reach(program, error):
-    """The kernel sees to it: tests/unit/agent/test_isolation.py tries harder."""
+    """The kernel sees to it: tests/ext/agent/test_isolation.py tries harder."""
     result = run_program(program, SMALL)
     assert not result.is_ok
     assert result.output.startswith(error), result.output

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_tools import task
-from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.rollout.sglang_rollout import generate_and_rm
+from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
 

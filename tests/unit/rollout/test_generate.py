@@ -26,8 +26,8 @@ from slime.utils.async_utils import run
 from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.processing_utils import check_image_tokens
 from slime.utils.types import Sample
-from tests.unit.agent.talking_engine import drawn, make_tokenizer
 from tests.unit.rollout.fake_cluster import FakeTokenizer
+from tests.unit.talking_engine import drawn, make_tokenizer
 
 
 class FakeProcessor:

@@ -11,15 +11,15 @@ import pytest
 import uvicorn
 from aiohttp import web
 
-from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.errors import ConfigError, DeadlineError
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
 from slime_plugins.rollout_buffer.buffer import create_app
 from slime_plugins.rollout_buffer.generator.base_generator import Worker, read_instances
-from tests.unit.agent.talking_engine import make_tokenizer
+from tests.unit.talking_engine import make_tokenizer
 
 
 class ChatEngine:

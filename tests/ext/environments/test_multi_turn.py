@@ -13,18 +13,19 @@ import pytest
 
 from examples.multi_turn import GuessNumber
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
+from slime.arguments.groups import GROUPS
 from slime.arguments.parser import build_parser
-from slime.flags.rollout import derive_turns
+from slime.ext.environments.flags import GROUP, MULTI_TURN, derive_turns
+from slime.ext.environments.multi_turn import EnvironmentFailure, check_tools_and_environment, converse, generate
+from slime.ext.environments.multi_turn import observation_text as text_between
 from slime.rollout import tools
-from slime.rollout.multi_turn import EnvironmentFailure, check_tools_and_environment, converse, generate
-from slime.rollout.multi_turn import observation_text as text_between
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.errors import ConfigError
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
-from tests.unit.agent.talking_engine import make_tokenizer
+from tests.unit.talking_engine import make_tokenizer
 
 PARAMS = {"temperature": 1.0, "max_new_tokens": 200}
 DIALOGUE = [("ask 1", "one"), ("ask 2", "two"), ("done", None)]
@@ -314,9 +315,11 @@ def test_a_tool_that_exits_or_answers_what_json_cannot_say_is_answered_with_its_
 
 
 def test_what_is_offered_comes_from_signature_and_docstring():
-    args = build_parser(with_engine_flags=False).parse_args(["--rollout-tools", f"{HERE}.double"])
+    args = build_parser(with_engine_flags=False, groups=(*GROUPS, GROUP)).parse_args(
+        ["--rollout-tools", f"{HERE}.double"]
+    )
     derive_turns(args)
-    assert args.custom_generate_function_path == f"{generate.__module__}.generate"
+    assert args.custom_generate_function_path == MULTI_TURN
     (schema,) = tools.toolbox(args).schemas
     assert schema["function"] == {
         "name": "double",

@@ -7,38 +7,23 @@ question again to score answers to it.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import parse_qsl
 
+from slime.rollout.prompt_files import parse_query
 from slime.rollout.rm_hub.gym import QuestionWorker
 from slime.utils.errors import ConfigError, DataError
 
-PREFIX = "gym:"
 DEFAULTS = {"size": 500, "seed": 0}
 ROWS_AT_ONCE = 32
 MAKE_LIMIT_S = 600.0
 """For so many questions."""
 
 
-def parse_query(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the values of ``PREFIX:NAME?key=value&...``; values are JSON, or else text."""
-    name, _, query = path.partition(":")[2].partition("?")
-    return name, {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
-
-
 def parse_task(path: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the config of ``gym:TASK?key=value&...``."""
     name, config = parse_query(path)
     return name, DEFAULTS | config
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def read_task(path: str, rows: slice, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:

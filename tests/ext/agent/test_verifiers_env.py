@@ -14,18 +14,19 @@ import pytest
 from examples import tiny_products
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
 from examples.tiny_tools.agents import call
-from slime.flags.rollout import VERIFIERS, derive_turns
-from slime.rollout import agent_session, verifiers_data
+from slime.ext.agent import session, verifiers_data
+from slime.ext.agent.flags import VERIFIERS, check_verifiers, derive_verifiers
+from slime.ext.agent.verifiers_env import check, generate
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file
 from slime.rollout.prompt_files import read_rows
 from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
-from slime.rollout.verifiers_env import check, generate
 from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
-from tests.unit.agent.talking_engine import make_tokenizer
+from tests.unit.talking_engine import make_tokenizer
 
+READERS = {"verifiers": verifiers_data.read_environment}
 PARAMS = {"temperature": 1.0, "max_new_tokens": 200}
 
 STAND_IN = '''
@@ -112,7 +113,7 @@ def load_environment(name, **arguments):
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
-    agent_session.stop_servers()
+    session.stop_servers()
     verifiers_data._LOADED.clear()
     FAILURES.succeeded()
 
@@ -128,7 +129,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def rows_of(path):
-    return [row for _, row in read_rows(path)]
+    return [row for _, row in read_rows(path, readers=READERS)]
 
 
 def samples_of(path):
@@ -201,13 +202,15 @@ def test_rows_name_their_environment_and_number(stand_in):
 
 def test_the_ordinary_data_set_shuffles_them_by_its_seed(stand_in):
     path = "verifiers:products?size=50"
-    assert check_prompt_file(path, "input", label_key="label") == 50
-    read = [Dataset(path, None, None, None, prompt_key="input", label_key="label") for _ in range(2)]
+    assert check_prompt_file(path, "input", label_key="label", readers=READERS) == 50
+    read = [Dataset(path, None, None, None, prompt_key="input", label_key="label", readers=READERS) for _ in range(2)]
     for dataset in read:
         dataset.shuffle(1)
     assert [one.metadata for one in read[0].samples] == [one.metadata for one in read[1].samples]
     assert read[0].fingerprint == read[1].fingerprint and read[0].samples != read[0].origin_samples
-    other = Dataset("verifiers:products?size=49", None, None, None, prompt_key="input", label_key="label")
+    other = Dataset(
+        "verifiers:products?size=49", None, None, None, prompt_key="input", label_key="label", readers=READERS
+    )
     assert other.fingerprint != read[0].fingerprint
 
 
@@ -248,8 +251,8 @@ def test_the_flag_names_the_generate_function_unless_another_is_given():
         ("verifiers:products", "a.b", "a.b"),
         ("rows.jsonl", None, None),
     ]:
-        args = Namespace(prompt_data=path, custom_generate_function_path=given, **flags)
-        derive_turns(args)
+        args = Namespace(prompt_data=path, custom_generate_function_path=given, prompt_readers={}, **flags)
+        derive_verifiers(args)
         assert args.custom_generate_function_path == wanted
     check(args)
     with pytest.raises(ConfigError, match="brings its tools"):
@@ -416,3 +419,11 @@ def test_the_package_leaves_the_signals_of_the_job_alone(package):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert len(rows_of("verifiers:env-for-tests")) == 4
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_an_environment_that_nothing_plays_is_no_data_set_of_a_mixture(tmp_path):
+    mixture = tmp_path / "mix.yaml"
+    mixture.write_text("datasets: [{path: rows.jsonl}, {path: 'verifiers:wordle'}]\n")
+    args = Namespace(prompt_data=str(mixture), custom_generate_function_path=None, runs_here=True)
+    (message,) = check_verifiers(args)
+    assert "mix.yaml: verifiers:wordle is an environment, and nothing plays the rows" in message

@@ -18,7 +18,7 @@ from examples.vision_shapes import model
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.adapters.engine import _inputs
 from slime.agent.adapters.sessions import AdapterError
-from slime.rollout import agent_session
+from slime.ext.agent import session
 from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.multi_turn import converse
 from slime.rollout.sglang_rollout import GenerateState
@@ -74,7 +74,7 @@ def job(talk):
         return args, payloads
 
     yield start
-    agent_session.stop_servers()
+    session.stop_servers()
 
 
 def url_of(image: Image.Image) -> str:
@@ -125,7 +125,7 @@ def test_turns_keep_images_experts_and_nuclei_as_those_of_a_plain_conversation(j
     images = [payload["image_data"] for payload in payloads]
     payloads.clear()
 
-    asking = agent_session.play(args, Sample(index=0, prompt=PROMPT), PARAMS, agent, adapter_class=adapter_class)
+    asking = session.play(args, Sample(index=0, prompt=PROMPT), PARAMS, agent, adapter_class=adapter_class)
     (played,) = asyncio.run(asking)
     assert [payload["input_ids"] for payload in payloads] == asked
     assert [payload["image_data"] for payload in payloads] == images and [len(each) for each in images] == [1, 2]
@@ -154,14 +154,14 @@ def test_an_image_that_names_a_file_of_this_machine_is_refused(job, url):
                 await client.chat.completions.create(model="m", messages=messages)
         return 1.0
 
-    asyncio.run(agent_session.play(args, Sample(index=0), PARAMS, agent))
+    asyncio.run(session.play(args, Sample(index=0), PARAMS, agent))
     assert payloads == []
 
 
 def test_a_conversation_in_which_the_policy_drew_a_picture_does_not_continue(job):
     args, payloads = job()
     tokenizer = load_tokenizer(args.hf_checkpoint)
-    adapter = OpenAIAdapter(**agent_session.adapter_options(args))
+    adapter = OpenAIAdapter(**session.adapter_options(args))
     ids = tokenizer.encode("<|image_pad|>")
     assert len(_inputs([1, *ids, 2], [RED], adapter.processor)["image_data"]) == 1
     with pytest.raises(AdapterError, match="has 1 images, and 2 places"):

@@ -6,7 +6,7 @@ import pytest
 
 from slime.agent.adapters.engine import build_prompt_ids
 from slime.agent.trajectory import KnownPrefix
-from tests.unit.agent.talking_engine import drawn
+from tests.unit.talking_engine import drawn
 
 USER = {"role": "user", "content": "use the tool"}
 ANSWER = {"role": "assistant", "content": "the tool"}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.ext.environments import gym
 from slime.isolation.view import IsolationError, isolating_command
-from slime.rollout import gym
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file
 from slime.rollout.prompt_files import read_rows
 from slime.rollout.rm_hub import RM_TYPES, async_rm
@@ -74,8 +74,11 @@ def stand_in(tmp_path, monkeypatch):
     scores._pool.cache_clear()
 
 
+READERS = {"gym:": gym.read_task}
+
+
 def rows_of(path):
-    return [row for _, row in read_rows(path)]
+    return [row for _, row in read_rows(path, readers=READERS)]
 
 
 def test_questions_depend_on_task_and_config_alone(stand_in):
@@ -105,13 +108,15 @@ def test_config_values_are_json_and_a_system_prompt_is_a_message(stand_in):
 
 def test_the_ordinary_data_set_reads_checks_and_shuffles_them(stand_in):
     path = "gym:sums?size=50&seed=1"
-    assert check_prompt_file(path, "input", label_key="label", rm_types=RM_TYPES) == 50
-    read = [Dataset(path, None, None, None, prompt_key="input", label_key="label") for _ in range(2)]
+    assert check_prompt_file(path, "input", label_key="label", rm_types=RM_TYPES, readers=READERS) == 50
+    read = [Dataset(path, None, None, None, prompt_key="input", label_key="label", readers=READERS) for _ in range(2)]
     for dataset in read:
         dataset.shuffle(1)
     assert [sample.prompt for sample in read[0].samples] == [sample.prompt for sample in read[1].samples]
     assert read[0].fingerprint == read[1].fingerprint
-    other = Dataset("gym:sums?size=50&seed=2", None, None, None, prompt_key="input", label_key="label")
+    other = Dataset(
+        "gym:sums?size=50&seed=2", None, None, None, prompt_key="input", label_key="label", readers=READERS
+    )
     assert other.fingerprint != read[0].fingerprint
 
 

@@ -17,9 +17,9 @@ from slime.agent.adapters.common import (
     manager_finish_reason,
     tool_call_dict,
 )
-from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.harness import HarnessContext
-from slime.agent.parsing import ParsedModelOutput
+from slime.rollout.parsing import ParsedModelOutput
+from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.types import Sample
 
 

@@ -12,7 +12,7 @@ import pytest
 from examples.coding_agent_rl import generate as coding
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
 from examples.tiny_tools import agents
-from slime.rollout import agent_session
+from slime.ext.agent import session
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.types import Sample
 
@@ -20,7 +20,7 @@ from slime.utils.types import Sample
 @pytest.fixture(autouse=True)
 def no_servers():
     yield
-    agent_session.stop_servers()
+    session.stop_servers()
 
 
 @pytest.fixture

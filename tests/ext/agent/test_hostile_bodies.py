@@ -13,8 +13,8 @@ import requests
 
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.adapters.common import MAX_PROMPT_CHARS
-from slime.agent.aiohttp_threaded import run_app_in_thread
-from tests.unit.agent.talking_engine import TalkingEngine
+from slime.utils.aiohttp_threaded import run_app_in_thread
+from tests.unit.talking_engine import TalkingEngine
 from tests.unit.utils.test_hostile_input import DEEP, DIGITS, ODD
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

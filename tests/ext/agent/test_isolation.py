@@ -23,7 +23,7 @@ from slime.agent.sandbox.runner import IsolatedRunner, Limits
 from slime.isolation import view
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
-from tests.unit.agent.escapes import ESCAPES, KERNEL_ESCAPES, STRICT_ESCAPES, program
+from tests.ext.agent.escapes import ESCAPES, KERNEL_ESCAPES, STRICT_ESCAPES, program
 
 WAYS = [view.namespaces_command, *([view.bubblewrap_command] if shutil.which("bwrap") else [])]
 LATE = ("a child of a child", "a session of its own")
@@ -130,8 +130,8 @@ def test_an_ordinary_user_isolates_too(host):
     code = f"""
 import asyncio, os, sys
 from slime.agent.sandbox.runner import IsolatedRunner
-from tests.unit.agent.test_isolation import SMALL
-from tests.unit.agent.escapes import ESCAPES, KERNEL_ESCAPES, program
+from tests.ext.agent.test_isolation import SMALL
+from tests.ext.agent.escapes import ESCAPES, KERNEL_ESCAPES, program
 
 assert os.getuid() != 0
 facts = { ({key: value for key, value in host.items() if isinstance(value, str | int)})!r}

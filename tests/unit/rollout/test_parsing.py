@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slime.agent import parsing
-from slime.agent.parsing import opens_reasoning, parse_model_output, parse_tool_uses, parse_xml_tool_uses
 from slime.backends.sglang_utils import cpu_shim
+from slime.rollout.parsing import opens_reasoning, parse_model_output, parse_tool_uses, parse_xml_tool_uses
 from slime.utils.errors import ConfigError
 
 

@@ -10,11 +10,11 @@ import openai
 import pytest
 
 from examples.agent_calculator import generate as example
-from slime.rollout import agent_session
+from slime.ext.agent import session
 from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 from slime.utils.types import Sample
-from tests.unit.agent.talking_engine import TalkingEngine, make_tokenizer
+from tests.unit.talking_engine import TalkingEngine, make_tokenizer
 
 
 def policy(prompt):
@@ -55,7 +55,7 @@ def args(tmp_path):
         n_samples_per_prompt=1,
         sglang_dp_size=1,
     )
-    agent_session.stop_servers()
+    session.stop_servers()
     engine.stop()
     GenerateState.clear_instances()
 
@@ -82,7 +82,7 @@ def test_an_agent_whose_turns_end_with_the_rollout_begins_again_in_another(args,
         raise RuntimeError("the next turn was refused")
 
     sample = Sample(index=5, prompt="What is 12 times 13?", label="156")
-    played = asyncio.run(agent_session.play(args, sample, {"max_new_tokens": 200}, agent))
+    played = asyncio.run(session.play(args, sample, {"max_new_tokens": 200}, agent))
     assert played is sample and sample.status is Sample.Status.ABORTED
     assert (sample.reward, sample.response_length, sample.tokens) == (None, 0, [])
 
@@ -98,7 +98,7 @@ def test_an_agent_that_dies_costs_its_sample(args, has_begun):
         return 1.0
 
     sample = Sample(index=5, prompt="What is 12 times 13?", label="156")
-    assert asyncio.run(agent_session.play(args, sample, {"max_new_tokens": 200}, agent)) is sample
+    assert asyncio.run(session.play(args, sample, {"max_new_tokens": 200}, agent)) is sample
     assert (sample.status, sample.remove_sample, sample.reward) == (Sample.Status.FAILED, True, 0.0)
     why = "no room in the sandbox" if has_begun else "the agent ended before the first request"
     assert why in sample.metadata["reward_error"]

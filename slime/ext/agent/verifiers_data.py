@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from slime.flags.rollout import VERIFIERS_PREFIXES
-from slime.rollout.gym import parse_query
+from slime.ext.agent.flags import PREFIXES
+from slime.rollout.prompt_files import parse_query
 from slime.utils.errors import ConfigError
 
 LOAD_LIMIT_S = 600.0
@@ -88,7 +88,7 @@ def row_of(path: str, index: int) -> dict[str, Any]:
 
 
 def _rows(environment: Any, path: str) -> Any:
-    return environment.get_eval_dataset() if path.startswith(VERIFIERS_PREFIXES[1]) else environment.get_dataset()
+    return environment.get_eval_dataset() if path.startswith(PREFIXES[1]) else environment.get_dataset()
 
 
 def read_environment(path: str, rows: slice, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:

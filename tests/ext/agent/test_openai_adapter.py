@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from slime.agent.adapters import OpenAIAdapter, common, engine
-from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
-from tests.unit.agent.talking_engine import EOS, TEMPLATE, TalkingEngine
+from tests.unit.talking_engine import EOS, TEMPLATE, TalkingEngine
 
 TOOLS = [
     {

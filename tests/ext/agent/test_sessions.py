@@ -11,7 +11,7 @@ import pytest
 
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
-from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.net import get_current_node_ip
 from slime.utils.types import Sample
 

@@ -10,13 +10,13 @@ import tomllib
 import pytest
 
 from slime.agent.adapters import OpenAIAdapter
-from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness, HarnessContext
 from slime.agent.harness.common import extra_envs, install_node22, install_npm_cli, run_agent
 from slime.agent.sandbox import LocalSandbox
+from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
-from tests.unit.agent.talking_engine import TalkingEngine
+from tests.unit.talking_engine import TalkingEngine
 
 
 class NoteTaking:

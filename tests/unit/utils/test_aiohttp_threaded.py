@@ -9,7 +9,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.errors import DeadlineError, ProcessError
 
 

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from slime.agent.adapters import AnthropicAdapter
-from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
-from tests.unit.agent.talking_engine import TalkingEngine
+from tests.unit.talking_engine import TalkingEngine
 
 CALL = '<think>\nI need the tool.\n</think>\n\n<tool_call>\n{"name":"add","arguments":{"a":1,"b":2}}\n</tool_call>'
 TOOL = {"name": "add", "description": "a + b", "input_schema": {"type": "object", "properties": {"a": {}, "b": {}}}}

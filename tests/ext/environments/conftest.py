@@ -1,0 +1,1 @@
+from tests.unit.examples.conftest import ask, talk  # noqa: F401
