@@ -20,6 +20,7 @@ from slime.ray.parts import Evaluation, MakeObserver, Parts
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
+    from slime.ray.actor_group import RayTrainGroup
     from slime.ray.train_loop import TrainJob
 
 EXTENSIONS_WITH_FLAGS = ("agent", "distill", "environments", "recovery", "plan")
@@ -66,7 +67,9 @@ def parts(args: Namespace) -> Parts:
 
             observers.append(Ledger)
             folders["--rollout-ledger-dir"] = ledger_folder(args)
-    return Parts(tuple(_sinks(args)), tuple(transforms), _evaluation(args), tuple(observers), folders)
+    return Parts(
+        tuple(_sinks(args)), tuple(transforms), _evaluation(args), tuple(observers), folders, _train_group(args)
+    )
 
 
 def _sinks(args: Namespace) -> Iterator[type[Sink]]:
@@ -94,6 +97,18 @@ def _evaluation(args: Namespace) -> type[Evaluation] | None:
     from slime.ext.eval_background.evaluation import BackgroundEvaluation
 
     return BackgroundEvaluation
+
+
+def _train_group(args: Namespace) -> type[RayTrainGroup] | None:
+    if args.release_train:
+        from slime.ray.released_trainer import ReleasedTrainGroup
+
+        return ReleasedTrainGroup
+    if args.trainer_recovery != "memory":
+        return None
+    from slime.ext.recovery.copied_trainer import CopiedTrainGroup
+
+    return CopiedTrainGroup
 
 
 def start_job(args: Namespace) -> TrainJob:

@@ -19,9 +19,8 @@ from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
 from slime.ray.heartbeats import Heartbeats
-from slime.ray.memory_checkpoints import MemoryCheckpoints
 from slime.ray.parts import CORE, Parts
-from slime.ray.train_actor import start_ranks
+from slime.ray.train_actor import TrainRayActor, start_ranks
 from slime.ray.waiting import forget, wait_for
 from slime.utils.errors import CheckpointError, HangError, ProcessError, WeightSyncError
 from slime.utils.misc import Box
@@ -55,6 +54,9 @@ class RayTrainGroup:
         parts: of the run.
     """
 
+    rank_class: type[TrainRayActor] = TrainRayActor
+    """Gives a worker its verbs as a Ray actor."""
+
     def __init__(
         self,
         args: Namespace,
@@ -76,7 +78,6 @@ class RayTrainGroup:
         self.gpus, self._num_gpus_per_actor, self._actor_cls = pg, num_gpus_per_actor, actor_cls
         self.parts = parts
         self._leader: RayTrainGroup | None = None
-        self._follower: RayTrainGroup | None = None
         self._manager: Any = None
         self._layouts: list[dict[str, int]] = []
         self.deal_external_data: Callable[[list[Any]], list[Any]] = list
@@ -91,21 +92,18 @@ class RayTrainGroup:
         self._published: set[int] = set()
         self._left_out: set[int] = set()
         self._version = VersionCount()
-        self._copies = MemoryCheckpoints(args)
 
     # Life
 
     def create(self) -> int:
         """Start every rank, load the model, and return the first rollout to run (equal on all ranks).
 
-        After the first time the ranks go on from their copies in memory (``--trainer-recovery memory``), else from
-        the last checkpoint of this job; without one they start as they did first.
+        After the first time the ranks resume from the last checkpoint of this job; without one they start as they did
+        first.
         """
         self._spawn()
         if self._was_created:
-            copied = self._copies.fetch(self.actors, self._leader.world_size if self._leader is not None else 0)
-            version, last = self._version.number, self.last_checkpoint
-            self.args = args_to_resume(self._run_args, weight_version=version, checkpoint=last, copied=copied)
+            self.args = self.args_to_resume()
         transforms = self.parts.transforms if self.role == "actor" else ()
         kept = self.with_ref, self.with_opd_teacher, transforms
         start_ids = self._on_all("init", self.args, self.role, *kept, what="model set-up")
@@ -116,9 +114,13 @@ class RayTrainGroup:
         self._was_created, self._is_connected = True, False
         return self.start_rollout_id
 
+    def args_to_resume(self) -> Namespace:
+        """Return the args by which fresh ranks take the place of others."""
+        return args_to_resume(self._run_args, weight_version=self._version.number, checkpoint=self.last_checkpoint)
+
     def follow(self, leader: RayTrainGroup) -> None:
-        """Go on where ``leader`` does: by its checkpoints, and by copies made when it has trained, which is later."""
-        self._leader, leader._follower, self._copies = leader, self, leader._copies
+        """Resume from the checkpoints of ``leader``."""
+        self._leader = leader
 
     @property
     def names(self) -> list[str]:
@@ -131,8 +133,7 @@ class RayTrainGroup:
         return max((self._leader or self)._written_checkpoints(), default=None)
 
     def leave_out_checkpoints(self, number: int) -> None:
-        """Go on from an older one after the next start: so many of the newest, and copies, no longer count."""
-        self._copies.drop()
+        """Resume from an older one after the next start: so many of the newest no longer count."""
         self._left_out.update(sorted(self._written_checkpoints(), reverse=True)[:number])
 
     def _written_checkpoints(self) -> set[int]:
@@ -145,9 +146,14 @@ class RayTrainGroup:
     def begin(self) -> None:
         """Start the processes of the ranks, which import for many seconds; :meth:`create` goes on with them."""
         if self.world_size and not self.actors:
-            share = self._num_gpus_per_actor
             self.actors = start_ranks(
-                self._actor_cls, self.args, self.gpus, self.names, gpu_share=share, parts=self.parts
+                self._actor_cls,
+                self.args,
+                self.gpus,
+                self.names,
+                gpu_share=self._num_gpus_per_actor,
+                parts=self.parts,
+                rank_class=self.rank_class,
             )
 
     def _spawn(self) -> None:
@@ -201,7 +207,6 @@ class RayTrainGroup:
         ``external_data`` is for all ranks, or a list, of what a critic's ranks return or of references to it: each
         rank gets its own.
         """
-        self._copies.finish_before(rollout_id)
         is_list = isinstance(external_data, list)
         per_rank = self.deal_external_data(external_data) if is_list else [external_data] * len(self.actors)
         return [
@@ -218,8 +223,6 @@ class RayTrainGroup:
         """Wait for what ``async_train`` started; return what each rank returned."""
         results = self._wait(refs, what=f"training on rollout {rollout_id}")
         self._version.rollout_id = rollout_id
-        if self._leader is None:
-            self._copies.begin(rollout_id, [*self.actors, *(self._follower.actors if self._follower else [])])
         return results
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:

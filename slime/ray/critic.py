@@ -28,7 +28,7 @@ def create_critic(args: Namespace, gpus: GpuSlice, actor: RayTrainGroup) -> RayT
     Raises:
         CheckpointError: it does not.
     """
-    critic = RayTrainGroup(
+    critic = type(actor)(
         args.critic_args, args.critic_num_nodes, args.critic_num_gpus_per_node, gpus, role="critic", parts=actor.parts
     )
     critic.follow(actor)

@@ -57,6 +57,8 @@ class Parts:
     """Observers of the prompt groups."""
     folders: Mapping[str, Path] = field(default_factory=dict)
     """Folders that extensions write and read back, by the flags that name them; the job locks them."""
+    train_group: type[RayTrainGroup] | None = None
+    """The ranks of a trainer; None: the plain ``RayTrainGroup``."""
 
 
 CORE = Parts()

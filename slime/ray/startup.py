@@ -25,7 +25,6 @@ from slime.ray.engines.actor import restart_timeout_s
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import CORE, Parts
-from slime.ray.released_trainer import ReleasedTrainGroup
 from slime.ray.rollout import start_rollout_manager
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import wait_for, watch, watch_start
@@ -88,7 +87,7 @@ def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
     if args.debug_rollout_only:
         return RayTrainGroup(args, 0, 0, gpus)
     kept = policies_of(args)
-    group = ReleasedTrainGroup if args.release_train else RayTrainGroup
+    group = parts.train_group or RayTrainGroup
     return group(
         args,
         args.actor_num_nodes,

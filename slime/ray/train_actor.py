@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -18,7 +18,6 @@ from slime.backends.train_worker import Beat, Pulse, TrainWorker
 from slime.observability import telemetry
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.gpus import GpuSlice, strategy_for
-from slime.ray.memory_checkpoints import COPY_GROUP, CopyingRank
 from slime.ray.parts import CORE, Parts
 from slime.ray.utils import (
     COMMON_ACTOR_ENV,
@@ -42,8 +41,12 @@ PULSE_GROUP = "pulse"
 """Concurrency group in which a rank says how far it is, beside its real work."""
 
 
-class TrainRayActor(CopyingRank, Watched, RayActor):
+class TrainRayActor(Watched, RayActor):
     """Mixed in before a ``TrainWorker`` subclass by :func:`remote_class`."""
+
+    rank: int
+    concurrency: Mapping[str, int] = {WATCH_GROUP: 1, PULSE_GROUP: 1}
+    """Concurrency group -> its threads."""
 
     def __init__(self, *arguments: Any, parts: Parts = CORE, **keywords: Any) -> None:
         self.parts = parts
@@ -86,10 +89,10 @@ class TrainRayActor(CopyingRank, Watched, RayActor):
         self.connect_rollout_engines(engines.engines, engines.num_new)  # type: ignore[attr-defined]
 
 
-def remote_class(worker_class: type[TrainWorker]) -> Any:
-    """Return the Ray actor class of a trainer: ``worker_class`` with the Ray-side verbs of :class:`TrainRayActor`."""
-    combined = type(worker_class.__name__, (TrainRayActor, worker_class), {"__module__": worker_class.__module__})
-    return ray.remote(num_gpus=1, concurrency_groups={WATCH_GROUP: 1, PULSE_GROUP: 1, COPY_GROUP: 1})(combined)
+def remote_class(worker_class: type[TrainWorker], rank_class: type[TrainRayActor] = TrainRayActor) -> Any:
+    """Return the Ray actor class of a trainer: ``worker_class`` with the Ray-side verbs of ``rank_class``."""
+    combined = type(worker_class.__name__, (rank_class, worker_class), {"__module__": worker_class.__module__})
+    return ray.remote(num_gpus=1, concurrency_groups=dict(rank_class.concurrency))(combined)
 
 
 def start_ranks(
@@ -100,6 +103,7 @@ def start_ranks(
     *,
     gpu_share: float,
     parts: Parts = CORE,
+    rank_class: type[TrainRayActor] = TrainRayActor,
 ) -> list[Any]:
     """Return the actors of a trainer's ranks, which begin to start and are watched: rank r on the r-th GPU.
 
@@ -110,12 +114,13 @@ def start_ranks(
         names: of the ranks, in messages.
         gpu_share: the share of a GPU bundle that one rank reserves.
         parts: of the run.
+        rank_class: gives the workers their verbs as Ray actors.
     """
     if worker_class is None:
         from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
         worker_class = MegatronTrainRayActor
-    remote = remote_class(worker_class)
+    remote = remote_class(worker_class, rank_class)
     options = {
         "num_cpus": gpu_share,
         "num_gpus": gpu_share,

@@ -61,7 +61,7 @@ PROMISES = (
         "over several nodes five times",
         tests=(
             "tests/dist/test_memory_copy.py::test_all_that_training_changes_comes_back_to_the_bit",
-            "tests/dist/test_memory_checkpoints.py::test_a_death_in_the_middle_of_a_copy_leaves_every_rank_with_the_one_before",
+            "tests/ext/recovery/test_memory_checkpoints.py::test_a_death_in_the_middle_of_a_copy_leaves_every_rank_with_the_one_before",
             "tests/e2e/test_trainer_faults.py::test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_change_no_bit",
         ),
     ),
@@ -271,15 +271,18 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=DRIVER,
         waits="Driver for copies of the trainer's state, before the next ones and after a death; ranks for keepers",
-        code=("slime.ray.memory_checkpoints.MemoryCheckpoints", "slime.ray.memory_checkpoints.CopyingRank"),
+        code=(
+            "slime.ext.recovery.memory_checkpoints.MemoryCheckpoints",
+            "slime.ext.recovery.memory_checkpoints.CopyingRank",
+        ),
         bounds=("--train-timeout-s",),
         deadline="for each chunk of a copy",
         raises="DataError",
         log="driver: that a keeper is lost, or that the trainer goes on from its last checkpoint",
         outcome="another keeper is started for the next copy; copies that are lost are made up for by the checkpoint",
         tests=(
-            "tests/dist/test_memory_checkpoints.py::test_a_dead_keeper_means_the_checkpoint",
-            "tests/dist/test_memory_checkpoints.py::test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy",
+            "tests/ext/recovery/test_memory_checkpoints.py::test_a_dead_keeper_means_the_checkpoint",
+            "tests/ext/recovery/test_memory_checkpoints.py::test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy",
         ),
     ),
     Edge(

@@ -31,7 +31,6 @@ FLAGS = Namespace(
     debug_train_only=False,
     use_fault_tolerance=False,
     rollout_global_dataset=True,
-    trainer_recovery="off",
 )
 
 

@@ -15,9 +15,7 @@ from slime.ray.parts import Parts
 def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def start_ranks(
-        worker_class: Any, args: Namespace, gpus: Any, names: list[str], *, gpu_share: float, parts: Parts
-    ) -> list[Any]:
+    def start_ranks(worker_class: Any, args: Namespace, gpus: Any, names: list[str], **_: Any) -> list[Any]:
         started.append(names)
         return list(names)
 

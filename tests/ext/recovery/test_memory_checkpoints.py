@@ -11,8 +11,8 @@ import pytest
 import ray
 import torch
 
-from slime.ray import memory_checkpoints
-from slime.ray.memory_checkpoints import COPY_GROUP, CopyingRank, MemoryCheckpoints
+from slime.ext.recovery import memory_checkpoints
+from slime.ext.recovery.memory_checkpoints import COPY_GROUP, CopyingRank, MemoryCheckpoints
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DataError, EngineDiedError
 from slime.weights.state_copy import StateCopy

@@ -1,0 +1,61 @@
+"""A trainer whose ranks leave copies of their state in the memory of hosts (``--trainer-recovery memory``)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import ray
+
+from slime.arguments import args_to_resume
+from slime.ext.recovery.memory_checkpoints import COPY_GROUP, CopyingRank, MemoryCheckpoints
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.train_actor import TrainRayActor
+from slime.utils.misc import Box
+
+
+class CopiedRank(CopyingRank, TrainRayActor):
+    """A rank that sends its copies and takes them back."""
+
+    concurrency = {**TrainRayActor.concurrency, COPY_GROUP: 1}
+
+
+class CopiedTrainGroup(RayTrainGroup):
+    """A trainer that starts again from its copies where they are whole; its critic is copied with it."""
+
+    rank_class = CopiedRank
+
+    def __init__(self, args: Namespace, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(args, *arguments, **keywords)
+        self._copies = MemoryCheckpoints(args)
+        self._critics: list[RayTrainGroup] = []
+
+    def follow(self, leader: RayTrainGroup) -> None:
+        """Resume where ``leader`` does: by its checkpoints, and by copies made when it has trained, which is later."""
+        super().follow(leader)
+        assert isinstance(leader, CopiedTrainGroup)
+        leader._critics.append(self)
+        self._copies = leader._copies
+
+    def args_to_resume(self) -> Namespace:
+        """Have the fresh ranks take their copies; return the args by which they start, else from a checkpoint."""
+        copied = self._copies.fetch(self.actors, self._leader.world_size if self._leader is not None else 0)
+        version, last = self._version.number, self.last_checkpoint
+        return args_to_resume(self._run_args, weight_version=version, checkpoint=last, copied=copied)
+
+    def leave_out_checkpoints(self, number: int) -> None:
+        """Resume from an older checkpoint after the next start; copies no longer count."""
+        self._copies.drop()
+        super().leave_out_checkpoints(number)
+
+    def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
+        """Train as the base class does, once the copies that this would write over are sent."""
+        self._copies.finish_before(rollout_id)
+        return super().async_train(rollout_id, rollout_data, external_data)
+
+    def wait_trained(self, rollout_id: int, refs: list[ray.ObjectRef]) -> list[Any]:
+        """Wait as the base class does, then begin to send the copies that the ranks have made."""
+        results = super().wait_trained(rollout_id, refs)
+        if self._leader is None:
+            self._copies.begin(rollout_id, [actor for group in (self, *self._critics) for actor in group.actors])
+        return results
