@@ -143,8 +143,8 @@ def save_checkpoint(
         iteration: of the folder's name.
         model: this rank's chunks.
         optimizer: None where nothing was trained.
-        opt_param_scheduler: None where there is no optimizer.
-        background: copies the state, writes it while training goes on, and publishes it (``--async-save``).
+        opt_param_scheduler: None without an optimizer.
+        background: copies the state, writes it during training, and publishes it (``--async-save``).
 
     Returns:
         The checkpoint's folder.

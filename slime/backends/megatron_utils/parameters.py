@@ -37,7 +37,7 @@ class Shard:
     """This rank's part of one parameter (or of a buffer that an engine needs)."""
 
     key: str
-    """``{chunk}.{name in the chunk}``: unique on this rank, but for the experts stacked in one parameter."""
+    """``{chunk}.{name in the chunk}``: unique on this rank, except for experts stacked in one parameter."""
     name: str
     """Name in the whole model without a prefix; ``{}`` is replaced by the expert's index."""
     tensor: Tensor
@@ -142,7 +142,7 @@ def iter_global_parameters(
 
 
 def tensor_parallel_group(shard: Shard) -> torch.distributed.ProcessGroup:
-    """Return the ranks over which a shard's parameter is cut: experts have a group of their own."""
+    """Return the ranks over which a shard's parameter is cut: experts have another group."""
     return mpu.get_expert_tensor_parallel_group() if shard.is_expert else mpu.get_tensor_model_parallel_group()
 
 

@@ -132,7 +132,7 @@ class ModelSwitch:
         self._frozen: dict[str, Tensor] = {}
         self.active = active
         self._is_current = False
-        """The host copy under ``active``, where there is one, has what is in the model."""
+        """The host copy under ``active``, if any, has what is in the model."""
 
     def _live(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield what differs between the sets of weights, or with ``frozen`` what all of them share."""
@@ -168,7 +168,7 @@ class ModelSwitch:
         return [(tensor, copies[name]) for name, tensor in live if name in copies]
 
     def record_changed(self) -> None:
-        """Record that training goes on: the model is ahead of its host copy now."""
+        """Record that the model is ahead of its host copy now."""
         self._is_current = False
 
     @torch.no_grad()
@@ -180,7 +180,7 @@ class ModelSwitch:
 
     @torch.no_grad()
     def backup_frozen(self) -> None:
-        """Copy what no policy has of its own to the host, once for all sets of weights."""
+        """Copy what all sets of weights share to the host, once."""
         _copy_to_host(dict(self._live(frozen=True)), self._frozen)
 
     @torch.no_grad()

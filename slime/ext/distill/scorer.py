@@ -41,7 +41,7 @@ from slime.utils.errors import DataError, SlimeError
 logger = logging.getLogger(__name__)
 
 _NO_SAMPLE = -1
-"""Index of the sequence that fills a micro-batch of a rank that has none of its own."""
+"""Index of the sequence that fills a micro-batch of a rank without sequences."""
 
 
 @dataclass(frozen=True, slots=True)

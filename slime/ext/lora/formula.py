@@ -1,7 +1,7 @@
 """Low-rank adapters: ``y = W x + scale * B (A x)`` (LoRA, arXiv:2106.09685).
 
 Megatron joins matrices that Hugging Face keeps apart (queries, keys and values; gates and ups).  Each of these *parts*
-has an A of its own, as PEFT has it, and B has the rows of the joined matrix, each of which belongs to one part.
+has a separate A, as PEFT has it, and B has the rows of the joined matrix, each of which belongs to one part.
 
 Shapes: P = parts, r = rank, N = rows (outputs), K = columns (inputs); an expert axis may precede them.
 """

@@ -4,7 +4,7 @@
     int4   one bf16 scale a row and group of columns        (slime.weights.quantize.group_int, symmetric)
 
 A product dequantizes the weight to the dtype of its input, in the forward and again in the backward pass, and keeps
-nothing.  The parameter keeps its name, shape and dtype, without memory of its own.
+nothing.  The parameter keeps its name, shape and dtype, and holds no memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FrozenWeight:
         return pack(codes, 4), scales
 
     def numbers(self, index: int, dtype: torch.dtype, held: Sequence[Tensor] | None = None) -> Tensor:
-        """Return the matrix of expert ``index`` (0 where there are none); ``held``: the buffers, where not live."""
+        """Return the matrix of expert ``index`` (0 without experts); ``held``: the buffers, where not live."""
         codes, scales = held or (getattr(self._layer, _CODES), getattr(self._layer, _SCALES))
         if self._precision == "fp8":
             return dequantize_block(codes[index], scales[index], dtype=dtype)

@@ -1,7 +1,7 @@
 """Adapters on the linear layers of a built model (``slime.ext.lora.formula`` has the formula).
 
-An adapter is a submodule ``lora`` of the layer, with parameters ``a`` and ``b``; a hook adds its output to that of the
-layer.  Names of all other parameters stay what they are.  A is cut as the columns of the weight are, B as its rows:
+An adapter is a submodule ``lora`` of the layer, with parameters ``a`` and ``b``; a hook adds its output to the
+layer's.  Names of all other parameters stay what they are.  A is cut as the columns of the weight are, B as its rows:
 
     layer             A [P, r, K]     B [N, r]       between the two
     column parallel   whole           cut            gathered under sequence parallelism

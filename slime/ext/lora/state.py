@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
-from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts
 from slime.backends.megatron_utils.flags.model_dims import model_dims
@@ -33,7 +32,6 @@ from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.parameters import (
     Shard,
     iter_global_parameters,
-    iter_shards,
     tensor_parallel_group,
 )
 from slime.backends.megatron_utils.update_weight.gather import (
@@ -53,18 +51,8 @@ from slime.weights.peft_folder import read_peft_folder, tensor_name, write_peft_
 _NAME = re.compile(r"(.+)\.lora\.([ab])(\d*)")
 
 
-def adapter_state(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Return the sharded state of the adapters, by name in the whole model."""
-    is_gated = unwrap_model(model[0]).config.gated_linear_unit
-    entries: dict[str, Any] = {}
-    for shard in iter_shards(model, added=True):
-        key = shard.name.removesuffix("{}")
-        if key not in entries:
-            entries[key] = _entry(key, shard, is_gated=is_gated)
-    return entries
-
-
-def _entry(key: str, shard: Shard, *, is_gated: bool) -> ShardedTensor | ShardedTensorFactory:
+def sharded_entry(key: str, shard: Shard, *, is_gated: bool) -> ShardedTensor | ShardedTensorFactory:
+    """Return what a checkpoint has under ``key`` for a parameter of an adapter."""
     group = tensor_parallel_group(shard)
     rank, parts = group.rank(), group.size()
     dim = shard.split_dim
@@ -85,13 +73,6 @@ def _entry(key: str, shard: Shard, *, is_gated: bool) -> ShardedTensor | Sharded
     if key.endswith(".b") and is_gate_up(shard, is_gated=is_gated):
         return gate_up_entry(key, parameter, replica_id, cut, entry, dim=dim)
     return entry(key, parameter, replica_id, cut)
-
-
-@torch.no_grad()
-def load_adapter_state(model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:
-    """Copy what a checkpoint has for :func:`adapter_state` into the model."""
-    for shard in iter_shards(model, added=True):
-        shard.parameter.copy_(state[shard.name.removesuffix("{}")])
 
 
 def iter_peft_tensors(

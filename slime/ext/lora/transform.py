@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import checkpoint, sglang
+from slime.backends.megatron_utils import checkpoint, cpu_platform, sglang  # noqa: F401
+
+# isort: split
+from megatron.core.utils import unwrap_model
+
 from slime.backends.megatron_utils.model_transform import AddedParameters
+from slime.backends.megatron_utils.parameters import iter_shards
 from slime.ext.lora.frozen_base import hold_quantized
 from slime.ext.lora.layers import add_adapters
-from slime.ext.lora.state import adapter_state, load_adapter_state, load_peft, peft_tensors, save_peft
+from slime.ext.lora.state import load_peft, peft_tensors, save_peft, sharded_entry
 from slime.flags.lora import lora_base, lora_config
 from slime.weights.peft_folder import peft_config
 from slime.weights.push.adapter import as_engines_call, push_adapter
@@ -75,12 +80,20 @@ class Lora(AddedParameters):
         return True
 
     def state(self, model: Sequence[torch.nn.Module]) -> dict[str, Any]:
-        """Return the sharded state of the adapters."""
-        return adapter_state(model)
+        """Return the sharded state of the adapters, by name in the whole model."""
+        is_gated = unwrap_model(model[0]).config.gated_linear_unit
+        entries: dict[str, Any] = {}
+        for shard in iter_shards(model, added=True):
+            key = shard.name.removesuffix("{}")
+            if key not in entries:
+                entries[key] = sharded_entry(key, shard, is_gated=is_gated)
+        return entries
 
+    @torch.no_grad()
     def load_state(self, model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:
         """Copy a checkpoint's adapters into the model."""
-        load_adapter_state(model, state)
+        for shard in iter_shards(model, added=True):
+            shard.parameter.copy_(state[shard.name.removesuffix("{}")])
 
     def after_save(self, model: Sequence[torch.nn.Module], rollout_id: int) -> None:
         """Write the PEFT folder of ``--lora-save``."""

@@ -90,7 +90,7 @@ def iter_full_tensors(
 
     Args:
         model: this rank's chunks.
-        dtype: floating-point parameters are cast to it but for those that stay fp32; None leaves them.
+        dtype: floating-point parameters are cast to it, except for those that stay fp32; None leaves them.
         host_weights: where the values are while the parameters are asleep.
         across_stages: give all ranks the parameters of all pipeline stages; otherwise each its own stage's.
         only: :attr:`Shard.name` of those wanted, the same on all ranks; None for all.
