@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from slime.agent import parsing
 from slime.backends.sglang_utils import cpu_shim
+from slime.rollout import parsing
 from slime.rollout.parsing import opens_reasoning, parse_model_output, parse_tool_uses, parse_xml_tool_uses
 from slime.utils.errors import ConfigError
+from tests.unit.talking_engine import make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,8 @@ def test_an_answer_that_ends_within_the_reasoning_the_template_opened_calls_no_t
     assert (done.reasoning, done.tool_uses, done.ill_formed) == (parsed.reasoning, [USE], False)
 
 
-def test_a_prompt_opens_reasoning_when_an_open_mark_ends_it(tokenizer):
+def test_a_prompt_opens_reasoning_when_an_open_mark_ends_it():
+    tokenizer = make_tokenizer()
     for end, is_open in (("<think>\n", True), ("<think>", True), ("<think>\n\n</think>\n\n", False), ("", False)):
         prompt = tokenizer.encode(f"<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n{end}")
         assert opens_reasoning(tokenizer, prompt) is is_open, end
