@@ -21,7 +21,7 @@ from typing import Any
 
 PACKAGES = ("slime", "slime_plugins")
 TICKS_PER_S = 100
-WINDOWS = {"TrainJob.generate", "TrainJob.train", "TrainJob.push_weights"}
+WINDOWS = {"TrainJob.generate", "TrainJob.train_models", "TrainJob.push_weights"}
 
 
 class Recorder(importlib.abc.MetaPathFinder):
@@ -33,6 +33,7 @@ class Recorder(importlib.abc.MetaPathFinder):
         self._root = len(root) + 1
         self._ours: dict[CodeType, str] = {}
         self._seen: set[tuple[Any, ...]] = set()
+        self._follows_actors = False
         self._open()
         os.register_at_fork(after_in_child=self._open)
 
@@ -49,7 +50,28 @@ class Recorder(importlib.abc.MetaPathFinder):
         """Note an import of ours, and leave it to the finders behind."""
         if fullname.partition(".")[0] in PACKAGES:
             self._write("M", fullname)
+            self._follow_actors()
         return None
+
+    def _follow_actors(self) -> None:
+        """Trace the methods of actors, too: Ray calls them in threads that ``threading.settrace`` does not reach."""
+        ray = sys.modules.get("ray._private.function_manager")
+        if ray is None or self._follows_actors:
+            return
+        self._follows_actors = True
+        make = ray.FunctionActorManager._make_actor_method_executor
+
+        def make_traced(manager: Any, name: str, method: Any) -> Any:
+            executor = make(manager, name, method)
+
+            def traced(*args: Any, **kwargs: Any) -> Any:
+                sys.settrace(self.trace)
+                return executor(*args, **kwargs)
+
+            traced.name, traced.method = name, method  # type: ignore[attr-defined]
+            return traced
+
+        ray.FunctionActorManager._make_actor_method_executor = make_traced
 
     def trace(self, frame: FrameType, kind: str, value: Any) -> Any:
         """Follow the frames of our files alone; a function for ``sys.settrace``."""
