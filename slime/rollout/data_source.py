@@ -23,10 +23,9 @@ from slime.flags.security import trusts_remote_code
 from slime.rollout import plain_values
 from slime.rollout.mixture import Mixture, is_mix
 from slime.rollout.observer import GroupObserver
-from slime.rollout.prompt_dataset import Dataset
+from slime.rollout.plain_values import read_state, write_state
+from slime.rollout.prompt_dataset import Dataset, RowDigests, changed_rows, digest_of
 from slime.rollout.prompt_files import readers_of
-from slime.rollout.row_digests import RowDigests, changed_rows, digest_of
-from slime.rollout.state_file import read_state, write_state
 from slime.rollout.tools import toolbox
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.misc import load_function

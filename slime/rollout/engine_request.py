@@ -15,7 +15,6 @@ from typing import Any
 
 from slime.rollout.config import RolloutConfig
 from slime.rollout.direct_workers import send
-from slime.utils.answer_checks import problem_with_answer
 from slime.utils.errors import DataError, EngineError
 from slime.utils.processing_utils import (
     encode_image_for_rollout_engine,
@@ -25,7 +24,7 @@ from slime.utils.processing_utils import (
     process_text,
     process_vision_info,
 )
-from slime.utils.sglang_meta import TOP_P_ASK, read_output_tokens
+from slime.utils.sglang_meta import TOP_P_ASK, problem_with_answer, read_output_tokens
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -247,7 +246,7 @@ def append_output(args: Namespace, sample: Sample, output: Any, decode: Decode |
     """Append one engine answer to the sample.
 
     Args:
-        decode: makes text of ids, where the answer goes on from one that was cut within a character.
+        decode: makes text of ids, where the answer continues one that was cut within a character.
 
     Raises:
         EngineError: the answer cannot be used.

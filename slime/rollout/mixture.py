@@ -17,8 +17,7 @@ from typing import Any
 from slime.flags.yaml_file import read_yaml
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.observer import GroupObserver
-from slime.rollout.prompt_dataset import Dataset
-from slime.rollout.row_digests import RowDigests
+from slime.rollout.prompt_dataset import Dataset, RowDigests
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 
@@ -173,7 +172,7 @@ class Mixture(GroupObserver):
         return sum(len(source.dataset) for source in self._sources)
 
     def shuffle(self, new_epoch_id: int) -> None:
-        """Do nothing: each data set has epochs of its own."""
+        """Do nothing: each data set counts its epochs."""
 
     def take(self, num_rows: int) -> list[Sample]:
         """Return the next prompts of the stream."""
@@ -258,7 +257,7 @@ class Mixture(GroupObserver):
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from ``state``; a data set that it does not know begins at its start."""
+        """Continue from ``state``; a data set that it does not know begins at its start."""
         for source in self._sources:
             position = dict((state or {}).get(source.name, {}))
             source.due = {int(row): int(epoch) for row, epoch in position.pop("due", [])}

@@ -16,8 +16,8 @@ import torch
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.convert import rollout_mask_sums
 from slime.train_data.schedule import DPSchedule
-from slime.utils.answer_checks import MAX_LOG_PROB
 from slime.utils.errors import DataError
+from slime.utils.sglang_meta import MAX_LOG_PROB
 
 
 def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:

@@ -683,7 +683,7 @@ EDGES: tuple[Edge, ...] = (
         waits="Sample for a usable answer (garbage, parts missing, impossible tokens or log-probs, wrong counts)",
         code=(
             "slime.rollout.engine_request.ask",
-            "slime.utils.answer_checks.problem_with_answer",
+            "slime.utils.sglang_meta.problem_with_answer",
             "slime.rollout.config.RolloutConfig",
         ),
         bounds=("--rollout-health-check-interval", "--rollout-health-check-timeout"),

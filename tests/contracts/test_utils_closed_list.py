@@ -6,7 +6,6 @@ from tests.contracts.source_tree import FACADES, REPO, module_name
 
 KIT = {
     "aiohttp_threaded",
-    "answer_checks",
     "plugins",
     "redaction",
     "chat_template",

@@ -12,7 +12,7 @@ from slime.ext.ledger.ledger import position_path
 from slime.flags.checkpoint import TRACKER
 from slime.rollout.base_types import first_index
 from slime.rollout.data_source import groups_from_state
-from slime.rollout.state_file import read_state
+from slime.rollout.plain_values import read_state
 from tests.scripted_engine.script import split_prompt
 from tests.simulator.faults import Setup
 from tests.simulator.job import is_dull

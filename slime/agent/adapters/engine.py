@@ -17,12 +17,11 @@ from slime.agent.adapters.images import PromptEncoder
 from slime.agent.adapters.messages import read_part
 from slime.agent.adapters.sessions import AdapterError, Session
 from slime.agent.trajectory import KnownPrefix, Message, Pictures, TurnRecord
-from slime.utils.answer_checks import problem_with_answer
 from slime.utils.chat_template import apply_chat_template, special_text, text_after_end
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import post
 from slime.utils.processing_utils import check_image_tokens, encode_image_for_rollout_engine, one_id_an_image
-from slime.utils.sglang_meta import read_output_tokens
+from slime.utils.sglang_meta import problem_with_answer, read_output_tokens
 
 MAX_RESUMES = 6
 """Continuations of one turn after aborts; each weight update may cause one."""

@@ -44,7 +44,7 @@ sys.path.insert(0, str(REPO))
 
 from slime.ext.ledger.frames import folder_bytes, read_folder  # noqa: E402
 from slime.ext.ledger.records import ReplayState  # noqa: E402
-from slime.rollout.state_file import read_state  # noqa: E402
+from slime.rollout.plain_values import read_state  # noqa: E402
 from tools import ledger as ledger_tool  # noqa: E402
 
 FLUSH_S = 0.2

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 
 from slime.rollout import data_source as data_source_module
-from slime.rollout import state_file
+from slime.rollout import plain_values
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first, state_path
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import ConfigError, DataError, HookError
@@ -268,13 +268,13 @@ def test_a_save_that_fails_leaves_the_old_file(make_args, monkeypatch):
 
         write_atomically(path, half, **options)
 
-    monkeypatch.setattr(state_file, "write_atomically", fails_halfway)
+    monkeypatch.setattr(plain_values, "write_atomically", fails_halfway)
     with pytest.raises(DataError, match="disk full.*--save"):
         source.save(0)
     monkeypatch.undo()
     path = state_path(source.args.save, 0)
     assert not path.with_name(path.name + ".tmp").exists()
-    assert state_file.read_state(path, what="It")["sample_offset"] == 0
+    assert plain_values.read_state(path, what="It")["sample_offset"] == 0
 
 
 def test_saving_needs_a_folder(make_args):

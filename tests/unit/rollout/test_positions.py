@@ -18,7 +18,7 @@ from PIL import Image
 
 from slime.rollout import plain_values
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, state_path
-from slime.rollout.state_file import read_state, write_state
+from slime.rollout.plain_values import read_state, write_state
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 from tests.unit.rollout.test_data_source import SavedTokenizer, make_args  # noqa: F401  a fixture

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.utils.answer_checks import problem_with_answer
-from slime.utils.sglang_meta import TokenLogProbs, decode_generate_answer
+from slime.utils.sglang_meta import TokenLogProbs, decode_generate_answer, problem_with_answer
 
 PAYLOAD = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
 GOOD = [[-0.5, 7, None], [-1.25, 8, None], [0.0, 9, None]]

@@ -22,12 +22,11 @@ from slime.arguments.hooks import HOOKS
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
 from slime.flags.lora import LoraConfig
 from slime.rollout import plain_values
+from slime.rollout.plain_values import read_state
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file
-from slime.rollout.state_file import read_state
 from slime.utils import env
-from slime.utils.answer_checks import problem_with_answer
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
-from slime.utils.sglang_meta import decode_int32
+from slime.utils.sglang_meta import decode_int32, problem_with_answer
 from slime.weights.file_digests import FolderDigests
 from slime.weights.hf_rewrite.plan import open_source
 from slime.weights.peft_folder import read_peft_folder

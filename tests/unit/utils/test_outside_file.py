@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint, read_tracker, version_before
 from slime.observability.dumps import load_train_dump, read_dump, save_rollout_dump
-from slime.rollout.state_file import read_state, write_state
+from slime.rollout.plain_values import read_state, write_state
 from slime.utils.errors import DataError, SlimeError
 from slime.utils.json_file import read_object
 from slime.utils.outside_file import MAX_TEXT_BYTES, read_outside_file
