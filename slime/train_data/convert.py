@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 from slime.train_data.columns import COLUMNS, Ints, TrainBatch
 from slime.train_data.routed_experts import RoutedShape, routed_rows, rows_needed
@@ -102,7 +102,7 @@ def source_name(sample: Sample) -> str:
 
 
 def _rollout_ids(samples: Sequence[Sample]) -> list[int]:
-    """Return each sample's rollout id; one without is a rollout of its own and gets the next unused number."""
+    """Return each sample's rollout id; one without counts as a separate rollout and gets the next unused number."""
     used = {sample.rollout_id for sample in samples if sample.rollout_id is not None}
     ids: list[int] = []
     candidate = 0
@@ -127,11 +127,6 @@ def _loss_mask(sample: Sample) -> list[int]:
 
 def _check_lengths(sample: Sample) -> None:
     response = sample.response_length
-    if len(sample.tokens) and not isinstance(sample.tokens[-1], SupportsIndex):
-        raise DataError(
-            f"sample {sample.index} has the token {sample.tokens[-1]!r}; tokens are whole numbers, the ids of the "
-            "tokenizer; check --custom-generate-function-path or --rollout-function-path"
-        )
     if not 0 <= response < len(sample.tokens):
         raise DataError(
             f"sample {sample.index} has response_length {response} and {len(sample.tokens)} tokens; tokens hold the "

@@ -7,9 +7,7 @@ advantages is elsewhere: ``slime.algorithms.advantages.whitening``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
-from numbers import Real
 
 import torch
 
@@ -49,18 +47,12 @@ def post_process_rewards(
         grpo_std_normalization: False with ``--disable-grpo-std-normalization``.
         group_ids: ``sample.group_index`` of each sample.  When none has one, a group is ``n_samples_per_prompt``
             neighbours, provided that there are ``n_samples_per_prompt * rollout_batch_size`` samples.
-        rollout_ids: ``sample.rollout_id`` of each sample; a sample without one is a rollout of its own.
+        rollout_ids: ``sample.rollout_id`` of each sample; a sample without one counts as a separate rollout.
         graded: ``sample.is_graded`` of each sample; None is all of them.
 
     Raises:
-        DataError: a reward is no finite number, or the samples cannot be told apart into groups.
+        DataError: the samples cannot be told apart into groups.
     """
-    for position, reward in enumerate(raw_rewards):
-        if not isinstance(reward, Real) or not math.isfinite(reward):
-            raise DataError(
-                f"the reward of sample {position} of the rollout is {reward!r}; it must be a finite number; a reward "
-                "that is a dict needs --reward-key, a function of --custom-rm-path must return an int or a float"
-            )
     baseline = get_estimator(advantage_estimator).group_baseline
     if not rewards_normalization or baseline is None:
         return [float(reward) for reward in raw_rewards]

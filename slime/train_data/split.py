@@ -1,4 +1,8 @@
-"""A rollout's ``TrainBatch`` and a schedule to one ``RankBatch`` for each data-parallel rank."""
+"""A rollout's ``TrainBatch`` and a schedule to one ``RankBatch`` for each data-parallel rank.
+
+Lengths are checked where a batch is made, by ``convert`` or, of a converter of the user's, by ``check_columns``;
+values are checked here, as tensors.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,8 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
     """Return the share of each data-parallel rank.
 
     Raises:
-        DataError: a column has not one entry per sample, or a value that cannot be trained on.
+        DataError: a value cannot be trained on.
     """
-    check_columns(batch)
     check_rewards(batch.rewards, batch)
     if batch.rollout_mask_sums is None:
         batch = replace(batch, rollout_mask_sums=rollout_mask_sums(batch.loss_masks, batch.rollout_ids))
@@ -200,7 +203,7 @@ def _check_values(columns: Mapping[str, Any], names: Sequence[str]) -> None:
     """Check the values of a rank's columns, many samples at a time.
 
     Raises:
-        DataError: a loss mask is neither 0 nor 1, or the log-prob of a trained token is none.
+        DataError: a loss mask is neither 0 nor 1, or a trained token has an impossible log-prob.
     """
     masks = columns["loss_masks"]
     checked = {name: columns[name] for name in ("rollout_log_probs", "teacher_log_probs") if name in columns}

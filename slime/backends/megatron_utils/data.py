@@ -64,7 +64,7 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Dev
         vocab_size: rows of the embedding; a token beyond them is refused here, for a GPU would end without its name.
 
     Raises:
-        DataError: a column does not have one entry per sample, or an entry the wrong length, or a token is none.
+        DataError: the model does not have a token.
     """
     data = DeviceBatch(batch.to_dict())
     device = current_device()
@@ -76,13 +76,6 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Dev
         data.host_tokens = tokens_N
     data.response_lengths = [int(length) for length in batch.response_lengths]
     data.loss_masks = [torch.as_tensor(mask, dtype=torch.int, device=device) for mask in batch.loss_masks]
-    for index, (mask, length) in enumerate(zip(data.loss_masks, data.response_lengths, strict=True)):
-        if mask.numel() != length or not 0 <= length < data.total_lengths[index]:
-            raise DataError(
-                f"sample {index} of this rank has {data.total_lengths[index]} tokens, a response of {length} and a "
-                f"loss mask of {mask.numel()}; a response needs a prompt before it and a mask of its own length. "
-                "Check the rollout function"
-            )
     data.rollout_mask_sums = torch.as_tensor(batch.rollout_mask_sums, dtype=torch.float32, device=device)
     for name in PER_TOKEN_COLUMNS & data.keys():
         whole = [torch.as_tensor(values, dtype=torch.float32) for values in data[name]]

@@ -76,11 +76,6 @@ def test_a_reward_that_is_no_number_is_shown(reward):
         train_data([sample(reward=reward)])
 
 
-def test_tokens_are_ids():
-    with pytest.raises(DataError, match="sample 0 has the token 'c'; tokens are whole numbers"):
-        train_data([sample(tokens=["a", "b", "c"])])
-
-
 @pytest.mark.parametrize("reward", [None, True, 0.5])
 def test_with_a_reward_key_the_reward_is_a_dict_that_has_it(reward):
     with pytest.raises(DataError, match="sample 0 by --custom-rm-path mine.grade .*entry 'score' .--reward-key. is a"):
@@ -194,3 +189,8 @@ def test_a_failed_grading_moves_no_advantage_of_its_group(key):
     group[0].reward = 0.0 if key is None else {key: 0.0}
     assert train_data(group, **flags).rewards == train_data(group[:3], **flags).rewards + [0.0]
     assert train_data(group[:3], **flags).graded is None
+
+
+def test_tokens_are_ids():
+    with pytest.raises(DataError, match=r"sample 0 has \['a', 'b', 'c'\] in tokens; these must be numbers"):
+        split([sample(tokens=["a", "b", "c"])])

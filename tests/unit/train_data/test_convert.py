@@ -9,7 +9,7 @@ from ray import cloudpickle
 from slime.train_data.columns import COLUMNS, TrainBatch
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.schedule import DPSchedule
-from slime.train_data.split import split_by_rank
+from slime.train_data.split import check_columns, split_by_rank
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -190,7 +190,7 @@ def test_column_that_does_not_fit_the_samples_is_refused(name, value, message):
     data = convert([sample(index) for index in range(4)])
     changed = TrainBatch.from_dict(data.to_dict() | {name: value})
     with pytest.raises(DataError, match=message):
-        split_by_rank(changed, SCHEDULE)
+        check_columns(changed)
 
 
 def test_missing_required_column_is_named():

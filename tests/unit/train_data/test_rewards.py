@@ -118,9 +118,3 @@ def test_prompts_that_share_a_group_index_are_refused():
 
 def test_a_rollout_without_samples_is_left_to_the_conversion():
     assert normalise([], rollout_batch_size=0) == []
-
-
-@pytest.mark.parametrize("bad", [None, {"score": 1}, float("nan")])
-def test_reward_that_is_no_number_is_refused(bad):
-    with pytest.raises(DataError, match="sample 1 of the rollout"):
-        normalise([1.0, bad])

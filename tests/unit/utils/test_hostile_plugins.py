@@ -12,7 +12,7 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynami
 from slime.train_data.columns import TrainBatch
 from slime.train_data.convert import samples_to_train_data
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
-from slime.train_data.split import split_by_rank
+from slime.train_data.split import check_columns, split_by_rank
 from slime.utils.errors import DataError, HookError, SlimeError
 from slime.utils.types import Sample
 from tests.unit.utils.test_hostile_input import ODD
@@ -122,6 +122,7 @@ def test_a_column_of_a_converter_of_another_kind_is_named(name, is_entry):
     for kind, value in FOREIGN.items():
         try:
             batch = TrainBatch.from_dict(good | {name: [value, value] if is_entry else value})
+            check_columns(batch)
             split_by_rank(batch, schedule)
         except SlimeError as error:
             assert "\n" not in str(error) and len(str(error)) < 1500
@@ -136,7 +137,8 @@ def test_a_number_of_a_converter_that_is_none_is_named(name, value):
     if (name, value) in (("rollout_mask_sums", None), ("rollout_ids", "x")):
         return
     with pytest.raises(DataError):
+        batch = TrainBatch.from_dict(columns | {name: [value]})
+        check_columns(batch)
         split_by_rank(
-            TrainBatch.from_dict(columns | {name: [value]}),
-            build_dp_schedule(ScheduleConfig(dp_size=1), [2], global_batch_size=1, rollout_indices=[0]),
+            batch, build_dp_schedule(ScheduleConfig(dp_size=1), [2], global_batch_size=1, rollout_indices=[0])
         )

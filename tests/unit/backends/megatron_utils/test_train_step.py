@@ -27,8 +27,7 @@ from slime.backends.megatron_utils.model import build_scheduler, setup_model_and
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import perf_metrics, reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
-from slime.utils.errors import ConfigError, DataError, StepError
-from tests.unit.train_data.rank_batch import one_rank
+from slime.utils.errors import ConfigError, StepError
 
 
 @pytest.fixture(scope="module")
@@ -228,10 +227,3 @@ def test_metrics_of_micro_batches_are_summed_then_divided() -> None:
     settings = {"step_global_batch_size": 4, "cp_size": 1, "group": None}
     assert reduce_step_metrics(reports, per_token=False, **settings) == {"loss": 0.75}
     assert reduce_step_metrics(reports, per_token=True, **settings) == {"loss": 3 / 8}
-
-
-def test_a_sample_without_a_prompt_is_refused(folder: Path) -> None:
-    build(folder)
-    data = one_rank(tokens=[[1, 2]], response_lengths=[2], loss_masks=[[1, 1]])
-    with pytest.raises(DataError, match="sample 0 of this rank has 2 tokens, a response of 2"):
-        prepare_rollout_data(data)
