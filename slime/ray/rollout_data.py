@@ -80,7 +80,7 @@ def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, An
 
 
 def _raw_rewards(args: Namespace, samples: list[Sample]) -> list[Any]:
-    """Return the reward of each sample, of a dict the entry ``--reward-key``; 0 where there is none.
+    """Return the reward of each sample, of a dict the entry ``--reward-key``; 0 without one.
 
     Raises:
         DataError: a reward is no finite number, or lacks the entry.

@@ -78,7 +78,7 @@ def check_samples(value: Any, says: Any, *, error: type[Exception] = HookError) 
         error: raised.
 
     Raises:
-        HookError: there is something else among them, or a field of one holds what nobody can go on with.
+        HookError: there is something else among them, or a field of one holds an unusable value.
     """
     if isinstance(value, list | tuple):
         for item in value:

@@ -1,7 +1,7 @@
 """The flags that rollouts read, as one frozen config.
 
-Plug-ins call ``GenerateState``, ``generate`` and their like with small namespaces of their own; what these lack has
-the default of its flag.
+Plug-ins call ``GenerateState``, ``generate`` and their like with small namespaces; a flag missing there has its
+default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime.utils.net import http_url
 DEFAULT_RETRIES = 60
 """Repetitions of a request that no engine takes, about a second apart."""
 BAD_ANSWER_MARGIN_S = 30.0
-"""Time that a request waits for the replacement of its engine, beyond that of the health monitor."""
+"""Time that a request waits for the replacement of its engine, after the health monitor has evicted it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Short requests beside the stream of generation: aborts, loads, worker lists, rewards.
 
-They have connections of their own.  In the pool of ``slime.utils.http_utils`` every connection may be held by a
+They use separate connections.  In the pool of ``slime.utils.http_utils`` every connection may be held by a
 running generation, and an abort that waits for one of these to end would wait for what it is there to stop.
 """
 
@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 
 def control_sessions(*, max_connections: int, timeout_s: float) -> LoopSessions:
-    """Return sessions with connections of their own.  Proxies of the environment are not used."""
+    """Return sessions with separate connections.  Proxies of the environment are not used."""
 
     def make() -> aiohttp.ClientSession:
         return aiohttp.ClientSession(

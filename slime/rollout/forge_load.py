@@ -3,7 +3,7 @@
     --rollout-function-path slime.rollout.forge_load.generate_rollout
     --load-forge-rollout-data DIR/{rollout_id}.pt
 
-The files are those of ``--save-debug-rollout-data``.  A rollout without a file of its own gets that of rollout 0, so
+The files are those of ``--save-debug-rollout-data``.  A rollout without a file gets the file of rollout 0, so
 one file is enough to exercise memory, weight pushes and speed for as long as one likes.  ``--load-debug-rollout-data``
 replays the same files without engines.
 """
@@ -37,7 +37,7 @@ def generate_rollout(
 
     Raises:
         ConfigError: the flag is not given, or the reward of an evaluation has no entry ``--eval-reward-key``.
-        DataError: neither this rollout's file nor that of rollout 0 is there.
+        DataError: neither this rollout's file nor the file of rollout 0 exists.
     """
     template = args.load_forge_rollout_data
     if not template:

@@ -3,8 +3,8 @@
     producer:  data source -> spare -> pool (in flight -> kept)      all the time, also while the trainer works
     collect:   the oldest kept groups, --rollout-batch-size of them  once a rollout
 
-Use it with ``train_async.py``.  A push aborts what is in flight; the tokens drawn so far are kept, and the group goes
-on with the new weights at once.  Finished groups that are not needed yet stay in the pool for the next rollout.
+Use it with ``train_async.py``.  A push aborts what is in flight; the tokens drawn so far are kept, and the group
+continues with the new weights at once.  Finished groups that are not needed yet stay in the pool for the next rollout.
 
 ``--max-staleness N`` bounds how many weight versions lie between the oldest token of a group and its training:
 
@@ -249,7 +249,7 @@ def _worker_of(args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
 def generate_rollout_fully_async(
     args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """Return the next batch of a generation that goes on in the background.
+    """Return the next batch of the generation in the background.
 
     Raises:
         ConfigError: asked to evaluate.

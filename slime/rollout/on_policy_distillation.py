@@ -8,7 +8,7 @@ Several teachers: ``--opd-teachers math=http://A/generate code=http://B/generate
 
 The "reward" of a sample is the teacher's answer to its tokens, with the log-prob of each; the second function makes
 ``sample.teacher_log_probs`` of it.  The trainer then adds ``-opd_kl_coef * (student - teacher)`` to the advantages
-(``slime.algorithms.advantages.distillation``).  Evaluation needs a grader of its own: name it in ``--eval-config``.
+(``slime.algorithms.advantages.distillation``).  Evaluation needs a grader: name it in ``--eval-config``.
 
 A teacher inside the trainer, ``--opd-type megatron``, needs none of this.  Teacher and student must have the same
 tokens.

@@ -65,7 +65,7 @@ class InFlightGroup:
 
 @dataclass(order=True)
 class KeptGroup:
-    """A finished group that waits for its training; the order is that of training."""
+    """A finished group that waits for its training, in the order of training."""
 
     min_version: int
     """Oldest weight version of its trained tokens; 0 where versions are not known."""

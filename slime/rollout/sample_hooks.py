@@ -23,7 +23,7 @@ class _HookConfig:
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
-    """Announce the rollout that hooks are told of from now on; None forgets those before."""
+    """Announce the rollout that hooks hear of from now on; None forgets earlier ones."""
     current_run().begin(rollout_id)
 
 

@@ -3,7 +3,7 @@
 ``--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming`` takes the place of the
 built-in generate.  The difference shows when a request does not end well: the tokens that had arrived are kept, be it
 that the rollout was aborted and the engine did not answer any more, or that its connection broke.  The request then
-goes on from them, at another engine if need be.
+continues from them, at another engine if need be.
 
 SGLang repeats everything so far in each event, so bytes grow with the square of the length: raise
 ``--sglang-stream-interval`` (tokens between two events) for long responses.

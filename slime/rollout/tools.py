@@ -66,7 +66,7 @@ def _toolbox(paths: tuple[str, ...]) -> Toolbox:
         try:
             function = load_function(path)
             schema = get_json_schema(function)
-        except Exception as error:  # of the user's module, or of what it lacks
+        except Exception as error:  # of the user's module, or a missing import
             raise ConfigError(
                 f"--rollout-tools {path} cannot be offered to the model ({type(error).__name__}: {error}). It must be "
                 "a function with annotated parameters, and a docstring with a line for each of them under 'Args:'."
@@ -89,7 +89,7 @@ def toolbox(args: Namespace) -> Toolbox:
 
 
 async def call_in_time(function: Callable[..., Any], timeout_s: float, *values: Any, **named: Any) -> Any:
-    """Call a function of the user's, in a thread of its own unless it is a coroutine; returns or raises what it does.
+    """Call a function of the user's, in a new thread unless it is a coroutine; returns or raises what it does.
 
     Raises:
         RuntimeError: it called ``exit``.

@@ -42,7 +42,7 @@ def load(path: str, flag: str = "--prompt-data") -> Any:
 
 
 def _made(path: str, flag: str) -> Any:
-    """Make the environment in a thread of its own: its code, and the download of its data, may hang."""
+    """Make the environment in a new thread: its code, and the download of its data, may hang."""
     name, arguments = parse_query(path)
     outcome: list[Any] = []
     failure: list[BaseException] = []

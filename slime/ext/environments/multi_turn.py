@@ -9,7 +9,7 @@ The engine drew the turns, so they have its log-probs and are trained; the obser
 only ever appended: what was drawn is never tokenised again, which could give other tokens.
 
 ``generate`` is the generate function of ``--rollout-tools`` and ``--rollout-environment``; generate functions of the
-user's call ``converse`` with an environment of their own.
+user's call ``converse`` with another environment.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ async def generate(
     The calls of a turn are answered at the same time, each by a message; a turn without calls is a step of the
     environment, or the answer.  The sum of the environment's rewards is the reward, unless a grader is named: it finds
     them in ``metadata["environment_reward"]``.  An environment that raises or takes too long costs its sample, which
-    is FAILED and trains nothing.  That of a continued sample is begun again and given the same turns.
+    is FAILED and trains nothing.  The environment of a continued sample begins again and gets the same turns.
     """
     config = turns_config(args)
     player = _Player(config, sample, toolbox(args))

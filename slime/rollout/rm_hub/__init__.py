@@ -165,7 +165,7 @@ async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float
             f"The reward type {rm_type!r} does not exist; it may be {', '.join(RM_TYPES)}, each also with the prefix "
             f"{BOXED_PREFIX}. Set --rm-type, --custom-rm-path or the sample's metadata['rm_type']."
         )
-    # Off the event loop: a grader may take seconds, and other samples' requests must go on.
+    # Off the event loop: a grader may take seconds, and other samples' requests must not wait.
     return await GRADER_THREADS.run(_reward, _GRADERS[rm_type], sample, timeout_s=timeout_s)
 
 
@@ -183,7 +183,7 @@ def _reward(grader: Callable[[Sample], Any], sample: Sample) -> Any:
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:
     """Return the rewards of several samples, in order: by ``--custom-rm-path`` in one call, else one by one.
 
-    Samples of an evaluation set may have a function of their own, which comes first.
+    A function that a sample of an evaluation set names comes first.
     """
     config = reward_config(args)
     path = config.custom_rm_path

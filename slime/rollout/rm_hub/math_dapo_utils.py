@@ -1,7 +1,7 @@
 r"""``--rm-type dapo``: the text after the last ``Answer:``, compared as strings after Minerva's clean-up.
 
 The grader gives a dict, so it needs ``--reward-key score``.
-Source: DAPO, arXiv:2503.14476; the clean-up is that of Minerva, arXiv:2206.14858, appendix D.1.
+Source: DAPO, arXiv:2503.14476; the clean-up is Minerva's, arXiv:2206.14858, appendix D.1.
 """
 
 from __future__ import annotations

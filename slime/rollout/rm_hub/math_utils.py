@@ -2,7 +2,7 @@ r"""Is the boxed answer of a response the right one?  Used by ``--rm-type math``
 
 Two normal forms are tried.  The string form (``mathd_normalize_answer``, of Hendrycks' MATH data set) evens out
 spelling: ``\dfrac12``, ``\frac{1}{2}``, ``0.5`` and ``1/2`` become one.  The symbolic form strips units and LaTeX, and
-lets sympy, in a process of its own with a time limit, decide whether two expressions are equal.
+lets sympy, in a separate process with a time limit, decide whether two expressions are equal.
 Source: MATH, arXiv:2103.03874; the PRM800K grader, arXiv:2305.20050.
 """
 
@@ -299,7 +299,7 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
 # ``--rm-type math_verify``: Hugging Face's math-verify decides, in place of the two normal forms of ``math_utils``.
 #
 # More generous than ``--rm-type math``: unreduced fractions (``\frac{2}{4}``), powers (``10^{2}``), sets and intervals
-# in other spellings count as equal.  It has a type of its own, so that rewards of the other types stay what they were.
+# in other spellings count as equal.  It is a separate type, so that rewards of the other types stay what they were.
 
 
 INSTALL_MATH_VERIFY = "--rm-type math_verify needs the package math-verify: pip install -e '.[math]'"

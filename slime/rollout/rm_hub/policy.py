@@ -149,7 +149,7 @@ def is_one_each(rewards: Any, samples: Sequence[Sample]) -> bool:
 
 
 def problem_with_reward(config: RewardConfig, reward: Any) -> str | None:
-    """Return why training cannot go on with a reward; None when it can.
+    """Return why training cannot use a reward; None when it can.
 
     What is neither a number nor a dict is left to ``--custom-reward-post-process-path``, which may know it.
     """

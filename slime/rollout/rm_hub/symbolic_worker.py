@@ -2,7 +2,7 @@
 
 A question is {"expression"} (is it zero?) or {"gold", "answer"} (does math-verify call them equal?).
 
-What the policy wrote is never evaluated as Python: ``read_expression`` builds sympy's nodes from a grammar of its own,
+What the policy wrote is never evaluated as Python: ``read_expression`` builds sympy's nodes from a small grammar,
 and sympy and math-verify read strings by it (``replace_sympys_reader``).  Behind that the process has no network, no
 other process and no file to write to (``slime.isolation.seccomp``).
 
