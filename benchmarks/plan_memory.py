@@ -133,9 +133,9 @@ def run_rank(case: Case, options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from benchmarks.train_mfu import make_rank_data
-    from slime.arguments import parse_args
     from slime.backends.megatron_utils import initialize
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.compose import parse_args
 
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -180,7 +180,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
 
 def trainer_args(options: argparse.Namespace, extra: list[str], world_size: int, folder: str) -> Namespace:
     """Complete args of ``world_size`` ranks: flags of the model, written to ``folder``, ours, then ``extra``."""
-    from slime.arguments import parse_args
+    from slime.compose import parse_args
 
     write_hf_config(Path(folder), options.model, options.layers)
     argv = ["--hf-checkpoint", folder, "--ref-load", folder, "--load", folder, "--finetune", *TRAINER_FLAGS]

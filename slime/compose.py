@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.train_loop import TrainJob
 
-EXTENSIONS_WITH_FLAGS = ("agent", "distill", "environments", "recovery", "plan")
+EXTENSIONS_WITH_FLAGS = ("agent", "distill", "environments", "record", "recovery", "plan")
 """Folders of slime/ext whose ``flags.py`` has a ``GROUP``, in the order of docs/flags.md."""
 
 

@@ -14,7 +14,7 @@ from slime.flags.checkpoint import add_checkpoint_arguments
 from slime.flags.cluster import add_cluster_arguments
 from slime.flags.config import read_config
 from slime.flags.data import add_eval_arguments
-from slime.flags.kinds import file_path, http_url, non_negative_int, port_number, positive_float
+from slime.flags.kinds import file_path, http_url
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 from slime.flags.security import secret_of_file
@@ -51,20 +51,6 @@ def tracking_config(args: Any) -> TrackingConfig:
     """Return where ``args``, complete or not, says that metrics go."""
     groups = (add_observability_arguments, add_checkpoint_arguments, add_rollout_arguments)
     return read_config(TrackingConfig, args, *groups)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordConfig:
-    """The parts of a run's record beside its metrics."""
-
-    record: bool
-    record_samples: int | None
-    record_max_gib: float
-
-
-def record_config(args: Any) -> RecordConfig:
-    """Return what ``args``, complete or not, says is recorded."""
-    return read_config(RecordConfig, args, add_observability_arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +99,6 @@ def _wandb_name(value: str) -> str:
     return value
 
 
-def _sample_count(text: str) -> int | None:
-    return None if text == "all" else non_negative_int(text)
-
-
 def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the Weights & Biases, TensorBoard and metrics groups to ``parser``."""
     wandb = parser.add_argument_group("Weights & Biases", "One run for the whole job.")
@@ -151,8 +133,6 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         help="Use optimizer steps, not rollouts, as the x axis in Weights & Biases.",
     )
 
-    _add_record(parser)
-
     tensorboard = parser.add_argument_group("TensorBoard")
     tensorboard.add_argument("--use-tensorboard", action="store_true", help="Write TensorBoard files.")
     tensorboard.add_argument("--tb-project-name", help="First part of the TensorBoard folder's name.")
@@ -176,39 +156,10 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     metrics.add_argument(
         "--log-expert-load", action="store_true", help="Log how evenly tokens are spread over each layer's experts."
     )
-    metrics.add_argument(
-        "--prometheus-port",
-        type=port_number,
-        help="Serve one Prometheus page of the whole job at this port of the driver's machine: what is logged, the "
-        "state of the engines, and the pages of engines and routers. Turns --log-expert-load on.",
-    )
-
-
-def _add_record(parser: argparse.ArgumentParser) -> None:
-    record = parser.add_argument_group("record", "What a run leaves in its folder for people to look at.")
-    record.add_argument(
-        "--no-record",
-        dest="record",
-        action="store_false",
-        default=True,
-        help="Write no config, events, spans and samples into the run's folder (--save, else runs/ and the run's id).",
-    )
-    record.add_argument(
-        "--record-samples",
-        type=_sample_count,
-        metavar="N",
-        help="Samples of each rollout that are recorded, or all. Default: all.",
-    )
-    record.add_argument(
-        "--record-max-gib",
-        type=positive_float,
-        default=20.0,
-        help="GiB of recorded samples; above that those of the oldest rollouts are removed.",
-    )
 
 
 def derive_observability(args: Namespace) -> None:
-    """Read the key of Weights & Biases; turn on what the job's Prometheus page shows."""
+    """Read the key of Weights & Biases."""
     if args.wandb_key is None:
         path = args.wandb_key_file
         args.wandb_key = secret_of_file(Path(path), "--wandb-key-file", make=False) if path else env.wandb_api_key()
@@ -217,5 +168,3 @@ def derive_observability(args: Namespace) -> None:
             "--wandb-key: every user of this host sees the key in the list of processes; give --wandb-key-file or "
             "WANDB_API_KEY instead."
         )
-    if args.prometheus_port is not None:
-        args.log_expert_load = True

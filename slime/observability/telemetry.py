@@ -41,8 +41,9 @@ class Sink:
     None of them may change what it is given or delay a step.  They are called in any thread.
     """
 
-    wants_details: ClassVar[bool] = False
-    """Whether the process also measures the parts of a step, and gathers samples and digests of the weights."""
+    wants: ClassVar[tuple[str, ...]] = ()
+    """What else a trainer reports for it: ``details``, the parts of a step, samples and digests of the weights;
+    ``ranks``, metrics of every rank."""
 
     def log(self, metrics: Mapping[str, Any], step_key: str) -> None:
         """Take a record of metrics; ``metrics[step_key]`` is its place on the axis."""
@@ -81,7 +82,7 @@ class _Stream:
     """Those of the run."""
     trackers: tuple[Sink, ...] | None = None
     """The sinks of metrics; None before the first record."""
-    wants_details = False
+    wants: frozenset[str] = frozenset()
     values_of_the_run: dict[str, Any] = {}  # noqa: RUF012  one process, one run
 
 
@@ -104,7 +105,7 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
     hide_values(args)
     chosen = sinks if run_folder(args) is not None else ()
     _Stream.args = args
-    _Stream.wants_details = any(sink.wants_details for sink in chosen)
+    _Stream.wants = frozenset(what for sink in chosen for what in sink.wants)
     _Stream.sinks = tuple(sink(args, process, primary=primary) for sink in chosen)  # type: ignore[call-arg]
     return values
 
@@ -152,7 +153,7 @@ def stop() -> None:
     sinks, _Stream.sinks = _Stream.sinks, ()
     trackers, _Stream.trackers = _Stream.trackers or (), None
     _close((*trackers, *sinks))
-    _Stream.args, _Stream.wants_details = None, False
+    _Stream.args, _Stream.wants = None, frozenset()
     hide_values(Namespace())
 
 
@@ -167,9 +168,9 @@ def flush() -> None:
         sink.flush()
 
 
-def wants_details() -> bool:
-    """Return whether a sink of the run wants details; all processes of a run know the same."""
-    return _Stream.wants_details
+def wants(what: str) -> bool:
+    """Return whether a sink has ``what`` in its ``wants``; all processes of a run know the same."""
+    return what in _Stream.wants
 
 
 def log(metrics: Mapping[str, Any], step_key: str, args: Namespace | None = None) -> None:

@@ -30,7 +30,7 @@ def make_args(hf_folder: Path, *flags: object) -> Namespace:
     """Complete args of a run that only trains."""
     from megatron_case import hf_flags
 
-    from slime.arguments import parse_args
+    from slime.compose import parse_args
 
     argv = [
         *hf_flags(hf_folder),

@@ -21,7 +21,6 @@ from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import unwrap_model
 
-from slime.arguments import parse_args
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.forward import forward_only
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, local_part
@@ -31,7 +30,7 @@ from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.parameters import iter_global_parameters, iter_shards
 from slime.backends.megatron_utils.train_step import accumulate_gradients
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors, whole_shape
-from slime.compose import parts
+from slime.compose import parse_args, parts
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank

@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.data import current_device
-from slime.observability.telemetry import DeviceTimes, span, wants_details
+from slime.observability.telemetry import DeviceTimes, span, wants
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 """In the order of their spans: sums over the micro-batches, one after the other."""
@@ -75,7 +75,7 @@ def _part_of(name: str) -> str | None:
 @contextmanager
 def recorded_step(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[None]:
     """Record where the body, one optimizer step, spends its time, in a run that is recorded."""
-    if not wants_details():
+    if not wants("details"):
         yield
         return
     parts = getattr(optimizer, "chained_optimizers", [optimizer])

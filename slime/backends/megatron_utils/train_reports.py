@@ -94,7 +94,7 @@ class TrainReports:
         metrics = train_metrics.perf_metrics(self._args, data, iterator, seconds, world_size=self._world_size)
         if torch.cuda.is_available():
             metrics["perf/train_peak_memory_gib"] = memory.peak_gib()
-        if self._args.prometheus_port is not None:
+        if telemetry.wants("ranks"):
             metrics |= train_metrics.rank_metrics(sum(data.total_lengths), seconds)
         return self._log_perf(rollout_id, metrics)
 
@@ -106,7 +106,7 @@ class TrainReports:
 
     def keep_tokens(self, iterator: DataIterator) -> None:
         """Have the loss keep its log-probs and what it clipped, for sinks that want details."""
-        if telemetry.wants_details():
+        if telemetry.wants("details"):
             iterator.kept = {}
 
     def record(
@@ -121,7 +121,7 @@ class TrainReports:
             trained: micro-batch -> what the loss kept; its log-probs are recorded where ``data`` has none from before.
         """
         is_writer = mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
-        if not (telemetry.wants_details() and is_writer):
+        if not (telemetry.wants("details") and is_writer):
             return
         micro_batches = data.micro_batch_indices
         columns = {"trainer_log_probs": data.log_probs, "advantages": data.get("advantages")}
@@ -146,7 +146,7 @@ class TrainReports:
 
     def record_weights(self, rollout_id: int, model: Sequence[torch.nn.Module]) -> None:
         """Record what the weights are after a rollout's steps.  Collective over all ranks."""
-        if not telemetry.wants_details():
+        if not telemetry.wants("details"):
             return
         digest = weights_digest(model)
         if dist.get_rank() == 0:

@@ -253,6 +253,8 @@ def _handler(page: MetricsPage) -> type[PageHandler]:
 class PrometheusSink(Sink):
     """Serves the page from the driver."""
 
+    wants = ("ranks",)
+
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
         self._ask: Callable[[], JobState] = JobState
         self.page: MetricsPage | None = None

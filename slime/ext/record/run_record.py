@@ -28,9 +28,9 @@ from typing import Any
 import psutil
 import torch
 
+from slime.ext.record.flags import record_config
 from slime.ext.record.sample_record import record_evaluation, record_rollout, record_trained
 from slime.ext.record.writer import RecordWriter
-from slime.flags.observability import record_config
 from slime.observability.metrics_file import plain, run_folder
 from slime.observability.telemetry import Sink
 from slime.utils import env
@@ -57,7 +57,7 @@ class RecordSink(Sink):
         primary: the driver, which begins the record and describes the run.
     """
 
-    wants_details = True
+    wants = ("details",)
 
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
         self.config = record_config(args)

@@ -19,9 +19,9 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slime.ext.record.flags import RecordConfig
 from slime.ext.record.sample_pictures import SmallCopies
 from slime.ext.record.writer import SAMPLES_FOLDER, RecordWriter
-from slime.flags.observability import RecordConfig
 from slime.observability.rollout_metrics import REQUEST_SPANS
 from slime.observability.trace_utils import finished_spans
 from slime.utils.atomic_file import replace_file

@@ -126,7 +126,7 @@ def replay_on_one_rank(rank: int, world_size: int, port: int, folder: str) -> li
 
 def record_a_run(run: Path, model_flags: list[str], rank: int = 0, world_size: int = 1, port: int = 0) -> None:
     """Three steps with a checkpoint after each, as a job records them; rank 0 records."""
-    from slime.arguments import parse_args
+    from slime.compose import parse_args
     from slime.ext.record.run_record import RecordSink
     from slime.observability import telemetry
     from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
@@ -185,7 +185,7 @@ def test_a_step_is_the_same_to_the_bit_from_its_checkpoint_an_earlier_one_and_th
 
 
 def test_the_parts_of_a_step_are_recorded_and_lie_within_it(replayed):
-    spans = [one for one in read_run(replayed[0] / "run").spans if one.process == "actor 0"]
+    spans = [one for one in read_run(replayed[0] / "run").spans if one.process == "driver"]
     whole = [one for one in spans if one.name == "actor_train"]
     assert len(whole) == NUM_STEPS
     for rollout in whole:

@@ -97,7 +97,6 @@ OVERLAYS = {
     "save: [a]": "save is ['a']: it must be a text or a number, not a list or a map",
     "save: true": "save is True: it must be a text or a number, not true; a text goes in quotes",
     "rm_url: grader": "rm_url is 'grader': 'grader' is no address",
-    "prometheus_port: 99999": "prometheus_port is 99999: 99999 is not",
     "loss_type: ppo": "loss_type is 'ppo': invalid choice: 'ppo'",
     "profile_target: [train_all]": "profile_target is ['train_all']: invalid choice: 'train_all'",
     "profile_target: []": "profile_target is []: it must be a list of + values",
