@@ -314,7 +314,7 @@ R1 = Seed(
             {GPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2 --sglang-dp-size 2
             --sglang-ep-size 2 --sglang-moe-a2a-backend none --sglang-fp8-gemm-backend triton
             --sglang-moe-runner-backend triton --tensor-model-parallel-size 1 --context-parallel-size 1
-            --over-sampling-batch-size 24 --sglang-attention-backend flashinfer
+            --over-sampling-batch-size 24
         """,
         jobs=(
             Job(

@@ -7,6 +7,7 @@ else SGLang finds them by the entry point of the installed package.
 A request that names no adapter runs on the one pushed last (``--lora-push adapter``), whose version is served as soon
 as it is loaded.  Every answer names its engine.
 A pause ends as soon as aborted requests have.
+Scales that no push brings outlast a sleep.
 Ids with images go to an encoder as text does, GLM-4V counts the positions of ids as drawn, a flush forgets features of
 images, and a request that brings some is refused.
 
@@ -29,6 +30,7 @@ import torch
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
+from slime.backends.sglang_utils.load_plan import is_own_scale
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
 from slime.backends.sglang_utils.repacked_layers import reload, watch_repacking
 from slime.backends.sglang_utils.request_check import (
@@ -51,6 +53,8 @@ _CAPTURE = "_slime_capture"
 """Attribute of a Sampler while it samples."""
 _GATED = "_slime_gated_layers"
 """Attribute of an engine's model: see :func:`_gated_layers`."""
+_OWN_SCALES = "slime_own_scales"
+"""Key in the state that SGLang keeps of a model that sleeps."""
 _running: Counter[str | None] = Counter()
 """Requests under way, by the id of their adapter."""
 LOST_COUNT_S = 5.0
@@ -64,6 +68,7 @@ _TOKENIZER = "transformers.PreTrainedTokenizerBase"
 _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 _ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
 _LOADER = "sglang.srt.model_loader.loader"
+_SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 _is_registered = False
 
@@ -82,6 +87,8 @@ def register() -> None:
     for target, hook, kind in (
         (f"{_LOADER}._initialize_model", _watch, HookType.AFTER),
         (f"{_LOADER}.DefaultModelLoader.load_weights_and_postprocess", reload, HookType.AROUND),
+        (f"{_SLEEP}._export_static_state", _keep_own_scales, HookType.AROUND),
+        (f"{_SLEEP}._import_static_state", _restore_own_scales, HookType.AROUND),
         (f"{_BATCH_INFO}.from_schedule_batch", _mark, HookType.AFTER),
         (f"{_BATCH_INFO}.filter_batch", _filter, HookType.AFTER),
         (f"{_BATCH_INFO}.merge_batch", _merge, HookType.AROUND),
@@ -115,6 +122,22 @@ def register() -> None:
 
 def _watch(model: torch.nn.Module, *args: Any, **options: Any) -> None:
     watch_repacking(model)
+
+
+def _keep_own_scales(original: Callable[..., dict[str, Any]], model: torch.nn.Module) -> dict[str, Any]:
+    """Keep the engine's own scales beside the buffers while the memory of weights is released.
+
+    No push brings them back, and latent attention divides keys by ``k_scale``.
+    """
+    scales = {name: p.detach().clone() for name, p in model.named_parameters() if is_own_scale(name)}
+    return {**original(model), _OWN_SCALES: scales}
+
+
+def _restore_own_scales(original: Callable[..., None], model: torch.nn.Module, state: dict[str, Any]) -> None:
+    original(model, state)
+    with torch.inference_mode():
+        for name, scale in state[_OWN_SCALES].items():
+            model.get_parameter(name).copy_(scale)
 
 
 def _mark(info: Any, cls: type, batch: Any, *args: Any, **options: Any) -> None:

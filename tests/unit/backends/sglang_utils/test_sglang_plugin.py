@@ -15,6 +15,10 @@ cpu_shim.install()
 from sglang.srt.lora.lora import LoRAAdapter  # noqa: E402 - after the shim
 from sglang.srt.lora.lora_config import LoRAConfig  # noqa: E402
 from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, PauseGenerationReqInput  # noqa: E402
+from sglang.srt.managers.scheduler_components.weight_updater import (  # noqa: E402
+    _export_static_state,
+    _import_static_state,
+)
 from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
 from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
@@ -23,8 +27,10 @@ from torch.multiprocessing import reductions  # noqa: E402
 from slime.backends.megatron_utils.sglang import serialize_bucket, share_host_tensors  # noqa: E402
 from slime.backends.sglang_utils.sglang_plugin import (  # noqa: E402
     _gated_layers,
+    _keep_own_scales,
     _pause,
     _read_adapter,
+    _restore_own_scales,
     _take_adapter,
     _unload_adapter,
 )
@@ -151,3 +157,17 @@ def test_handles_of_gpus_can_be_read_before_the_first_push_and_those_of_host_mem
     assert _read_adapter(lambda *_: None, SimpleNamespace(model_runner=runner), ours) == "done"
     assert (loaded[0].lora_name, loaded[2:]) == ("slime-1", [{"r": 2}, None])
     assert {name: one.tolist() for name, one in loaded[1].items()} == {"a": [[0.0]], "b": [[1.0], [2.0], [3.0]]}
+
+
+def test_scales_that_no_push_brings_outlast_a_sleep() -> None:
+    model = torch.nn.Module()
+    model.attn = torch.nn.Module()
+    model.attn.k_scale = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+    model.attn.weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    model.attn.register_buffer("table", torch.ones(3))
+    state = _keep_own_scales(_export_static_state, model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(float("nan"))
+    _restore_own_scales(_import_static_state, model, state)
+    assert model.attn.k_scale == 1.0 and model.attn.table.tolist() == [1.0] * 3
+    assert model.attn.weight.isnan().all()  # the push brings it
