@@ -14,7 +14,7 @@ import ray
 import torch
 from ray._private import ray_constants
 from ray._private.authentication import authentication_token_setup as ray_token
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]
 
 from slime.flags.cluster import plan_gpus
 from slime.ray.own_cluster import own_cluster

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import ray
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.node import Node
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 
 from slime.utils.net import get_current_node_ip
