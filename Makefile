@@ -28,9 +28,10 @@ test: install
 # The suite has these files of tests/dist, and nothing marked `whole`; all take longer than the suite.  Folders
 # one by one, because pytest drops a file that is named beside a folder around it.
 SUITE = tests/e2e $(DIST_IN_SUITE) $(filter-out tests/dist/ tests/e2e/ tests/real/ tests/__pycache__/,$(wildcard tests/*/))
-DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py weight_push.py shard_buckets.py log_probs_tp.py draft_models.py)
+DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py log_probs_tp.py) \
+	$(addprefix tests/ext/fast_push/dist/test_,weight_push.py shard_buckets.py draft_models.py)
 test-dist: install
-	@$(PYTEST) tests/dist/test_*.py tests/e2e/test_nodes_script.py tests/mutations/test_mutations.py
+	@$(PYTEST) tests/dist/test_*.py tests/ext/*/dist/test_*.py tests/e2e/test_nodes_script.py tests/mutations/test_mutations.py
 
 # Engines, routers and trainers of real jobs, killed in the middle of their work: minutes each, on a machine with nothing
 # else to do.

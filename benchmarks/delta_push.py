@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.weights.delta import ENCODINGS, Bytes, DeltaBase  # noqa: E402
-from slime.weights.local_copy import LocalCopy  # noqa: E402
-from slime.weights.versions import (  # noqa: E402
+from slime.ext.disk_push.delta import ENCODINGS, Bytes, DeltaBase  # noqa: E402
+from slime.ext.disk_push.local_copy import LocalCopy  # noqa: E402
+from slime.ext.disk_push.versions import (  # noqa: E402
     PartWriter,
     begin_version,
     finalize_version,

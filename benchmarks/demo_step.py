@@ -25,11 +25,13 @@ from slime.arguments import parse_args, record_runtime
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.sglang_utils.router_process import start_router
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.compose import parts
+from slime.ext.fast_push.messages import RECEIVER
 from slime.observability.logging_utils import init_tracking
 from slime.utils import env
 from slime.utils.net import find_available_port, get_free_port
 from slime.utils.types import Sample
-from slime.weights.push.verbs import EngineProxy, Verb
+from slime.weights.push.engine import EngineProxy
 
 RESPONSE_TOKENS = 32
 SEED = 1
@@ -91,7 +93,7 @@ def start_trainer(args: Namespace, undo: ExitStack) -> MegatronTrainRayActor:
     torch.set_num_threads(os.cpu_count() or 1)
     actor = MegatronTrainRayActor()
     actor.set_rendezvous(1, 0, "127.0.0.1", get_free_port(random.randint(20000, 21000)))
-    actor.init(args, "actor", with_ref=True)
+    actor.init(args, "actor", with_ref=True, transport=parts(args).transport)
     undo.callback(dist.destroy_process_group)
     return actor
 
@@ -99,17 +101,23 @@ def start_trainer(args: Namespace, undo: ExitStack) -> MegatronTrainRayActor:
 class InProcessEngine(EngineProxy):
     """The engine as a weight push sees it.  Each request runs in a thread and is timed under its own name."""
 
-    index, num_gpus, gpu_offset, is_colocated, acknowledges = 0, 1, 0, True, True
+    index, num_gpus, gpu_offset, is_colocated, loaders = 0, 1, 0, True, (RECEIVER,)
 
     def __init__(self, engine: SGLangEngine, pool: ThreadPoolExecutor, watch: Stopwatch) -> None:
         self._engine, self._pool, self._watch = engine, pool, watch
 
-    def start(self, verb: Verb, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Pending:
-        """Call the verb on a thread."""
+    def start(self, method: str, /, *arguments: Any, **keywords: Any) -> Pending:
+        """Call the method on a thread."""
+        return self._timed(method, lambda: getattr(self._engine, method)(*arguments, **keywords))
 
+    def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> Pending:
+        """Call the function on a thread."""
+        return self._timed(function.__name__, lambda: function(self._engine, *arguments))
+
+    def _timed(self, name: str, call: Callable[[], Any]) -> Pending:
         def ask() -> Any:
-            with self._watch.time(verb.name):
-                return getattr(self._engine, verb.name)(*arguments, **keywords)
+            with self._watch.time(name):
+                return call()
 
         return Pending(self._pool.submit(ask))
 

@@ -111,9 +111,9 @@ def sent_weights(args: Namespace, model: torch.nn.Module, options: argparse.Name
 
 def make_source(weights: Any, meter: Meter) -> Any:
     """Make what a trainer's rank makes once, and return the buckets."""
-    from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
-    from slime.backends.megatron_utils.update_weight.shard_slices import ShardSlices
-    from slime.weights.push.acknowledgements import DigestedBuckets
+    from slime.ext.fast_push.acknowledgements import DigestedBuckets
+    from slime.ext.fast_push.shard_buckets import ShardBuckets
+    from slime.ext.fast_push.shard_slices import ShardSlices
 
     meter.add("slices of its parameters (in the next row again)", lambda: ShardSlices(weights))
     shards = meter.add("slices, told to all ranks, in buckets", lambda: ShardBuckets(weights))
@@ -123,28 +123,29 @@ def make_source(weights: Any, meter: Meter) -> Any:
     return source
 
 
-def verbs_of(rank: Any) -> Any:
-    """Return the weight verbs of an engine whose only rank is in this process."""
+def engine_of(rank: Any) -> Any:
+    """Return the actor of an engine whose only rank is in this process."""
     from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 
-    class Verbs(WeightVerbs):
+    class Engine(WeightVerbs):
         def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
             return rank.answer(method, path, payload)
 
-    verbs = Verbs()
-    verbs.args, verbs.rank, verbs.node_rank = Namespace(weight_update_timeout_s=600.0), 0, 0
-    return verbs
+    engine = Engine()
+    engine.args, engine.rank, engine.node_rank = Namespace(weight_update_timeout_s=600.0), 0, 0
+    return engine
 
 
-def push(source: Any, verbs: Any, push_id: str) -> dict[str, float]:
+def push(source: Any, engine: Any, push_id: str) -> dict[str, float]:
     """Push once, as one trainer's rank does; return the seconds by step."""
+    from slime.ext.fast_push import engine_verbs as verbs
     from slime.weights.push.wire import handle_of
 
     meter, manifest = Meter(), source.manifest
 
     def begin() -> None:
-        if verbs.begin_weight_update(manifest.id, push_id) is None:
-            verbs.begin_weight_update(manifest.id, push_id, manifest.to_json())
+        if verbs.begin_weight_update(engine, manifest.id, push_id) is None:
+            verbs.begin_weight_update(engine, manifest.id, push_id, manifest.to_json())
 
     meter.add("begin", begin)
     buckets: Iterator[tuple[int, Tensor]] = source.iter_buckets()
@@ -153,10 +154,10 @@ def push(source: Any, verbs: Any, push_id: str) -> dict[str, float]:
         index, flat = bucket
         handle = handle or handle_of(flat.as_strided((flat.untyped_storage().nbytes(),), (1,), 0))
         handles = {index: [handle]}
-        meter.add("place", lambda handles=handles: verbs.receive_weight_buckets(push_id, handles))
-    answer = meter.add("acknowledge", lambda: verbs.acknowledge_weight_update(push_id))
+        meter.add("place", lambda handles=handles: verbs.receive_weight_buckets(engine, push_id, handles))
+    answer = meter.add("acknowledge", lambda: verbs.acknowledge_weight_update(engine, push_id))
     assert not answer["problems"], answer["problems"][:3]
-    verbs.commit_weight_update(push_id, "1")
+    verbs.commit_weight_update(engine, push_id, "1")
     return meter.seconds
 
 
@@ -178,8 +179,8 @@ def plain_manifest(manifest: Any) -> None:
 
 def print_pieces(manifest: Any, model: torch.nn.Module) -> dict[str, tuple[float, float]]:
     """Print seconds of pieces of a push's beginning, the plain way and ours."""
-    from slime.backends.sglang_utils.alike_layers import trace_by_layers
-    from slime.backends.sglang_utils.load_trace import trace_load
+    from slime.ext.fast_push.alike_layers import trace_by_layers
+    from slime.ext.fast_push.load_trace import trace_load
 
     meter = Meter()
     meter.add("manifest, plain", lambda: plain_manifest(manifest))
@@ -200,7 +201,7 @@ def main() -> None:
     options = parse_options()
     cpu_shim.install()
     from slime.backends.megatron_utils import memory
-    from slime.backends.sglang_utils import weight_receiver
+    from slime.ext.fast_push import weight_receiver
     from tests.loaded_model.rank import LoadedRank
 
     once, pushes = Meter(), {}
@@ -213,14 +214,14 @@ def main() -> None:
         memory.freeze_long_lived_objects()  # as after a job's connection to its engines
         source = make_source(sent_weights(args, model, options), once)
         rank = LoadedRank(folder, store=f"{folder}/store", quantization=FP8)
-        verbs = verbs_of(rank)
+        engine = engine_of(rank)
         for name in ("first", "second", "third"):
-            pushes[name] = push(source, verbs, name)
+            pushes[name] = push(source, engine, name)
         rank.swap(folder, "bfloat16", FP8)
         weight_receiver._RANK = weight_receiver.ReceivingRank()  # of a fresh process
-        verbs = verbs_of(rank)
+        engine = engine_of(rank)
         for name in ("first, plan at hand", "second, plan at hand"):
-            pushes[name] = push(source, verbs, name)
+            pushes[name] = push(source, engine, name)
     manifest = source.manifest
     print(f"\n{len(manifest.tensors):,} tensors in {len(manifest.buckets)} buckets; seconds of processor time\n")
     for name, seconds in once.seconds.items():

@@ -72,6 +72,7 @@ from slime.backends.megatron_utils.data import (  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
+from slime.ext.fast_push import engine_verbs  # noqa: E402
 from slime.observability.logging_utils import configure_logger, finish_tracking, log_rollout  # noqa: E402
 from slime.ray.rollout_data import check_fan_out, schedule_config_of, train_data_from_samples  # noqa: E402
 from slime.rollout.base_types import leaf_samples  # noqa: E402
@@ -87,6 +88,16 @@ from slime.weights.push.wire import FLATTENED_BUCKET  # noqa: E402
 
 TIMEOUT_S = 600.0
 
+VERBS = [
+    verb.__name__
+    for verb in (
+        engine_verbs.begin_weight_update,
+        engine_verbs.receive_weight_buckets,
+        engine_verbs.acknowledge_weight_update,
+        engine_verbs.commit_weight_update,
+    )
+]
+"""Requests of a push, by the names of their rows."""
 ROWS = [
     Row("rollout", "rollout", "direct", "requests straight to the engine"),
     Row("the same requests, through the router", "routed", "direct", "requests straight to the engine", depth=1),
@@ -279,9 +290,8 @@ class PushSide:
             self.actor.update_weights()
         spans = self.watch.spans
         self.watch.add("pause", spans["pause_generation"][-1] + spans["continue_generation"][-1])
-        verbs = ("begin_weight_update", "receive_weight_buckets", "acknowledge_weight_update", "commit_weight_update")
         self.watch.add(
-            "push_rest", spans["push"][-1] - sum(spans[name][-1] for name in ("pause", "flush_cache", *verbs))
+            "push_rest", spans["push"][-1] - sum(spans[name][-1] for name in ("pause", "flush_cache", *VERBS))
         )
 
     def _bare(self) -> None:

@@ -34,9 +34,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.model_shapes import MODELS, Output, outputs, random_parameters  # noqa: E402
+from slime.ext.fast_push.kernels.table_items import CastItem, CopyItem  # noqa: E402
+from slime.ext.fast_push.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned  # noqa: E402
 from slime.weights.digest import digest_bytes  # noqa: E402
-from slime.weights.kernels.table_items import CastItem, CopyItem  # noqa: E402
-from slime.weights.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned  # noqa: E402
 from slime.weights.manifest import align  # noqa: E402
 from slime.weights.quantize.block_fp8 import num_blocks, quantize_block  # noqa: E402
 
@@ -293,9 +293,9 @@ def engine_items(bucket: Bucket, device: torch.device) -> list[CopyItem]:
 
 def sweep(name: str, found: list[Output], options: argparse.Namespace, copy_rate: float) -> None:
     """The first buckets in many shapes of tiles."""
-    from slime.weights.kernels.triton_cast import CastLaunch, CastShape
-    from slime.weights.kernels.triton_copy import CopyLaunch, CopyShape
-    from slime.weights.kernels.triton_digest import DigestLaunch, DigestShape
+    from slime.ext.fast_push.kernels.triton_cast import CastLaunch, CastShape
+    from slime.ext.fast_push.kernels.triton_copy import CopyLaunch, CopyShape
+    from slime.ext.fast_push.kernels.triton_digest import DigestLaunch, DigestShape
 
     device = found[0].source.device
     results: dict[str, list[int]] = {}

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -40,9 +41,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.model_shapes import MODELS, model_flags, outputs  # noqa: E402
 from benchmarks.published_configs import PUBLISHED, qwen3, qwen3_moe  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
+from slime.compose import parts  # noqa: E402
+from slime.ext.fast_push.messages import RECEIVER  # noqa: E402
 from slime.ray.train_actor import kernel_environment  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
-from slime.weights.push.verbs import EngineProxy, Verb  # noqa: E402
+from slime.weights.push.engine import EngineProxy  # noqa: E402
 
 SMALL = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
 SMALL_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -186,15 +189,19 @@ class ThreadProxy(EngineProxy):
     """An engine object of this process."""
 
     index = 0
-    acknowledges = True
+    loaders = (RECEIVER,)
 
     def __init__(self, engine: Any, *, num_gpus: int, gpu_offset: int, is_colocated: bool) -> None:
         self.engine, self.num_gpus, self.gpu_offset, self.is_colocated = engine, num_gpus, gpu_offset, is_colocated
         self.pool = ThreadPoolExecutor(4)
 
-    def start(self, verb: Verb, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> ThreadPending:
-        """Call the verb on a thread."""
-        return ThreadPending(self.pool.submit(getattr(self.engine, verb.name), *arguments, **keywords))
+    def start(self, method: str, /, *arguments: Any, **keywords: Any) -> ThreadPending:
+        """Call the method on a thread."""
+        return ThreadPending(self.pool.submit(getattr(self.engine, method), *arguments, **keywords))
+
+    def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> ThreadPending:
+        """Call the function on a thread."""
+        return ThreadPending(self.pool.submit(function, self.engine, *arguments))
 
 
 # The trainer
@@ -229,7 +236,7 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     proxy = ThreadProxy(
         engine, num_gpus=options.engine_gpus, gpu_offset=offset, is_colocated=not options.disaggregated
     )
-    updater = WeightUpdater(args, model, lambda: None, hf_config=hf_config)
+    updater = WeightUpdater(args, model, lambda: None, hf_config=hf_config, make_transport=parts(args).transport)
     updater.connect([proxy], num_new_engines=1)
     reports, seconds = [], []
     rate = copy_rate(next(model[0].parameters()).device)

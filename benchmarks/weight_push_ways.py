@@ -60,7 +60,7 @@ class OwnLoader:
 
     def begin(self, manifest: Manifest) -> None:
         """Expect the buckets of ``manifest``."""
-        from slime.backends.sglang_utils.model_load import HeldTensors
+        from slime.ext.fast_push.model_load import HeldTensors
 
         self.manifest, self.held = manifest, HeldTensors(manifest, {})
 
@@ -80,7 +80,7 @@ class TracedLoader:
     """The product's load plan, with the comparison of every parameter that it makes."""
 
     def __init__(self, model: nn.Module) -> None:
-        from slime.backends.sglang_utils.model_load import ModelLoad
+        from slime.ext.fast_push.model_load import ModelLoad
 
         self._load = ModelLoad(model)
         self.begin, self.load = self._load.begin, self._load.load
@@ -284,7 +284,7 @@ def run_format(
     from slime.backends.megatron_utils.memory import clear_memory
     from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
     from slime.backends.megatron_utils.update_weight.gather import hf_headers
-    from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
+    from slime.ext.fast_push.shard_buckets import ShardBuckets
     from slime.weights.quantize import Quantizer
     from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 

@@ -6,6 +6,7 @@ import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +21,11 @@ from slime.ray.parts import Evaluation, MakeObserver, Parts
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
+    from slime.backends.megatron_utils.update_weight.transport import MakeTransport
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.train_loop import TrainJob
 
-EXTENSIONS_WITH_FLAGS = ("agent", "distill", "environments", "record", "recovery", "plan")
+EXTENSIONS_WITH_FLAGS = ("agent", "distill", "environments", "fast_push", "disk_push", "record", "recovery", "plan")
 """Folders of slime/ext whose ``flags.py`` has a ``GROUP``, in the order of docs/flags.md."""
 
 
@@ -68,7 +70,13 @@ def parts(args: Namespace) -> Parts:
             observers.append(Ledger)
             folders["--rollout-ledger-dir"] = ledger_folder(args)
     return Parts(
-        tuple(_sinks(args)), tuple(transforms), _evaluation(args), tuple(observers), folders, _train_group(args)
+        tuple(_sinks(args)),
+        tuple(transforms),
+        _evaluation(args),
+        tuple(observers),
+        folders,
+        _train_group(args),
+        _transport(args),
     )
 
 
@@ -99,16 +107,34 @@ def _evaluation(args: Namespace) -> type[Evaluation] | None:
     return BackgroundEvaluation
 
 
-def _train_group(args: Namespace) -> type[RayTrainGroup] | None:
+def _train_group(args: Namespace) -> Callable[..., RayTrainGroup] | None:
     if args.release_train:
-        from slime.ray.released_trainer import ReleasedTrainGroup
+        from slime.ext.disk_push.released_trainer import ReleasedTrainGroup
+        from slime.ext.fast_push.push import push_weights
 
-        return ReleasedTrainGroup
+        return partial(ReleasedTrainGroup, push_weights=push_weights)
     if args.trainer_recovery != "memory":
         return None
     from slime.ext.recovery.copied_trainer import CopiedTrainGroup
 
     return CopiedTrainGroup
+
+
+def _transport(args: Namespace) -> MakeTransport | None:
+    """Return the way of weights to the engines; None for the plain push."""
+    if args.lora_rank is not None and args.lora_push == "adapter":
+        from slime.ext.lora.adapter_push import AdapterPush
+
+        return AdapterPush.of
+    if vars(args).get("weight_push") != "verified":
+        return None
+    from slime.ext.fast_push.verified_push import VerifiedPush
+
+    if args.update_weight_transport == "disk":
+        from slime.ext.disk_push.delta_carrier import make_carrier
+
+        return partial(VerifiedPush.of, carrier=make_carrier)
+    return VerifiedPush.of
 
 
 def start_job(args: Namespace) -> TrainJob:

@@ -23,7 +23,6 @@ from slime.flags.rollout import OWN_ROLLOUTS
 from slime.rollout.rm_hub import RM_TYPES, math_utils
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import language_config
-from slime.weights.delta import new_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +63,6 @@ def _grader(rm_type: str, where: str) -> Iterator[str]:
         )
     if name == "math_verify" and not math_utils.is_math_verify_installed():
         yield f"{where} {rm_type}: {math_utils.INSTALL_MATH_VERIFY}"
-
-
-def check_delta_checksum(args: Namespace) -> Iterator[str]:
-    """Yield a message for a checksum of deltas whose package is missing."""
-    if args.update_weight_mode == "delta":
-        try:
-            new_checksum(args.update_weight_delta_checksum)
-        except ConfigError as error:
-            yield f"{error}."
 
 
 def check_rollout_functions(args: Namespace) -> Iterator[str]:

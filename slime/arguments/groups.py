@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.critic import check_critic_flags
-from slime.arguments.cross_group import check_delta_checksum, check_rewards, check_rollout_functions, check_run
+from slime.arguments.cross_group import check_rewards, check_rollout_functions, check_run
 from slime.arguments.hooks import add_hook_arguments
 from slime.arguments.unsupported import add_historical_arguments
 from slime.flags import (
@@ -127,7 +127,7 @@ GROUPS = (
     FlagGroup(
         weight_sync.add_weight_sync_arguments,
         derive=(weight_sync.derive_weight_sync,),
-        check=(weight_sync.check_weight_flags, check_delta_checksum),
+        check=(weight_sync.check_weight_flags,),
     ),
     FlagGroup(
         fault_tolerance.add_fault_tolerance_arguments,

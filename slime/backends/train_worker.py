@@ -22,8 +22,8 @@ from slime.train_data.columns import RankBatch
 from slime.utils import distributed_utils, env
 from slime.utils.errors import ProcessError, WeightSyncError
 from slime.utils.misc import SingletonMeta
+from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import ExcludedEngine
-from slime.weights.push.verbs import EngineProxy
 from slime.weights.state_copy import StateCopy
 
 logger = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ class TrainWorker(ABC):
         with_ref: bool = False,
         with_opd_teacher: bool = False,
         transforms: tuple[type, ...] = (),
+        transport: Callable[..., Any] | None = None,
     ) -> int:
         """Build and load the model.
 
@@ -149,6 +150,7 @@ class TrainWorker(ABC):
             with_ref: keep a frozen reference policy beside the actor.
             with_opd_teacher: keep a distillation teacher beside the actor.
             transforms: of the model after it is built, as the backend has them.
+            transport: makes the way of weights to the engines, as the backend has it; the plain one when None.
 
         Returns:
             The rollout to start with: one past the checkpoint that was loaded.

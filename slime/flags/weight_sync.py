@@ -38,18 +38,6 @@ def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
         help="Keep versions after every engine has loaded them.",
     )
     group.add_argument(
-        "--update-weight-delta-encoding",
-        choices=["xor", "overwrite"],
-        default="xor",
-        help="Encoding of changed bytes.",
-    )
-    group.add_argument(
-        "--update-weight-delta-checksum",
-        choices=["xxh3-128", "blake3", "adler32"],
-        default="xxh3-128",
-        help="Checksum that verifies the weights after a delta is applied.",
-    )
-    group.add_argument(
         "--update-weight-local-checkpoint-dir",
         type=file_path,
         metavar="DIR",
@@ -74,6 +62,7 @@ def derive_weight_sync(args: Namespace) -> None:
         refills = args.use_fault_tolerance and not args.rollout_external
         args.weight_push_failure = "refill" if refills else "stop"
     args.update_weight_start_version = 0
+    args.weight_loaders, args.engine_plugins = [], []
     if args.release_train:
         args.update_weights_interval = 1
         if args.save_interval is None:
@@ -84,10 +73,6 @@ def check_weight_flags(args: Namespace) -> Iterator[str]:
     """Yield one message for each setting of weight updates that cannot work."""
     if args.update_weight_mode == "delta":
         yield from _delta(args)
-    for name, default in (("encoding", "xor"), ("checksum", "xxh3-128")):
-        value = getattr(args, f"update_weight_delta_{name}")
-        if value != default and args.update_weight_mode != "delta":
-            yield f"--update-weight-delta-{name} is {value}, which has no effect without --update-weight-mode delta."
     if args.update_weight_transport == "disk":
         yield from _disk(args)
     else:

@@ -104,8 +104,8 @@ class RayTrainGroup:
         self._spawn()
         if self._was_created:
             self.args = self.args_to_resume()
-        transforms = self.parts.transforms if self.role == "actor" else ()
-        kept = self.with_ref, self.with_opd_teacher, transforms
+        chosen = (self.parts.transforms, self.parts.transport) if self.role == "actor" else ()
+        kept = self.with_ref, self.with_opd_teacher, *chosen
         start_ids = self._on_all("init", self.args, self.role, *kept, what="model set-up")
         if len(set(start_ids)) != 1:
             raise CheckpointError(f"{self.role} ranks resumed at different rollouts, of different saves: {start_ids}")

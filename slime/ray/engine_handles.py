@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from slime.ray.waiting import wait_for
-from slime.weights.push.verbs import EngineProxy, Verb
+from slime.weights.push.engine import EngineProxy
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RayPending:
 
 @dataclass(kw_only=True, eq=False)
 class RayEngine(EngineProxy):
-    """One engine: each verb becomes a remote call of the engine actor's method of the same name."""
+    """One engine, asked through the actors of its nodes."""
 
     node_handles: Sequence[Any]
     """Its actors, one a node; the first serves HTTP."""
@@ -40,11 +40,16 @@ class RayEngine(EngineProxy):
         """The actor of its first node."""
         return self.node_handles[0]
 
-    def start(self, verb: Verb, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> RayPending:
-        """Call the method on the actor of the first node, or on those of all nodes."""
-        handles = self.node_handles if verb.on_all_nodes else [self.handle]
-        refs = [getattr(handle, verb.name).remote(*arguments, **keywords) for handle in handles]
-        return RayPending(refs, f"{verb.name} of engine {self.index}")
+    def start(self, method: str, /, *arguments: Any, **keywords: Any) -> RayPending:
+        """Call the method on the actor of the first node."""
+        ref = getattr(self.handle, method).remote(*arguments, **keywords)
+        return RayPending([ref], f"{method} of engine {self.index}")
+
+    def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> RayPending:
+        """Call the function in the actor of the first node, or in those of all nodes."""
+        handles = self.node_handles if on_all_nodes else [self.handle]
+        refs = [handle.run.remote(function, *arguments) for handle in handles]
+        return RayPending(refs, f"{function.__name__} of engine {self.index}")
 
 
 @dataclass(frozen=True)

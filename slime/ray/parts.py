@@ -14,6 +14,7 @@ from slime.rollout.observer import GroupObserver
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
+    from slime.backends.megatron_utils.update_weight.transport import MakeTransport
     from slime.ray.actor_group import RayTrainGroup
 
 
@@ -57,8 +58,10 @@ class Parts:
     """Observers of the prompt groups."""
     folders: Mapping[str, Path] = field(default_factory=dict)
     """Folders that extensions write and read back, by the flags that name them; the job locks them."""
-    train_group: type[RayTrainGroup] | None = None
-    """The ranks of a trainer; None: the plain ``RayTrainGroup``."""
+    train_group: Callable[..., RayTrainGroup] | None = None
+    """Makes the ranks of a trainer; None for the plain ``RayTrainGroup``."""
+    transport: MakeTransport | None = None
+    """Makes the way of the actor's weights to the engines; None for the plain push."""
 
 
 CORE = Parts()

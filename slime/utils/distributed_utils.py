@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,8 @@ FILE_TIMEOUT = timedelta(hours=24)
 _HELD: dict[int, socket.socket] = {}
 """Ports that this process has bound for stores that it opens later."""
 BACKLOG = 1024
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Read when a group is made.  Torch would end the process whose broadcast does not end; we leave the group instead."""
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
 _torch_store = _rendezvous._create_c10d_store
 
@@ -162,3 +166,14 @@ def object_of_first(own: Any) -> Any:
     box = [own]
     dist.broadcast_object_list(box, src=0, group=init_gloo_group())
     return box[0]
+
+
+@contextmanager
+def nccl_errors_left_to_us() -> Iterator[None]:
+    """Let the process outlive broken broadcasts of the groups that are made in the block."""
+    before = env.get_str(NCCL_ERROR_HANDLING)
+    env.export({NCCL_ERROR_HANDLING: "0"})
+    try:
+        yield
+    finally:
+        env.export({NCCL_ERROR_HANDLING: before}) if before else env.unset(NCCL_ERROR_HANDLING)

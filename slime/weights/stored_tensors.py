@@ -16,13 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from slime.utils.errors import DataError
 from slime.utils.json_file import COPY_AGAIN, parse_object
 from slime.utils.outside_file import opened, read_outside_file
-from slime.weights.delta import Bytes
 
+Bytes = NDArray[np.uint8]
+"""One dimension, contiguous."""
 SUFFIX = ".safetensors"
 _COUNTED = re.compile(r"-\d+(-of-\d+)\.safetensors$")
 """The name of a part of a model, ``model-00002-of-00005.safetensors``."""

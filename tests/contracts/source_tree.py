@@ -34,6 +34,7 @@ FACADES = (
     "slime.rollout.verifiers_env",
     "slime.agent.aiohttp_threaded",
     "slime.agent.parsing",
+    "slime.backends.sglang_utils.weight_receiver",
 )
 """Old import paths that code written for slime uses; each passes on names from the code, and may import upwards."""
 

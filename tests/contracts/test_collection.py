@@ -16,7 +16,8 @@ def test_only_one_folder_with_tests_is_passed_over_and_make_names_its_files(requ
     folders = {part for file in TESTS.rglob("test_*.py") for part in file.relative_to(TESTS).parts[:-1]}
     assert [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)] == ["dist"]
     makefile = (TESTS.parent / "Makefile").read_text()
-    assert "tests/dist/test_*.py" in makefile
-    named = re.search(r"addprefix tests/dist/test_,(.*)\)", makefile)
-    assert named is not None
-    assert [name for name in named[1].split() if not (TESTS / "dist" / f"test_{name}").exists()] == []
+    assert "tests/dist/test_*.py tests/ext/*/dist/test_*.py" in makefile
+    named = re.findall(r"addprefix tests/(.*?)/test_,(.*?)\)", makefile)
+    assert len(named) == 2
+    files = [TESTS / folder / f"test_{name}" for folder, names in named for name in names.split()]
+    assert [file for file in files if not file.exists()] == []

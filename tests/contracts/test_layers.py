@@ -34,6 +34,7 @@ FENCES = {  # library -> who may import it
     "megatron": ("slime.backends.megatron_utils", "slime.ext", "slime_plugins", "tools"),
     "sglang": (
         "slime.backends.sglang_utils",
+        "slime.ext",
         "slime.rollout.parsing",
         "slime.backends.megatron_utils.sglang",
         "slime.backends.megatron_utils.alignment",

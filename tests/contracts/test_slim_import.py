@@ -69,12 +69,12 @@ NEEDS_MORE = (
     "slime.utils.tensorboard_utils",
     # CUDA kernels: torch for CUDA brings Triton, torch for CPU does not
     "slime.algorithms.log_probs_kernels",
-    "slime.weights.kernels.triton_cast",
-    "slime.weights.kernels.triton_copy",
-    "slime.weights.kernels.triton_digest",
-    "slime.weights.kernels.triton_fp8",
+    "slime.ext.fast_push.kernels.triton_cast",
+    "slime.ext.fast_push.kernels.triton_copy",
+    "slime.ext.fast_push.kernels.triton_digest",
+    "slime.ext.fast_push.kernels.triton_fp8",
     "slime.weights.kernels.triton_int4",
-    "slime.weights.kernels.triton_tiles",
+    "slime.ext.fast_push.kernels.triton_tiles",
     # old paths of modules that live in a backend
     "slime.utils.routing_replay",
     "slime.utils.reloadable_process_group",

@@ -16,7 +16,7 @@ DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def test_the_three_walks_name_their_steps():
     assert len(NAMES) >= 40
-    assert {"slime/train_data/split.py", "slime/weights/push/push.py", "slime/ray/engines/group.py"} <= {
+    assert {"slime/train_data/split.py", "slime/ext/fast_push/push.py", "slime/ray/engines/group.py"} <= {
         path for path, _ in NAMES
     }
 

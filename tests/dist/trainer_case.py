@@ -99,6 +99,7 @@ def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -
 def new_updater(worker: Any) -> Any:
     """What pushes the worker's weights, as if it had just started; its flags may have changed."""
     from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
+    from slime.compose import parts
 
     return WeightUpdater(
         worker.args,
@@ -106,6 +107,7 @@ def new_updater(worker: Any) -> Any:
         worker._weights_to_send,
         hf_config=worker._hf_config,
         first_version=max(worker._start_rollout_id, worker.args.update_weight_start_version),
+        make_transport=parts(worker.args).transport,
     )
 
 
@@ -139,7 +141,9 @@ def start_worker(
     worker = Worker()
     worker.set_rendezvous(world_size, rank, "127.0.0.1", port)
     worker.state_copy = state_copy
-    worker.init(args, role, **options, transforms=parts(args).transforms if role == "actor" else ())
+    chosen = parts(args)
+    options |= {"transforms": chosen.transforms, "transport": chosen.transport} if role == "actor" else {}
+    worker.init(args, role, **options)
     return worker
 
 

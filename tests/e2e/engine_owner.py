@@ -33,6 +33,8 @@ def engine_args(checkpoint: str) -> Namespace:
         sglang_router_request_timeout_secs=600,
         job_secret="s3cret of the test",
         verify_checkpoint=True,
+        engine_plugins=[],
+        weight_loaders=[],
     )
 
 

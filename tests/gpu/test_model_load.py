@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.sglang_utils.model_load import ModelLoad
+from slime.ext.fast_push.kernels.tables import DigestTable, as_unsigned
+from slime.ext.fast_push.model_load import ModelLoad
 from slime.weights.digest import combine
-from slime.weights.kernels.tables import DigestTable, as_unsigned
+from tests.ext.fast_push.test_load_plan import FOLLOWED, NOT_FOLLOWED, Recipe
+from tests.ext.fast_push.toy_models import Computing, Fused, Joined
 from tests.loaded_model.buckets import cut_buckets, digests, fill, whole_buckets
-from tests.unit.backends.sglang_utils.test_load_plan import FOLLOWED, NOT_FOLLOWED, Recipe
-from tests.unit.backends.sglang_utils.toy_models import Computing, Fused, Joined
 
 pytestmark = pytest.mark.gpu(1)
 

@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
-from slime.backends.megatron_utils.update_weight.shard_buckets import ShardBuckets
+from slime.ext.fast_push.shard_buckets import ShardBuckets
 from slime.utils.distributed_utils import init_gloo_group
 from slime.weights.quantize import Quantizer
 from slime.weights.quantize.formats import BlockFp8, is_quantized_offline

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from slime.backends.megatron_utils import sglang
+from slime.backends.megatron_utils.update_weight.engine_group import EngineGroup
 from slime.utils.errors import EngineError
 from slime.utils.net import format_host_port
-from slime.weights.push.groups import StockGroup
 from slime.weights.push.participants import Participants, PushClock
 
 pytestmark = [
@@ -89,20 +89,14 @@ class Engine:
         return answer
 
 
-class Wire:
-    def prepare(self) -> None: ...
-
-    def flatten(self, bucket: Any) -> torch.Tensor:
-        return torch.cat([tensor for _, tensor in bucket])
-
-    join_update_group = staticmethod(sglang.join_update_group)
-
-
 @pytest.mark.parametrize("good", [0, 2], ids=["in-the-first-bucket", "later"])
-def test_an_engine_that_breaks_the_group_sets_the_trainer_free_and_the_next_group_works(good: int) -> None:
+def test_an_engine_that_breaks_the_group_sets_the_trainer_free_and_the_next_group_works(
+    good: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "flatten", lambda bucket: torch.cat([tensor for _, tensor in bucket]))
     use_hosts("trainer")
     torch.cuda.set_device(0)
-    engines, group = [Engine(), Engine()], StockGroup("slime", Wire())  # type: ignore[arg-type]
+    engines, group = [Engine(), Engine()], EngineGroup("slime")  # type: ignore[arg-type]
     bucket = [("x", torch.ones(SIZE, device="cuda"))]
     try:
         for engine, buckets in zip(engines, (good, 1), strict=True):

@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import traceback
 from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -22,12 +24,25 @@ import torch
 import torch.multiprocessing as mp
 
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
+from slime.ext.disk_push import local_copy
+from slime.ext.fast_push import engine_verbs
+from slime.ext.fast_push.messages import RECEIVER
 from slime.utils.errors import EngineError, ProcessError
 
 START_TIMEOUT_S = 180
 
 
-class LoadedModel(WeightVerbs):
+class VerbsOfExtensions(WeightVerbs):
+    """An actor whose methods are the requests of extensions, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        for module in (engine_verbs, local_copy):
+            if name in vars(module) and not name.startswith("_"):
+                return functools.partial(vars(module)[name], self)
+        raise AttributeError(name)
+
+
+class LoadedModel(VerbsOfExtensions):
     """The blocking methods of ``SGLangEngine`` that concern weights, on real models.
 
     Args:
@@ -49,7 +64,7 @@ class LoadedModel(WeightVerbs):
         rank: int = 0,
     ) -> None:
         self.args = Namespace(weight_update_timeout_s=timeout_s)
-        self.rank, self.node_rank, self._tp_size = rank, 0, tp_size
+        self.rank, self.node_rank, self.tp_size = rank, 0, tp_size
         self.is_paused = False
         self.asked: list[str] = []
         self._folder = tempfile.TemporaryDirectory()
@@ -100,14 +115,14 @@ class LoadedModel(WeightVerbs):
         has_weights: bool = False,
     ) -> None:
         """Become a fresh engine of another model in the same processes, which saves their start (10 s)."""
-        self._push_id = self._acknowledged = None
+        self.unfinished_push = None
         self._ask("swap", str(folder), dtype, quantization, has_weights)
 
     def pause_generation(self) -> None:
         self.is_paused = True
 
     def continue_generation(self) -> None:
-        self._refuse_unfinished_push()
+        self.refuse_unfinished_push()
         self.is_paused = False
 
     def flush_cache(self) -> None:
@@ -159,14 +174,17 @@ class _Answer:
 class LoadedEngine:
     """A :class:`LoadedModel` as a push sees it: calls return at once and run one after the other."""
 
-    acknowledges = True
+    loaders = (RECEIVER,)
     dtype = ""
 
     def __init__(self, model: LoadedModel, *, index: int = 0, gpu_offset: int = 0, is_colocated: bool = True) -> None:
         self.model, self.index, self.gpu_offset, self.is_colocated = model, index, gpu_offset, is_colocated
-        self.num_gpus = model._tp_size
+        self.num_gpus = model.tp_size
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self._pool = ThreadPoolExecutor(1)
+
+    def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> _Answer:
+        return getattr(self, function.__name__)(*arguments)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

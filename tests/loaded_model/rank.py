@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.repacked_layers import watch_repacking
+from slime.ext.fast_push.repacked_layers import watch_repacking
 from slime.utils import env
+from slime.weights.push.wire import FLATTENED_BUCKET
 
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 """``quantization_config`` of a checkpoint in block-wise FP8."""
@@ -145,6 +146,12 @@ class LoadedRank:
 
         named_tensors = MultiprocessingSerializer.deserialize(payload["serialized_named_tensors"][self.tp_rank])
         load_format = payload.get("load_format")
+        if load_format == FLATTENED_BUCKET:
+            from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+            flat, metadata = named_tensors["flattened_tensor"], named_tensors["metadata"]
+            named_tensors = FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).reconstruct_tensors()
+            load_format = None
         for model in [model for model in (self.draft, self.model) if model is not None]:
             if load_format is None:
                 model.load_weights(named_tensors)
@@ -185,7 +192,8 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str, *, is_d
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-    from slime.weights.push.verbs import WEIGHT_LOADERS
+    from slime.backends.sglang_utils.cpu_shim.weights_checker import ACTIONS
+    from slime.ext.fast_push.messages import WEIGHT_LOADERS
 
     model_type = json.loads((Path(folder) / "config.json").read_text())["model_type"]
     server_args = ServerArgs(
@@ -196,7 +204,7 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str, *, is_d
         tp_size=tp_size,
         skip_tokenizer_init=True,
         disable_overlap_schedule=True,
-        custom_weight_loader=list(WEIGHT_LOADERS),
+        custom_weight_loader=[*WEIGHT_LOADERS, *ACTIONS.values()],
     )
     set_global_server_args_for_scheduler(server_args)
     model_config = ModelConfig.from_server_args(server_args, is_draft_model=is_draft)

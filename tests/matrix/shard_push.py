@@ -32,7 +32,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
-from slime.backends.megatron_utils.update_weight.shard_buckets import CollectedBuckets, ShardBuckets
+from slime.ext.fast_push.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.utils.distributed_utils import get_gloo_group, init_gloo_group
 from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.manifest import Manifest

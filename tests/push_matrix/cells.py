@@ -19,7 +19,7 @@ from tests.matrix.pool import RankError, RankPool
 from tests.push_matrix.engines import Client, serve_engines
 from tests.push_matrix.on_rank import Job, Result, push_on_rank
 
-MODES = ("colocated", "distributed", "mixed", "disk", "delta")
+MODES = ("plain", "colocated", "distributed", "mixed", "disk", "delta")
 QUANTIZATIONS = ("bf16", "fp8")
 ENGINE_SIZES = (1, 2)
 LAYOUTS: dict[str, Layout] = {
@@ -146,7 +146,7 @@ def _run_case(
             for quantization in quantizations
             for size in sizes
             for mode in modes
-            if size <= layout.world_size or mode not in ("colocated", "mixed")
+            if size <= layout.world_size or mode not in ("plain", "colocated", "mixed")
         ]
         jobs = [
             _job(mode, str(folders[quantization]), size, layout.world_size, addresses, expected, quantization, root)
@@ -199,7 +199,7 @@ def _job(
 ) -> Job:
     """Where the engines of a cell lie."""
     first, second = addresses[size][0], addresses[1][1]
-    if mode == "colocated":
+    if mode in ("plain", "colocated"):
         engines = [(first, 0, size)] + ([(second, 1, 1)] if size == 1 and world_size > 1 else [])
     elif mode == "mixed":
         engines = [(first, 0, size), (second, world_size, 1)]

@@ -12,7 +12,7 @@ from typing import Any
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.weights.digest import combine, digest_tensor
 from slime.weights.push.wire import by_value
-from tests.dist.fault_engine import FaultyEngine, serve
+from tests.ext.fast_push.dist.fault_engine import FaultyEngine, serve
 from tests.loaded_model.engine import LoadedModel
 from tests.matrix.case import Tensors, read_config, read_tensors
 
@@ -38,7 +38,7 @@ class MatrixEngine(LoadedModel):
 
     def _load(self, tensors: Tensors) -> None:
         if tensors:
-            self.update_weights_from_tensor([by_value(list(tensors.items()))] * self._tp_size)
+            self.update_weights_from_tensor([by_value(list(tensors.items()))] * self.tp_size)
 
     def digest(self) -> str:
         """One number for everything that the engine holds, on all its ranks, under its own names."""

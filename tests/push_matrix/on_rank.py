@@ -18,6 +18,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
+from slime.compose import parts
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import SlimeError
 from tests.matrix import layout_rank
@@ -83,10 +84,11 @@ def _push(args: Namespace, model: Any, job: Job) -> Result:
             **vars(args),
             **disk_flags,
             "hf_checkpoint": job.folder,
-            "check_weight_update_equal": True,
+            "check_weight_update_equal": job.mode != "plain",
+            "weight_push": "plain" if job.mode == "plain" else "verified",
             "update_weight_buffer_size": BUCKET_BYTES,
             "weight_update_timeout_s": TIMEOUT_S,
-            "colocate": job.mode in ("colocated", "mixed"),
+            "colocate": job.mode in ("colocated", "mixed", "plain"),
             "update_weight_mode": "delta" if job.mode == "delta" else "full",
             "update_weight_transport": "disk" if job.mode in ("disk", "delta") else "nccl",
         }
@@ -102,7 +104,9 @@ def _push(args: Namespace, model: Any, job: Job) -> Result:
         for engine in engines:
             engine.now("become", job.folder, "bfloat16", disk_flags)
     dist.barrier()
-    updater = WeightUpdater(cell_args, model, lambda: None, hf_config=config)
+    updater = WeightUpdater(
+        cell_args, model, lambda: None, hf_config=config, make_transport=parts(cell_args).transport
+    )
     result = Result()
     try:
         updater.connect(engines, len(engines))
@@ -114,7 +118,8 @@ def _push(args: Namespace, model: Any, job: Job) -> Result:
         _scale(model, 2.0)
         if dist.get_rank() == 0 and any(one == other for one, other in zip(first, second, strict=True)):
             result.problem = result.problem or "the second push changed nothing"
-        result.digests, result.num_buckets = first, len(updater.buckets.manifest.buckets)
+        assert updater.report is not None
+        result.digests, result.num_buckets = first, updater.report.num_buckets
     except (SlimeError, RuntimeError, OSError) as error:
         result.problem = f"{type(error).__name__}: {error}"
     updater.close()

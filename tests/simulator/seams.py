@@ -90,7 +90,8 @@ class _Ended:
 def install() -> Patches:
     """Put the simulator at every seam."""
     from slime.backends import train_worker
-    from slime.backends.sglang_utils import router_process, sglang_engine, weight_verbs
+    from slime.backends.sglang_utils import router_process, sglang_engine
+    from slime.ext.fast_push import engine_verbs
     from slime.observability import telemetry
     from slime.ray import job, rollout, startup, train_actor, train_loop, waiting
     from slime.ray import utils as ray_utils
@@ -150,7 +151,7 @@ def install() -> Patches:
         (sglang_engine, "check_in_background", lambda folder: _Ended()),
         (sglang_engine, "build_server_args", server_args),
         (router_process, "build_router_args", lambda args, **settings: settings),
-        (weight_verbs, "encode", lambda message: message),
+        (engine_verbs, "encode", lambda message: message),
         (ray_utils, "get_free_port", free_port),
         (ray_utils, "hold_port", lambda address, first: free_port()),
         (ray_utils, "listen_address", lambda: "127.0.0.1"),

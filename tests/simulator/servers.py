@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from safetensors import SafetensorError, safe_open
 
-from slime.weights.push.wire import PUSH_REPORT
+from slime.ext.fast_push.messages import PUSH_REPORT
 from tests.scripted_engine.script import Request, Script, split_prompt, text_of
 from tests.simulator.kernel import Process
 from tests.simulator.network import Cut, Reply, Server, send

@@ -20,14 +20,17 @@ from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import FORMAT_FILE
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
+from slime.ext.disk_push.delta_carrier import make_carrier
+from slime.ext.fast_push.engine_verbs import receive_weight_bucket
+from slime.ext.fast_push.verified_push import VerifiedPush
 from slime.flags.checkpoint import version_before
 from slime.utils.errors import DataError
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
+from slime.weights.push.carrier import Carrier
+from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import reason_of, start_all, wait_together
-from slime.weights.push.state import Push
-from slime.weights.push.transports.base import Transport
-from slime.weights.push.verbs import EngineProxy
+from slime.weights.push.state import Push, TrainerRanks
 from slime.weights.tensor_slice import TensorSlice
 from tests.simulator.kernel import _KERNEL, WORLD, Process
 from tests.simulator.weight_groups import state_in
@@ -171,11 +174,8 @@ class Buckets:
         return sent
 
 
-class MessageTransport(Transport):
+class MessageCarrier(Carrier):
     """Rank 0 asks every engine to load a bucket and waits for all."""
-
-    def __init__(self) -> None:
-        pass
 
     def open(self, push: Push, manifest: Manifest) -> None:
         push.meet("opening")
@@ -184,33 +184,37 @@ class MessageTransport(Transport):
         if index == NO_BUCKET or push.ranks.rank != 0:
             return
         WORLD[0].wire[push.id, index] = state_in(flat)
-        requests = start_all(push.participants.good, lambda e: e.receive_weight_bucket(push.id, index, ""))
+        requests = start_all(push.participants.good, lambda e: e.run(receive_weight_bucket, push.id, index, ""))
         for engine, error in wait_together(requests, push.participants.clock.step_s).items():
             push.participants.exclude(engine, f"{reason_of(error)} (while loading bucket {index})")
+
+
+class FixedPush(VerifiedPush):
+    """Pushes buckets that do not come from a model."""
+
+    fixed: Any
+
+    @property
+    def buckets(self) -> Any:
+        return self.fixed
 
 
 class Updater(WeightUpdater):
     """slime's own, of a model without tensors."""
 
     def __init__(self, args: Namespace, model: Model, first_version: int) -> None:
-        super().__init__(args, [], lambda: None, hf_config={}, first_version=first_version)
+        super().__init__(args, [], lambda: None, hf_config={}, first_version=first_version, make_transport=self._make)
         self._simulated = Buckets(model)
 
-    @property
-    def _pushes_adapter(self) -> bool:
-        return False
+    def _make(self, args: Namespace, ranks: TrainerRanks) -> FixedPush:
+        carrier = None if WORLD[0].setup.broadcast else lambda args, ranks: MessageCarrier(ranks)
+        carrier = make_carrier if args.update_weight_transport == "disk" else carrier
+        made = FixedPush.of(args, ranks, carrier=carrier)
+        made.fixed = self._simulated
+        return made
 
-    @property
-    def transport(self) -> Transport:
-        if self.args.update_weight_transport == "disk" or WORLD[0].setup.broadcast:
-            return super().transport
-        if self._transport is None:
-            self._transport = MessageTransport()
-        return self._transport
-
-    @property
-    def buckets(self) -> Any:
-        return self._simulated
+    def _weights_in(self, dtype: torch.dtype) -> Any:
+        return Namespace(dtype=dtype)
 
     def _estimate_cast_loss(self, push: Push) -> None:
         pass
@@ -246,6 +250,7 @@ class SimulatedTrainer(MegatronTrainRayActor):
         with_ref: bool = False,
         with_opd_teacher: bool = False,
         transforms: tuple[type, ...] = (),
+        transport: Any = None,
     ) -> int:
         world, kernel = WORLD[0], _KERNEL[0]
         assert kernel is not None
@@ -357,11 +362,9 @@ def patch_trainer(patches: Any) -> None:
     from slime.backends.megatron_utils import memory
     from slime.backends.megatron_utils.checkpoints import checkpoint_writer
     from slime.backends.megatron_utils.update_weight import updater
+    from slime.ext.disk_push import disk, versions
     from slime.utils import distributed_utils
-    from slime.weights import versions
     from slime.weights.push import state
-    from slime.weights.push.state import TrainerRanks
-    from slime.weights.push.transports import disk
 
     dist = Dist()
     actor = __import__("slime.backends.megatron_utils.actor", fromlist=["actor"])

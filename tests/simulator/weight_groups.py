@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slime.weights import channel
+from slime.ext.fast_push import channel
 from tests.simulator.kernel import _KERNEL, WORLD, Process
 
 LOOK_S = 0.25
@@ -123,7 +123,7 @@ class _Connections:
 
 
 def make_backend(backend: str, store: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> _Connections:
-    """slime.weights.channel._make_backend."""
+    """slime.ext.fast_push.channel._make_backend."""
     return _Connections(store, timeout)
 
 

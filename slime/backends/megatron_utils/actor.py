@@ -35,6 +35,7 @@ from slime.backends.megatron_utils.train_metrics import ExpertLoad
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
+from slime.backends.megatron_utils.update_weight.transport import MakeTransport
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater, model_name
 from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import version_before
@@ -49,8 +50,8 @@ from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import read_model_config
 from slime.utils.misc import call_hook
+from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import ExcludedEngine
-from slime.weights.push.verbs import EngineProxy
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class MegatronTrainRayActor(TrainWorker):
         with_ref: bool = False,
         with_opd_teacher: bool = False,
         transforms: tuple[type, ...] = (),
+        transport: MakeTransport | None = None,
     ) -> int:
         """Join the group, build the model, load all policies, and fall asleep if the accelerator is shared."""
         self.args, self.role = args, role
@@ -105,7 +107,12 @@ class MegatronTrainRayActor(TrainWorker):
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
         version = version_before(args, self._start_rollout_id)
         self._updater = WeightUpdater(
-            args, self.model, self._weights_to_send, hf_config=self._hf_config, first_version=version
+            args,
+            self.model,
+            self._weights_to_send,
+            hf_config=self._hf_config,
+            first_version=version,
+            make_transport=transport,
         )
         return self._start_rollout_id
 

@@ -15,8 +15,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core.utils import unwrap_model
 
-from slime.weights.push.state import Push, PushReport
-
 
 class ModelTransform(ABC):
     """A change of the actor's model after it is built; ``slime.compose`` chooses which ones a run has.
@@ -43,8 +41,6 @@ class AddedParameters(ModelTransform):
 
     claim: str
     """What trains, for messages: "--flag VALUE trains ..."."""
-    pushes_alone: bool
-    """Engines get what was added by :meth:`push`; otherwise they get whole weights, as ``served`` gives them."""
 
     @abstractmethod
     def owns(self, name: str) -> bool:
@@ -79,16 +75,6 @@ class AddedParameters(ModelTransform):
     @abstractmethod
     def after_save(self, model: Sequence[torch.nn.Module], rollout_id: int) -> None:
         """Write what belongs beside a checkpoint."""
-
-    @abstractmethod
-    def push(
-        self,
-        push: Push,
-        model: Sequence[torch.nn.Module],
-        dtype: torch.dtype,
-        host_weights: Mapping[str, Tensor] | None,
-    ) -> PushReport:
-        """Have the engines of a push serve the parameters, from ``host_weights`` while the live ones are asleep."""
 
 
 def added_parameters(model: Sequence[torch.nn.Module]) -> AddedParameters | None:

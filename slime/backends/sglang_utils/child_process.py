@@ -38,6 +38,8 @@ from slime.utils.private_folder import own_folder, user_folder
 
 logger = logging.getLogger(__name__)
 
+PLUGINS = "SLIME_ENGINE_PLUGINS"
+"""Import paths of functions that an engine's processes call before they import SGLang."""
 REPOSITORY = Path(__file__).parents[3]
 LOG_TAIL_LINES = 60
 LOG_TAIL_BYTES = 2**18

@@ -8,13 +8,22 @@ has.  The server returns the answer of the first rank only, so ranks gather befo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from slime.utils.distributed_utils import gather_objects
 
+logger = logging.getLogger(__name__)
+
+_OWN_SCALE = re.compile(r"(^|[._])(k_scale|v_scale|input_scale|input_scale_inv)$")
+
+CHECK_REPORT = "slime.weight_check"
+"""Name that asks for the problems which :func:`reporting` collected since the last time."""
 Answer = Callable[[], list[str]]
 
 
@@ -66,3 +75,42 @@ def with_ranks(found: Sequence[Sequence[str]]) -> list[str]:
     if len(found) == 1:
         return list(found[0])
     return [f"rank {rank}: {problem}" for rank, problems in enumerate(found) for problem in problems]
+
+
+@contextmanager
+def reporting(model: nn.Module) -> Iterator[list[str]]:
+    """Yield a list whose content reaches the caller of ``/get_weights_by_name``; an exception becomes an entry."""
+    answer_by_name(model, CHECK_REPORT, _take_problems)
+    problems: list[str] = []
+    try:
+        yield problems
+    except Exception as error:  # the edge of our code inside the scheduler, which an exception would end
+        logger.exception("weight check failed")
+        problems.append(f"the check itself failed: {type(error).__name__}: {error}")
+    _PROBLEMS.extend(problems)
+
+
+def _take_problems() -> list[str]:
+    """Return the problems of all ranks, and forget them."""
+    problems = gather_over_ranks([*_PROBLEMS])
+    _PROBLEMS.clear()
+    return with_ranks(problems)
+
+
+def flatten_reports(answer: Any) -> list[str]:
+    """Return the strings of an answer: the server nests them once more with attention data parallelism."""
+    if isinstance(answer, str):
+        return [answer]
+    return [text for part in answer or [] for text in flatten_reports(part)]
+
+
+_PROBLEMS: list[str] = []
+"""Of all models of this process: SGLang checks a draft model too, and asks the target alone for the report."""
+
+
+def is_own_scale(name: str) -> bool:
+    """Return True for a scale, of the KV cache or of activations, that an engine makes for itself.
+
+    No push brings it.
+    """
+    return _OWN_SCALE.search(name) is not None

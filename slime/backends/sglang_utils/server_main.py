@@ -14,9 +14,11 @@ import sys
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim, sglang_plugin
-from slime.backends.sglang_utils.child_process import end_with_family, ending_family, owner_pid, read_settings
+from slime.backends.sglang_utils.child_process import PLUGINS, end_with_family, ending_family, owner_pid, read_settings
 from slime.backends.sglang_utils.server_guard import guard_as_parent, guard_port
+from slime.utils import env
 from slime.utils.distributed_utils import bind_stores
+from slime.utils.misc import load_function
 
 if __name__ in ("__main__", "__mp_main__"):
     end_with_family(owner_pid() if __name__ == "__main__" else os.getppid())
@@ -26,6 +28,8 @@ if __name__ in ("__main__", "__mp_main__"):
     # saver to a mode in which CUDA graphs cannot be released; an engine has no use for it.
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail as if it were not installed
     sglang_plugin.register()
+    for path in filter(None, (env.get_str(PLUGINS) or "").split(",")):
+        load_function(path)()
     guard_as_parent()
     bind_stores()
 

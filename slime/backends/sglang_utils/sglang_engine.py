@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree, raise_if_ended
+from slime.backends.sglang_utils.child_process import PLUGINS, ChildProcess, kill_tree, raise_if_ended
 from slime.backends.sglang_utils.engine_segments import remove_segments
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
@@ -81,7 +81,7 @@ class SGLangEngine(WeightVerbs):
         self._worker_key: str | None = None
         """Key by which the router asks the server."""
         self._bootstrap_port: int | None = None
-        self._tp_size = 1
+        self.tp_size = 1
         self._released: set[str] = set()
         self._check: Future[None] | None = None
         """The comparison of the model's files with their digests, while the server reads them."""
@@ -134,17 +134,17 @@ class SGLangEngine(WeightVerbs):
         server_args = build_server_args(
             self.args, place, model_path=self.model_path, overrides=self.overrides, on_cpu=on_cpu
         )
-        self._tp_size = int(server_args["tp_size"])
+        self.tp_size = int(server_args["tp_size"])
         self._bootstrap_port = disaggregation_bootstrap_port
         self._released.clear()
-        self._push_id = self._acknowledged = None
+        self.unfinished_push = None
         self._adapter = self._unloading = None
         name = f"engine {self.rank} {format_host_port(host, port)}"
         self.server = ServerControl(http_url(host, port), api_key=self._secret, name=name)
         self._worker_key = None if self._secret is None else generation_key(self._secret)
         self._find_router(router_ip, router_port)
         remove_segments()  # of engines that were killed here before
-        self.process = start_server(server_args, name=name, secret=self._secret)
+        self.process = start_server(server_args, name=name, secret=self._secret, plugins=self.args.engine_plugins)
         reads_weights = server_args.get("load_format") != "dummy" and self.args.verify_checkpoint
         self._check = check_in_background(Path(self.model_path)) if reads_weights else None
 
@@ -200,7 +200,7 @@ class SGLangEngine(WeightVerbs):
         """Use an external server, and tell the router of it; its process is theirs to end."""
         self.server = ServerControl(url, api_key=self._secret, name=f"engine {self.rank} {url}")
         self._worker_key = self._secret
-        self._tp_size = tp_size
+        self.tp_size = tp_size
         self._bootstrap_port = bootstrap_port
         self._find_router(router_ip, router_port)
         self.register()
@@ -263,7 +263,7 @@ class SGLangEngine(WeightVerbs):
         Raises:
             WeightSyncError: the engine holds a push that was begun and not committed.
         """
-        self._refuse_unfinished_push()
+        self.refuse_unfinished_push()
         self._request("POST", "/continue_generation", {})
 
     def abort_all(self) -> None:
@@ -324,13 +324,21 @@ class SGLangEngine(WeightVerbs):
             raise
 
 
-def start_server(server_args: Mapping[str, Any], *, name: str, secret: str | None = None) -> ChildProcess:
-    """Start an SGLang server with these ServerArgs, guarded by ``secret``; returns at once."""
+def start_server(
+    server_args: Mapping[str, Any], *, name: str, secret: str | None = None, plugins: Sequence[str] = ()
+) -> ChildProcess:
+    """Start an SGLang server with these ServerArgs, guarded by ``secret``; returns at once.
+
+    Each of its processes calls ``plugins`` first, functions by their import paths.
+    """
     return ChildProcess(
         SERVER_MODULE,
         {**server_args, "job_secret": secret},
         name=name,
-        extra_environment=engine_environment(tp_size=int(server_args.get("tp_size", 1))),
+        extra_environment={
+            **engine_environment(tp_size=int(server_args.get("tp_size", 1))),
+            PLUGINS: ",".join(plugins),
+        },
         without_variables=EXPANDABLE_SEGMENTS,
     )
 

@@ -30,9 +30,8 @@ import torch
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
-from slime.backends.sglang_utils.load_plan import is_own_scale
+from slime.backends.sglang_utils.loader_report import is_own_scale
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
-from slime.backends.sglang_utils.repacked_layers import reload, watch_repacking
 from slime.backends.sglang_utils.request_check import (
     LOADING,
     UNREADABLE,
@@ -67,7 +66,6 @@ _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "transformers.PreTrainedTokenizerBase"
 _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 _ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
-_LOADER = "sglang.srt.model_loader.loader"
 _SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 _is_registered = False
@@ -85,8 +83,6 @@ def register() -> None:
         logger.warning("this SGLang has no plugins: it returns no nuclei, and --rollout-top-p must be 1")
         return
     for target, hook, kind in (
-        (f"{_LOADER}._initialize_model", _watch, HookType.AFTER),
-        (f"{_LOADER}.DefaultModelLoader.load_weights_and_postprocess", reload, HookType.AROUND),
         (f"{_SLEEP}._export_static_state", _keep_own_scales, HookType.AROUND),
         (f"{_SLEEP}._import_static_state", _restore_own_scales, HookType.AROUND),
         (f"{_BATCH_INFO}.from_schedule_batch", _mark, HookType.AFTER),
@@ -118,10 +114,6 @@ def register() -> None:
     for module in (native_layers, delta_nets) if cpu_shim.is_needed() else ():
         for target, name in module.HOOKED.items():
             HookRegistry.register(target, getattr(module, name), HookType.AROUND)
-
-
-def _watch(model: torch.nn.Module, *args: Any, **options: Any) -> None:
-    watch_repacking(model)
 
 
 def _keep_own_scales(original: Callable[..., dict[str, Any]], model: torch.nn.Module) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Adapters as a run has them: in the model, in its checkpoints and in its pushes."""
+"""Adapters as a run has them, in the model and in its checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import checkpoint, cpu_platform, sglang  # noqa: F401
+from slime.backends.megatron_utils import checkpoint, cpu_platform  # noqa: F401
 
 # isort: split
 from megatron.core.utils import unwrap_model
@@ -19,11 +19,8 @@ from slime.backends.megatron_utils.model_transform import AddedParameters
 from slime.backends.megatron_utils.parameters import iter_shards
 from slime.ext.lora.frozen_base import hold_quantized
 from slime.ext.lora.layers import add_adapters
-from slime.ext.lora.state import load_peft, peft_tensors, save_peft, sharded_entry
+from slime.ext.lora.state import load_peft, save_peft, sharded_entry
 from slime.flags.lora import lora_base, lora_config
-from slime.weights.peft_folder import peft_config
-from slime.weights.push.adapter import as_engines_call, push_adapter
-from slime.weights.push.state import Push, PushReport
 
 _ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
 
@@ -37,7 +34,6 @@ class Lora(AddedParameters):
         assert config is not None
         self._config = config
         self.claim = f"--lora-rank {config.rank} trains adapters"
-        self.pushes_alone = args.lora_push == "adapter"
 
     def after_build(self, chunk: torch.nn.Module) -> None:
         """Freeze a chunk and put adapters on its layers.
@@ -99,17 +95,3 @@ class Lora(AddedParameters):
         """Write the PEFT folder of ``--lora-save``."""
         if self.args.lora_save:
             save_peft(self.args, self.args.lora_save.format(rollout_id=rollout_id), model)
-
-    def push(
-        self,
-        push: Push,
-        model: Sequence[torch.nn.Module],
-        dtype: torch.dtype,
-        host_weights: Mapping[str, Tensor] | None,
-    ) -> PushReport:
-        """Have the engines serve the adapter."""
-        with push.step("gather"):
-            tensors = peft_tensors(self.args, model, host_weights=host_weights, device=None)
-            own = {as_engines_call(name): tensor for name, tensor in tensors.items()}
-        peft = peft_config(own, self._config, base_model=self.args.hf_checkpoint)
-        return push_adapter(push, own, dtype, peft, sglang)

@@ -152,7 +152,7 @@ class EngineFleet:
                         num_gpus=group.num_gpus_per_engine,
                         gpu_offset=first_gpu,
                         is_colocated=first_gpu + group.num_gpus_per_engine <= num_trainer_gpus,
-                        acknowledges=group.acknowledges_pushes,
+                        loaders=group.weight_loaders,
                         dtype=group.dtype,
                         node_handles=actors,
                     )

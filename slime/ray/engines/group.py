@@ -137,9 +137,9 @@ class EngineGroup:
         return None if secret is None else generation_key(secret)
 
     @property
-    def acknowledges_pushes(self) -> bool:
-        """True when the engines run slime's weight loader, as all engines that slime starts do."""
-        return True
+    def weight_loaders(self) -> tuple[str, ...]:
+        """Import paths of weight loaders that the engines may be asked to run."""
+        return tuple(self.args.weight_loaders)
 
     @property
     def dtype(self) -> str:

@@ -41,7 +41,6 @@ from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, PortTakenError, ProcessError
 from slime.utils.http_utils import add_job_servers, find_available_port
 from slime.utils.net import is_port_available
-from slime.weights.push.verbs import RECEIVER
 
 logger = logging.getLogger(__name__)
 
@@ -347,9 +346,9 @@ class ExternalGroup(EngineGroup):
         return job_secret(self.args)
 
     @property
-    def acknowledges_pushes(self) -> bool:
-        """True when its owner started it with slime's loader."""
-        return RECEIVER in (self.info.server_args.get("custom_weight_loader") or ())
+    def weight_loaders(self) -> tuple[str, ...]:
+        """The weight loaders that its owner started it with."""
+        return tuple(self.info.server_args.get("custom_weight_loader") or ())
 
     @property
     def dtype(self) -> str:

@@ -8,7 +8,7 @@ handed memory of it, others there memory of the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from slime.weights.manifest import Manifest
+from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.state import Push, PushReport
-from slime.weights.push.verbs import EngineProxy, Pending
-from slime.weights.push.wire import StockWire, as_text, handle_of
+from slime.weights.push.wire import as_text, handle_of
 
 ADAPTER_PREFIX = "slime-"
 """An adapter is called by this and its version, for engines."""
@@ -43,7 +43,11 @@ def as_engines_call(module: str) -> str:
 
 
 def push_adapter(
-    push: Push, tensors: Mapping[str, Tensor], dtype: torch.dtype, config: Mapping[str, Any], wire: StockWire
+    push: Push,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    config: Mapping[str, Any],
+    prepare: Callable[[], None],
 ) -> PushReport:
     """Have the engines serve an adapter under the version of the push; collective.
 
@@ -52,7 +56,7 @@ def push_adapter(
         tensors: by PEFT's names, of one dtype, on the GPU or on the host; rank 0 has them all.
         dtype: that engines get.
         config: the content of PEFT's adapter_config.json.
-        wire: makes this process able to share tensors.
+        prepare: makes this process able to share tensors.
 
     Raises:
         WeightSyncError: no engine took it.
@@ -62,7 +66,7 @@ def push_adapter(
         forms = {one.index: _form_for(one, push, tensors) for one in push.participants.good}
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).to(dtype)
         shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        made = {form: _payload(form, flat, shapes, wire) for form in set(forms.values())}
+        made = {form: _payload(form, flat, shapes, prepare) for form in set(forms.values())}
 
         def ask(engine: EngineProxy) -> Pending:
             text, _ = made[forms[engine.index]]
@@ -93,13 +97,13 @@ def _form_for(engine: EngineProxy, push: Push, tensors: Mapping[str, Tensor]) ->
     return ON_CARD if is_on_card else ON_HOST
 
 
-def _payload(form: str, flat: Tensor, shapes: Shapes, wire: StockWire) -> tuple[str, Tensor]:
+def _payload(form: str, flat: Tensor, shapes: Shapes, prepare: Callable[[], None]) -> tuple[str, Tensor]:
     """Return the tensors' text or handle, and the buffer that must outlive the engines' answers."""
     held = flat if form == ON_CARD else flat.cpu()
     if form == BY_VALUE:
         # Copies: with a part torch would send the whole buffer.
         return as_text({name: part.clone() for name, part in named_parts(held, shapes).items()}), held
-    wire.prepare()
+    prepare()
     sharing: Any = torch.multiprocessing
     strategy = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")  # descriptors pass between relatives only

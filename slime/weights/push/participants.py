@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.utils.errors import SlimeError
-from slime.weights.push.verbs import EngineProxy, Pending
+from slime.weights.push.engine import EngineProxy, Pending
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +73,6 @@ class Participants:
     def good(self) -> list[EngineProxy]:
         """The engines that are still in the push."""
         return [engine for index, engine in self.engines.items() if index not in self.reasons]
-
-    @property
-    def acknowledging(self) -> list[EngineProxy]:
-        """Those among them in which our loader runs."""
-        return [engine for engine in self.good if engine.acknowledges]
 
     def is_good(self, engine: EngineProxy) -> bool:
         """Return whether the engine is still in the push."""

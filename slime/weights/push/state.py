@@ -12,6 +12,7 @@ import torch.distributed as dist
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import WeightSyncError
 from slime.weights.manifest import Manifest
+from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.participants import PUSH_FAILURES, ExcludedEngine, Participants, reason_of
 
 Span = tuple[str, float, float]
@@ -84,6 +85,10 @@ class TrainerRanks:
         return told[0]
 
 
+def _no_folder(engine: EngineProxy, folder: str) -> Pending:
+    raise WeightSyncError(f"this push is not one of folders, such as {folder}")
+
+
 @dataclass
 class Push:
     """A push under way, as this rank sees it."""
@@ -97,6 +102,8 @@ class Push:
     """``--check-weight-update-equal``: all weights are overwritten first, and compared afterwards."""
     is_resend: bool = False
     """The engines missed the last push."""
+    read_folder: Callable[[EngineProxy, str], Pending] = _no_folder
+    """Has an engine load a checkpoint folder, as a part of this push."""
     id: str = ""
     """Names one attempt."""
     num_attempts: int = 0

@@ -1,59 +1,24 @@
-"""Payloads of ``/update_weights_from_tensor``: tensors by value, handles to flat buckets, messages to our loaders.
-
-A message travels as the *name* of an empty tensor, because names are free text and the loader sees them; an answer
-comes back through ``/get_weights_by_name`` under a name that no parameter has.
-"""
+"""Payloads of ``/update_weights_from_tensor``: tensors by value, handles to flat buckets."""
 
 from __future__ import annotations
 
 import base64
 import io
-import json
 import operator
 import pickle
 from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slime.utils.errors import WeightSyncError
 from slime.weights.manifest import BucketEntry, Manifest
 from slime.weights.named_tensors import NamedTensors
 
-CHECK_REPORT = "slime.weight_check"
-"""Name that asks for the problems which ``weight_check`` found since the last time."""
-PUSH_REPORT = "slime.weight_receiver"
-"""Name that asks for the state of the push which ``weight_receiver`` takes."""
 FLATTENED_BUCKET = "flattened_bucket"
 """``load_format`` of stock SGLang for a bucket whose tensors lie in one flat buffer."""
-
-
-class StockWire(Protocol):
-    """SGLang's own wire format, for stock engines; the trainer's backend has it."""
-
-    def prepare(self) -> None:
-        """Make this process able to share tensors with an engine."""
-
-    def serialize_bucket(self, bucket: NamedTensors) -> tuple[str, Tensor]:
-        """Return a handle to the bucket in one fresh flat buffer, and the buffer, which must outlive the answer."""
-
-    def flatten(self, bucket: NamedTensors) -> Tensor:
-        """Return the flat buffer that a ``flattened_bucket`` broadcast carries."""
-
-    def join_update_group(
-        self,
-        *,
-        backend: str,
-        master_address: str,
-        master_port: int,
-        world_size: int,
-        group_name: str,
-        timeout_s: float,
-    ) -> dist.ProcessGroup:
-        """Enter, as rank 0, the process group over which an update is broadcast."""
 
 
 def by_value(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -94,23 +59,6 @@ def handle_of(content: Any) -> str:
     data = io.BytesIO()
     ForkingPickler(data).dump(content)
     return base64.b64encode(data.getvalue()).decode("ascii")
-
-
-def encode(message: dict[str, Any]) -> str:
-    """Return a payload that carries ``message`` (JSON) and no weights."""
-    return by_value([(json.dumps(message), torch.empty(0, dtype=torch.uint8))])
-
-
-def decode(named_tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
-    """Return the messages of a payload that :func:`encode` made, as the loader sees it."""
-    return [json.loads(name) for name, _ in named_tensors]
-
-
-def flatten_reports(answer: Any) -> list[str]:
-    """Return the strings of an answer: the server nests them once more with attention data parallelism."""
-    if isinstance(answer, str):
-        return [answer]
-    return [text for part in answer or [] for text in flatten_reports(part)]
 
 
 def named_views(flat: Tensor, entry: BucketEntry, manifest: Manifest) -> NamedTensors:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from slime.arguments import slime_validate_args
@@ -24,8 +22,7 @@ def complaint(make_args):
 
 
 @pytest.mark.parametrize("words", [DISK, DELTA, (*DISK, "--update-weight-disk-keep-files"), (*DISK, "--colocate"),
-                                   (*DISK, "--release-train", "--save", "/ckpt"),
-                                   (*DELTA, "--update-weight-delta-encoding", "overwrite")])  # fmt: skip
+                                   (*DISK, "--release-train", "--save", "/ckpt")])  # fmt: skip
 def test_weights_may_travel_over_disk(make_args, words):
     slime_validate_args(make_args(*words))
 
@@ -43,7 +40,6 @@ def test_weights_may_travel_over_disk(make_args, words):
         (("--update-weight-mode", "delta"), "travels over disk only, and --update-weight-transport is nccl"),
         (DELTA[:-2], "name its folder: --update-weight-local-checkpoint-dir"),
         ((*DELTA, "--colocate"), "--update-weight-mode delta and --colocate exclude each other"),
-        ((*DISK, "--update-weight-delta-encoding", "overwrite"), "no effect without --update-weight-mode delta"),
         (
             (*DISK, "--update-weight-local-checkpoint-dir", "/shared/versions"),
             "give the versions a folder of their own",
@@ -56,11 +52,6 @@ def test_weights_may_travel_over_disk(make_args, words):
 )
 def test_what_cannot_work_names_the_flags(complaint, words, says):
     assert says in complaint(*words)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("blake3") is not None, reason="blake3 is installed: nothing to refuse")
-def test_a_checksum_without_its_package_is_refused_before_the_run(complaint):
-    assert "pip install blake3" in complaint(*DELTA, "--update-weight-delta-checksum", "blake3")
 
 
 @pytest.mark.parametrize(

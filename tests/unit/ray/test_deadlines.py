@@ -16,7 +16,6 @@ from slime.ray import connect, gpus, train_actor
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines import fleet, models
-from slime.ray.released_trainer import ReleasedTrainGroup
 from slime.ray.train_loop import Generation, StepTimes, TrainJob
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, EngineError
 
@@ -56,12 +55,6 @@ def trainers() -> RayTrainGroup:
     return made
 
 
-def released() -> ReleasedTrainGroup:
-    made = ReleasedTrainGroup(FLAGS, 0, 0, pg=None)
-    made._manager = Anything()
-    return made
-
-
 def engines() -> fleet.EngineFleet:
     group = Namespace(needs_offload=True, indices=lambda *states: [0], engines=[Anything()], name_of=str)
     args = Namespace(**vars(FLAGS), rollout_stall_timeout_s=0)
@@ -81,7 +74,6 @@ CASES: list[tuple[str, Callable[[], Any], float]] = [
     ("slime.ray.actor_group", lambda: trainers().layouts(), 120),
     ("slime.ray.actor_group", lambda: trainers().wait_trained(0, ["ref"]), 200),
     ("slime.ray.actor_group", lambda: trainers()._push("update_weights", Namespace(num_new=0)), 30 + 120),
-    ("slime.ray.actor_group", lambda: released().update_weights(), 3 * (50 + 120) + 30 + 180),
     ("slime.ray.engines.memory", lambda: engines().offload(), 30),
     ("slime.ray.engines.models", lambda: models.wait_until_serving(FLAGS, []), 50 + 120),
     ("slime.ray.engines.actor", lambda: engine_actor._probe(Anything(), 1, 1, time.monotonic() + 40), 40),

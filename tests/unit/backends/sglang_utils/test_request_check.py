@@ -1,5 +1,5 @@
 """What engines refuse, by SGLang's own classes: nothing passes that a scheduler could not read, and nothing of slime's
-is refused.  ``tests/e2e/test_engine_cpu.py`` sends the same requests to a real engine.
+is refused.  ``tests/ext/fast_push/test_engine_cpu.py`` sends the same requests to a real engine.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args, keep_known
-from slime.weights.push.verbs import WEIGHT_LOADERS
 
 PLACE = EnginePlace(
     rank=3,
@@ -35,6 +34,7 @@ def flags(**given) -> Namespace:
         "sglang_enable_hierarchical_cache": True,
         "sglang_cuda_graph_backend_prefill": None,
         "sglang_tp_size": 2,
+        "weight_loaders": ["own.load"],
         "use_rollout_routing_replay": False,
         "bf16": False,
         "fp16": False,
@@ -71,7 +71,6 @@ def test_what_slime_decides_is_set():
         "enable_metrics": True,
     }
     assert {name: built[name] for name in expected} == expected
-    assert set(WEIGHT_LOADERS) <= set(built["custom_weight_loader"])
 
 
 def test_flags_fill_the_rest_and_router_flags_stay_out():
@@ -95,9 +94,9 @@ def test_overrides_win_over_everything():
     assert (built["context_length"], built["enable_memory_saver"], built["tp_size"]) == (1, False, 1)
 
 
-def test_weight_loaders_of_the_user_stand_beside_those_of_a_push():
-    for built in (build(flags(sglang_custom_weight_loader=["mine.load"])), build(custom_weight_loader=["mine.load"])):
-        assert built["custom_weight_loader"] == ["mine.load", *WEIGHT_LOADERS]
+def test_weight_loaders_of_a_group_stand_beside_those_of_the_flags():
+    built = build(flags(sglang_custom_weight_loader=["a.load"]), custom_weight_loader=["b.load"])
+    assert built["custom_weight_loader"] == ["a.load", "b.load", "own.load"]
 
 
 def test_prefill_and_decode_engines_get_their_roles():

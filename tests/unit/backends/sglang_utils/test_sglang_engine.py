@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_shim, sglang_engine, sglang_plugin
+from slime.backends.sglang_utils.cpu_shim import weights_checker
 from slime.backends.sglang_utils.server_control import NoAnswer, Refused
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.sglang_plugin import _choose_adapter
-from slime.backends.sglang_utils.weight_verbs import CHECK_LOADERS
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs
 from slime.utils.errors import ConfigError, DataError, DeadlineError, EngineError, WeightSyncError
+from slime.utils.misc import load_function
 from slime.weights.push.adapter import IN_ONE_BUFFER
-from slime.weights.push.verbs import RECEIVER, WEIGHT_CHECKS, WEIGHT_LOADERS
 
 
 class NotingServer:
@@ -109,10 +109,10 @@ def test_an_update_sends_what_was_given_and_nothing_else(engine):
 
 def test_a_comparison_raises_what_the_engine_reports(engine):
     engine.server.answers["/get_weights_by_name"] = []
-    engine.update_weights_from_tensor(["s"], WEIGHT_LOADERS[0], "4")
+    engine.check("mine.compare_weights", ["s"])
     engine.server.answers["/get_weights_by_name"] = ["q_proj: 3 elements differ"]
     with pytest.raises(WeightSyncError, match=r"compare_weights found 1 problems:\n  q_proj: 3 elements differ"):
-        engine.update_weights_from_tensor(["s"], WEIGHT_LOADERS[0], "4")
+        engine.check("mine.compare_weights", ["s"])
 
 
 def test_an_unknown_check_is_refused(engine):
@@ -145,11 +145,7 @@ def test_an_engine_that_was_never_started_says_so():
 
 
 def test_every_loader_that_a_server_is_told_of_exists():
-    from slime.backends.sglang_utils import weight_check
-
-    assert set(CHECK_LOADERS.values()) <= set(WEIGHT_CHECKS)
-    assert all(hasattr(weight_check, path.rpartition(".")[2]) for path in WEIGHT_CHECKS)
-    assert set(WEIGHT_LOADERS) - set(WEIGHT_CHECKS) == {RECEIVER}
+    assert all(callable(load_function(path)) for path in weights_checker.ACTIONS.values())
 
 
 def test_an_engine_whose_model_differs_from_its_digests_is_ended(engine, monkeypatch):
@@ -331,10 +327,3 @@ def test_an_adapter_is_unloaded_though_a_request_was_never_counted_down(monkeypa
     asyncio.run(both())
     assert order == ["the request ends", "the adapter goes"]
     assert registry._counters == {} and "id" not in sglang_plugin._running
-
-
-@pytest.mark.parametrize("answer", [None, [], ["{"], ["[]"], ["3"], ['{"push_id": "p", "buckets": []}']])
-def test_what_is_no_report_of_a_loader_is_an_error_of_the_engine(engine, answer):
-    engine.server.answers["/get_weights_by_name"] = answer
-    with pytest.raises(EngineError, match="engine 0 answered begin_weight_update with .*no report of its loader"):
-        engine.begin_weight_update("m", "p")

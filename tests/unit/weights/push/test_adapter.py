@@ -66,7 +66,7 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, Shapes]
 
 def push(*engines: Engine, tensors: dict[str, torch.Tensor] = TENSORS, dtype: torch.dtype = torch.float32) -> Any:
     push = Push("7", Participants(engines, PushClock(10)), TrainerRanks(ranks_per_host=8))
-    return push_adapter(push, tensors, dtype, {"r": 2}, Wire())
+    return push_adapter(push, tensors, dtype, {"r": 2}, Wire().prepare)
 
 
 def test_engines_of_rank_0s_host_get_a_handle_and_others_the_values(

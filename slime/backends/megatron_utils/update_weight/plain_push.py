@@ -1,0 +1,151 @@
+"""The plain push: whole tensors, bucket by bucket, through SGLang's own endpoints.
+
+    pause -> every bucket: gather, rename, quantize, send -> same version everywhere -> continue
+
+Read on in ``bucket_source`` (tensor shards to flat buckets; ``gather`` joins them, ``megatron_to_hf`` renames them),
+``sglang`` (its form of a bucket), ``engine_group`` (broadcasts), and for the engine's side in
+``slime.backends.sglang_utils.weight_verbs``.
+
+Nothing is compared, and no engine is left out: where one fails, the push fails and names it, and all stay paused,
+since they hold old and new weights at once.  The verified push, an extension, goes on without that engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+import torch
+
+from slime.backends.megatron_utils import sglang
+from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
+from slime.backends.megatron_utils.update_weight.engine_group import EngineGroup
+from slime.backends.megatron_utils.update_weight.transport import Transport
+from slime.utils.errors import WeightSyncError
+from slime.weights.named_tensors import NamedTensors
+from slime.weights.push import steps
+from slime.weights.push.engine import EngineProxy
+from slime.weights.push.participants import PUSH_FAILURES
+from slime.weights.push.state import Push, PushReport, TrainerRanks
+from slime.weights.push.wire import FLATTENED_BUCKET, named_views
+
+logger = logging.getLogger(__name__)
+
+
+class PlainPush(Transport):
+    """Pushes from one trainer rank."""
+
+    def __init__(self, ranks: TrainerRanks) -> None:
+        self._ranks = ranks
+        self._beside: list[EngineProxy] = []
+        """Engines whose first GPU is this rank's: they map its buckets."""
+        self._remote: list[EngineProxy] = []
+        """Engines on other GPUs, on rank 0 alone: they get the buckets by broadcast."""
+        self._group = EngineGroup("slime")
+        self._weights: SentWeights | None = None
+        self._buckets: GatheredBuckets | None = None
+
+    @classmethod
+    def of(cls, args: Namespace, ranks: TrainerRanks) -> PlainPush:
+        """Make it from flags, of which it needs none."""
+        return cls(ranks)
+
+    def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
+        """Find out which engines share a GPU with this rank."""
+        colocated = [e for e in engines if e.is_colocated and e.gpu_offset + e.num_gpus <= self._ranks.world_size]
+        self._beside = [engine for engine in colocated if engine.gpu_offset == self._ranks.rank]
+        self._remote = [e for e in engines if e not in colocated] if self._ranks.rank == 0 else []
+        if weights is not self._weights:
+            self._weights, self._buckets = weights, None
+        sglang.prepare()
+
+    def send(self, push: Push) -> PushReport:
+        """Push; a failure of any engine fails it, on all ranks."""
+        engines = list(push.participants.engines.values())
+        if push.checks:
+            raise WeightSyncError("--check-weight-update-equal needs --weight-push verified and slime's weight loader")
+        if push.repacks:
+            self._on_main_rank(push, "asking for a push's needs", lambda: steps.require_repacking(push, engines))
+        with push.step("pause"):
+            self._on_main_rank(push, "pausing the engines", lambda: steps.pause(push))
+            if push.repacks:
+                self._on_main_rank(push, "undoing repacking", lambda: steps.undo_repacking(push, engines))
+        with push.step("buckets"):
+            self._on_main_rank(push, "joining the engines", lambda: self._group.form(self._remote, push.participants))
+            self._send_buckets(push)
+        with push.step("commit"):
+            if push.repacks:
+                self._on_main_rank(push, "repacking", lambda: steps.repack(push, engines))
+            self._on_main_rank(push, "asking for versions", lambda: steps.require_version(push))
+        with push.step("continue"):
+            self._on_main_rank(push, "letting the engines continue", lambda: steps.continue_generation(push))
+        report = push.report(self._source().manifest)
+        if self._ranks.rank == 0:
+            logger.info(
+                "Pushed weight version %s to %d engines, unverified: %d tensors, %.1f MiB in %d buckets, %.2f s.",
+                push.version, report.num_engines, report.num_tensors, report.num_bytes / 2**20, report.num_buckets,
+                report.elapsed_s,
+            )  # fmt: skip
+        return report
+
+    def close(self) -> None:
+        """Leave the group with the engines."""
+        self._group.leave()
+
+    @torch.no_grad()
+    def _send_buckets(self, push: Push) -> None:
+        """Send every bucket; after a failure this rank only gathers, because the others gather with it."""
+        source = self._source()
+        for index, flat in source.iter_buckets():
+            if push.failures or push.participants.reasons:
+                continue
+            bucket = named_views(flat, source.manifest.buckets[index], source.manifest)
+            try:
+                self._hand_over(push, bucket)
+                self._group.broadcast(bucket, push.version, push.participants)
+            except PUSH_FAILURES as error:
+                push.failures.append(error)
+        push.num_attempts = 1
+        push.meet(f"sending the tensors of version {push.version}")
+        _require_all(push)
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # what engines have let go
+
+    def _hand_over(self, push: Push, bucket: NamedTensors) -> None:
+        """Let the engines on this rank's GPU load a bucket from its memory (CUDA IPC; shared memory on a CPU)."""
+        if not self._beside:
+            return
+        handle, buffer = sglang.serialize_bucket(bucket)
+        push.participants.ask(
+            "loading a bucket",
+            lambda engine: engine.update_weights_from_tensor(
+                [handle] * engine.num_gpus, load_format=FLATTENED_BUCKET, weight_version=push.version
+            ),
+            self._beside,
+        )
+        del buffer  # the engines have mapped it until here
+
+    def _source(self) -> GatheredBuckets:
+        """Return the buckets of this model, the same on all ranks; planned at the first push, collectively."""
+        if self._buckets is None:
+            assert self._weights is not None
+            self._buckets = GatheredBuckets(self._weights, across_stages=True)
+        return self._buckets
+
+    def _on_main_rank(self, push: Push, what: str, action: Callable[[], None]) -> None:
+        push.on_main_rank(what, action)
+        _require_all(push)
+
+
+def _require_all(push: Push) -> None:
+    """Raise for the engines that a step has excluded; all ranks know the same of them.
+
+    Raises:
+        WeightSyncError: there are some.
+    """
+    if failed := push.participants.excluded:
+        listed = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in failed)
+        raise WeightSyncError(
+            f"weight version {push.version} was not pushed, and all engines stay paused, because of {listed}"
+        )

@@ -1,0 +1,161 @@
+"""Push over a shared disk of what changed: each version holds the bytes that differ from the version before.
+
+Version 0 is ``--hf-checkpoint``, which every engine host copies once; the first push tells how the trainer's weights
+differ from it (after a resume they do).  Where its tensors are not those of the push (another dtype, other names), the
+first version is whole instead.
+
+Every rank keeps the bytes of its share as they were committed last; they move on only when engines serve the new ones.
+When the changes on disk outgrow the model, a whole copy of the newest version is put beside them, and what is older is
+removed: a host that missed versions starts from there, and none needs more reading than two models.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from slime.ext.disk_push.delta import COMPRESSION, DeltaBase, EncodedDelta
+from slime.ext.disk_push.disk import DiskCarrier, DiskOptions, as_tensor
+from slime.ext.disk_push.versions import PartWriter, version_folder, version_text
+from slime.utils.errors import DataError, WeightSyncError
+from slime.weights.manifest import BucketSlice, Manifest
+from slime.weights.push.state import Push, TrainerRanks
+from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_bytes, read_layout
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 8
+
+
+class DeltaCarrier(DiskCarrier):
+    """Changes against the version committed last."""
+
+    def __init__(self, ranks: TrainerRanks, disk: DiskOptions) -> None:
+        super().__init__(ranks, disk)
+        self._base = DeltaBase(encoding=self.disk.encoding, checksum=self.disk.checksum)
+        self._stored: dict[str, StoredTensor] | None = None
+        """The tensors of version 0 on disk, until they are in the base."""
+        self._base_version = 0
+        self._is_next_whole = False
+        self._chain_bytes = 0
+        """Of the changes on disk since the last whole version."""
+        self._workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // max(self.ranks.ranks_per_host, 1)))
+
+    def _begin_write(self, manifest: Manifest) -> None:
+        self._base.discard()
+        if self._base_version == 0:
+            self._read_version_0(manifest)
+
+    def _read_version_0(self, manifest: Manifest) -> None:
+        """Find out whether the first push can tell changes against ``--hf-checkpoint``; all ranks decide alike."""
+        problem = ""
+        try:
+            self._stored = read_layout(self.disk.model)
+            problem = find_mismatch(self._stored, manifest)
+        except (DataError, OSError) as error:
+            problem = str(error)
+        problem = next((found for found in self.ranks.gather(problem) if found), "")
+        self._is_next_whole = bool(problem)
+        if problem and self.ranks.rank == 0:
+            logger.warning(
+                "The first weight version is a full one, because --hf-checkpoint cannot be its base: %s", problem
+            )
+
+    def _index(self, number: int) -> dict[str, object]:
+        index = super()._index(number)
+        if self._is_next_whole:
+            return index
+        return index | {
+            "base_version": version_text(self._base_version),
+            "delta_encoding": self.disk.encoding,
+            "compression_format": COMPRESSION,
+            "checksum_format": self.disk.checksum,
+        }
+
+    def _write_slices(
+        self, writer: PartWriter, slices: Sequence[BucketSlice], flat: Tensor, manifest: Manifest
+    ) -> None:
+        def bytes_of(part: BucketSlice) -> Tensor:
+            return flat[part.offset : part.offset + manifest.by_name[part.name].num_bytes]
+
+        if self._is_next_whole:
+            super()._write_slices(writer, slices, flat, manifest)
+            for part in slices:
+                self._base.replace(part.name, bytes_of(part).to("cpu", copy=True).numpy())
+            return
+
+        def encode(part: BucketSlice) -> EncodedDelta | None:
+            if part.name not in self._base and self._stored is not None:
+                self._base.seed(part.name, read_bytes(self._stored[part.name]))
+            return self._base.encode(part.name, bytes_of(part).cpu().numpy())
+
+        with ThreadPoolExecutor(self._workers) as pool:
+            for part, encoded in zip(slices, pool.map(encode, slices), strict=True):
+                if encoded is not None:
+                    self._num_changed += encoded.num_changed
+                    blob = torch.frombuffer(bytearray(encoded.blob), dtype=torch.uint8)
+                    writer.add(part.name, blob, note=encoded.checksum)
+
+    def _after_commit(self, push: Push) -> None:
+        number, written = int(push.version), self.written
+        if self._base_version == number or written is None:
+            return  # engines that came late have got what the others had
+        push.run_together("moving the base of the next change", lambda: self._base.commit(self._workers))
+        self._base_version, self._stored = number, None
+        size = sum(tensor.num_bytes for tensor in written.manifest.tensors)
+        self._chain_bytes += int(written.metrics["perf/update_weights_wire_bytes"])
+        was_whole, self._is_next_whole = self._is_next_whole, False
+        if self.disk.keeps_files:
+            return
+        if was_whole or (self._chain_bytes > size and self._write_whole_copy(push, written.manifest, size)):
+            self._chain_bytes = 0
+            self._prune(number)
+
+    def _write_whole_copy(self, push: Push, manifest: Manifest, size: int) -> bool:
+        """Put the version committed last, whole, beside its changes; returns whether there was room for it."""
+
+        def write(writer: PartWriter) -> None:
+            with self.failures_recorded(push):
+                for name, data in self._base.items():
+                    entry = manifest.by_name[name]
+                    writer.add(name, as_tensor(torch.from_numpy(data), entry.torch_dtype, entry.shape))
+
+        number = int(push.version)
+        try:
+            folder = version_folder(self.disk.root, number, whole=True)
+            self.assemble(push, folder, write, super()._index(number), size)
+        except WeightSyncError as error:
+            push.failures.clear()
+            if self.ranks.rank == 0:
+                logger.warning("No full copy of version %d; changes keep accumulating: %s", number, error)
+            return False
+        return True
+
+    def _discard(self) -> None:
+        self._base.discard()
+        if self.written is None or self.written.number != self._base_version:
+            super()._discard()
+
+
+def find_mismatch(stored: dict[str, StoredTensor], manifest: Manifest) -> str:
+    """Return why the tensors of a model folder cannot be the base of changes; empty when they can."""
+    for tensor in manifest.tensors:
+        found = stored.get(tensor.name)
+        if found is None:
+            return f"it has no {tensor.name}"
+        if (found.dtype, found.shape) != (STORED_DTYPES.get(tensor.dtype), tensor.shape):
+            pushed = f"{tensor.dtype} {list(tensor.shape)}"
+            return f"{tensor.name} is {found.dtype} {list(found.shape)} there, and is pushed as {pushed}"
+    return ""
+
+
+def make_carrier(args: Namespace, ranks: TrainerRanks) -> DiskCarrier:
+    """Make the carrier of ``--update-weight-mode``."""
+    kind = DeltaCarrier if args.update_weight_mode == "delta" else DiskCarrier
+    return kind(ranks, DiskOptions.of(args))

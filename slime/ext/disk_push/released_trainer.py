@@ -1,0 +1,93 @@
+"""A trainer that gives all its memory away between two steps (``--release-train``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.ext.disk_push.disk import FolderCarrier, WrittenVersion
+from slime.ext.disk_push.versions import prune_before
+from slime.ray.actor_group import PUSH_MARGIN_S, RayTrainGroup
+from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.engines.memory import memory_timeout_s
+from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
+from slime.utils.errors import WeightSyncError
+from slime.utils.misc import Box
+from slime.weights.push.participants import Participants, PushClock
+from slime.weights.push.state import Push, PushReport
+
+PushWeights = Callable[[Push, WrittenVersion, FolderCarrier], PushReport]
+"""The script of a push, ``slime.ext.fast_push.push.push_weights``."""
+
+
+class ReleasedTrainGroup(RayTrainGroup):
+    """A trainer that is there only while it trains (``--release-train``); in between, ``actors`` is empty.
+
+        generate -> start the ranks, load the last checkpoint -> train -> save -> write the weights -> end the ranks
+                 -> the driver has the engines read them -> generate
+
+    Nothing of the trainer stays in any memory while the engines generate.
+    """
+
+    def __init__(self, *arguments: Any, push_weights: PushWeights, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._push_weights = push_weights
+        self._written: WrittenVersion | None = None
+        """Version that the trainer wrote to disk last."""
+
+    def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
+        """Train as the base class does; starts the ranks where they have ended."""
+        if not self.actors:
+            self.create()
+        return super().async_train(rollout_id, rollout_data, external_data)
+
+    def update_weights(self) -> dict[str, float]:
+        """Hand the weights over, have the engines take room for them, and go on as the base class does."""
+        if self.args.debug_train_only:
+            return {}
+        self._hand_over_weights()
+        if self.args.offload_rollout:
+            self._ask_manager("onload_weights", timeout_s=memory_timeout_s(self.args))
+        return super().update_weights()
+
+    def _hand_over_weights(self) -> None:
+        """Have the weights written to disk, and end every rank: its memory is free when this returns."""
+        if not self.actors:
+            return
+        engines = self._ask_manager("get_updatable_engines")
+        # These ranks have never seen an engine; the hook after the write gets them.
+        self._on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
+        timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
+        self._version.count(self.args.save)
+        written = self._on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)
+        self._written = written[0]
+        self._version.number = self._written.number
+        self.finish()
+        if cluster_has_accelerators():
+            time.sleep(RELEASE_GRACE_S)
+
+    def _push(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
+        """Have engines read what the trainer left, also those that started late; return the metrics."""
+        args = self.args
+        if self._written is None:
+            raise WeightSyncError("the trainer has written no weights to disk; call update_weights first")
+        if engines.num_new:
+            self._ask_manager("clear_updatable_num_new_engines")
+        push = Push(
+            str(self._written.number),
+            Participants(engines.engines, PushClock(args.weight_update_timeout_s)),
+            repacks=self._written.repacks,
+            checks=args.check_weight_update_equal,
+        )
+        try:
+            report = self._push_weights(push, self._written, FolderCarrier(push.ranks))
+        finally:
+            self.excluded = list(push.participants.excluded)
+        if not args.update_weight_disk_keep_files:
+            prune_before(Path(args.update_weight_disk_dir), self._written.number)
+        return report.as_metrics()

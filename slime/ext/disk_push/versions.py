@@ -1,0 +1,364 @@
+"""Weight versions in a shared folder: their names, their content, the way from one to another, and their writing.
+
+    {root}/weight_v000007/           version 7: a whole model, or what changed since its base version
+    {root}/weight_v000007-full/      version 7 once more, whole, so that a reader need not follow the changes
+    {root}/.weight_v000008.part-.../ being written; a rename finalizes it
+
+Version 0 is the model that the engines started from, in its own folder.  A version is written by several processes:
+
+    rank 0:       begin_version(...)                       makes the folder of the unfinished version
+    every rank:   PartWriter(folder, rank).add(...) ...    its own tensors, into files of its own
+    rank 0:       finalize_version(...)                    names the files, writes the index, renames the folder
+
+A reader sees nothing before the last rename.  Everything is on disk (fsync) by then, as a network file system needs.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from slime.ext.disk_push.delta import COMPRESSION, ENCODINGS
+from slime.utils.atomic_file import replace_file, sync_to_disk
+from slime.utils.errors import DataError, WeightSyncError
+from slime.utils.json_file import parse_object
+from slime.utils.outside_file import read_outside_file
+from slime.weights.hf_files import INDEX_FILE
+from slime.weights.named_tensors import tensor_bytes
+from slime.weights.stored_tensors import save_tensors
+
+PREFIX = "weight_v"
+WHOLE_SUFFIX = "-full"
+_NAME = re.compile(rf"^{PREFIX}(\d{{6,}})({WHOLE_SUFFIX})?$")
+_PART = re.compile(rf"^\.{PREFIX}(\d{{6,}}).*\.part-")
+CHAIN = "chain"
+"""Key of the index's metadata: the run of pushes that a version belongs to.  Versions of two runs may have the same
+numbers and other weights."""
+
+
+def version_text(number: int) -> str:
+    """Return six digits, as indexes and state files have it."""
+    return f"{number:06d}"
+
+
+def version_folder(root: str | Path, number: int, *, whole: bool = False) -> Path:
+    """Return the folder of version ``number``; ``whole``: of the whole copy beside a version that is a delta."""
+    return Path(root) / f"{PREFIX}{version_text(number)}{WHOLE_SUFFIX if whole else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One finalized version."""
+
+    number: int
+    folder: Path
+    chain: str
+    base: int | None = None
+    """The version that this one changes; None for a whole model."""
+    encoding: str = ""
+    checksum: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """True for a whole model, False for a change of another version."""
+        return self.base is None
+
+
+def read_version(folder: Path) -> Version:
+    """Return the version in ``folder``, from the metadata of its index.
+
+    Raises:
+        WeightSyncError: the index is missing, names another version, or has an unknown format.
+    """
+    match = _NAME.match(folder.name)
+    if match is None:
+        raise WeightSyncError(f"{folder} is no weight version; their names are {PREFIX}000001 and so on")
+    index = folder / INDEX_FILE
+    try:
+        metadata = parse_object(read_outside_file(index))["metadata"]
+        number, chain = int(match[1]), str(metadata.get(CHAIN, ""))
+        if "delta_encoding" not in metadata:
+            return Version(number, folder, chain)
+        version = Version(
+            number,
+            folder,
+            chain,
+            base=int(metadata["base_version"]),
+            encoding=metadata["delta_encoding"],
+            checksum=metadata["checksum_format"],
+        )
+        told, compression = int(metadata["version"]), metadata["compression_format"]
+        if not 0 <= int(metadata["base_version"]) < number or not isinstance(version.checksum, str):
+            raise ValueError(f"base {metadata['base_version']}, checksums {version.checksum!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightSyncError(f"{index} does not describe a weight version: {error!r}") from error
+    if told != number or version.encoding not in ENCODINGS or compression != COMPRESSION:
+        raise WeightSyncError(
+            f"{index} says version {told}, encoding {version.encoding!r}, compression {compression!r}; expected "
+            f"{number}, one of {ENCODINGS}, {COMPRESSION!r}"
+        )
+    return version
+
+
+def list_folders(root: str | Path) -> list[Path]:
+    """Return the folders of finalized versions, whole copies included, by number."""
+    found = [(int(match[1]), path.name, path) for path in _entries(root) if (match := _NAME.match(path.name))]
+    return [path for _, _, path in sorted(found)]
+
+
+def _entries(root: str | Path) -> list[Path]:
+    """Return the entries of ``root``; a listing also makes a network file system look again."""
+    try:
+        return list(Path(root).iterdir())
+    except FileNotFoundError:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way to a version: the copy to make first, if any, and the changes to apply then, in order."""
+
+    seed: Version | None
+    """The whole version to start from; None to start from what is held, or from the model."""
+    from_model: bool
+    """Start from the model that is version 0."""
+    deltas: tuple[Version, ...]
+
+
+def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> Route:
+    """Return the way to version ``target``: from what is held if possible, else from the newest whole version.
+
+    Args:
+        root: the folder of versions.
+        target: where to arrive; 0 is the model itself.
+        held: number and chain of the local version; None when there is none that can be trusted.
+
+    Raises:
+        WeightSyncError: versions on the way are missing; ``target`` is older than what is held of the same chain.
+    """
+    if target == 0:
+        is_there = held is not None and held[0] == 0
+        return Route(None, from_model=not is_there, deltas=())
+    chain: str | None = None
+    number, deltas = target, list[Version]()
+    whole: tuple[Version, int] | None = None
+    """The newest whole version on the way back, and the number of deltas after it."""
+    while number:
+        found = [read_version(path) for path in _finalized(root, number)]
+        chain = found[0].chain if chain is None and found else chain
+        found = [version for version in found if version.chain == chain]
+        if held is not None and held[0] == number and held[1] == chain:
+            return Route(None, from_model=False, deltas=tuple(reversed(deltas)))
+        if whole is None:
+            whole = next(((version, len(deltas)) for version in found if version.is_whole), None)
+        delta = next((version for version in found if not version.is_whole), None)
+        if delta is None:
+            break
+        assert delta.base is not None, delta.folder
+        deltas.append(delta)
+        number = delta.base
+    if held is not None and held[1] == chain and held[0] > target:
+        raise WeightSyncError(
+            f"version {target} was asked for, and version {held[0]} is held already; versions are applied in order"
+        )
+    if number == 0 and held is not None and held[0] == 0:
+        return Route(None, from_model=False, deltas=tuple(reversed(deltas)))
+    if whole is not None:
+        seed, num_after = whole
+        return Route(seed, from_model=False, deltas=tuple(reversed(deltas[:num_after])))
+    if number == 0:
+        return Route(None, from_model=True, deltas=tuple(reversed(deltas)))
+    present = ", ".join(path.name for path in list_folders(root)) or "no version at all"
+    raise WeightSyncError(
+        f"version {target} cannot be reached from {describe_held(held)}: {version_folder(root, number).name} is "
+        f"missing in {root}, which has {present}"
+    )
+
+
+def describe_held(held: tuple[int, str] | None) -> str:
+    """Return the version held, for messages."""
+    return "nothing" if held is None else f"version {held[0]}"
+
+
+def _finalized(root: str | Path, number: int) -> list[Path]:
+    candidates = (version_folder(root, number), version_folder(root, number, whole=True))
+    return [folder for folder in candidates if (folder / INDEX_FILE).exists()]
+
+
+def remove_version(folder: Path) -> None:
+    """Take one version away; a reader sees it whole or not at all.  What is gone already is fine."""
+    # A name of its own: of a namesake removed before, what a reader has open may still be there.
+    trash = folder.with_name(f".{folder.name}.part-{secrets.token_hex(4)}")
+    try:
+        folder.rename(trash)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def remove_all(root: str | Path) -> None:
+    """Take away every version and every unfinished one; other files of the folder stay."""
+    prune_before(root, math.inf)
+
+
+def prune_before(root: str | Path, number: float) -> None:
+    """Remove every version older than ``number``, and what dead writers left of one."""
+    for path in _entries(root):
+        if (match := _PART.match(path.name)) and int(match[1]) < number:
+            shutil.rmtree(path, ignore_errors=True)
+        elif (match := _NAME.match(path.name)) and int(match[1]) < number:
+            remove_version(path)
+
+
+# Writing
+
+SHARD_BYTES = 1024**3
+"""A file is closed before it grows beyond this: it bounds the host memory of a writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartFile:
+    """One file of the unfinished version."""
+
+    name: str
+    tensors: tuple[str, ...]
+    num_bytes: int
+    """Of the tensors."""
+
+
+@contextmanager
+def explained_disk_errors(folder: Path, flag: str) -> Iterator[None]:
+    """Say which flag leads to the disk that is full or refuses, and what is free there.
+
+    Raises:
+        WeightSyncError: in the place of an operating system's error.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        is_full = "No space left" in str(error) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full:
+            raise WeightSyncError(f"{flag} {folder}: {type(error).__name__}: {error}") from error
+        raise WeightSyncError(
+            f"{folder} is full ({free_space(folder)}): {error}. Finalized versions are intact; free some space, or "
+            f"point {flag} elsewhere"
+        ) from error
+
+
+def free_space(folder: Path) -> str:
+    """Return the free bytes of the file system, for messages."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return "its free space is unknown"
+    return f"{usage.free / 2**30:.2f} GiB of {usage.total / 2**30:.2f} GiB are free"
+
+
+def require_space(folder: Path, num_bytes: int, flag: str) -> None:
+    """Refuse before anything is written when ``num_bytes`` cannot fit.
+
+    Raises:
+        WeightSyncError: with what is needed and what is free.
+    """
+    if shutil.disk_usage(folder).free < num_bytes:
+        raise WeightSyncError(
+            f"{folder} has no room for {num_bytes / 2**30:.2f} GiB ({free_space(folder)}). Finalized versions are "
+            f"intact; free some space, or point {flag} elsewhere"
+        )
+
+
+def begin_version(final: Path) -> Path:
+    """Make the folder in which the version that will be ``final`` is written."""
+    folder = final.with_name(f".{final.name}.part-{secrets.token_hex(4)}")
+    folder.mkdir(parents=True)
+    return folder
+
+
+class PartWriter:
+    """Writes the tensors of one process into files of its own.
+
+    Args:
+        folder: of the unfinished version.
+        writer: number of this process; no two may share one.
+        shard_bytes: a file is closed before it grows beyond this.
+    """
+
+    def __init__(self, folder: Path, writer: int, *, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._writer, self._shard_bytes = folder, writer, shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._notes: dict[str, str] = {}
+        self._pending_bytes = 0
+        self.files: list[PartFile] = []
+
+    def add(self, name: str, tensor: Tensor, *, note: str | None = None) -> None:
+        """Take one tensor on the host; ``note`` is stored under its name in the file's metadata."""
+        size = tensor_bytes(tensor)
+        if self._pending and self._pending_bytes + size > self._shard_bytes:
+            self.flush()
+        self._pending[name] = tensor.detach().contiguous()
+        self._pending_bytes += size
+        if note is not None:
+            self._notes[name] = note
+
+    def flush(self) -> list[PartFile]:
+        """Write what is pending; gives the files written so far."""
+        if self._pending:
+            name = f"part-{self._writer:05d}-{len(self.files):05d}.safetensors"
+            path = self._folder / name
+            save_tensors(path, self._pending, self._notes)
+            sync_to_disk(path)
+            self.files.append(PartFile(name, tuple(self._pending), self._pending_bytes))
+            self._pending, self._notes, self._pending_bytes = {}, {}, 0
+        return self.files
+
+
+def finalize_version(
+    unfinished: Path, final: Path, parts: Sequence[Iterable[PartFile]], metadata: Mapping[str, object], *, first: int
+) -> None:
+    """Give the files their names, write the index, and rename the folder; a version of the same name is replaced.
+
+    Args:
+        unfinished: what :func:`begin_version` made.
+        final: its final name.
+        parts: the files of every writer.
+        metadata: of the index.
+        first: number of the first file: 0 for changes, 1 for a whole model.
+
+    Raises:
+        DataError: two writers wrote the same tensor.
+    """
+    files = [file for written in parts for file in written]
+    weight_map: dict[str, str] = {}
+    for number, file in enumerate(files, start=first):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        os.rename(unfinished / file.name, unfinished / name)
+        for tensor in file.tensors:
+            if tensor in weight_map:
+                raise DataError(f"tensor {tensor} was given twice while writing {final}")
+            weight_map[tensor] = name
+    total = sum(file.num_bytes for file in files)
+    index = {"metadata": {"total_size": total, **metadata}, "weight_map": dict(sorted(weight_map.items()))}
+    text = json.dumps(index, indent=2) + "\n"
+    replace_file(unfinished / INDEX_FILE, lambda file: file.write(text.encode()))
+    for path in unfinished.iterdir():
+        if not path.name.endswith(".safetensors"):  # those are there already
+            sync_to_disk(path)
+    sync_to_disk(unfinished)
+    if final.exists():
+        remove_version(final)
+    os.rename(unfinished, final)
+    sync_to_disk(final.parent)

@@ -1,0 +1,1 @@
+"""The verified push: shards, digests, two phases, and the loader inside engines that vouches for what they hold."""

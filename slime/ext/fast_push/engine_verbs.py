@@ -1,0 +1,264 @@
+"""The verbs of a push in two phases, run where the engine's actor is (``EngineProxy.run``).
+
+A push is ``begin_weight_update``, ``receive_*``, ``acknowledge_weight_update``, ``commit_weight_update``; each verb is
+a message of the same name to our loader inside the server (``weight_receiver``).  ``push_id`` names one attempt at a
+push; what belongs to another attempt is refused.  Between begin and commit the engine holds neither the old nor the
+new weights and must not serve.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.backends.sglang_utils.loader_report import flatten_reports
+from slime.backends.sglang_utils.weight_verbs import WeightVerbs, shown
+from slime.ext.fast_push.messages import PUSH_REPORT, RECEIVER, encode
+from slime.utils.errors import EngineError, WeightSyncError
+
+REPORT_FIELDS = ("push_id", "needs_manifest", "buckets", "problems", "is_unpacked", "seconds")
+"""Of what the loader answers after each message."""
+
+
+@dataclass
+class LoaderState:
+    """What an engine's actor knows of the push begun last."""
+
+    loader: str = RECEIVER
+    """The name under which the server has our loader."""
+    acknowledged: str | None = None
+    """The push whose last acknowledgement was complete and named no problem."""
+    is_unpacked: bool = False
+    """The model has layers that must be repacked before it serves."""
+    num_buckets: int = 0
+
+
+def _state(engine: WeightVerbs) -> LoaderState:
+    state: LoaderState = vars(engine).setdefault("_loader_state", LoaderState())
+    return state
+
+
+def begin_weight_update(
+    engine: WeightVerbs, manifest_id: str, push_id: str, manifest_json: str | None = None, loader: str = RECEIVER
+) -> list[str] | None:
+    """Prepare for the buckets of a ``Manifest`` and forget any unfinished push.
+
+    The engine checks that it can place every tensor of the manifest and that these fill all its parameters.
+
+    Args:
+        engine: that is asked.
+        manifest_id: of the manifest.
+        push_id: of this attempt.
+        manifest_json: the manifest itself, for an engine that does not know it.
+        loader: name under which the server has our loader.
+
+    Returns:
+        As ``buckets`` of ``acknowledge_weight_update``: digests of the constant buckets where the engine's memory
+        still holds them from an earlier push, "" for all others; they need not be sent.  None from an engine that does
+        not know the manifest, and must be asked again with it.
+
+    Raises:
+        WeightSyncError: its model has no place for a tensor, or a place that no tensor fills.
+    """
+    state = _state(engine)
+    state.loader, state.acknowledged, engine.unfinished_push = loader, None, push_id
+    if engine.node_rank != 0:
+        return []
+    content = {"manifest_id": manifest_id}
+    if manifest_json is not None:
+        content["manifest"] = base64.b64encode(zlib.compress(manifest_json.encode(), 1)).decode("ascii")
+    report = _ask(engine, "begin_weight_update", push_id, **content)
+    if report["needs_manifest"] and manifest_json is None:
+        return None
+    _refuse_problems(engine, report, "cannot take this push")
+    held: list[str] = report["buckets"]
+    state.num_buckets = len(held)
+    return held
+
+
+def receive_weight_bucket(engine: WeightVerbs, push_id: str, bucket_index: int, group_name: str) -> None:
+    """Load one flat bucket, which rank 0 of a weight group broadcasts.
+
+    ``acknowledge_weight_update`` tells problems with it; one that was loaded before does no harm.
+
+    Args:
+        engine: that is asked.
+        push_id: of the push begun last.
+        bucket_index: position in the manifest's buckets.
+        group_name: see ``join_weight_group``.
+
+    Raises:
+        WeightSyncError: another push was begun since, or none.
+    """
+    _receive(engine, push_id)
+    _send(engine, "receive_weight_bucket", push_id, bucket_index=bucket_index, group_name=group_name)
+
+
+def receive_weight_buckets(engine: WeightVerbs, push_id: str, payloads: Mapping[int, Sequence[str]]) -> None:
+    """Load flat buckets in memory that the engine can map; otherwise as ``receive_weight_bucket``.
+
+    GPU ``k`` begins with the ``k``-th of them, so that not all read the memory of one GPU.
+
+    Args:
+        engine: that is asked.
+        push_id: of the push begun last.
+        payloads: position in the manifest's buckets -> handles to the flat buffer, one for each of the engine's GPUs;
+            they stay open until the push is acknowledged.
+
+    Raises:
+        WeightSyncError: another push was begun since, or none.
+    """
+    _receive(engine, push_id)
+    by_gpu = []
+    for gpu in range(engine.tp_size):
+        handles = [(index, handles[gpu]) for index, handles in payloads.items()]
+        start = gpu % len(handles)
+        by_gpu.append({"payload": handles[start:] + handles[:start]})
+    _send(engine, "receive_weight_buckets", push_id, by_gpu=by_gpu)
+
+
+def receive_weight_folder(engine: WeightVerbs, push_id: str, folder: str) -> None:
+    """Load all buckets of the push from the safetensors files in ``folder``, as the engine's hosts see it."""
+    _receive(engine, push_id)
+    for index in range(_state(engine).num_buckets):
+        _send(engine, "receive_weight_folder", push_id, bucket_index=index, folder=folder)
+
+
+def acknowledge_weight_update(engine: WeightVerbs, push_id: str) -> dict[str, Any]:
+    """Return ``{"push_id", "buckets", "problems", "seconds"}`` for what the engine would serve.
+
+    ``buckets``: digest of each bucket of the manifest as 16 hexadecimal digits (``slime.weights.digest``: ``combine``
+    over the digests of its slices, in the manifest's order), "" for one that did not arrive.  ``problems``: what keeps
+    the engine from serving these weights, one sentence each, over all its ranks.  ``seconds``: of its slowest rank's
+    device, by part: "copy" from other GPUs, "digest", "place".
+    """
+    _require_push(engine, push_id)
+    if engine.node_rank != 0:
+        return {"push_id": push_id, "buckets": [], "problems": [], "seconds": {}}
+    report = _ask(engine, "acknowledge_weight_update", push_id)
+    if report["push_id"] != push_id:
+        raise WeightSyncError(
+            f"engine {engine.rank} was asked about push {push_id}, but its loader knows {report['push_id']!r}; "
+            "was its server restarted? Begin the push again"
+        )
+    state = _state(engine)
+    is_complete = all(report["buckets"]) and not report["problems"]
+    state.acknowledged = push_id if is_complete else None
+    state.is_unpacked = report["is_unpacked"]
+    return {name: report[name] for name in ("push_id", "buckets", "problems", "seconds")}
+
+
+def commit_weight_update(engine: WeightVerbs, push_id: str, weight_version: str) -> None:
+    """Call the weights of a complete and acknowledged push ``weight_version``.
+
+    The loader repacks what SGLang repacks after a load.
+
+    Raises:
+        WeightSyncError: it is not complete and acknowledged, or cannot be repacked; the version stays what it was.
+    """
+    _require_push(engine, push_id)
+    state = _state(engine)
+    if engine.node_rank == 0:
+        if state.acknowledged != push_id:
+            raise WeightSyncError(
+                f"engine {engine.rank} will not serve push {push_id} as version {weight_version}: it has not "
+                "acknowledged all buckets without a problem since they were loaded"
+            )
+        if state.is_unpacked:
+            report = _ask(engine, "commit_weight_update", push_id)
+            _refuse_problems(engine, report, f"cannot serve push {push_id}")
+        engine.post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+    engine.unfinished_push = None
+
+
+def join_weight_group(
+    engine: WeightVerbs,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+    loader: str = RECEIVER,
+) -> None:
+    """Join a ``slime.ext.fast_push.channel.WeightChannel`` as ranks ``rank_offset ...``; return when all have joined.
+
+    Raises:
+        WeightSyncError: not all joined within ``--weight-update-timeout-s``.
+    """
+    if engine.node_rank != 0:
+        return
+    _state(engine).loader = loader
+    group = {
+        "master_address": master_address,
+        "master_port": master_port,
+        "rank_offset": rank_offset,
+        "world_size": world_size,
+        "backend": backend,
+    }
+    report = _ask(engine, "join_weight_group", None, group_name=group_name, group=group)
+    _refuse_problems(engine, report, f"could not join the weight group {group_name}")
+
+
+def leave_weight_group(engine: WeightVerbs, group_name: str) -> None:
+    """Leave the group; one that the engine does not know is no error."""
+    if engine.node_rank == 0:
+        _ask(engine, "leave_weight_group", None, group_name=group_name)
+
+
+def run_weight_check(engine: WeightVerbs, loader: str, text: str) -> None:
+    """Let a loader check the weights on every GPU; see ``WeightVerbs.check``."""
+    engine.check(loader, [text] * engine.tp_size)
+
+
+def _receive(engine: WeightVerbs, push_id: str) -> None:
+    _require_push(engine, push_id)
+    _state(engine).acknowledged = None
+
+
+def _send(
+    engine: WeightVerbs,
+    verb: str,
+    push_id: str | None,
+    *,
+    by_gpu: Sequence[Mapping[str, Any]] | None = None,
+    **content: Any,
+) -> None:
+    """Send a message to the loader on every rank; each finds its own part of ``by_gpu`` in it."""
+    timeout_s = engine.args.weight_update_timeout_s
+    message = {"verb": verb, "push_id": push_id, "id": uuid.uuid4().hex, "timeout_s": timeout_s, **content}
+    texts = (
+        [encode({**message, **own}) for own in by_gpu] if by_gpu is not None else [encode(message)] * engine.tp_size
+    )
+    request = {"serialized_named_tensors": texts, "flush_cache": False, "load_format": _state(engine).loader}
+    engine.post("/update_weights_from_tensor", request)
+
+
+def _ask(engine: WeightVerbs, verb: str, push_id: str | None, **content: Any) -> dict[str, Any]:
+    """Send a message, and return the engine's state after it."""
+    _send(engine, verb, push_id, **content)
+    answer = engine.post("/get_weights_by_name", {"name": PUSH_REPORT})
+    try:
+        report = json.loads(flatten_reports(answer)[0])
+        return {name: report[name] for name in REPORT_FIELDS}
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise EngineError(
+            f"engine {engine.rank} answered {verb} with {str(answer)[:200]!r}, which is no report of its loader"
+        ) from error
+
+
+def _require_push(engine: WeightVerbs, push_id: str) -> None:
+    if push_id != engine.unfinished_push:
+        known = engine.unfinished_push
+        begun = f"last begun: {known}" if known else "none was begun since the last commit"
+        raise WeightSyncError(f"engine {engine.rank} is asked about push {push_id}; {begun}")
+
+
+def _refuse_problems(engine: WeightVerbs, report: Mapping[str, Any], what: str) -> None:
+    if report["problems"]:
+        raise WeightSyncError(f"engine {engine.rank} {what}: {shown(report['problems'])}")

@@ -1,0 +1,361 @@
+"""The copies that load a bucket, found by a trace of the model's own ``load_weights``, and what no tensor would fill.
+
+From the trace (``load_trace``) fused qkv and gate/up, stacked experts and tensor-parallel slices are known for any
+model family, without a word about it here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime.backends.sglang_utils.loader_report import is_own_scale
+from slime.ext.fast_push.alike_layers import trace_by_layers
+from slime.ext.fast_push.kernels.table_items import CopyItem
+from slime.ext.fast_push.load_follower import LoadTrace, Write
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
+from slime.weights.tensor_slice import (
+    NotRectangularError,
+    StridedCopy,
+    StridedSlice,
+    TensorSlice,
+    clip,
+    merged,
+    slice_written,
+)
+
+logger = logging.getLogger(__name__)
+
+_DESCRIPTION = re.compile(r"(weight_shape|g_idx|g_idx_sort_indices)$")
+Fingerprint = tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """One copy of a bucket into the model."""
+
+    name: str
+    """Of the HF tensor that it brings."""
+    position: int
+    """Of the slice that it reads, in the bucket."""
+    item: CopyItem
+
+
+class LoadPlan:
+    """The copies by which one model object loads the tensors of one manifest.
+
+    Invariant: an element of a parameter is written by at most one copy, but for tensors named in :attr:`problems`.
+    The plan points into the parameters' memory and is void when that moves; see :meth:`fits`.
+
+    Args:
+        model: with a ``load_weights``; its parameters are not changed.
+        manifest: the tensors that a push brings.
+        trace: of its loader on them; None has it run.
+    """
+
+    def __init__(self, model: nn.Module, manifest: Manifest, trace: LoadTrace | None = None) -> None:
+        self.manifest = manifest
+        self._fingerprint = fingerprint(model)
+        entries = entries_to_load(manifest)
+        self.trace = trace = trace or trace_by_layers(model, entries)
+        self.is_distrusted = False
+        """The model's own loader did otherwise for some tensor."""
+        self.fills = trace.fills
+        self.writes: dict[str, list[Write]] = {}
+        self.stock: dict[str, str] = {}
+        """Tensors that the model must load by itself, with the reason."""
+        self.groups = _joined(trace.partners)
+        """Tensor to all tensors, itself included, that the model loads together with it."""
+        self.is_traced = not trace.unknown
+        if trace.unknown:
+            logger.warning("every push to this engine goes through its model's own loader: %s", trace.unknown)
+            self.stock = dict.fromkeys(manifest.by_name, trace.unknown)
+            self.fills = []
+        else:
+            for write in trace.writes:
+                self.writes.setdefault(write.name, []).append(write)
+            for name, reason in trace.opaque.items():
+                self._leave([name], reason)
+        if not hasattr(model, "post_load_weights"):
+            self._leave_sources_of_derived(trace)
+        self._leave_what_slices_do_not_make()
+        taken = self.writes.keys() | self.groups.keys() | self.stock.keys() | trace.failures.keys()
+        self.unused = frozenset(manifest.by_name) - taken
+        """Tensors that this model leaves out: experts and layers of other ranks, another model's part."""
+        shapes = {entry.name: list(entry.shape) for entry in entries}
+        self.problems = [
+            f"{name} {shapes[name]} does not fit the engine's model: {reason}"
+            for name, reason in trace.failures.items()
+        ]
+        self.unwritten: dict[str, str] = {}
+        """Parameters that no tensor of the manifest fills, nor one that is kept; with how much of them."""
+        self.unaccounted: frozenset[str] = frozenset()
+        """Parameters that only a look at them after the load can tell to be filled."""
+        self.written_memory = frozenset(write.target.untyped_storage().data_ptr() for write in trace.writes)
+        """Addresses of the storages that the plan writes to."""
+        self.untraced_parameters: frozenset[str] | None = None
+        """Parameters that :attr:`stock` tensors may go to; None when that can be any."""
+        if self.is_traced:
+            doubled, self.unwritten = _coverage(model, trace)
+            self.problems += doubled
+            self._note_untraced(model, trace)
+
+    def _note_untraced(self, model: nn.Module, trace: LoadTrace) -> None:
+        """Assume that tensors whose trace ended in an error fill the parameters that nothing else fills."""
+        memory = {target.untyped_storage().data_ptr() for target in trace.opaque_targets}
+        memory |= {w.target.untyped_storage().data_ptr() for w in trace.writes if w.name in self.stock}
+        places = {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() in memory}
+        self.untraced_parameters = frozenset(places | self.unwritten.keys())
+        if trace.has_lost_targets:
+            self.unaccounted, self.unwritten = frozenset(self.unwritten), {}
+
+    def _leave_sources_of_derived(self, trace: LoadTrace) -> None:
+        """Leave out tensors from which a loader derives other weights, of a model that has no way to do only that."""
+        sources = [
+            name
+            for name, writes in self.writes.items()
+            if any(write.target.untyped_storage().data_ptr() in trace.derived_from for write in writes)
+        ]
+        self._leave(sources, "the model's loader derives other weights from it")
+
+    def _leave_what_slices_do_not_make(self) -> None:
+        """Leave out tensors that come in slices, and of which the loader takes what is no slice."""
+        shapes = {name: entry.shape for name, entry in self.manifest.by_name.items()}
+        parts = [part for bucket in self.manifest.buckets for part in bucket.slices]
+        for name in {part.name for part in parts if part.slice.sizes != shapes[part.name]}:
+            if not all(_reads_slices(write.copy, shapes[name]) for write in self.writes.get(name, ())):
+                self._leave([name], "the model's loader takes what is no slice of it")
+
+    def _leave(self, names: Iterable[str], reason: str) -> None:
+        """Let the model load these tensors, and all that go with them, by itself."""
+        for name in names:
+            for member in self.groups.get(name, {name}):
+                self.writes.pop(member, None)
+                self.stock.setdefault(member, reason)
+
+    def constant_memory(self) -> list[Tensor] | None:
+        """Return the bytes of the storages that constant buckets are loaded to.
+
+        None where they are not known, or hold another tensor as well.
+        """
+        buckets = self.manifest.buckets
+        names = {part.name for index in self.manifest.constants for part in buckets[index].slices}
+        if not names:
+            return []
+        if names & self.stock.keys():
+            return None
+        own, others = dict[int, Tensor](), set[int]()
+        for name, writes in self.writes.items():
+            for write in writes:
+                storage = write.target.untyped_storage()
+                if name in names:
+                    own[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=write.target.device).set_(
+                        storage
+                    )
+                else:
+                    others.add(storage.data_ptr())
+        return None if own.keys() & others else list(own.values())
+
+    def fits(self, model: nn.Module) -> bool:
+        """Return True while the model's parameters are still at the addresses the plan was made for."""
+        return self._fingerprint == fingerprint(model)
+
+    def distrust(self, names: Iterable[str], reason: str) -> None:
+        """Let the model load these tensors, and all that go with them, by itself from now on."""
+        self._leave(names, reason)
+        self.untraced_parameters, self.is_distrusted = None, True
+
+    def items(self, bucket: BucketEntry, names: Collection[str] | None = None) -> list[PlannedItem]:
+        """Return the copies that load a bucket, or only some of its tensors."""
+        found = []
+        for position, part in enumerate(bucket.slices):
+            if names is not None and part.name not in names:
+                continue
+            for write in self.writes.get(part.name, ()):
+                copies = map(_merged, self._copies_of(part, write))
+                found += [PlannedItem(part.name, position, _item(copy, write, part.offset)) for copy in copies]
+        return found
+
+    def reads(self, part: BucketSlice) -> bool:
+        """Tell if a copy reads something of a slice."""
+        return any(self._copies_of(part, write) for write in self.writes.get(part.name, ()))
+
+    def _copies_of(self, part: BucketSlice, write: Write) -> list[StridedCopy]:
+        shape = self.manifest.by_name[part.name].shape
+        if part.slice.sizes == shape:
+            return [write.copy]
+        return clip(write.copy, StridedSlice.whole(shape), StridedSlice.packed(part.slice))
+
+
+def entries_to_load(manifest: Manifest) -> list[TensorEntry]:
+    """Return the tensors of a push, and those that it keeps, that a loader is asked to place."""
+    return [entry for entry in (*manifest.tensors, *manifest.kept) if not is_description(entry.name)]
+
+
+def fingerprint(model: nn.Module) -> Fingerprint:
+    """Return name, address, shape, strides and dtype of every parameter."""
+    return tuple((name, p.data_ptr(), tuple(p.shape), p.stride(), p.dtype) for name, p in model.named_parameters())
+
+
+_merged = functools.lru_cache(1 << 14)(merged)
+"""Experts and layers are alike: a few hundred copies load tens of thousands of tensors."""
+
+
+@functools.lru_cache(1 << 14)
+def _reads_slices(copy: StridedCopy, shape: tuple[int, ...]) -> bool:
+    """Return whether a copy from a whole tensor can be clipped to slices of it."""
+    whole = StridedSlice.whole(shape)
+    try:
+        clip(copy, whole, whole)
+    except NotRectangularError:
+        return False
+    return True
+
+
+def _item(copy: StridedCopy, write: Write, slice_offset: int) -> CopyItem:
+    target = write.target.as_strided(copy.shape, copy.to_strides, copy.to_offset)
+    offset = slice_offset + copy.from_offset * write.source_dtype.itemsize
+    return CopyItem(target, offset, copy.from_strides, write.source_dtype)
+
+
+def _joined(partners: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
+    """Join sets that share a member; each member points to its set."""
+    groups: dict[str, frozenset[str]] = {}
+    for names in partners:
+        union = names.union(*(groups.get(name, frozenset()) for name in names))
+        groups.update(dict.fromkeys(union, union))
+    return groups
+
+
+# --- what a push leaves unwritten, or writes twice ----------------------------------------------------------------
+
+
+def is_description(name: str) -> bool:
+    """Return True for what describes packed integers (shape, order of columns): an engine has it from its start.
+
+    The matrices that an engine joins have one shape for all of them, which no kernel reads.
+    """
+    return _DESCRIPTION.search(name) is not None
+
+
+def unread_parameters(model: nn.Module) -> set[str]:
+    """Return the parameters that SGLang makes and never reads; no checkpoint has them.
+
+    Each layer of sparse attention has an indexer, also one that takes over the keys of the layer before it.  That of
+    a draft is read.
+    """
+    return {
+        f"{name}.indexer.{parameter}"
+        for name, module in model.named_modules()
+        if vars(module).get("skip_topk") and not vars(module).get("is_nextn")
+        for parameter, _ in module.indexer.named_parameters()
+    }
+
+
+def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, str]]:
+    """Return elements written more than once, a sentence a parameter, and parameters with unwritten elements."""
+    by_memory: dict[int, list[Write]] = {}
+    for write in trace.writes:
+        by_memory.setdefault(write.target.untyped_storage().data_ptr(), []).append(write)
+    filled = [fill.target for fill in trace.fills]
+    excused = [*filled, *trace.opaque_targets]
+    doubled, unwritten, unread = [], {}, unread_parameters(model)
+    counts: dict[Any, tuple[int, int]] = {}  # layers are alike
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue
+        memory = parameter.untyped_storage().data_ptr()
+        writes = by_memory.get(memory, [])
+        also = [target for target in excused if target.untyped_storage().data_ptr() == memory]
+        geometry = (parameter.shape, parameter.stride(), int(parameter.storage_offset()))
+        alike = (geometry, tuple(write.copy for write in writes), tuple(map(_copy_to, also)))
+        if alike not in counts:
+            counts[alike] = _count(parameter, writes, also)
+        num_missing, num_twice = counts[alike]
+        if num_twice:
+            sources = sorted({write.name for write in writes})
+            doubled.append(
+                f"{name}: {num_twice} of {parameter.numel()} elements are written more than once, by "
+                f"{', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}"
+            )
+        is_own = num_missing == parameter.numel() and (is_own_scale(name) or is_description(name))
+        if num_missing and not is_own and name not in unread:
+            unwritten[name] = f"{name}: no tensor of the push fills {num_missing} of {parameter.numel()} elements"
+    return doubled, unwritten
+
+
+def _count(parameter: Tensor, writes: Sequence[Write], excused: Sequence[Tensor]) -> tuple[int, int]:
+    """Count the elements of a parameter that nothing writes, and those that are written more than once."""
+    whole = StridedSlice.whole(parameter.shape, parameter.stride())
+    try:
+        written = [_slice_of(parameter, write.copy, whole) for write in writes]
+        others = [_slice_of(parameter, _copy_to(target), whole) for target in excused]
+    except NotRectangularError:
+        return _count_each(parameter, [write.copy for write in writes], excused)
+    return _count_cells(tuple(parameter.shape), written, others)
+
+
+def _copy_to(target: Tensor) -> StridedCopy:
+    zeros = (0,) * target.dim()
+    return StridedCopy(tuple(target.shape), int(target.storage_offset()), target.stride(), 0, zeros)
+
+
+def _slice_of(parameter: Tensor, copy: StridedCopy, whole: StridedSlice) -> TensorSlice:
+    offset = copy.to_offset - int(parameter.storage_offset())
+    if offset < 0:
+        raise NotRectangularError
+    moved = StridedCopy(copy.shape, offset, copy.to_strides, copy.from_offset, copy.from_strides)
+    return slice_written(moved, whole).slice
+
+
+def _count_cells(
+    shape: tuple[int, ...], written: Sequence[TensorSlice], excused: Sequence[TensorSlice]
+) -> tuple[int, int]:
+    """Count cells: the slices' edges cut the parameter into cells that lie wholly in a slice or outside of it."""
+    cuts: list[list[int]] = []
+    for dim, size in enumerate(shape):
+        edges = {0, size}
+        for part in (*written, *excused):
+            edges |= {part.offsets[dim], part.offsets[dim] + part.sizes[dim]}
+        cuts.append(sorted(edges))
+    position = [{edge: index for index, edge in enumerate(edges)} for edges in cuts]
+    count = torch.zeros([len(edges) - 1 for edges in cuts], dtype=torch.int32)
+    covered = torch.zeros_like(count, dtype=torch.bool)
+
+    def cells_of(part: TensorSlice) -> tuple[slice, ...]:
+        return tuple(
+            slice(position[dim][part.offsets[dim]], position[dim][part.offsets[dim] + part.sizes[dim]])
+            for dim in range(len(shape))
+        )
+
+    for part in written:
+        count[cells_of(part)] += 1
+    for part in excused:
+        covered[cells_of(part)] = True
+    volume = torch.ones_like(count, dtype=torch.int64)
+    for dim, sorted_edges in enumerate(cuts):
+        extents = torch.tensor([high - low for low, high in itertools.pairwise(sorted_edges)])
+        volume *= extents.view([-1 if d == dim else 1 for d in range(len(shape))])
+    missing = (count == 0) & ~covered
+    return int(volume[missing].sum()), int(volume[count > 1].sum())
+
+
+def _count_each(parameter: Tensor, copies: Sequence[StridedCopy], excused: Sequence[Tensor]) -> tuple[int, int]:
+    """Count element by element, for what is no slice; one byte of host memory an element."""
+    span = parameter.untyped_storage().nbytes() // parameter.element_size()
+    count = torch.zeros(span, dtype=torch.uint8)
+    for copy in copies:
+        count.as_strided(copy.shape, copy.to_strides, copy.to_offset).add_(1)
+    own = count.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+    num_twice = int((own > 1).sum())
+    for target in excused:
+        count.as_strided(target.shape, target.stride(), target.storage_offset()).fill_(1)
+    return int((own == 0).sum()), num_twice

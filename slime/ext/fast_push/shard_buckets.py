@@ -1,0 +1,284 @@
+"""Buckets that every rank fills from its own parameters: nothing is gathered, and no tensor is handled by itself.
+
+Made once: what each rank holds of which HF tensor (``shard_slices``), who sends what (``shard_plan``), and for each
+bucket a table of all its slices.  A push is then one launch per bucket, which copies, casts or quantises straight
+from the parameters into the rank's one buffer.  That buffer stays where it is, so that engines map it once.
+
+Parameters for which this cannot be done (an fp8 block that two ranks share, quantisation other than by blocks) are
+named in the log once, and travel gathered, in buckets after the others; so do those that no step changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, GatheredBuckets, SentWeights
+from slime.backends.megatron_utils.update_weight.gather import HostWeights
+from slime.ext.fast_push.kernels.tables import CastTable
+from slime.ext.fast_push.shard_plan import (
+    PlannedBucket,
+    ShardPlan,
+    SliceHeader,
+    plan_shards,
+)
+from slime.ext.fast_push.shard_slices import ShardSlices
+from slime.utils.distributed_utils import gather_objects
+from slime.utils.errors import SlimeError, WeightSyncError
+from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, align
+from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
+
+logger = logging.getLogger(__name__)
+
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
+_RankSlices = tuple[int, list[tuple[str, SliceHeader]], dict[str, str], str | None]
+"""A rank's stage, slices by parameter, parameters that it cannot send, and what went wrong."""
+
+
+class ShardBuckets:
+    """A source of buckets, as ``bucket_source.BucketSource`` describes them.  Made on all ranks at once.
+
+    Args:
+        weights: what to send; its ``bucket_bytes`` are the largest bucket of a rank, or with ``by_stage`` the most
+            that the buckets of a turn have together.
+        by_stage: one pipeline stage sends after the other, and the buckets of its ranks are joined on one of them
+            (:class:`CollectedBuckets`); otherwise all ranks send at the same time.
+
+    Raises:
+        WeightSyncError: a rank cannot tell what to send, or the ranks do not hold every tensor once and whole.
+    """
+
+    def __init__(self, weights: SentWeights, *, by_stage: bool = False) -> None:
+        self._weights = weights
+        failure: SlimeError | None = None
+        try:
+            self._slices = ShardSlices(weights)
+        except SlimeError as error:  # the other ranks may find nothing wrong with theirs, and would wait
+            failure = error
+        stages, held, self.misfits = self._exchange(by_stage, failure)
+        self._slices.exclude(self.misfits)
+        self._slices.exclude(weights.constants)
+        groups = [[rank for rank, stage in enumerate(stages) if stage == turn] for turn in sorted(set(stages))]
+        self.plan: ShardPlan = plan_shards(
+            held,
+            bucket_bytes=share_of(weights.bucket_bytes, max(map(len, groups))) if by_stage else weights.bucket_bytes,
+            quantizer=weights.quantizer,
+            groups=groups,
+        )
+        self.group_ranks = next(ranks for ranks in self.plan.groups if dist.get_rank() in ranks)
+        """Ranks that send when this one does."""
+        self._own: tuple[PlannedBucket, ...] = self.plan.buckets[dist.get_rank()]
+        self._manifest = self.plan.manifest
+        self._gathered: GatheredBuckets | None = None
+        if gathered := weights.constants.union(self.misfits):
+            self._gathered = GatheredBuckets(weights, across_stages=not by_stage, only=gathered)
+            rest = self._gathered.manifest
+            self._manifest = Manifest(
+                (*self.plan.manifest.tensors, *rest.tensors), (*self.plan.manifest.buckets, *rest.buckets)
+            )
+            if dist.get_rank() == 0:
+                for sentence in describe_misfits(self.misfits):
+                    logger.info("%s", sentence)
+        self.record_digests: Callable[[int, Tensor], None] | None = None
+        """Given the digests of each bucket's slices, when set: they cost less while a bucket is filled than later."""
+        self._buffer: Tensor | None = None
+        self._pointers: list[int] = []
+        self._tables: list[CastTable] = []
+
+    @property
+    def manifest(self) -> Manifest:
+        """All tensors and buckets; the gathered ones last."""
+        return self._manifest
+
+    def _exchange(
+        self, by_stage: bool, failure: SlimeError | None
+    ) -> tuple[list[int], list[list[SliceHeader]], Mapping[str, str]]:
+        """Exchange what the ranks hold: of each its pipeline stage (0 if these do not matter) and slices, and misfits.
+
+        A parameter that one rank cannot send by itself is sent so by none.
+
+        Raises:
+            WeightSyncError: a rank has failed.
+        """
+        stage = mpu.get_pipeline_model_parallel_rank() if by_stage else 0
+        own: _RankSlices = (stage, [], {}, str(failure))
+        if failure is None:
+            own = (stage, self._slices.headers(), self._slices.misfits, None)
+        ranks: list[_RankSlices] = gather_objects(own)
+        for rank, (*_, reason) in enumerate(ranks):
+            if reason is not None:
+                raise WeightSyncError(f"trainer rank {rank} cannot plan its buckets: {reason}") from failure
+        constants = self._weights.constants
+        misfits = {n: reason for _, _, found, _ in ranks for n, reason in found.items() if n not in constants}
+        gathered = constants.union(misfits)
+        held = [[header for name, header in listed if name not in gathered] for _, listed, _, _ in ranks]
+        return [stage for stage, *_ in ranks], held, misfits
+
+    @torch.no_grad()
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
+        """Yield index and bytes of this rank's own buckets, then of the gathered ones, which all ranks have."""
+        for bucket, flat in self.iter_turns():
+            yield (NO_BUCKET if bucket is None else bucket.index), flat
+        num_own = len(self.plan.manifest.buckets)
+        for index, flat in self.iter_gathered(with_constants=with_constants):
+            yield num_own + index, flat
+
+    @torch.no_grad()
+    def iter_turns(self) -> Iterator[tuple[PlannedBucket | None, Tensor]]:
+        """Yield this rank's own buckets, one in each turn of its group, and the filled part of the buffer."""
+        host_weights = self._weights.get_host_weights()
+        self._refresh_tables(host_weights)
+        buffer = self.buffer()
+        for turn in range(self.plan.num_turns(self.group_ranks)):
+            if turn >= len(self._own):
+                yield None, buffer[:0]
+                continue
+            bucket = self._own[turn]
+            flat = buffer[: bucket.num_bytes]
+            if self.record_digests is None:
+                self._tables[turn].run(flat)
+            else:
+                self.record_digests(bucket.index, self._tables[turn].run_with_digests(flat))
+            if flat.is_cuda:
+                torch.cuda.current_stream().synchronize()  # another process reads it next
+            yield bucket, flat
+
+    def iter_gathered(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
+        """Yield bytes of the gathered buckets, which all ranks of the group have, and their numbers among these."""
+        if self._gathered is not None:
+            yield from self._gathered.iter_buckets(self.buffer(), with_constants=with_constants)
+
+    def buffer(self) -> Tensor:
+        """Return the rank's one buffer; it stays at its address."""
+        if self._buffer is None:
+            size = max(self.plan.buffer_bytes, self._gathered.buffer_bytes if self._gathered else 0)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._weights.device)
+        return self._buffer
+
+    def _refresh_tables(self, host_weights: HostWeights | None) -> None:
+        """Make the tables, anew when a parameter's memory has moved since the last push."""
+        pointers = [*map(Tensor.data_ptr, self._slices.tensors(host_weights))]
+        if pointers == self._pointers:
+            return
+        quantizer = self._weights.quantizer
+        self._tables = [
+            CastTable(
+                self._slices.items(bucket.slices, host_weights),
+                self._weights.dtype,
+                (quantizer and quantizer.block) or DEFAULT_BLOCK,
+                device=self._weights.device,
+                segments=self.plan.manifest.segments(bucket.index),
+            )
+            for bucket in self._own
+        ]
+        self._pointers = pointers
+
+
+def share_of(num_bytes: int, num_ranks: int) -> int:
+    """Return the bytes that each of ``num_ranks`` ranks may put into a bucket, a multiple of the alignment."""
+    return max(num_bytes // num_ranks // ALIGNMENT * ALIGNMENT, min(num_bytes, ALIGNMENT))
+
+
+def describe_misfits(misfits: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each kind of parameter that is gathered, however many layers have it."""
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(misfits):
+        kinds.setdefault(_LAYER_NUMBER.sub(".", name), []).append(name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} like it' if len(names) > 1 else ''}: gathered for every push, because "
+        f"{misfits[names[0]]}"
+        for names in kinds.values()
+    ]
+
+
+class CollectedBuckets:
+    """A source of buckets whose only sender is the first rank of each group; the others give it theirs.
+
+    The bucket of a turn is what the ranks of the group have in that turn, one after the other in slots of equal size.
+
+    Args:
+        shards: what every rank fills, made ``by_stage``.
+        group: the ranks that send in one turn of ``shards``, on the device of the parameters.
+
+    Raises:
+        ValueError: ``group`` has other ranks than ``shards`` sends with.
+    """
+
+    def __init__(self, shards: ShardBuckets, group: dist.ProcessGroup) -> None:
+        if sorted(dist.get_process_group_ranks(group)) != sorted(shards.group_ranks):
+            raise ValueError(
+                f"ranks {list(shards.group_ranks)} send in one turn; the group to collect their buckets has "
+                f"{dist.get_process_group_ranks(group)}"
+            )
+        self.shards = shards
+        self._group = group
+        self._source_rank = shards.group_ranks[0]
+        self._own: list[tuple[int, int]] = []
+        """Index and slot size of the buckets of this rank's group."""
+        entries: list[BucketEntry] = []
+        for ranks in shards.plan.groups:
+            for turn in range(shards.plan.num_turns(ranks)):
+                slot, entry = _joined(shards.plan, ranks, turn)
+                if ranks == shards.group_ranks:
+                    self._own.append((len(entries), slot))
+                entries.append(entry)
+        self._num_joined = len(entries)
+        gathered = shards.manifest.buckets[len(shards.plan.manifest.buckets) :]
+        self._manifest = Manifest(shards.manifest.tensors, (*entries, *gathered))
+        self._joined: Tensor | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """All tensors and buckets, the same on all ranks."""
+        return self._manifest
+
+    @torch.no_grad()
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
+        """Yield the buckets as ``BucketSource`` says; only the first rank of the group has any."""
+        is_source = dist.get_rank() == self._source_rank
+        nothing = self.shards.buffer()[:0]
+        for (index, slot), _ in zip(self._own, self.shards.iter_turns(), strict=True):
+            part = self.shards.buffer()[:slot]
+            if not is_source:
+                dist.gather(part, dst=self._source_rank, group=self._group)
+                yield NO_BUCKET, nothing
+                continue
+            joined = self._buffer()[: slot * len(self.shards.group_ranks)]
+            dist.gather(part, list(joined.split(slot)), dst=self._source_rank, group=self._group)
+            yield index, joined
+        for index, flat in self.shards.iter_gathered(with_constants=with_constants):
+            if is_source:
+                yield self._num_joined + index, flat
+            else:
+                yield NO_BUCKET, nothing
+
+    def _buffer(self) -> Tensor:
+        if self._joined is None:
+            size = max((slot for _, slot in self._own), default=0) * len(self.shards.group_ranks)
+            self._joined = self.shards.buffer().new_empty(size)
+        return self._joined
+
+
+def _joined(plan: ShardPlan, ranks: Sequence[int], turn: int) -> tuple[int, BucketEntry]:
+    """Return slot size and bucket of what ranks have in a turn; one whose buckets are all sent has an empty slot."""
+    present = [
+        (position, plan.manifest.buckets[plan.buckets[rank][turn].index])
+        for position, rank in enumerate(ranks)
+        if turn < len(plan.buckets[rank])
+    ]
+    slot = align(max(entry.num_bytes for _, entry in present))
+    slices: list[BucketSlice] = [
+        replace(part, offset=part.offset + slot * position) for position, entry in present for part in entry.slices
+    ]
+    return slot, BucketEntry(slot * len(ranks), tuple(slices))

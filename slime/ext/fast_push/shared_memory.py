@@ -1,0 +1,176 @@
+"""Push to engines on the trainer's own GPUs: buckets are mapped (CUDA IPC; shared memory on a CPU), not copied.
+
+The handles of the ranks of one host are told to all of these; the first rank of each engine hands them to it, one for
+each of its GPUs: the buffer of the rank on the same GPU where that has the bucket, that of any rank otherwise.
+Engines outside the trainer's range get every bucket by broadcast from rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from slime.backends.megatron_utils import sglang
+from slime.ext.fast_push import engine_verbs as verbs
+from slime.ext.fast_push.groups import WeightGroup
+from slime.utils.distributed_utils import gather_objects
+from slime.utils.errors import ConfigError
+from slime.weights.buckets import NO_BUCKET
+from slime.weights.manifest import Manifest
+from slime.weights.push.carrier import Carrier
+from slime.weights.push.engine import EngineProxy
+from slime.weights.push.participants import PUSH_FAILURES, reason_of
+from slime.weights.push.state import Push, TrainerRanks
+from slime.weights.push.wire import handle_of
+
+Handles = dict[int, dict[int, str]]
+"""Bucket -> GPU of an engine -> handle to a buffer with that bucket."""
+
+
+class SharedMemoryCarrier(Carrier):
+    """Colocated engines through handles, the others through one process group."""
+
+    def __init__(self, ranks: TrainerRanks) -> None:
+        super().__init__(ranks)
+        self._engine: EngineProxy | None = None
+        """The engine that shares this rank's GPU."""
+        self._neighbours: dist.ProcessGroup | None = None
+        """The ranks that can map each other's buffers."""
+        self._neighbour_ranks: list[int] = []
+        self._mapping_gpus: list[int] = []
+        """Those of all engines that map buffers of the trainer."""
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._buffer: StorageWeakRef | None = None
+        """Memory of this rank's last bucket."""
+        self._buffer_number = 0
+        """Counts the buffers of this rank, and the engines' changes: handles to the same one are made once."""
+        self._handles: dict[tuple[int, int], tuple[int, str]] = {}
+        """Rank and GPU -> number of the rank's buffer, and the handle by which the GPU's engine opens it."""
+        self._remote = WeightGroup("slime")
+
+    def connect(self, engines: Sequence[EngineProxy]) -> bool:
+        """Find the engine that shares this rank's GPU, and the ranks that can map each other's buffers."""
+        world_size, rank = self.ranks.world_size, self.ranks.rank
+        inside = [e for e in engines if e.is_colocated and e.gpu_offset + e.num_gpus <= world_size]
+        engine_of_gpu: dict[int, EngineProxy] = {}
+        for engine in inside:
+            for gpu in gpus_of(engine):
+                if gpu in engine_of_gpu:
+                    raise ConfigError(
+                        f"engines {engine_of_gpu[gpu].index} and {engine.index} both claim the GPU of trainer rank "
+                        f"{gpu}; check --rollout-num-gpus-per-engine and --sglang-config"
+                    )
+                engine_of_gpu[gpu] = engine
+        self._engine = engine_of_gpu.get(rank)
+        self._mapping_gpus = sorted(engine_of_gpu)
+        self._neighbours, self._neighbour_ranks = None, []
+        self._buffer, self._handles = None, {}
+        shared = neighbourhoods(inside, world_size, self.ranks.ranks_per_host)
+        for ranks in shared:
+            if tuple(ranks) not in self._groups:
+                # Every rank takes part in making every group.
+                self._groups[tuple(ranks)] = dist.new_group(ranks, backend="gloo")
+            if rank in ranks:
+                self._neighbours, self._neighbour_ranks = self._groups[tuple(ranks)], ranks
+        if inside:
+            sglang.prepare()
+        self._remote.engines = [e for e in engines if e not in inside] if rank == 0 else []
+        # What one rank holds must be in reach of every engine.
+        return shared == [list(range(world_size))] and len(inside) == len(engines)
+
+    def open(self, push: Push, manifest: Manifest) -> None:
+        """Join, on rank 0, a group with the engines that share no GPU with the trainer."""
+        push.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.join(push))
+
+    def send(self, push: Push, index: int, flat: Tensor) -> None:
+        """Send the other ranks the bucket's handle, pass it to the engine, broadcast it; wait until all have it."""
+        if self._neighbours is not None:
+            self._hand_over(push, self._exchange_handles(index, flat))
+        if self.ranks.rank == 0 and index != NO_BUCKET and self._remote.engines:
+            self._remote.send(push, index, flat)
+        if self._neighbours is not None:
+            dist.barrier(group=self._neighbours)  # the buffer is written again after this
+
+    def finish(self, push: Push, *, is_served: bool) -> None:
+        """Take back what engines have let go, which would stay taken until the trainer next asks for memory."""
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+
+    def close(self) -> None:
+        """Leave the group of the engines outside."""
+        self._remote.leave()
+
+    def _exchange_handles(self, index: int, flat: Tensor) -> Handles:
+        """Return the handles that each GPU of the neighbourhood opens: one for each, because torch counts them.
+
+        A handle is told once, and good for every bucket that comes to lie in its buffer.
+        """
+        assert self._neighbours is not None and flat.storage_offset() == 0
+        if flat.is_cuda:
+            torch.cuda.current_stream().synchronize()  # another process reads it next
+        if index != NO_BUCKET:
+            buffer = StorageWeakRef(flat.untyped_storage())
+            if self._buffer is None or buffer != self._buffer:
+                self._buffer, self._buffer_number = buffer, self._buffer_number + 1
+        told = [torch.empty(2, dtype=torch.int64) for _ in self._neighbour_ranks]
+        dist.all_gather(told, torch.tensor([index, self._buffer_number]), group=self._neighbours)
+        held = {rank: one.tolist() for rank, one in zip(self._neighbour_ranks, told, strict=True)}
+        readers = [gpu for gpu in self._mapping_gpus if gpu in held]
+        wanted: list[tuple[int, int, int]] = []  # bucket, its holder, the GPU that reads it there
+        for bucket in dict.fromkeys(bucket for bucket, _ in held.values() if bucket != NO_BUCKET):
+            holders = [rank for rank, (other, _) in held.items() if other == bucket]
+            wanted += [(bucket, gpu if gpu in holders else holders[0], gpu) for gpu in readers]
+        missing = [
+            (holder, gpu)
+            for _, holder, gpu in wanted
+            if self._handles.get((holder, gpu), (0, ""))[0] != held[holder][1]
+        ]
+        if missing:  # on all neighbours, because all know the same
+            whole = flat.as_strided((flat.untyped_storage().nbytes(),), (1,), 0)
+            own = {gpu: handle_of(whole) for holder, gpu in missing if holder == self.ranks.rank}
+            of_ranks = gather_objects(own, self._neighbours)
+            for holder, handles in zip(self._neighbour_ranks, of_ranks, strict=True):
+                for gpu, handle in handles.items():
+                    self._handles[holder, gpu] = (held[holder][1], handle)
+        result: Handles = {}
+        for bucket, holder, gpu in wanted:
+            result.setdefault(bucket, {})[gpu] = self._handles[holder, gpu][1]
+        return result
+
+    def _hand_over(self, push: Push, handles: Handles) -> None:
+        """Let this rank's engine load the buckets of this step, if this is the engine's first rank."""
+        engine = self._engine
+        if engine is None or self.ranks.rank != engine.gpu_offset or not push.participants.is_good(engine):
+            return
+        if not handles:
+            return
+        what = f"loading {'buckets' if len(handles) > 1 else 'bucket'} {' and '.join(map(str, handles))}"
+        payloads = {bucket: [of_gpus[gpu] for gpu in gpus_of(engine)] for bucket, of_gpus in handles.items()}
+        try:
+            request = engine.run(verbs.receive_weight_buckets, push.id, payloads)
+            request.wait(push.participants.clock.step_s)
+        except PUSH_FAILURES as error:
+            push.participants.exclude(engine.index, f"{reason_of(error)} (while {what})")
+
+
+def gpus_of(engine: EngineProxy) -> range:
+    """Return the GPUs of an engine, counted from the first of the rollout slice."""
+    return range(engine.gpu_offset, engine.gpu_offset + engine.num_gpus)
+
+
+def neighbourhoods(engines: Sequence[EngineProxy], world_size: int, ranks_per_host: int) -> list[list[int]]:
+    """Return the trainer ranks that must know each other's buffers: those of a host, and of all hosts of an engine.
+
+    Ranks without an engine on any of their hosts are in none.
+    """
+    hosts = list(range(-(-world_size // ranks_per_host)))
+    for engine in engines:
+        first = hosts[engine.gpu_offset // ranks_per_host]
+        touched = {hosts[gpu // ranks_per_host] for gpu in gpus_of(engine)}
+        hosts = [first if host in touched else host for host in hosts]
+    used = {hosts[engine.gpu_offset // ranks_per_host] for engine in engines}
+    return [[rank for rank in range(world_size) if hosts[rank // ranks_per_host] == host] for host in sorted(used)]

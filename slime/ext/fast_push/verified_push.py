@@ -1,0 +1,144 @@
+"""The verified push, slime's default: what each rank holds goes to loaders inside the engines, which vouch for it.
+
+``push`` is its script.  A carrier moves the buckets: through memory of the trainer's GPUs, by broadcast, or over a
+disk (``slime.ext.disk_push``).
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+
+from slime.backends.megatron_utils import memory
+from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.hf_to_megatron.tensors import left_out_tensors
+from slime.backends.megatron_utils.model_transform import added_parameters
+from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
+from slime.backends.megatron_utils.update_weight.plain_push import PlainPush
+from slime.backends.megatron_utils.update_weight.transport import Transport
+from slime.ext.fast_push.acknowledgements import DigestedBuckets
+from slime.ext.fast_push.distributed import DistributedCarrier
+from slime.ext.fast_push.messages import loader_of
+from slime.ext.fast_push.push import push_weights
+from slime.ext.fast_push.shard_buckets import CollectedBuckets, ShardBuckets
+from slime.ext.fast_push.shared_memory import SharedMemoryCarrier
+from slime.utils.errors import WeightSyncError
+from slime.weights.buckets import BucketSource
+from slime.weights.push.carrier import Carrier
+from slime.weights.push.engine import EngineProxy
+from slime.weights.push.state import Push, PushReport, TrainerRanks
+
+logger = logging.getLogger(__name__)
+
+MakeCarrier = Callable[[Namespace, TrainerRanks], Carrier]
+
+
+class VerifiedPush(Transport):
+    """Pushes in two phases from one trainer rank.
+
+    Args:
+        carrier: moves the buckets.
+        ranks: of the trainer.
+    """
+
+    def __init__(self, carrier: Carrier, ranks: TrainerRanks) -> None:
+        self.carrier, self._ranks = carrier, ranks
+        self._plain = PlainPush(ranks)
+        self._is_plain = False
+        """The engines of now are pushed to the plain way."""
+        self._weights: SentWeights | None = None
+        self._takes_slices = False
+        self._buckets: DigestedBuckets | None = None
+        self._gathered: GatheredBuckets | None = None
+
+    @classmethod
+    def of(cls, args: Namespace, ranks: TrainerRanks, carrier: MakeCarrier | None = None) -> VerifiedPush:
+        """Make it from flags; without a ``carrier`` engines are reached through memory, or by broadcast."""
+        if carrier is not None:
+            return cls(carrier(args, ranks), ranks)
+        return cls(SharedMemoryCarrier(ranks) if args.colocate else DistributedCarrier(ranks), ranks)
+
+    def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
+        """Have the carrier know the engines; where some have no loader of ours, the plain push knows them instead."""
+        unverified = [engine.index for engine in engines if loader_of(engine) is None]
+        self._is_plain = bool(unverified) and self.carrier.needs_loader
+        if unverified and self._ranks.rank == 0:
+            logger.warning(
+                "engines %s run without our loader: pushes to them are not verified%s; start them with "
+                "slime's --custom-weight-loader (docs/engines.md)",
+                unverified, ", and one that fails ends the push to all" if self._is_plain else "",
+            )  # fmt: skip
+        if self._is_plain:
+            self._plain.connect(engines, weights)
+            return
+        takes_slices = self.carrier.connect(engines)
+        if (weights, takes_slices) != (self._weights, self._takes_slices):
+            self._weights, self._takes_slices = weights, takes_slices
+            self._buckets = self._gathered = None
+
+    def send(self, push: Push) -> PushReport:
+        """Have every engine that holds just what was sent serve it; exclude the others."""
+        if self._is_plain:
+            return self._plain.send(push)
+        gathered = self._gathered_buckets() if push.checks else None
+        return push_weights(push, self.buckets, self.carrier, gathered)
+
+    def write(self, push: Push) -> Any:
+        """Have the carrier write the weights to disk; engines read them later."""
+        try:
+            return self.carrier.write(push, self.buckets)
+        except WeightSyncError:
+            self.carrier.finish(push, is_served=False)
+            raise
+
+    def close(self) -> None:
+        """Leave the groups with the engines."""
+        self.carrier.close()
+        self._plain.close()
+
+    @property
+    def buckets(self) -> DigestedBuckets:
+        """The buckets of this model; made at the first push, collectively."""
+        if self._buckets is None:
+            weights = self._weights
+            assert weights is not None
+            args = weights.args
+            # Slices are read from the weights.
+            takes_slices = self._takes_slices and added_parameters(weights.model) is None
+            source = self._slices(weights) if takes_slices else self._gathered_buckets()
+            weight_map = find_weight_map(weights.model_name)
+            kept = left_out_tensors(args.hf_checkpoint, weight_map, model_dims(args), source.manifest)
+            if kept and self._ranks.rank == 0:
+                logger.info(
+                    "engines keep %d tensors of %s that this trainer does not have, such as %s",
+                    len(kept), args.hf_checkpoint, kept[0].name,
+                )  # fmt: skip
+            self._buckets = DigestedBuckets(source, kept)
+            if isinstance(source, ShardBuckets):
+                source.record_digests = self._buckets.record
+            memory.freeze_long_lived_objects()  # some for each of the model's tensors
+        return self._buckets
+
+    def _gathered_buckets(self) -> GatheredBuckets:
+        """Return whole tensors, right for every model, layout and engine; ``--check-weight-update-equal`` compares
+        with them.
+        """
+        if self._gathered is None:
+            assert self._weights is not None
+            self._gathered = GatheredBuckets(self._weights, across_stages=not self.carrier.by_stage)
+        return self._gathered
+
+    def _slices(self, weights: SentWeights) -> BucketSource:
+        """Return what each rank holds; by stage it is joined on the stage's source, one collective for each bucket."""
+        if not self.carrier.by_stage:
+            return ShardBuckets(weights)
+        group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return CollectedBuckets(ShardBuckets(weights, by_stage=True), group)

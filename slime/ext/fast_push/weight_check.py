@@ -1,0 +1,193 @@
+"""Code that runs inside the engine, in place of loading: does the engine hold what the trainer sends?
+
+SGLang calls these functions as custom weight loaders: ``update_weights_from_tensor`` with ``load_format`` set to the
+function's import path.  ``update_weights_from_distributed`` has no such extension point, so a check always goes
+through from_tensor, also for engines that get their weights over a process group; the payload is then a plain list of
+``(name, tensor)`` pairs, by value (``pickle``, base64) when the engine is on another host.  A flattened bucket is not
+unpacked for custom loaders.
+
+A loader must not raise, because an exception there ends SGLang's scheduler.  Problems are kept in the process and read
+back through ``/get_weights_by_name`` under the name ``CHECK_REPORT``; ``SGLangEngine`` does that after each check and
+raises WeightSyncError.
+
+Comparing works for every model and layout without knowing its names: the model's own ``load_weights`` runs against
+scratch copies of the parameters, filled with the bitwise complement of what they hold.  Where the scratch then equals
+the parameter, the tensor was there already; where it still is the complement, nothing was written; anything else is a
+difference.  Fused qkv and gate/up, tensor-parallel slices and casts are those of the real load.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from slime.backends.sglang_utils.loader_report import is_own_scale, reporting
+from slime.ext.fast_push.load_plan import is_description, unread_parameters
+from slime.ext.fast_push.load_trace import trace_load
+from slime.ext.fast_push.messages import decode
+from slime.weights.manifest import Manifest
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+SAME_WIDTH_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NAN_BYTE = 0xFF
+"""All bits set is NaN in every floating-point format in use (fp32, bf16, fp16, fp8 e4m3fn and e5m2)."""
+
+
+def compare_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """Compare HF-named tensors with what the model holds; change nothing.
+
+    Takes, for the length of the call, as much memory again as the weights.
+    """
+    with reporting(model) as problems:
+        problems += differing_names(model, [one for one in named_tensors if not is_description(one[0])])
+
+
+def fill_with_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """Overwrite every floating-point parameter with NaN, so that a push that forgets one is found out.
+
+    But for those that no push brings; ``named_tensors`` is empty, or a message with the manifest that tells them.
+    """
+    with reporting(model):
+        fill_parameters_with_nan(model, _pushed_parameters(model, named_tensors))
+
+
+def find_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
+    """Report the parameters of which some element is still what :func:`fill_with_nan` wrote; arguments likewise."""
+    with reporting(model) as problems:
+        problems += find_nan_in(model, _pushed_parameters(model, named_tensors))
+
+
+def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str]:
+    """Return the names of the parameters of tensors that a push replaces: by its message, or by the last push.
+
+    Args:
+        model: an SGLang model.
+        named_tensors: as for :func:`fill_with_nan`.
+    """
+    kept = [entry for message in decode(named_tensors) for entry in Manifest.from_json(message["manifest"]).kept]
+    load = vars(model).get("_slime_load")
+    if not kept and load is not None and load.plan is not None:
+        kept = list(load.plan.manifest.kept)
+    writes = trace_load(model, kept).writes if kept else []
+    memory = {write.target.untyped_storage().data_ptr() for write in writes}
+    pushed = {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in memory}
+    return pushed - unread_parameters(model)
+
+
+def fill_parameters_with_nan(model: nn.Module, only: Collection[str] | None = None) -> None:
+    """Overwrite floating-point parameters, those in ``only`` or all, with NaN."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if _is_pushed(name, parameter, only):
+                _bits(parameter.data).fill_(_nan_of(parameter))
+
+
+def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[str]:
+    """Return the parameters, among those in ``only`` or all, with an element that was not written since the fill."""
+    problems = []
+    for name, parameter in model.named_parameters():
+        if _is_pushed(name, parameter, only):
+            count = int((_bits(parameter.data) == _nan_of(parameter)).sum())
+            if count:
+                problems.append(f"{name}: {count} of {parameter.numel()} elements were never pushed")
+    return problems
+
+
+def _is_pushed(name: str, parameter: Tensor, only: Collection[str] | None) -> bool:
+    """Return True for floating-point parameters except the engine's own scales and descriptions."""
+    is_own = is_own_scale(name) or is_description(name)
+    return parameter.is_floating_point() and not is_own and (only is None or name in only)
+
+
+def _nan_of(parameter: Tensor) -> int:
+    return -1 if parameter.element_size() > 1 else NAN_BYTE
+
+
+def differing_names(
+    model: nn.Module, named_tensors: list[tuple[str, Tensor]], only: Collection[str] | None = None
+) -> list[str]:
+    """Return the names among ``named_tensors`` whose loading would change the model, each with the place.
+
+    Args:
+        model: has a ``load_weights``; holds the same afterwards.
+        named_tensors: HF names and whole tensors.
+        only: parameters that they go to, when that is known; it bounds the memory taken.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for the copies, or for the load into them.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if only is None or name in only}
+    held = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.data = _complement(held[name])
+            try:
+                model.load_weights(named_tensors)  # type: ignore[operator]
+            except torch.OutOfMemoryError:
+                raise  # says nothing of what was sent
+            except Exception as error:  # whatever the model's own loader raises; a report, not the scheduler's end
+                return [_unloadable(named_tensors, error)]
+            wrong = {name for name in parameters if _num_different(parameters[name].data, held[name])}
+            return _blame(model, named_tensors, parameters, held, wrong) if wrong else []
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = held[name]
+        rebuild_derived(model)  # the loads above made it from the scratch copies
+
+
+def rebuild_derived(model: nn.Module) -> None:
+    """Make again what a model derives from its weights, such as the split ``kv_b_proj`` of latent attention.
+
+    Some of SGLang's drafts inherit ``post_load_weights`` from their target, and look for the target's layers unless
+    ``is_nextn`` says otherwise.
+    """
+    rebuild = getattr(model, "post_load_weights", None)
+    if rebuild is None:
+        return
+    is_draft = type(model).__name__.endswith("NextN") and "is_nextn" in inspect.signature(rebuild).parameters
+    with torch.no_grad():
+        rebuild(**({"is_nextn": True} if is_draft else {}))
+
+
+def _unloadable(named_tensors: list[tuple[str, Tensor]], error: Exception) -> str:
+    sent = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named_tensors[:5])
+    more = f" and {len(named_tensors) - 5} more" if len(named_tensors) > 5 else ""
+    return f"the engine's model does not load what was sent ({sent}{more}): {type(error).__name__}: {error}"
+
+
+def _blame(
+    model: nn.Module,
+    named_tensors: list[tuple[str, Tensor]],
+    parameters: dict[str, nn.Parameter],
+    held: dict[str, Tensor],
+    wrong: set[str],
+) -> list[str]:
+    """Load one tensor at a time into fresh scratch and see which of them differ."""
+    blamed = []
+    for name, tensor in named_tensors:
+        for parameter_name in wrong:
+            parameters[parameter_name].data = _complement(held[parameter_name])
+        model.load_weights([(name, tensor)])  # type: ignore[operator]
+        for parameter_name in sorted(wrong):
+            count = _num_different(parameters[parameter_name].data, held[parameter_name])
+            if count:
+                blamed.append(f"{name} (shape {list(tensor.shape)}): {count} elements differ in {parameter_name}")
+    return blamed or [f"{name} (which pushed tensor is unclear)" for name in sorted(wrong)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(SAME_WIDTH_INT[tensor.element_size()])
+
+
+def _complement(tensor: Tensor) -> Tensor:
+    return torch.bitwise_not(_bits(tensor)).view(tensor.dtype)
+
+
+def _num_different(scratch: Tensor, held: Tensor) -> int:
+    written, kept = _bits(scratch), _bits(held)
+    return int(((written != kept) & (written != torch.bitwise_not(kept))).sum())

@@ -1,0 +1,419 @@
+"""Our weight loader, which runs inside the engine: takes the buckets of a push and vouches for what it has loaded.
+
+SGLang calls :func:`receive` on every rank for each ``/update_weights_from_tensor`` that names it as ``load_format``,
+once for each model object: with speculative decoding first for the draft model, then for the target.  What concerns
+the process (mapping a buffer, receiving a broadcast, digests) is done for the first of them, what concerns a model
+for each; a message's ``id`` tells repetitions from new ones.
+
+The digest of a bucket is that of the bytes that arrived.  That the model holds these bytes is checked on the device
+right after each load (``ModelLoad``), after the engine's own casts; both together are what is acknowledged.
+"""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+import logging
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime.backends.sglang_utils.loader_report import (
+    answer_by_name,
+    gather_over_ranks,
+    position_among_ranks,
+    rank_in_engine,
+    with_ranks,
+)
+from slime.ext.fast_push.bucket_shares import BucketShare, EngineShares
+from slime.ext.fast_push.channel import WeightChannel
+from slime.ext.fast_push.load_plan import LoadPlan
+from slime.ext.fast_push.messages import PUSH_REPORT, decode
+from slime.ext.fast_push.model_load import ModelLoad
+from slime.ext.fast_push.repacked_layers import is_unpacked
+from slime.ext.fast_push.stored_plans import stored_plans
+from slime.observability.telemetry import DeviceTimes
+from slime.utils.errors import WeightSyncError
+from slime.weights.buckets import read_bucket
+from slime.weights.manifest import BucketEntry, Manifest
+from slime.weights.stored_tensors import StoredTensor, read_layout
+
+logger = logging.getLogger(__name__)
+
+MAX_UNUSED_SHOWN = 5
+VERBS = frozenset(
+    {
+        "begin_weight_update",
+        "receive_weight_bucket",
+        "receive_weight_buckets",
+        "receive_weight_folder",
+        "acknowledge_weight_update",
+        "commit_weight_update",
+        "join_weight_group",
+        "leave_weight_group",
+    }
+)
+"""The messages of ``engine_verbs``."""
+
+
+def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Load messages in place of weights: ``named_tensors`` carry them; see ``messages``."""
+    answer_by_name(model, PUSH_REPORT, _RANK.report)
+    for message in decode(named_tensors):
+        try:
+            _RANK.handle(model, message)
+        except Exception as error:  # the edge of our code inside the scheduler, which an exception would end
+            logger.exception("the weight receiver failed at %s", message["verb"])
+            _RANK.record(message, error)
+
+
+class ReceivingRank:
+    """State of the push under way in one process of an engine; a verb of ``engine_verbs`` is a method here, too."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._shares: EngineShares | None = None
+        """Of the manifest of the push begun last; None where it is not known."""
+        self._push_id: str | None = None
+        self._digests: dict[int, Tensor] = {}
+        """Digests of this rank's share of each bucket that arrived, on its device."""
+        self._constants: dict[int, str] = {}
+        """Digests of the constant buckets that the engine told last."""
+        self._problems: list[str] = []
+        """Of the push, beside those of the models."""
+        self._message_problems: list[str] = []
+        """Of the last message, where it belongs to no push."""
+        self._message_id = ""
+        self._flat: Tensor | None = None
+        """The bucket of the last message; None when it was loaded before."""
+        self._mapped: dict[str, Tensor] = {}
+        """Buffers of the trainer that this process has mapped, by their handles."""
+        self._used: set[str] = set()
+        """Handles of the push under way."""
+        self._folder: tuple[str, str] | None = None
+        """The push, and the folder that it is read from."""
+        self._layout: dict[str, StoredTensor] = {}
+        """The places of the folder's tensors."""
+        self._channels: dict[str, WeightChannel] = {}
+        self._times = DeviceTimes()
+        """Of the push under way."""
+        self._buffer: Tensor | None = None
+        """Room for bytes that do not lie on this device: broadcasts, and buffers of other trainer ranks."""
+
+    def handle(self, model: nn.Module, message: dict[str, Any]) -> None:
+        """Do what a message asks, for one model; its verb is the name of the method."""
+        is_first = message["id"] != self._message_id
+        if is_first:
+            self._message_id, self._message_problems, self._flat = message["id"], [], None
+        if message["verb"] not in VERBS:
+            raise WeightSyncError(f"the weight loader knows no verb {message['verb']!r}; it knows {', '.join(VERBS)}")
+        getattr(self, message["verb"])(model, message, is_first)
+
+    def begin_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Start the push (first call only), and the load of ``model`` by its manifest."""
+        if is_first:
+            self._begin(message)
+        if self._shares is not None:
+            self._load_of(model).begin(self._shares.manifest)
+
+    def receive_weight_buckets(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Load buckets that arrive as handles of a trainer rank's GPU memory."""
+        self._require_push(message["push_id"])
+        for index, handle in message["payload"]:
+            self._take(model, index, handle)
+        _wait_for_device()
+
+    def receive_weight_bucket(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Load a bucket that arrives by a folder or a broadcast; the first call fetches its bytes."""
+        if is_first:
+            self._flat = self._obtain(model, message)
+        if self._flat is not None:
+            self._load(model, message["bucket_index"], self._flat)
+            _wait_for_device()
+
+    receive_weight_folder = receive_weight_bucket
+
+    def acknowledge_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Finish the load of ``model`` and release mapped buffers."""
+        self._require_push(message["push_id"])
+        # Shared memory is kept: torch ends the process that drops it when the trainer that made it is dead.
+        self._mapped = {k: flat for k, flat in self._mapped.items() if k in self._used or flat.device.type == "cpu"}
+        self._flat = None
+        if not self._channels:
+            self._buffer = None  # the KV cache may want the room
+        self._load_of(model).finish()
+
+    def commit_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Give ``model`` the form that it serves."""
+        self._require_push(message["push_id"])
+        self._load_of(model).commit()
+        _wait_for_device()
+
+    def join_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Join a broadcast group, in the first call only."""
+        if is_first:
+            self._join(message["group_name"], message["group"], message["timeout_s"])
+
+    def leave_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
+        """Leave a broadcast group, in the first call only."""
+        if is_first:
+            self._leave(message["group_name"])
+
+    def record(self, message: dict[str, Any], error: Exception) -> None:
+        """Keep an exception for the report."""
+        what = "" if isinstance(error, WeightSyncError) else f" failed: {type(error).__name__}"
+        problem = f"{message['verb']}{what}: {error}"
+        is_of_push = message["push_id"] is not None and message["push_id"] == self._push_id
+        (self._problems if is_of_push else self._message_problems).append(problem)
+
+    def report(self) -> list[str]:
+        """Return the state of the push over all ranks, as one JSON text; every rank must call this."""
+        shares, loads = self._shares, [self._load_of(model) for model in self._models]
+        own: dict[str, Any] = {
+            "push_id": self._push_id,
+            "manifest_id": None if shares is None else shares.manifest.id,
+            "taken": None if shares is None else shares.newly_taken(loads, position_among_ranks()),
+            "digests": {index: digests.cpu().numpy().tobytes() for index, digests in self._digests.items()},
+            "holds_constants": all(load.holds_constants for load in loads),
+            "problems": self._own_problems(),
+            "is_unpacked": any(is_unpacked(load.model) for load in loads),
+            "seconds": self._times.seconds(),
+        }
+        ranks = gather_over_ranks(own)
+        told: dict[str, Any] = {
+            "push_id": own["push_id"],
+            "needs_manifest": shares is None or any(rank["manifest_id"] != own["manifest_id"] for rank in ranks),
+            "buckets": [],
+            "problems": with_ranks([rank["problems"] for rank in ranks]),
+            "is_unpacked": any(rank["is_unpacked"] for rank in ranks),
+            "seconds": {
+                name: max(rank["seconds"].get(name, 0.0) for rank in ranks)
+                for rank in ranks
+                for name in rank["seconds"]
+            },
+        }
+        for index, rank in enumerate(ranks):
+            if rank["push_id"] != own["push_id"]:
+                told["problems"].append(f"rank {index} knows push {rank['push_id']}, rank 0 {ranks[0]['push_id']}")
+        if shares is not None and not told["needs_manifest"]:
+            shares.deal([rank["taken"] for rank in ranks])
+            told["buckets"], differing = shares.merge([rank["digests"] for rank in ranks])
+            told["problems"] += differing
+            self._tell_constants(told, are_held=all(rank["holds_constants"] for rank in ranks))
+        return [json.dumps(told)]
+
+    # --- what the verbs are made of -------------------------------------------------------------------------------
+
+    def _tell_constants(self, told: dict[str, Any], *, are_held: bool) -> None:
+        """Tell the digests of constant buckets that are held from an earlier push, and keep those of all."""
+        texts, constants = told["buckets"], self._known_shares().manifest.constants
+        for index in constants if are_held else ():
+            texts[index] = self._constants.get(index, "")
+        self._constants = {} if told["problems"] else {index: texts[index] for index in constants}
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        self._push_id = message["push_id"]
+        self._digests, self._problems, self._used, self._times = {}, [], set(), DeviceTimes()
+        if self._shares is None or self._shares.manifest.id != message["manifest_id"]:
+            self._shares, self._constants = None, {}
+            if "manifest" not in message:
+                return
+            gc.collect()
+            gc.freeze()  # a collection would walk over the whole model several times while manifest and plan are made
+            manifest = Manifest.from_json(zlib.decompress(base64.b64decode(message["manifest"])).decode())
+            if manifest.id != message["manifest_id"]:
+                raise WeightSyncError(f"manifest {message['manifest_id']} came with the content of {manifest.id}")
+            self._shares = EngineShares(manifest)
+        self._shares.begin()
+
+    def _obtain(self, model: nn.Module, message: dict[str, Any]) -> Tensor | None:
+        """Return the bytes of a bucket from a folder or a broadcast; None for one that was loaded before."""
+        try:
+            self._require_push(message["push_id"])
+            bucket = self._bucket(message["bucket_index"])
+            if message.get("folder") is not None:
+                flat = self._read(message).to(device_of(model), non_blocking=True)
+            else:
+                flat = self._receive_broadcast(model, bucket, message)
+        except Exception:
+            channel = self._channels.get(message.get("group_name") or "")
+            if channel is not None:
+                channel.abandon()  # nobody shall wait in it for this rank
+            raise
+        index = message["bucket_index"]
+        if index in self._digests:
+            return None
+        return self._digest(model, index, flat)
+
+    def _take(self, model: nn.Module, index: int, handle: str) -> None:
+        """Load a bucket that this process can map, unless this model has it already."""
+        load, bucket = self._load_of(model), self._bucket(index)
+        if load.has(index):
+            return
+        flat = torch.empty(0, dtype=torch.uint8, device=device_of(model))
+        if ranges := self._share(model, index).ranges:
+            flat = self._map(handle)
+            _require_room(flat, index, bucket)
+            flat = self._digest(model, index, self._near(model, flat[: bucket.num_bytes], ranges))
+        self._load(model, index, flat)
+
+    def _digest(self, model: nn.Module, index: int, flat: Tensor) -> Tensor:
+        """Return ``flat``, the bytes of bucket ``index``, and note the digests of this rank's share.
+
+        Raises:
+            WeightSyncError: the share has other bytes than another model was given.
+        """
+        with self._times.span("digest", flat.device):
+            digests = self._share(model, index).digest(flat)
+        known = self._digests.setdefault(index, digests)
+        if known is not digests and not torch.equal(known, digests):
+            raise WeightSyncError(f"bucket {index} differs from its first read")
+        return flat
+
+    def _bucket(self, index: int) -> BucketEntry:
+        buckets = self._known_shares().manifest.buckets
+        if not 0 <= index < len(buckets):
+            raise WeightSyncError(f"there is no bucket {index}; the push has {len(buckets)}")
+        return buckets[index]
+
+    def _load(self, model: nn.Module, index: int, flat: Tensor) -> None:
+        with self._times.span("place", flat.device):
+            self._load_of(model).load(index, flat)
+
+    def _share(self, model: nn.Module, index: int) -> BucketShare:
+        """Return this rank's share of a bucket."""
+        return self._known_shares().share(position_among_ranks(), index, device_of(model))
+
+    def _read(self, message: dict[str, Any]) -> Tensor:
+        folder = (message["push_id"], message["folder"])
+        if self._folder != folder:
+            self._folder, self._layout = folder, read_layout(message["folder"])
+        shares, index = self._known_shares(), message["bucket_index"]
+        positions = shares.positions(position_among_ranks(), index)
+        return read_bucket(self._layout, self._bucket(index), shares.manifest, positions)
+
+    def _map(self, handle: str) -> Tensor:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        if handle not in self._mapped:
+            flat = MultiprocessingSerializer.deserialize(handle)
+            if flat.device.type == "cpu":
+                # Opening shared memory uses up the handle's own count of users, but other ranks and engines open the
+                # same handle: give it back, so that the memory stays until the trainer lets go of it.
+                flat.untyped_storage()._shared_incref()
+            self._mapped[handle] = flat
+        self._used.add(handle)
+        return self._mapped[handle]
+
+    def _receive_broadcast(self, model: nn.Module, bucket: BucketEntry, message: dict[str, Any]) -> Tensor:
+        name = message["group_name"]
+        if name not in self._channels:
+            raise WeightSyncError(f"this engine is in no weight group {name!r}; call join_weight_group first")
+        flat = self._own_buffer(model, bucket.num_bytes)
+        self._channels[name].broadcast(flat, message["timeout_s"])
+        return flat
+
+    def _near(self, model: nn.Module, flat: Tensor, ranges: Iterable[tuple[int, int]]) -> Tensor:
+        """Return the buffer; of one on the GPU of another trainer rank, a copy of the ranges of its bytes.
+
+        Memory of another process on another GPU can be copied from; kernels of this GPU cannot read it.
+        """
+        device = device_of(model)
+        if flat.device == device:
+            return flat
+        own = self._own_buffer(model, flat.numel())
+        with self._times.span("copy", device):
+            for begin, end in ranges:
+                own[begin:end].copy_(flat[begin:end], non_blocking=True)
+        return own
+
+    def _own_buffer(self, model: nn.Module, num_bytes: int) -> Tensor:
+        """Return room for one bucket on this rank's device."""
+        largest = max(entry.num_bytes for entry in self._known_shares().manifest.buckets)
+        if self._buffer is None or self._buffer.numel() < largest:
+            self._buffer = torch.empty(largest, dtype=torch.uint8, device=device_of(model))
+        return self._buffer[:num_bytes]
+
+    def _join(self, name: str, group: dict[str, Any], timeout_s: float) -> None:
+        self._leave(name)
+        self._channels[name] = WeightChannel(
+            group["master_address"],
+            group["master_port"],
+            rank=group["rank_offset"] + rank_in_engine(),
+            world_size=group["world_size"],
+            backend=group["backend"],
+            timeout_s=timeout_s,
+        )
+
+    def _leave(self, name: str) -> None:
+        channel = self._channels.pop(name, None)
+        if channel is not None:
+            channel.leave()
+        if not self._channels:
+            self._buffer = None
+
+    # --- what is known --------------------------------------------------------------------------------------------
+
+    def _load_of(self, model: nn.Module) -> ModelLoad:
+        state = vars(model)
+        if "_slime_load" not in state:
+            state["_slime_load"] = ModelLoad(model, stored_plans())
+            self._models.add(model)
+        return state["_slime_load"]
+
+    def _known_shares(self) -> EngineShares:
+        if self._shares is None:
+            raise WeightSyncError("no manifest is known; call begin_weight_update first")
+        return self._shares
+
+    def _require_push(self, push_id: str) -> None:
+        if push_id != self._push_id:
+            raise WeightSyncError(f"push {push_id} is not the one that was begun last, {self._push_id}")
+
+    def _own_problems(self) -> list[str]:
+        loads = [self._load_of(model) for model in self._models]
+        found = [*self._message_problems, *self._problems, *(problem for load in loads for problem in load.problems)]
+        return found + unfilled([(load.model, load.plan) for load in loads if load.plan is not None])
+
+
+def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
+    """Return the parameters that no tensor of the push fills, in all models of the process together."""
+    found = []
+    for model, plan in planned:
+        others = set().union(*(other.written_memory for _, other in planned if other is not plan))
+        for name, sentence in plan.unwritten.items():
+            # A draft model may share its embedding with the target, which is the one that loads it.
+            if model.get_parameter(name).untyped_storage().data_ptr() not in others:
+                found.append(sentence)
+    unused = frozenset.intersection(*(plan.unused for _, plan in planned)) if planned else frozenset()
+    if found and unused:
+        shown = ", ".join(sorted(unused)[:MAX_UNUSED_SHOWN])
+        found.append(f"the engine has no place for {len(unused)} tensors of the push: {shown}")
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's parameters."""
+    return next(model.parameters()).device
+
+
+def _require_room(flat: Tensor, index: int, bucket: BucketEntry) -> None:
+    if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() < bucket.num_bytes:
+        raise WeightSyncError(
+            f"bucket {index} has {bucket.num_bytes} bytes; its buffer is {list(flat.shape)} of {flat.dtype}"
+        )
+
+
+def _wait_for_device() -> None:
+    """Wait for the device: the trainer overwrites the buffer as soon as the request is answered."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+_RANK = ReceivingRank()
+"""This process's rank of the engine."""

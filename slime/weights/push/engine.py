@@ -1,0 +1,126 @@
+"""An engine as the sender of weights sees it: each method sends one request and returns at once.
+
+``slime.ray.engine_handles`` sends the requests to the engine's actor, whose methods have the same names
+(``slime.backends.sglang_utils.weight_verbs``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Pending(Protocol):
+    """A request on its way.  The caller that starts one must wait for it, with a deadline."""
+
+    def wait(self, timeout_s: float) -> Any:
+        """Return the engine's answer.
+
+        Raises:
+            ProcessError: the engine refused, died, or did not answer within ``timeout_s`` seconds.
+        """
+
+
+@dataclass(kw_only=True, eq=False)
+class EngineProxy(ABC):
+    """One engine, which may span several GPUs."""
+
+    index: int
+    """Position among the engines that get weights; the name of the engine in messages."""
+    num_gpus: int
+    """GPUs of the engine, the ranks that take part in a distributed update."""
+    gpu_offset: int
+    """First of them, counted from the start of the rollout slice."""
+    is_colocated: bool
+    """The engine shares its GPUs with trainer ranks ``gpu_offset .. gpu_offset + num_gpus - 1``."""
+    loaders: tuple[str, ...] = ()
+    """Import paths that its server takes as ``load_format`` (``--custom-weight-loader``)."""
+    dtype: str = ""
+    """The dtype in which it computes, as SGLang calls it; "" for the trainer's."""
+
+    @abstractmethod
+    def start(self, method: str, /, *arguments: Any, **keywords: Any) -> Pending:
+        """Call a method of the engine's actor."""
+
+    @abstractmethod
+    def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> Pending:
+        """Call ``function(actor, *arguments)`` where the engine's actor runs: a request that only an extension knows.
+
+        The answer is that of the first node; with ``on_all_nodes`` every node of the engine runs it.
+        """
+
+    def pause_generation(self) -> Pending:
+        """Abort running requests and accept no step until :meth:`continue_generation`."""
+        return self.start("pause_generation")
+
+    def continue_generation(self) -> Pending:
+        """Serve again; an engine with an unfinished push refuses."""
+        return self.start("continue_generation")
+
+    def flush_cache(self) -> Pending:
+        """Drop the prefix cache, which new weights make stale."""
+        return self.start("flush_cache")
+
+    def get_weight_version(self) -> Pending:
+        """Return the version of the weights that the engine holds; ``"default"`` before the first update."""
+        return self.start("get_weight_version")
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> Pending:
+        """Join a process group as ranks ``rank_offset ...``; rank 0 is the trainer that sends."""
+        place = master_address, master_port, rank_offset, world_size
+        return self.start("init_weights_update_group", *place, group_name, backend)
+
+    def destroy_weights_update_group(self, group_name: str) -> Pending:
+        """Leave the group; one that the server does not know (it may have been restarted) is no error."""
+        return self.start("destroy_weights_update_group", group_name)
+
+    def update_weights_from_tensor(
+        self, serialized_named_tensors: list[str], *, load_format: str, weight_version: str | None = None
+    ) -> Pending:
+        """Load tensors from memory that the engine can map, one serialized payload for each of its GPUs.
+
+        With ``load_format`` one of :attr:`loaders` that function gets the tensors instead.
+        """
+        what = {"load_format": load_format, "weight_version": weight_version, "flush_cache": False}
+        return self.start("update_weights_from_tensor", serialized_named_tensors=serialized_named_tensors, **what)
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        weight_version: str,
+        load_format: str,
+    ) -> Pending:
+        """Load tensors that rank 0 of ``group_name`` broadcasts next, in this order."""
+        what = {"group_name": group_name, "weight_version": weight_version, "load_format": load_format}
+        return self.start(
+            "update_weights_from_distributed", names=names, dtypes=dtypes, shapes=shapes, flush_cache=False, **what
+        )
+
+    def update_weights_from_disk(self, model_path: str, weight_version: str) -> Pending:
+        """Load an HF checkpoint folder that the engine's node can read."""
+        return self.start("update_weights_from_disk", model_path, weight_version)
+
+    def post_process_weights(
+        self, *, restore_weights_before_load: bool = False, post_process_quantization: bool = False
+    ) -> Pending:
+        """Undo or redo the engine's own repacking of quantized weights.  Stock SGLang does not have the endpoint."""
+        return self.start("post_process_weights", restore_weights_before_load, post_process_quantization)
+
+    def load_adapter(self, weight_version: str, config: dict[str, Any], tensors: str, is_handle: bool) -> Pending:
+        """Run requests that begin from now on with an adapter; the one before goes when its requests have ended.
+
+        Args:
+            weight_version: names it.
+            config: the content of PEFT's adapter_config.json.
+            tensors: by PEFT's names.
+            is_handle: they lie in one buffer of shared memory instead, as :data:`IN_ONE_BUFFER` says.
+        """
+        return self.start("load_adapter", weight_version, config, tensors, is_handle)

@@ -1,0 +1,92 @@
+"""Rectangles cut into matrices and tiles still have each of their elements once, at the same places."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from slime.ext.fast_push.kernels.copy_2d import Copy2D, as_lines, in_words, matrices, tile_index
+
+
+def places(found: list[Copy2D], src_size: int, dst_size: int) -> list[tuple[int, int]]:
+    """Where each element is at the source and at the destination, in bytes."""
+    return sorted(
+        (
+            m.src + src_size * (row * m.src_strides[0] + column * m.src_strides[1]),
+            m.dst + dst_size * (row * m.dst_strides[0] + column * m.dst_strides[1]),
+        )
+        for m in found
+        for row in range(m.rows)
+        for column in range(m.columns)
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_matrices_have_every_element_of_the_rectangle(seed: int):
+    choose = random.Random(seed)
+    shape = [choose.choice([1, 2, 3, 5]) for _ in range(choose.randint(0, 4))]
+    order = choose.sample(range(len(shape)), len(shape))
+    strides = []
+    for is_dense in (choose.random() < 0.5, choose.random() < 0.5):
+        step, one = 1, [0] * len(shape)
+        for axis in reversed(order if choose.random() < 0.3 else range(len(shape))):
+            one[axis] = step
+            step *= shape[axis] + (0 if is_dense else choose.choice([0, 1, 3]))
+        strides.append(one)
+    found = list(matrices(shape, 100, strides[0], 2, 1000, strides[1], 4))
+    wanted = sorted(
+        (
+            100 + 2 * sum(i * s for i, s in zip(index, strides[0])),
+            1000 + 4 * sum(i * s for i, s in zip(index, strides[1])),
+        )
+        for index in itertools.product(*map(range, shape))
+    )
+    assert places(found, 2, 4) == wanted
+    assert places([line for m in found for line in as_lines(m, 2, 4)], 2, 4) == wanted
+
+
+def test_dense_on_both_sides_is_one_row_whatever_the_dimensions():
+    (found,) = matrices((2, 3, 4), 0, (12, 4, 1), 2, 0, (12, 4, 1), 2)
+    assert (found.rows, found.columns) == (1, 24)
+
+
+def test_experts_that_lie_apart_are_one_matrix_each():
+    found = list(matrices((4, 8, 16), 0, (1000, 32, 1), 1, 0, (500, 24, 1), 1))
+    assert [(m.src, m.dst, m.rows, m.columns) for m in found] == [(i * 1000, i * 500, 8, 16) for i in range(4)]
+
+
+def test_nothing_comes_of_an_empty_rectangle():
+    assert not list(matrices((3, 0), 0, (1, 1), 1, 0, (1, 1), 1))
+
+
+def test_aligned_rows_become_words():
+    words = in_words(Copy2D(32, (64, 1), 64, (32, 1), 5, 24), 2)
+    assert words == [Copy2D(32, (32, 1), 64, (16, 1), 5, 12)]
+
+
+def test_a_long_row_becomes_lines_and_a_rest():
+    lines, rest = in_words(Copy2D(0, (0, 1), 16, (0, 1), 1, 2 * 1000), 4) or []
+    assert (lines.rows, lines.columns, lines.src_strides) == (3, 512, (512, 1))
+    assert (rest.src, rest.dst, rest.rows, rest.columns) == (3 * 2048, 16 + 3 * 2048, 1, 2000 - 1536)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        Copy2D(8, (64, 1), 64, (32, 1), 5, 24),
+        Copy2D(32, (60, 1), 64, (32, 1), 5, 24),
+        Copy2D(32, (64, 1), 64, (32, 1), 5, 23),
+        Copy2D(32, (64, 2), 64, (32, 1), 5, 24),
+    ],
+)
+def test_rows_that_are_not_whole_vectors_do_not(matrix: Copy2D):
+    assert in_words(matrix, 2) is None
+
+
+def test_tiles_know_their_descriptor():
+    owner, first = tile_index([3, 0, 2], torch.device("cpu"))
+    assert owner.tolist() == [0, 0, 0, 2, 2]
+    assert first.tolist() == [0, 3, 3]

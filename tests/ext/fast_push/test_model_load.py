@@ -1,0 +1,455 @@
+"""Pushes into a model object: proven by its own loader first, by the plan afterwards, checked after either."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime.ext.fast_push import model_load
+from slime.ext.fast_push.model_load import HeldTensors, ModelLoad
+from slime.weights.tensor_slice import TensorSlice
+from tests.ext.fast_push.toy_models import Computing, Fused, Joined, parameter
+from tests.loaded_model.buckets import cut_buckets, fill, manifest_of, whole_buckets
+
+
+def push(load, manifest, tensors):
+    """All buckets of a push; gives the problems."""
+    load.begin(manifest)
+    for index, flat in enumerate(fill(manifest, tensors)):
+        load.load(index, flat)
+        flat.fill_(255)
+    load.finish()
+    return load.problems
+
+
+def expected(make, tensors):
+    model = make()
+    model.load_weights(list(tensors.items()))
+    return dict(model.named_parameters())
+
+
+def assert_holds(model, make, tensors):
+    for name, value in expected(make, tensors).items():
+        assert torch.equal(model.get_parameter(name), value), name
+
+
+JOINED = {"q_a": torch.rand(2, 4), "kv_a": torch.rand(3, 4)}
+COMPUTED = {"decay": torch.rand(4), "scale": torch.rand(1), "plain": torch.rand(4)}
+
+
+@pytest.mark.parametrize("layout", [whole_buckets, cut_buckets])
+@pytest.mark.parametrize(
+    ("make", "tensors"), [(Fused, Fused.tensors()), (Joined, JOINED), (Computing, COMPUTED)], ids=lambda value: ""
+)
+def test_three_pushes_of_different_weights(make, tensors, layout):
+    model = make()
+    load = ModelLoad(model)
+    for factor in (1, 0.5, 3):
+        scaled = {name: tensor * factor for name, tensor in tensors.items()}
+        assert push(load, layout(scaled, 2), scaled) == []
+        assert_holds(model, make, scaled)
+
+
+def test_the_first_push_goes_through_the_models_loader_and_later_ones_do_not():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    loads = []
+    for _ in range(3):
+        push(load, whole_buckets(tensors, 2), tensors)
+        loads.append(model.num_loads)
+    assert loads == [3, 3, 3], "a trace, and one for each bucket of the first push"
+
+
+def test_another_layout_is_traced_and_proven_again():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    assert push(load, cut_buckets(tensors), tensors) == []
+    assert model.num_loads == 2 + 2, "traced, and loaded when the second bucket made the tensors whole"
+    assert_holds(model, Fused, tensors)
+
+
+def test_parameters_that_have_moved_are_found_again():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    old = model.qkv.data
+    model.qkv.data = torch.zeros_like(old)
+    assert push(load, whole_buckets(tensors), tensors) == []
+    assert_holds(model, Fused, tensors)
+
+
+def test_a_model_that_loads_otherwise_with_real_tensors_is_believed():
+    """A loader that looks at the device it gets deceives the trace; the proof of the first push notices."""
+
+    class Deceitful(Fused):
+        def load(self, name, tensor):
+            if name == "o" and tensor.device.type != "meta":
+                tensor = tensor.flip(0)
+            super().load(name, tensor)
+
+    model, tensors = Deceitful(), Fused.tensors()
+    load = ModelLoad(model)
+    for _ in range(2):
+        assert push(load, whole_buckets(tensors), tensors) == []
+        assert load.plan is not None and load.plan.stock.keys() == {"o"}
+        assert_holds(model, Deceitful, tensors)
+
+
+def test_what_a_model_derives_follows_every_push():
+    model = Joined()
+    load = ModelLoad(model)
+    for factor in (1, 2, 3):
+        tensors = {name: tensor * factor for name, tensor in JOINED.items()}
+        push(load, whole_buckets(tensors, 2), tensors)
+        assert torch.equal(model.doubled, model.a.data * 2)
+        assert torch.equal(model.a.data, torch.cat([tensors["q_a"], tensors["kv_a"]]))
+
+
+class Deriving(torch.nn.Module):
+    """Derives a weight at the end of every load, and has no method for that alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = parameter(3, 4), parameter(4)
+        self.turned = torch.zeros(4, 3)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+        self.turned.copy_(self.a.data.t() * 2)
+
+
+def test_what_only_the_loader_derives_follows_every_push():
+    model = Deriving()
+    load = ModelLoad(model)
+    for factor in (1, 2, 3):
+        tensors = {"a": torch.rand(3, 4) * factor, "b": torch.rand(4)}
+        assert push(load, whole_buckets(tensors, 2), tensors) == []
+        assert torch.equal(model.turned, tensors["a"].t() * 2)
+    assert load.plan is not None and load.plan.stock.keys() == {"a"}
+
+
+class Repeating(torch.nn.Module):
+    """Copies a weight to a second place at the end of every load: to a parameter, or to memory beside them."""
+
+    def __init__(self, *, is_parameter):
+        super().__init__()
+        self.a, self.b = parameter(3, 4), parameter(4)
+        self.again = parameter(3, 4) if is_parameter else torch.zeros(3, 4)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+        self.again.data.copy_(self.a.data)
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_weight_that_the_loader_copies_to_a_second_place_follows_every_push_there(is_parameter):
+    model = Repeating(is_parameter=is_parameter)
+    load = ModelLoad(model)
+    for factor in (1, 2, 3):
+        tensors = {"a": torch.rand(3, 4) * factor, "b": torch.rand(4)}
+        assert push(load, whole_buckets(tensors, 2), tensors) == []
+        assert torch.equal(model.again.data, tensors["a"])
+    assert load.plan is not None and load.plan.stock.keys() == {"a"}
+
+
+class KeepsOnePlus(torch.nn.Module):
+    """A norm's loader writes 1 + weight into a buffer beside it, as SGLang's GemmaRMSNorm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.b = parameter(3), parameter(4)
+        self.register_buffer("one_plus", torch.ones(3), persistent=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+            if name == "norm":
+                torch.add(self.norm.data, 1.0, out=self.one_plus)
+
+
+def test_a_buffer_that_the_loader_writes_by_out_follows_every_push():
+    model = KeepsOnePlus()
+    load = ModelLoad(model)
+    for factor in (1, 2, 3):
+        tensors = {"norm": torch.rand(3) * factor, "b": torch.rand(4)}
+        assert push(load, whole_buckets(tensors, 2), tensors) == []
+        assert torch.equal(model.one_plus, tensors["norm"] + 1)
+        assert torch.equal(model.b, tensors["b"])
+    assert load.plan is not None and load.plan.stock.keys() == {"norm"}
+
+
+class WantsMemory(torch.nn.Module):
+    """Its kernel refuses tensors without memory by an error of its own; optionally it forgets half of a tensor."""
+
+    def __init__(self, part=slice(None)):
+        super().__init__()
+        self.a, self.b, self.part = parameter(4, 2), parameter(4), part
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "a":
+                if tensor.data_ptr() == 0:
+                    raise ValueError("Pointer argument cannot be accessed")
+                tensor = tensor * 2
+            self.get_parameter(name).data[self.part].copy_(tensor[self.part])
+
+
+def test_a_tensor_that_fails_only_without_memory_is_left_to_the_model():
+    model = WantsMemory()
+    load = ModelLoad(model)
+    for _ in range(2):
+        tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
+        assert push(load, whole_buckets(tensors), tensors) == []
+        assert torch.equal(model.a.data, tensors["a"] * 2) and torch.equal(model.b.data, tensors["b"])
+
+
+def test_a_tensor_that_cannot_be_traced_must_fill_its_parameter():
+    load = ModelLoad(WantsMemory(slice(0, 2)))
+    tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
+    problems = push(load, whole_buckets(tensors), tensors)
+    assert problems == ["a: 4 of 8 elements were never pushed", "b: 2 of 4 elements were never pushed"]
+
+
+class Flattening(torch.nn.Module):
+    """Takes a run of elements that begins and ends within rows of the tensor, as its rank's part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = parameter(5), parameter(4)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor.view(-1)[2:7] if name == "a" else tensor)
+
+
+@pytest.mark.parametrize(("layout", "by_model"), [(whole_buckets, set()), (cut_buckets, {"a"})])
+def test_what_is_no_rectangle_of_a_tensor_is_left_to_the_model_where_the_tensor_comes_in_slices(layout, by_model):
+    load = ModelLoad(Flattening())
+    for factor in (1, 2, 3):
+        tensors = {"a": torch.rand(3, 3) * factor, "b": torch.rand(4)}
+        assert push(load, layout(tensors, 2), tensors) == []
+        load.taken()
+        assert_holds(load.model, Flattening, tensors)
+    assert load.plan is not None and load.plan.stock.keys() == by_model
+
+
+class HalfOfPair(torch.nn.Module):
+    """Joins two tensors and takes this rank's half, in which there is nothing of the second."""
+
+    def __init__(self, *, is_copied):
+        super().__init__()
+        self.a, self.is_copied = parameter(2, 3), is_copied
+
+    def load_weights(self, weights):
+        held = {}
+        for name, tensor in weights:
+            held[name] = tensor
+            if len(held) == 2:
+                half = torch.cat([held["gate"], held["up"]]).narrow(0, 0, 2)
+                self.a.data.copy_(half.clone() if self.is_copied else half)
+
+
+@pytest.mark.parametrize("layout", [whole_buckets, cut_buckets])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_tensor_that_is_loaded_with_another_comes_though_nothing_of_it_is_kept(is_copied, layout):
+    load = ModelLoad(HalfOfPair(is_copied=is_copied))
+    for factor in (1, 2, 3):
+        tensors = {"gate": torch.rand(2, 3) * factor, "up": torch.rand(2, 3)}
+        assert push(load, layout(tensors, 2), tensors) == []
+        assert torch.equal(load.model.a, tensors["gate"])
+
+
+class Doubling(Joined):
+    """Computes something of one of the two tensors that it joins, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice = parameter(2, 4)
+
+    def load_weights(self, weights):
+        weights = dict(weights)
+        super().load_weights(weights.items())
+        if "q_a" in weights:
+            self.twice.data.copy_(weights["q_a"] * 2)
+
+
+def test_what_is_joined_with_a_tensor_that_the_model_loads_goes_with_it():
+    load = ModelLoad(Doubling())
+    for factor in (1, 2, 3):
+        tensors = {name: tensor * factor for name, tensor in JOINED.items()}
+        assert push(load, whole_buckets(tensors, 2), tensors) == []
+        assert_holds(load.model, Doubling, tensors)
+
+
+class Crowded(Computing):
+    """Has memory for the load itself, and none for a second one into copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.home = self.decay.data_ptr()
+
+    def load_weights(self, weights):
+        if self.decay.data_ptr() != self.home:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        super().load_weights(weights)
+
+
+def test_a_comparison_that_takes_too_much_memory_is_left_out(caplog):
+    model = Crowded()
+    assert push(ModelLoad(model), whole_buckets(COMPUTED), COMPUTED) == []
+    assert "tensors are served unverified" in caplog.text
+    assert_holds(model, Computing, COMPUTED)
+
+
+def test_padding_is_filled_again():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    model.embed.data.fill_(torch.nan)
+    push(load, whole_buckets(tensors), tensors)
+    assert_holds(model, Fused, tensors)
+
+
+def test_bytes_that_do_not_stay_are_a_problem(monkeypatch):
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    copy = model_load.CopyTable.copy
+
+    def copy_and_damage(table, flat):
+        copy(table, flat)
+        model.o.data[0, 0] = -1
+
+    monkeypatch.setattr(model_load.CopyTable, "copy", copy_and_damage)
+    (problem,) = push(load, whole_buckets(tensors), tensors)
+    assert problem.startswith("o: ") and problem.endswith("bytes of 96 are not what was received")
+
+
+def test_an_incomplete_push_is_no_proof():
+    model, tensors = Fused(), Fused.tensors()
+    load, manifest = ModelLoad(model), whole_buckets(tensors, 2)
+    load.begin(manifest)
+    load.load(0, fill(manifest, tensors)[0])
+    load.finish()
+    num_loads = model.num_loads
+    push(load, manifest, tensors)
+    assert model.num_loads == num_loads + 2
+
+
+def test_pieces_that_never_become_whole_are_a_problem():
+    tensors = {"decay": torch.rand(4, 1), "scale": torch.rand(1), "plain": torch.rand(4)}
+    load, manifest = ModelLoad(Computing()), cut_buckets(tensors, 2)
+    load.model.decay = parameter(4, 1)
+    load.begin(manifest)
+    load.load(0, fill(manifest, tensors)[0])
+    load.finish()
+    assert load.problems == ["decay did not come, or not all that belongs to it"]
+
+
+def test_too_much_to_hold_goes_through_the_plan(monkeypatch):
+    """A tensor in pieces that cannot wait is loaded by the plan, unproven."""
+    monkeypatch.setattr(model_load, "HeldTensors", lambda *a: HeldTensors(*a, limit_bytes=0))
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    assert push(load, cut_buckets(tensors), tensors) == []
+    assert_holds(model, Fused, tensors)
+
+
+def test_too_much_to_hold_for_a_loader_that_computes_is_a_problem(monkeypatch):
+    monkeypatch.setattr(model_load, "HeldTensors", lambda *a: HeldTensors(*a, limit_bytes=0))
+    tensors = {"decay": torch.rand(4, 1)}
+    load = ModelLoad(Computing())
+    load.model.decay = parameter(4, 1)
+    problems = push(load, cut_buckets(tensors), tensors)
+    assert "1 tensors (decay) come in slices, must be whole" in problems[0]
+
+
+# --- tensors that wait for the rest of themselves, or for each other ------------------------------------------------
+
+TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(8.0).view(2, 4) + 100, "c": torch.tensor(7.0)}
+PAIR = {"a": frozenset(("a", "b")), "b": frozenset(("a", "b"))}
+
+
+def feed(manifest, groups=None, names=TENSORS, **settings):
+    """(held, what each bucket completed); a bucket's buffer is overwritten before the next comes."""
+    held = HeldTensors(manifest, groups or {}, **settings)
+    results = []
+    for bucket, flat in zip(manifest.buckets, fill(manifest, TENSORS), strict=True):
+        complete = held.add(bucket, flat, names)
+        results.append(
+            (
+                [name for name, _ in complete.direct],
+                {name: tensor.clone() for name, tensor in complete.assembled},
+                complete.refused,
+            )
+        )
+        flat.fill_(255)
+    return held, results
+
+
+def test_whole_tensors_are_given_at_once():
+    held, results = feed(whole_buckets(TENSORS))
+    assert results == [(["a", "b", "c"], {}, set())]
+    assert held.incomplete == []
+
+
+def test_pieces_become_a_tensor_with_the_last_of_them():
+    held, ((direct, _, _), (_, assembled, _)) = feed(cut_buckets(TENSORS, 2))
+    assert direct == ["c"]
+    assert torch.equal(assembled["a"], TENSORS["a"]) and torch.equal(assembled["b"], TENSORS["b"])
+    assert held.incomplete == []
+
+
+def test_partners_wait_for_each_other():
+    _, results = feed(whole_buckets(TENSORS, 3), PAIR)
+    assert [direct for direct, _, _ in results] == [[], [], ["c"]]
+    assert torch.equal(results[1][1]["a"], TENSORS["a"]) and torch.equal(results[1][1]["b"], TENSORS["b"])
+    _, results = feed(whole_buckets(TENSORS), PAIR)
+    assert results[0][0] == ["a", "b", "c"], "in one bucket they need not wait"
+
+
+def test_what_did_not_come_is_named():
+    manifest = manifest_of(
+        TENSORS,
+        [
+            [("a", TensorSlice((0, 0), (3, 2))), ("b", TensorSlice((0, 0), (2, 4))), ("c", TensorSlice((), ()))],
+            [("a", TensorSlice((0, 2), (3, 2)))],
+        ],
+    )
+    held = HeldTensors(manifest, PAIR)
+    held.add(manifest.buckets[0], fill(manifest, TENSORS)[0], TENSORS)
+    assert held.incomplete == ["a", "b"]
+
+
+def test_other_tensors_are_passed_over():
+    held, results = feed(cut_buckets(TENSORS, 2), names={"b"})
+    assert [list(assembled) for _, assembled, _ in results] == [[], ["b"]]
+
+
+def test_what_exceeds_the_limit_is_refused_in_every_bucket():
+    held, results = feed(cut_buckets(TENSORS, 2), limit_bytes=40)
+    assert [refused for _, _, refused in results] == [{"a"}, {"a"}], "48 bytes"
+    assert list(results[1][1]) == ["b"], "32 bytes"
+    assert held.incomplete == []
+
+
+def test_a_group_is_refused_as_a_whole():
+    _, results = feed(cut_buckets(TENSORS, 2), PAIR, limit_bytes=60)
+    assert [refused for _, _, refused in results] == [{"a", "b"}, {"a", "b"}], "48 + 32 bytes"
+
+
+def test_memory_is_free_again_when_a_tensor_is_complete():
+    halves = [
+        [("a", TensorSlice((0, 0), (3, 2)))],
+        [("a", TensorSlice((0, 2), (3, 2)))],
+        [("b", TensorSlice((0, 0), (1, 4)))],
+        [("b", TensorSlice((1, 0), (1, 4)))],
+    ]
+    tensors = {name: TENSORS[name] for name in "ab"}
+    held = HeldTensors(manifest_of(tensors, halves), {}, limit_bytes=48)
+    manifest = manifest_of(tensors, halves)
+    for bucket, flat in zip(manifest.buckets, fill(manifest, tensors), strict=True):
+        assert held.add(bucket, flat, tensors).refused == set()

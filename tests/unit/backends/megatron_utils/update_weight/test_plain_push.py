@@ -1,0 +1,126 @@
+"""The plain push of one rank to engines beside it: its order, and what an engine that fails does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slime.backends.megatron_utils.update_weight import plain_push
+from slime.backends.megatron_utils.update_weight.plain_push import PlainPush
+from slime.utils.errors import EngineError, WeightSyncError
+from slime.weights.buckets import plan_buckets
+from slime.weights.manifest import Manifest
+from slime.weights.push.engine import EngineProxy
+from slime.weights.push.participants import Participants, PushClock
+from slime.weights.push.state import Push, TrainerRanks
+
+TENSORS = {"norm": torch.randn(7), "up": torch.randn(33, 5), "down": torch.randn(5, 33, dtype=torch.bfloat16)}
+
+
+class Source:
+    """All tensors, in as many buckets as a limit of 600 bytes makes."""
+
+    def __init__(self, weights: Any, *, across_stages: bool) -> None:
+        assert across_stages
+        headers = [[(name, tuple(tensor.shape), tensor.dtype)] for name, tensor in TENSORS.items()]
+        self.manifest = Manifest(*map(tuple, plan_buckets(headers, 600)))
+
+    def iter_buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for index, bucket in enumerate(self.manifest.buckets):
+            flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+            for part in bucket.slices:
+                part.view(flat, TENSORS[part.name].dtype).copy_(TENSORS[part.name])
+            yield index, flat
+
+
+class Answer:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def wait(self, timeout_s: float) -> Any:
+        if isinstance(self._value, Exception):
+            raise self._value
+        return self._value
+
+
+class Engine(EngineProxy):
+    """Takes tensors as they are; ``fault`` is the name of a request that it refuses."""
+
+    num_gpus, is_colocated, loaders = 1, True, ()
+
+    def __init__(self, index: int, fault: str = "") -> None:
+        self.index, self.gpu_offset, self.fault = index, 0, fault
+        self.asked: list[str] = []
+        self.held: dict[str, torch.Tensor] = {}
+        self.version = "default"
+
+    def start(self, method: str, /, *arguments: Any, **keywords: Any) -> Answer:
+        self.asked.append(method)
+        if method == self.fault:
+            return Answer(EngineError("out of memory"))
+        if method == "update_weights_from_tensor":
+            (bucket,) = keywords["serialized_named_tensors"]
+            self.held |= {name: tensor.clone() for name, tensor in bucket}
+            self.version = keywords["weight_version"]
+        return Answer(self.version if method == "get_weight_version" else None)
+
+    def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> Answer:
+        raise AssertionError("the plain push knows no request of an extension")
+
+
+@pytest.fixture(autouse=True)
+def stock_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_push, "GatheredBuckets", Source)
+    monkeypatch.setattr(plain_push.sglang, "prepare", lambda: None)
+    monkeypatch.setattr(plain_push.sglang, "serialize_bucket", lambda bucket: (bucket, torch.empty(0)))
+
+
+def push(*engines: Engine, **what: Any) -> Push:
+    transport, made = PlainPush(TrainerRanks()), Push("3", Participants(engines, PushClock(20)), **what)
+    transport.connect(engines, weights=object())  # type: ignore[arg-type]
+    transport.send(made)
+    return made
+
+
+def test_every_engine_serves_all_tensors_under_the_version() -> None:
+    engines = [Engine(0), Engine(1)]
+    push(*engines)
+    for engine in engines:
+        loads = ["update_weights_from_tensor"] * 3
+        assert engine.asked == ["pause_generation", "flush_cache", *loads, "get_weight_version", "continue_generation"]
+        assert engine.version == "3" and engine.held.keys() == TENSORS.keys()
+        assert all(torch.equal(engine.held[name], tensor) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("fault", ["pause_generation", "update_weights_from_tensor", "continue_generation"])
+def test_one_engine_that_fails_fails_the_push_and_is_named(fault: str) -> None:
+    engines = [Engine(0), Engine(1, fault)]
+    with pytest.raises(WeightSyncError, match=r"version 3 was not pushed.* of engine 1: EngineError: out of memory"):
+        push(*engines)
+    served = [engine.index for engine in engines if "continue_generation" in engine.asked]
+    assert served == ([0, 1] if fault == "continue_generation" else [])
+
+
+def test_nothing_more_is_sent_after_a_failure() -> None:
+    engines = [Engine(0), Engine(1, "update_weights_from_tensor")]
+    with pytest.raises(WeightSyncError):
+        push(*engines)
+    assert engines[0].asked.count("update_weights_from_tensor") == 1
+
+
+def test_weights_that_engines_repack_are_unpacked_before_and_packed_after() -> None:
+    engine = Engine(0)
+    push(engine, repacks=True)
+    places = [index for index, method in enumerate(engine.asked) if method == "post_process_weights"]
+    loads = [index for index, method in enumerate(engine.asked) if method == "update_weights_from_tensor"]
+    assert places == [0, loads[0] - 1, loads[-1] + 1], "what it can, undo, redo"
+
+
+def test_a_comparison_is_refused() -> None:
+    engine = Engine(0)
+    with pytest.raises(WeightSyncError, match="--check-weight-update-equal needs --weight-push verified"):
+        push(engine, checks=True)
+    assert engine.asked == []
