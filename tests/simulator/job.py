@@ -44,16 +44,17 @@ def drops_some(args: Namespace, group: list[Sample], **_: Any) -> bool:
 @functools.cache
 def _parsed_flags(batch: int) -> bytes:
     from slime.arguments import get_slime_extra_args_provider
+    from slime.compose import flag_groups
     from slime.flags.parser import Parser
 
     words = ["--prompt-data", "x", "--rollout-batch-size", str(batch)]
-    return pickle.dumps(get_slime_extra_args_provider()(Parser()).parse_args(words))
+    return pickle.dumps(get_slime_extra_args_provider(groups=flag_groups())(Parser()).parse_args(words))
 
 
 @functools.lru_cache(maxsize=256)
 def base_args(setup: Setup) -> Namespace:
     """Return complete flags."""
-    from slime.arguments.groups import GROUPS
+    from slime.compose import flag_groups
     from slime.flags.group import derive_all
 
     args: Namespace = pickle.loads(_parsed_flags(setup.batch))
@@ -96,7 +97,7 @@ def base_args(setup: Setup) -> Namespace:
     }  # fmt: skip
     for name, value in given.items():
         setattr(args, name, value)
-    derive_all(args, GROUPS)
+    derive_all(args, flag_groups())
     args.job_secret = None
     # What depends on the folder of the schedule is derived anew for each command.
     args.start_rollout_id, args.load = None, None

@@ -77,9 +77,12 @@ _HOOKS = ("custom_generate_function_path", "custom_rm_path", "rollout_sample_hoo
 
 
 def config_fingerprint(args: Namespace) -> dict[str, dict[str, str]]:
-    """Return the flags, as text, that must be the same for samples of an earlier process to be of use."""
+    """Return the flags, as text, that must be the same for samples of an earlier process to be of use.
+
+    A flag of an extension that is not installed counts as None.
+    """
     return {
-        part: {name: str(redacted(getattr(args, name), name)) for name in names}
+        part: {name: str(redacted(getattr(args, name, None), name)) for name in names}
         for part, names in _FINGERPRINT_FLAGS.items()
     }
 
