@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,12 @@ from slime.observability.dumps import dump_rollout, load_rollout_dump
 from slime.observability.logging_utils import configure_logger, log_eval, log_rollout
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engines.fleet import EngineFleet, start_fleet
+from slime.ray.engines.verbs import CONTROL_GROUP, EngineVerbs
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import CORE, Parts
 from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for_ranks, train_data_from_samples
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
-from slime.ray.waiting import WATCH_GROUP, Watched
+from slime.ray.waiting import WATCH_GROUP
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, check_samples, eval_samples, leaf_samples
 from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.run_state import RunState, use_run
@@ -36,11 +36,8 @@ from slime.utils.plugins import PluginCall, call_plugin
 
 logger = logging.getLogger(__name__)
 
-CONTROL_GROUP = "control"
-"""Concurrency group of the short calls that must not queue behind a running ``generate``."""
 
-
-class RolloutManager(Watched):
+class RolloutManager(EngineVerbs):
     """Owner of the engines, the data source and the rollout functions.
 
     Args:
@@ -188,29 +185,10 @@ class RolloutManager(Watched):
         for observer in self.run.observers:
             observer.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
 
-    # Engines
-
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_args(self) -> Namespace:
         """Return the args with what this process has found out: the routers and the number of engines."""
         return self.args
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:
-        """Return ``(engines, lock, num_new_engines, gpu_counts, gpu_offsets, parallel_configs)``."""
-        described = self.engines.updatable()
-        counts = [engine.num_gpus for engine in described.engines]
-        offsets = [engine.gpu_offset for engine in described.engines]
-        configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in counts]
-        return described.handles, self.engines.lock(), described.num_new, counts, offsets, configs
-
-    def onload_weights(self) -> None:
-        """Make room for the weights, which a push then fills."""
-        self.engines.onload(["weights"])
-
-    def onload_kv(self) -> None:
-        """Make room for the KV cache and the CUDA graphs: after this an engine can generate."""
-        self.engines.onload(["kv_cache", "cuda_graph"])
 
     def dispose(self) -> None:
         """Stop engines and routers in an orderly way."""
@@ -220,45 +198,6 @@ class RolloutManager(Watched):
             observer.close()
         telemetry.stop()
 
-
-_FLEET_VERBS: Mapping[str | None, Mapping[str, Callable[..., Any]]] = {
-    CONTROL_GROUP: {
-        "wait_ready": EngineFleet.wait_ready,
-        "get_job_state": EngineFleet.job_state,
-        "get_updatable_engines": EngineFleet.updatable,
-        "get_evaluation_engines": EngineFleet.for_evaluation,
-        "get_engines_without_weights": EngineFleet.without_weights,
-        "clear_updatable_num_new_engines": EngineFleet.connected,
-        "push_started": EngineFleet.push_started,
-        "push_done": EngineFleet.push_done,
-        "push_refused": EngineFleet.push_refused,
-        "offload_idle": EngineFleet.offload_idle,
-        "onload_idle": EngineFleet.onload_idle,
-    },
-    None: {
-        "find_dead_engines": EngineFleet.find_dead_engines,
-        "recover_updatable_engines": EngineFleet.recover,
-        "health_monitoring_pause": EngineFleet.pause_monitors,
-        "health_monitoring_resume": EngineFleet.resume_monitors,
-        "offload": EngineFleet.offload,
-        "onload": EngineFleet.onload,
-        "check_weights": EngineFleet.check_weights,
-    },
-}
-"""Concurrency group -> verb of the manager -> the method of its engines that it calls."""
-
-
-def _fleet_verb(name: str, method: Callable[..., Any], group: str | None) -> Callable[..., Any]:
-    def verb(self: RolloutManager, *arguments: Any, **keywords: Any) -> Any:
-        return getattr(self.engines, method.__name__)(*arguments, **keywords)
-
-    verb.__name__, verb.__doc__ = name, f"See ``{method.__qualname__}``."
-    return verb if group is None else ray.method(concurrency_group=group)(verb)
-
-
-for _group, _verbs in _FLEET_VERBS.items():
-    for _name, _method in _verbs.items():
-        setattr(RolloutManager, _name, _fleet_verb(_name, _method, _group))
 
 RemoteRolloutManager = ray.remote(num_cpus=1, num_gpus=0, concurrency_groups={WATCH_GROUP: 1, CONTROL_GROUP: 4})(
     RolloutManager
