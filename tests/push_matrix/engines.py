@@ -30,13 +30,13 @@ class MatrixEngine(LoadedModel):
         vars(self.args).update(flags, hf_checkpoint=folder)
         self.is_paused = False
         self.swap(folder, dtype=dtype)
-        self._load({name: t for name, t in read_tensors(Path(folder)).items() if _untrained(folder)(name)})
+        self._load_tensors({name: t for name, t in read_tensors(Path(folder)).items() if _untrained(folder)(name)})
 
     def load_stock(self, folder: str) -> None:
         """Let SGLang's own loader read the checkpoint."""
-        self._load(read_tensors(Path(folder)))
+        self._load_tensors(read_tensors(Path(folder)))
 
-    def _load(self, tensors: Tensors) -> None:
+    def _load_tensors(self, tensors: Tensors) -> None:
         if tensors:
             self.update_weights_from_tensor([by_value(list(tensors.items()))] * self.tp_size)
 

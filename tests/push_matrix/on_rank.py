@@ -18,6 +18,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
+from slime.backends.sglang_utils import cpu_shim
 from slime.compose import parts
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import SlimeError
@@ -60,6 +61,7 @@ def push_on_rank(
 ) -> list[Result]:
     """All cells of one family and layout."""
     logging.disable(logging.WARNING)
+    cpu_shim.install()  # the plain push has SGLang's form of a bucket
     init_gloo_group()
     args = layout_rank.start(_case(name, config), Path(plain_folder), (*flags, "--bf16"))
     model = build_model(args)
