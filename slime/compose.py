@@ -63,12 +63,12 @@ def parts(args: Namespace) -> Parts:
         transforms.append(Lora)
     observers: list[MakeObserver] = []
     folders: dict[str, Path] = {}
-    if args.save and not (args.no_rollout_ledger or args.debug_train_only or args.debug_rollout_only):
-        if _is_here("ledger"):
-            from slime.ext.ledger.ledger import Ledger, ledger_folder
+    trains = args.save and not (args.debug_train_only or args.debug_rollout_only)
+    if trains and _is_here("ledger") and not args.no_rollout_ledger:
+        from slime.ext.ledger.ledger import Ledger, ledger_folder
 
-            observers.append(Ledger)
-            folders["--rollout-ledger-dir"] = ledger_folder(args)
+        observers.append(Ledger)
+        folders["--rollout-ledger-dir"] = ledger_folder(args)
     return Parts(
         tuple(_sinks(args)),
         tuple(transforms),

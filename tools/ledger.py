@@ -6,8 +6,8 @@
     python tools/ledger.py runs/tiny/save/ledger --prompt "What is 3"  by the beginning of the prompt
     python tools/ledger.py runs/tiny/save/ledger --check               nothing lost, trained twice or damaged
 
-The run may be writing it at the same time.  ``--check`` reads every byte, and exits with code 1 when the invariant is
-broken or a file is damaged, cut short or missing.
+It begins at the last checkpoint.  The run may be writing it at the same time.  ``--check`` reads every byte, and exits
+with code 1 when the invariant is broken or a file is damaged, cut short or missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,6 @@ class Balance:
             "groups issued": len(self.place),
             **{f"groups {place}": counts[place] for place in (TRAINED, HANDED, FILTERED, WAITING, FLIGHT, DISCARDED)},
             "rollouts complete": sum(rollout.batch is not None for rollout in rollouts),
-            "rollouts replayed": sum(rollout.times_replayed for rollout in rollouts),
             "processes": self._state.num_processes,
             "checkpoints published": len(self._state.published),
         }
@@ -116,28 +114,14 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.folder / "ledger" if (options.folder / "ledger").is_dir() else options.folder
     if not folder.is_dir() or not segment_files(folder):
         parser.error(f"{plain(options.folder)} holds no ledger; give the folder ledger of a --save folder.")
-    with progress(folder_bytes(folder)) as passed:
-        records = read_folder(folder, verify_blobs=options.check, progress=passed)
-        if options.group is None and options.sample is None and options.prompt is None:
-            balance = Balance(ReplayState().read(records))
-        else:
-            found = find(records, options)
+    records = read_folder(folder, verify_blobs=options.check)
+    if any(value is not None for value in (options.group, options.sample, options.prompt)):
+        return print_groups(find(records, options))
+    balance = Balance(ReplayState().read(records))
     if options.check:
         return print_check(balance)
-    if options.group is None and options.sample is None and options.prompt is None:
-        print_totals(balance, folder)
-        return 0
-    return print_groups(found)
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on terminals, when there is enough to read."""
-    from tqdm import tqdm
-
-    is_small = total < 64 << 20 or not sys.stderr.isatty()
-    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=is_small) as bar:
-        yield bar.update
+    print_totals(balance, folder)
+    return 0
 
 
 def find(records: Iterator[Record], options: argparse.Namespace) -> dict[int, list[tuple[int, Record]]]:
@@ -160,7 +144,7 @@ def find(records: Iterator[Record], options: argparse.Namespace) -> dict[int, li
                 found.setdefault(name, []).append((process, record))
         elif head.get("g") in wanted:
             found.setdefault(head["g"], []).append((process, record))
-        elif record.kind in (Kind.BATCH, Kind.REPLAYED, Kind.TRAINED, Kind.PUBLISHED):
+        elif record.kind in (Kind.BATCH, Kind.TRAINED, Kind.PUBLISHED):
             for known in found.values():
                 if _concerns(record, [earlier for _, earlier in known]):
                     known.append((process, record))
@@ -227,7 +211,6 @@ def describe(name: int, record: Record) -> str:
         Kind.HANDED: "handed to training",
         Kind.DISCARDED: "discarded: the rollout was full, and unfinished groups are not kept",
         Kind.BATCH: "the rollout's train data is complete",
-        Kind.REPLAYED: "the rollout's train data was taken from the ledger",
         Kind.TRAINED: "trained",
         Kind.PUBLISHED: "saved in a checkpoint",
     }[record.kind]

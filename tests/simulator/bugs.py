@@ -44,7 +44,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
     "a trainer that was started again does not repeat the steps since its checkpoint": _bug(
         "slime.ext.recovery.trainer_recovery:TrainerRecovery.restart", "self._train(rollout_id, rollout_data)", "pass"
     ),
-    "the ledger is compacted before an asynchronous checkpoint counts": _bug(
+    "the ledger is retired before an asynchronous checkpoint counts": _bug(
         "slime.ext.ledger.ledger:Ledger.published",
         "(k for k in self._saved if k <= _tracked_rollout(self._args.save))",
         "self._saved",

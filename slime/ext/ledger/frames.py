@@ -9,8 +9,8 @@ Frames are only appended.  A process that is killed leaves at most one unfinishe
 segment: the file ends before the frame does, and the reader passes over it.  Anything else that is not as it was
 written is damage; the header has a checksum of its own, so that no flipped length looks like an unfinished frame.
 
-A segment that goes on where another one ends begins with the size of that one, and numbers have no gaps: a file that
-was cut short or is gone is told like a flipped byte.  Segments that an index covers are not read.
+A segment that continues another one begins with the size of that one, and numbers have no gaps: a file that was cut
+short or is gone is told like a flipped byte.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -35,20 +35,17 @@ from slime.utils.outside_file import opened
 logger = logging.getLogger(__name__)
 
 MAGIC = 0xA7
-OLD_MAGIC = 0x5C
-"""Of headers without a checksum of their own: 20 bytes, and the checksum of the head covers them."""
 _FIXED = struct.Struct("<BBHIIII")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIXED.size + _CRC.size
-STRIPPED = 1
-"""Flag: compaction dropped the blob; only the head is left."""
 MAX_HEAD_BYTES = 1 << 28
 
 _SEGMENT = re.compile(r"(?:segment|index)-(\d{8})\.led")
+"""Indexes are of earlier versions."""
 
 
 def segment_number(path: Path) -> int:
-    """Return the number in the name of a segment or an index."""
+    """Return the number in the name of a file."""
     match = _SEGMENT.fullmatch(path.name)
     assert match is not None, path
     return int(match.group(1))
@@ -78,19 +75,17 @@ class Kind(IntEnum):
     DISCARDED = 10
     """Groups that the rollout function neither handed over nor returned."""
     REPLAYED = 11
-    """A rollout's train data was taken from the journal, not generated."""
+    """Of earlier versions."""
     TRAINED = 12
     """The optimizer took the steps of a rollout."""
     SAVED = 13
-    """A checkpoint's data position was written; it begins to count with PUBLISHED."""
+    """Of earlier versions."""
     PUBLISHED = 14
     """The tracker names the checkpoint."""
     CONTINUED = 15
     """The segment goes on where another one, of so many bytes, ends."""
-    WHOLE = 16
-    """The end of an index, which is whole up to here."""
     DAMAGED = 17
-    """Bytes here are not as they were written.  Found by the reader; on disk only in an index, for what it folds."""
+    """Bytes here are not as they were written: found by the reader, and never on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +98,13 @@ class Record:
     blob_offset: int
     blob_bytes: int
     blob_crc: int
-    is_stripped: bool = False
 
     def read_blob(self) -> bytes:
         """Read the blob from the file.
 
         Raises:
-            DataError: it is damaged, or compaction has dropped it.
+            DataError: it is damaged.
         """
-        if self.is_stripped:
-            raise DataError(f"The ledger keeps no tokens of {self.kind.name} in {self.segment}: it was compacted.")
         with open(self.segment, "rb") as file:
             file.seek(self.blob_offset)
             blob = file.read(self.blob_bytes)
@@ -128,10 +120,10 @@ decode_value = msgspec.msgpack.Decoder().decode
 _decode_head = msgspec.msgpack.Decoder(dict).decode
 
 
-def pack_frame(kind: Kind, head: Mapping[str, Any], blob: bytes = b"", *, flags: int = 0) -> bytes:
+def pack_frame(kind: Kind, head: Mapping[str, Any], blob: bytes = b"") -> bytes:
     """Return one frame."""
     body = encode_value(head)
-    fixed = _FIXED.pack(MAGIC, kind, flags, len(body), len(blob), zlib.crc32(body), zlib.crc32(blob))
+    fixed = _FIXED.pack(MAGIC, kind, 0, len(body), len(blob), zlib.crc32(body), zlib.crc32(blob))
     return b"".join((fixed, _CRC.pack(zlib.crc32(fixed)), body, blob))
 
 
@@ -139,16 +131,13 @@ class _UnfinishedError(Exception):
     """The file ends before the frame does."""
 
 
-def read_segment(
-    path: Path, *, verify_blobs: bool = False, progress: Callable[[int], None] | None = None
-) -> Iterator[Record]:
+def read_segment(path: Path, *, verify_blobs: bool = False) -> Iterator[Record]:
     """Yield the records of one file; where it is damaged, a record DAMAGED, and nothing that follows.
 
     Args:
-        verify_blobs: read the blobs, too; a damaged one is told after its record, and the reading goes on.
-        progress: called with the bytes passed since its last call.
+        path: of the file.
+        verify_blobs: read the blobs, too; a damaged one is told after its record, and the reading continues.
     """
-    passed = progress or (lambda num_bytes: None)
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(opened(path))
@@ -166,16 +155,13 @@ def read_segment(
                 yield damage(path, offset, str(error), is_gap=True)
                 break
             yield record
-            if verify_blobs and not record.is_stripped:
+            if verify_blobs:
                 try:
                     record.read_blob()
                 except DataError:
                     yield damage(path, record.blob_offset, "the samples differ from their checksum", is_gap=False)
-            end = record.blob_offset + record.blob_bytes
-            file.seek(end)
-            passed(end - offset)
-            offset = end
-        passed(size - offset)
+            offset = record.blob_offset + record.blob_bytes
+            file.seek(offset)
 
 
 def damage(path: Path, offset: int, reason: str, *, is_gap: bool) -> Record:
@@ -201,23 +187,20 @@ def _read_frame(file: IO[bytes], path: Path, size: int) -> Record:
     """
     begin = file.tell()
     start = file.read(_FIXED.size)
-    if start[0] not in (MAGIC, OLD_MAGIC):
+    if start[0] != MAGIC:
         raise DataError("no record begins here")
-    is_old = start[0] == OLD_MAGIC
-    num_bytes = _FIXED.size if is_old else HEADER_BYTES
-    if begin + num_bytes > size:
+    if begin + HEADER_BYTES > size:
         raise _UnfinishedError
-    _, kind, flags, head_bytes, blob_bytes, head_crc, blob_crc = _FIXED.unpack(start)
-    if not is_old and file.read(_CRC.size) != _CRC.pack(zlib.crc32(start)):
+    _, kind, _, head_bytes, blob_bytes, head_crc, blob_crc = _FIXED.unpack(start)
+    if file.read(_CRC.size) != _CRC.pack(zlib.crc32(start)):
         raise DataError("the header of a record differs from its checksum")
     if head_bytes > MAX_HEAD_BYTES or kind not in _KINDS:
         raise DataError(f"a record of kind {kind} with a head of {head_bytes} bytes is unknown to this version")
-    blob_offset = begin + num_bytes + head_bytes
+    blob_offset = begin + HEADER_BYTES + head_bytes
     if blob_offset > size:
         raise _UnfinishedError
     body = file.read(head_bytes)
-    covered = _FIXED.pack(OLD_MAGIC, kind, flags, head_bytes, blob_bytes, 0, blob_crc) if is_old else b""
-    if zlib.crc32(body, zlib.crc32(covered)) != head_crc:
+    if zlib.crc32(body) != head_crc:
         raise DataError("the head of a record differs from its checksum")
     if blob_offset + blob_bytes > size:
         raise _UnfinishedError
@@ -225,7 +208,7 @@ def _read_frame(file: IO[bytes], path: Path, size: int) -> Record:
         head = _decode_head(body)
     except (msgspec.DecodeError, RecursionError) as error:
         raise DataError(f"the head of a record cannot be decoded ({error})") from error
-    return Record(Kind(kind), head, path, blob_offset, blob_bytes, blob_crc, bool(flags & STRIPPED))
+    return Record(Kind(kind), head, path, blob_offset, blob_bytes, blob_crc)
 
 
 _KINDS = frozenset(Kind)
@@ -236,71 +219,39 @@ def segment_path(folder: Path, number: int) -> Path:
     return folder / f"segment-{number:08d}.led"
 
 
-def index_path(folder: Path, number: int) -> Path:
-    """Return the file that keeps the heads of all segments up to ``number`` that no earlier index covers."""
-    return folder / f"index-{number:08d}.led"
-
-
 def segment_files(folder: Path) -> list[Path]:
-    """Return the indexes, then the segments that none of them covers, each in order."""
-    indexes = sorted(folder.glob("index-????????.led"))
-    covered = segment_number(indexes[-1]) if indexes else -1
-    segments = sorted(path for path in folder.glob("segment-????????.led") if segment_number(path) > covered)
-    return indexes + segments
+    """Return the segments in order."""
+    return sorted(folder.glob("segment-????????.led"))
 
 
 def next_number(folder: Path) -> int:
     """Return a segment number that was never used in ``folder``."""
-    files = [*folder.glob("index-????????.led"), *folder.glob("segment-????????.led")]
-    return max((segment_number(path) for path in files), default=-1) + 1
+    return max((segment_number(path) for path in folder.glob("*-????????.led")), default=-1) + 1
 
 
-def read_folder(
-    folder: Path,
-    *,
-    first_segment: int = 0,
-    verify_blobs: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> Iterator[Record]:
-    """Yield the records from segment ``first_segment`` on; of compacted segments, the heads in their index.
-
-    Where a file is damaged, cut short or missing comes a record DAMAGED.
+def read_folder(folder: Path, *, first_segment: int = 0, verify_blobs: bool = False) -> Iterator[Record]:
+    """Yield the records from segment ``first_segment`` on.  Where a file is damaged, cut or missing comes a DAMAGED.
 
     Args:
+        folder: of the ledger.
         first_segment: where to begin.
-        verify_blobs, progress: see ``read_segment``.
+        verify_blobs: see ``read_segment``.
     """
     before: Path | None = None
     for path in segment_files(folder):
         if segment_number(path) < first_segment:
             continue
-        if before is not None and not _is_index(path) and segment_number(path) != segment_number(before) + 1:
+        if before is not None and segment_number(path) != segment_number(before) + 1:
             missing = segment_path(folder, segment_number(before) + 1)
             yield damage(missing, 0, "the file is missing", is_gap=True)
             before = None
-        last: Record | None = None
-        for last in read_segment(path, verify_blobs=verify_blobs, progress=progress):
-            if last.kind is Kind.CONTINUED:
-                size, written = 0 if before is None else before.stat().st_size, last.head["bytes"]
-                if before is not None and not _is_index(before) and size != written:
+        for record in read_segment(path, verify_blobs=verify_blobs):
+            if record.kind is Kind.CONTINUED and before is not None:
+                size, written = before.stat().st_size, record.head["bytes"]
+                if size != written:
                     yield damage(before, size, f"it has {size} bytes of {written} that were written", is_gap=True)
-            elif last.kind is not Kind.WHOLE:
-                yield last
-        if _is_index(path) and is_cut(path, last):
-            yield damage(path, path.stat().st_size, "the end of the index is missing", is_gap=True)
+            yield record
         before = path
-
-
-def _is_index(path: Path) -> bool:
-    return path.name.startswith("index-")
-
-
-def is_cut(path: Path, last: Record | None) -> bool:
-    """Return True when the last record of an index is not its end; indexes of earlier versions have none."""
-    if last is not None and last.kind in (Kind.WHOLE, Kind.DAMAGED):
-        return False
-    with open(path, "rb") as file:
-        return file.read(1) != bytes([OLD_MAGIC])
 
 
 def folder_bytes(folder: Path) -> int:

@@ -142,6 +142,7 @@ class Journal:
         folder: Path,
         *,
         fingerprint: Mapping[str, Any],
+        run: str = "",
         user_code: UserCode = UserCode(),  # noqa: B008  immutable
         flush_s: float = 0.02,
         timeout_s: float = 60.0,
@@ -150,16 +151,25 @@ class Journal:
         """Open ``folder`` for a new process.
 
         Args:
+            folder: of the ledger.
             fingerprint: see ``config_fingerprint``; recovery compares it.
+            run: identity of the run.
             user_code: by default, user code may edit samples at any time.
             flush_s, timeout_s, is_threaded: see ``JournalWriter``.
         """
         self.rollout_id = -1
         self.open: dict[int, Issued] = {}
-        self._fingerprint = dict(fingerprint)
         self._user_code = user_code
         self._encoder = EntryEncoder(trust_identity=not user_code.before_record)
-        self.writer = JournalWriter(folder, self._frame, flush_s=flush_s, timeout_s=timeout_s, is_threaded=is_threaded)
+        self._process: dict[str, Any] = {"run": run, "facts": dict(fingerprint)}
+        self.writer = JournalWriter(
+            folder,
+            self._frame,
+            flush_s=flush_s,
+            timeout_s=timeout_s,
+            process=self._process,
+            is_threaded=is_threaded,
+        )
 
     def close(self) -> None:
         """Write what is still in memory."""
@@ -219,9 +229,9 @@ class Journal:
 
     # The rollout manager
 
-    def record_start(self, start_rollout_id: int, *, first_segment: int, run: str = "") -> None:
-        """Record the rollout that this process begins with, the first segment that it has read, and its run."""
-        self._record(Kind.LIFE, start=start_rollout_id, first=first_segment, run=run, facts=self._fingerprint)
+    def record_start(self, start_rollout_id: int, *, first_segment: int) -> None:
+        """Record the rollout that this process begins with, and the first segment that it has read."""
+        self._record(Kind.LIFE, start=start_rollout_id, first=first_segment, **self._process)
         self.writer.flush()
 
     def record_begin(self, rollout_id: int) -> None:
@@ -258,18 +268,9 @@ class Journal:
         self._record(Kind.BATCH, blob=blob, rollout=rollout_id, num_groups=len(groups), keeps_open=keeps_open)
         self.writer.flush()
 
-    def record_replayed(self, rollout_id: int) -> None:
-        """Record that the rollout's train data came from the journal."""
-        self._record(Kind.REPLAYED, rollout=rollout_id)
-
     def record_trained(self, rollout_id: int) -> None:
         """Record that the optimizer took the rollout's steps."""
         self._record(Kind.TRAINED, rollout=rollout_id)
-
-    def record_saved(self, rollout_id: int, first_segment: int) -> None:
-        """Record that the checkpoint after ``rollout_id`` needs the segments from ``first_segment`` on."""
-        self._record(Kind.SAVED, rollout=rollout_id, first=first_segment)
-        self.writer.flush(sync=True)
 
     def record_published(self, rollout_id: int, first_segment: int) -> None:
         """Record that the tracker names that checkpoint."""

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.ext.ledger.frames import Kind, Record, describe_damage, read_folder, segment_number
+from slime.ext.ledger.frames import Kind, Record, describe_damage, read_folder, read_segment, segment_number
 from slime.ext.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.ext.ledger.records import SAMPLE_FLAGS
 from slime.ext.ledger.recovery import Marks, Recovery, SourceRecorder
-from slime.ext.ledger.segments import compact
+from slime.ext.ledger.segments import retire
 from slime.rollout.base_types import Entry, Group, RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSource, groups_from_state, groups_to_state
 from slime.rollout.observer import GroupObserver
@@ -76,9 +76,12 @@ class Ledger(GroupObserver):
         self._fingerprint = config_fingerprint(args)
         if isinstance(source, RolloutDataSource):
             self._fingerprint[SAMPLE_FLAGS]["content of prompt_data"] = source.content_digest()
+        self._run = _run_of(folder) or uuid.uuid4().hex
+        """The identity of the run, by which its checkpoints know the ledger wherever the folder is."""
         self.journal = Journal(
             folder,
             fingerprint=self._fingerprint,
+            run=self._run,
             user_code=user_code(args),
             flush_s=args.rollout_ledger_flush_s,
             timeout_s=args.rollout_ledger_timeout_s,
@@ -90,8 +93,6 @@ class Ledger(GroupObserver):
         self._saved: dict[int, int] = {}
         """Rollout of a checkpoint that may not be on disk yet -> the first segment that it needs."""
         self._is_started = False
-        self._run = _run_of(folder) or uuid.uuid4().hex
-        """The identity of the run, by which its checkpoints know the ledger wherever the folder is."""
 
     def start(self, start_rollout_id: int) -> None:
         """Recover the records that came after the checkpoint that this process starts from."""
@@ -111,7 +112,7 @@ class Ledger(GroupObserver):
                     self._folder,
                     found,
                 )
-        self.journal.record_start(start_rollout_id, first_segment=first, run=self._run)
+        self.journal.record_start(start_rollout_id, first_segment=first)
 
     def _find_position(self, start_rollout_id: int) -> tuple[int, list[Any]]:
         """Return the first segment to read, and the groups that were open when the checkpoint was made."""
@@ -161,7 +162,6 @@ class Ledger(GroupObserver):
                 self._recovery = None
             if output is not None:
                 logger.info("Rollout %d: %d groups from the ledger", rollout_id, len(output.samples))
-                self.journal.record_replayed(rollout_id)
                 return output
         self.journal.record_begin(rollout_id)
         self._marks.masked.clear()
@@ -214,7 +214,7 @@ class Ledger(GroupObserver):
             position: from before the next rollout began; by default it has not begun.
         """
         first, open_groups, others = self.position(rollout_id + 1) if position is None else position
-        self.journal.record_saved(rollout_id, first)
+        self.journal.writer.flush(sync=True)
         path = position_path(self._args.save, rollout_id)
         groups = groups_to_state([[Sample.from_dict(fields) for fields in issued.fields] for issued in open_groups])
         folder = str(self._folder.resolve())
@@ -235,8 +235,8 @@ class Ledger(GroupObserver):
             del self._saved[done]
         self.journal.record_published(latest, first)
         try:
-            freed = compact(self._folder, first_needed=first)
-        except OSError as error:  # a full disk: all of it is still there, and the next checkpoint tries again
+            freed = retire(self._folder, first_needed=first)
+        except OSError as error:  # the next checkpoint tries again
             logger.warning("The ledger %s keeps what is not needed any more: %s", self._folder, error)
             return
         logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, latest)
@@ -248,9 +248,10 @@ class Ledger(GroupObserver):
 
 def _run_of(folder: Path) -> str | None:
     """Return the identity of the run whose ledger this is; None when it has none yet."""
-    for record in read_folder(folder):
-        if record.kind is Kind.LIFE and record.head.get("run"):
-            return record.head["run"]
+    for path in sorted(folder.glob("*-????????.led")):
+        for record in read_segment(path):
+            if record.kind in (Kind.LIFE, Kind.CONTINUED) and record.head.get("run"):
+                return record.head["run"]
     return None
 
 

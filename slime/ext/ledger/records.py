@@ -82,7 +82,6 @@ class RolloutState:
     filtered: dict[int, str] = field(default_factory=dict)
     """Group -> reason."""
     discarded: set[int] = field(default_factory=set)
-    times_replayed: int = 0
     is_trained: bool = False
     is_replayable: bool = True
 
@@ -120,6 +119,7 @@ class ReplayState:
         self._counts = True
         self._is_replayable = True
         self._has_gap = False
+        self._knows_flags = False
 
     def read(self, records: Iterable[Record]) -> ReplayState:
         """Add records; return self."""
@@ -131,7 +131,11 @@ class ReplayState:
         """Add one record."""
         kind, head = record.kind, record.head
         if kind is Kind.LIFE:
-            self._start_process(record)
+            self.num_processes += 1
+            self._compare_flags(head)
+        elif kind is Kind.CONTINUED:
+            if "facts" in head and not self._knows_flags and not self._has_gap:
+                self._compare_flags(head)  # of a process whose first segment is not read
         elif kind is Kind.DAMAGED:
             self.damage.append(record)
             if head["is_gap"]:
@@ -141,12 +145,11 @@ class ReplayState:
         elif self._counts and kind in _HANDLERS:
             _HANDLERS[kind](self, record)
 
-    def _start_process(self, record: Record) -> None:
-        self.num_processes += 1
-        self._counts = True
+    def _compare_flags(self, head: Mapping[str, Any]) -> None:
+        self._counts = self._knows_flags = True
         if self._fingerprint is None:
             return
-        theirs = record.head["facts"]
+        theirs = head["facts"]
         self._counts = _are_alike(theirs[SAMPLE_FLAGS], self._fingerprint[SAMPLE_FLAGS])
         if not self._counts:
             self.other_flags = theirs[SAMPLE_FLAGS]
@@ -229,10 +232,6 @@ class ReplayState:
     def _discarded(self, record: Record) -> None:
         self._current(record).discarded.update(record.head["groups"])
 
-    def _replayed(self, record: Record) -> None:
-        if record.head["rollout"] in self.rollouts:
-            self.rollouts[record.head["rollout"]].times_replayed += 1
-
     def _trained(self, record: Record) -> None:
         if record.head["rollout"] in self.rollouts:
             self.rollouts[record.head["rollout"]].is_trained = True
@@ -258,6 +257,5 @@ _HANDLERS = {
     Kind.HANDED: ReplayState._handed,
     Kind.BATCH: ReplayState._batch,
     Kind.DISCARDED: ReplayState._discarded,
-    Kind.REPLAYED: ReplayState._replayed,
     Kind.TRAINED: ReplayState._trained,
 }

@@ -1,14 +1,8 @@
-"""Segment files: appended by a thread, and compacted once a checkpoint has made them final.
+"""Segment files: appended by a thread, and unlinked once a checkpoint has made them final.
 
 Callers put items into a queue, which costs them well below a microsecond; the thread gathers what arrives within the
 flush interval, turns it into frames and writes them with one system call.  Written records survive the death of every
 process; ``flush(sync=True)`` makes them survive the machine's, too.
-
-Compaction folds old segments into an index: the heads of their records, without blobs (and without the answers of
-single executions, once the whole group is described).  It is renamed into place before the segments go, and readers
-skip segments that an index covers: a kill in between loses and doubles nothing.  A damaged segment is never unlinked:
-what cannot be read now may be all that tells of a group.  The index says where it is damaged, so that a check of the
-ledger goes on to fail.
 """
 
 from __future__ import annotations
@@ -18,24 +12,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from slime.ext.ledger.frames import (
-    STRIPPED,
-    Kind,
-    Record,
-    describe_damage,
-    index_path,
-    next_number,
-    pack_frame,
-    read_folder,
-    read_segment,
-    segment_number,
-    segment_path,
-)
-from slime.utils.atomic_file import replace_file
+from slime.ext.ledger.frames import Kind, next_number, pack_frame, segment_number, segment_path
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -63,6 +44,7 @@ class JournalWriter:
         flush_s: float,
         timeout_s: float,
         segment_bytes: int = SEGMENT_BYTES,
+        process: Mapping[str, Any] | None = None,
         is_threaded: bool = True,
     ) -> None:
         """Open a segment that was never used.
@@ -73,6 +55,7 @@ class JournalWriter:
             flush_s: how long an item may wait in memory.
             timeout_s: how long writing may fail or block before the journal fails.
             segment_bytes: size at which the next segment is begun.
+            process: what the head of every further segment says of this process.
             is_threaded: False leaves all writing to ``flush``.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,6 +66,7 @@ class JournalWriter:
         self._flush_s = flush_s
         self._timeout_s = timeout_s
         self._segment_bytes = segment_bytes
+        self._process = dict(process or {})
         self._waiting: deque[Any] = deque()
         self._lock = threading.RLock()
         self._wake = threading.Event()
@@ -171,7 +155,7 @@ class JournalWriter:
                 self._wait_or_fail(error, deadline_s)
                 continue
             os.close(self._file)
-            head = {"t": time.time(), "r": -1, "previous": self.number, "bytes": self._size}
+            head = {"t": time.time(), "r": -1, "previous": self.number, "bytes": self._size, **self._process}
             self.number += 1
             self._size = 0
             self._file = file
@@ -263,78 +247,11 @@ _REMEDY = (
 )
 
 
-def compact(folder: Path, *, first_needed: int) -> int:
-    """Fold every segment below ``first_needed`` into an index; return the number of bytes freed."""
-    indexes = sorted(folder.glob("index-????????.led"))
-    covered = segment_number(indexes[-1]) if indexes else -1
-    segments = sorted(folder.glob("segment-????????.led"))
-    # A kill before they went, or they are damaged.
-    left = [path for path in segments if segment_number(path) <= covered]
-    old = [path for path in segments if covered < segment_number(path) < first_needed]
-    damaged = {record.head["file"] for path in indexes if left for record in _damage_in(read_segment(path))}
-    if old:
-        damaged |= _write_index(folder, old)
+def retire(folder: Path, *, first_needed: int) -> int:
+    """Unlink every file below segment ``first_needed``, indexes of earlier versions too; return the bytes freed."""
     freed = 0
-    for path in left + old:
-        if path.name not in damaged:
+    for path in sorted(folder.glob("*-????????.led")):
+        if segment_number(path) < first_needed:
             freed += path.stat().st_size
             path.unlink()
     return freed
-
-
-def _damage_in(records: Iterable[Record]) -> Iterator[Record]:
-    return (record for record in records if record.kind is Kind.DAMAGED)
-
-
-def _write_index(folder: Path, segments: list[Path]) -> set[str]:
-    """Write the index of these segments; return the names of those that are damaged."""
-    path = index_path(folder, segment_number(segments[-1]))
-    described = {
-        record.head["g"]
-        for record in _read(folder, segments)
-        if record.kind in (Kind.FINISHED, Kind.RETURNED, Kind.HANDED)
-    }
-    damaged = set()
-
-    def write(file: IO[bytes]) -> None:
-        for record in _read(folder, segments, verify_blobs=True):
-            file.write(_stripped(record, described))
-            if record.kind is Kind.DAMAGED:
-                damaged.add(record.head["file"])
-                logger.error(
-                    "The ledger is damaged, %s. The file is kept; see tools/ledger.py %s --check.",
-                    describe_damage(record),
-                    folder,
-                )
-        file.write(pack_frame(Kind.WHOLE, {}))
-
-    replace_file(path, write)
-    return damaged
-
-
-def _read(folder: Path, segments: list[Path], *, verify_blobs: bool = False) -> Iterator[Record]:
-    """Yield the records of these segments; the beginning of the next one tells whether the last is cut short."""
-    for record in read_folder(folder, first_segment=segment_number(segments[0]), verify_blobs=verify_blobs):
-        if segment_number(record.segment) > segment_number(segments[-1]):
-            return
-        yield record
-
-
-def _stripped(record: Record, described: set[int | None]) -> bytes:
-    """Return the frame of a record in the index; empty when other records say the same."""
-    if record.kind is Kind.RESPONSE and record.head["g"] in described and not _is_partial(record):
-        return b""
-    head = dict(record.head)
-    if "entries" in head:
-        head["entries"] = [stripped_entry(entry) for entry in head["entries"]]
-    return pack_frame(record.kind, head, flags=STRIPPED)
-
-
-def _is_partial(record: Record) -> bool:
-    return any(leaf["status"] == "aborted" for entry in record.head["entries"] for leaf in entry["leaves"])
-
-
-def stripped_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of an execution without the parts that need its blob."""
-    leaves = [{k: v for k, v in leaf.items() if k not in ("packed", "rest")} for leaf in entry["leaves"]]
-    return {"shape": entry["shape"], "leaves": leaves}

@@ -210,18 +210,18 @@ def account(work: Path, num_rollout: int) -> dict[str, object]:
 
 
 def compare_with_ledger(save: Path, trained: Counter[int], dropped: set[int], waiting: set[int]) -> dict[str, object]:
-    """What the ledger says of the same groups, and how much there is of it."""
+    """What the ledger says of groups since the last checkpoint, and how much there is of it."""
     balance = ledger_tool.Balance(ReplayState().read(read_folder(save / "ledger")))
     place = balance.place
     elsewhere = [
-        f"group {name}: {place.get(name)}"
+        f"group {name}: {place[name]}"
         for names, places in (
             (trained, {ledger_tool.TRAINED}),
             (waiting, {ledger_tool.WAITING, ledger_tool.FLIGHT, ledger_tool.FILTERED}),
-            (set(place) - set(trained) - waiting, {ledger_tool.FILTERED}),
+            (place.keys() - trained.keys() - waiting, {ledger_tool.FILTERED}),
         )
-        for name in names
-        if place.get(name) not in places
+        for name in place.keys() & names
+        if place[name] not in places
     ]
     unnoted = sorted(name for name, where in place.items() if where == ledger_tool.FILTERED and name not in dropped)
     totals = {f"ledger: {name}": count for name, count in balance.totals().items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.ext.ledger import segments as segments_module
-from slime.ext.ledger.ledger import TRACKER, Position, position_path
+from slime.ext.ledger.ledger import position_path
 from slime.rollout.data_source import state_path
 from slime.utils.errors import DataError
 from tests.ext.ledger.test_ledger import Process
@@ -26,35 +26,13 @@ def test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole(tm
         process.source.save(1)
     position = process.ledger.position(2)
     with full_disk(10), pytest.raises(DataError, match="The position in the ledger cannot be written .*--save"):
-        write_position_only(process, position)
+        process.ledger.save(1, position)
     assert not list(tmp_path.rglob("*.tmp"))
     assert not state_path(str(tmp_path), 1).exists() and not position_path(str(tmp_path), 1).exists()
     process.die()
     again = Process(tmp_path, start=1)
     assert again.rollout(1) == [2, 3]
     assert again.generated == []  # all of it was in the ledger
-
-
-def test_a_ledger_that_cannot_be_compacted_stays_whole_until_the_next_checkpoint(tmp_path, caplog):
-    process = Process(tmp_path)
-    process.rollout(0)
-    process.ledger.save(0)
-    (tmp_path / TRACKER).write_text("0")
-    with full_disk(10):
-        process.ledger.published(0)
-    assert "keeps what is not needed any more: [Errno 27]" in caplog.text
-    assert not list((tmp_path / "ledger").glob("index-*"))
-    process.rollout(1)
-    process.save(1)
-    assert list((tmp_path / "ledger").glob("index-*"))
-    process.die()
-    assert Process(tmp_path, start=2).rollout(2) == [4, 5]
-
-
-def write_position_only(process: Process, position: Position) -> None:
-    """``Ledger.save`` without its ledger record, which must not fail first."""
-    process.ledger.journal.record_saved = lambda rollout_id, first: None
-    process.ledger.save(1, position)
 
 
 def test_the_ledger_waits_for_room_and_loses_nothing(tmp_path, monkeypatch, caplog):

@@ -106,19 +106,20 @@ def test_without_surplus_every_rollout_trains_the_very_same_samples(tmp_path, mo
         assert world.asked_again == []
 
 
-def test_no_group_is_trained_twice_and_the_ledger_says_where_each_one_went(tmp_path, monkeypatch):
+def test_no_group_is_trained_twice_and_each_is_trained_dropped_or_waiting(tmp_path, monkeypatch):
     whole = uninterrupted(tmp_path, monkeypatch)
     for seed in range(10):
         world = killed(tmp_path, monkeypatch, whole, seed)
         counts = trained_groups(world)
         assert set(counts.values()) == {2}
-        state = ReplayState().read(read_folder(world.folder / "save" / "ledger"))
-        handed = [handed.name for rollout in state.rollouts.values() for handed in rollout.handed]
-        assert Counter(handed) == Counter(counts.keys())
         waiting = {group[0]["group_index"] for group in world.final_state["buffer"]}
+        assert not waiting & counts.keys()
+        gone = set(range(world.final_state["sample_group_index"])) - counts.keys() - waiting
+        assert all(name % 5 == world.dull for name in gone), f"seed {seed} lost {gone}"
+        state = ReplayState().read(read_folder(world.folder / "save" / "ledger"))
+        handed = Counter(handed.name for rollout in state.rollouts.values() for handed in rollout.handed)
         filtered = {name for rollout in state.rollouts.values() for name in rollout.filtered}
-        assert set(range(world.final_state["sample_group_index"])) == set(handed) | waiting | filtered
-        assert not filtered & set(handed)
+        assert set(handed.values()) <= {1} and handed.keys() <= counts.keys() and filtered <= gone
 
 
 def test_without_the_ledger_the_answers_after_the_checkpoint_are_asked_for_again(tmp_path, monkeypatch):

@@ -246,10 +246,10 @@ def test_a_background_save_that_is_not_on_disk_yet_drops_nothing(tmp_path):
     process.rollout(0)
     process.ledger.save(0)
     process.ledger.published(0)
-    assert not list((tmp_path / "ledger").glob("index-*"))
+    assert (tmp_path / "ledger/segment-00000000.led").exists()
     (tmp_path / TRACKER).write_text("0")
     process.ledger.published(1)
-    assert list((tmp_path / "ledger").glob("index-*"))
+    assert not (tmp_path / "ledger/segment-00000000.led").exists()
 
 
 def test_a_damaged_sample_is_generated_again(tmp_path, caplog):
@@ -305,7 +305,6 @@ def test_the_tool_tells_the_story_of_a_group_and_the_totals(tmp_path, capsys):
     process.rollout(0)
     process.ledger.trained(0)
     process.rollout(1)
-    process.save(1)
     process.ledger.close()
     for question in (["--group", "2"], ["--sample", "4"], ["--prompt", "prompt 2"]):
         assert tool([str(tmp_path), *question]) == 0
@@ -316,7 +315,7 @@ def test_the_tool_tells_the_story_of_a_group_and_the_totals(tmp_path, capsys):
         assert positions == sorted(positions) and positions[0] >= 0, story
     assert tool([str(tmp_path)]) == 0
     totals = " ".join(capsys.readouterr().out.split())
-    assert "groups issued 5" in totals and "groups trained 2" in totals and "rollouts replayed 1" in totals
+    assert "groups issued 5" in totals and "groups trained 2" in totals
     assert tool([str(tmp_path), "--check"]) == 0
     assert tool([str(tmp_path), "--group", "99"]) == 1
 

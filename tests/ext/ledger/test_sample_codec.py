@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from slime.ext.ledger.sample_codec import EntryEncoder, apply_entry, issued_fields, snapshot, to_entry
-from slime.ext.ledger.segments import stripped_entry
 from slime.rollout import plain_values
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -152,7 +151,6 @@ def test_a_fan_out_keeps_its_nesting_and_stripped_heads_have_no_bytes():
     values, _ = apply_entry(None, described, memoryview(b"".join(chunks)))
     back = to_entry(values)
     assert [back[0].tokens[-1], back[1][0].tokens[-1], back[1][1].tokens[-1]] == [0, 1, 2]
-    assert set(stripped_entry(described)["leaves"][0]) == {"status", "response", "reward", "weights"}
 
 
 def test_lists_packed_at_once_are_written_as_they_were_then():
