@@ -1,4 +1,7 @@
-"""Owns a router and one engine until it is killed: ``python engine_owner.py CHECKPOINT OUT.json``."""
+"""Owns a router and one engine until it is killed: ``python engine_owner.py CHECKPOINT OUT.json [FLAGS]``.
+
+FLAGS: more attributes of the engine's arguments, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ import os
 import sys
 import time
 from argparse import Namespace
+from typing import Any
 
 from slime.backends.sglang_utils.router_process import start_router
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.net import get_free_port
 
 
-def engine_args(checkpoint: str) -> Namespace:
+def engine_args(checkpoint: str, **more: Any) -> Namespace:
     """The flags that an engine reads, for one fp32 engine on the CPU."""
-    return Namespace(
+    flags = dict(
         hf_checkpoint=checkpoint,
         rollout_num_gpus_per_engine=1,
         num_gpus_per_node=8,
@@ -36,11 +40,12 @@ def engine_args(checkpoint: str) -> Namespace:
         engine_plugins=[],
         weight_loaders=[],
     )
+    return Namespace(**{**flags, **more})
 
 
-def main(checkpoint: str, out: str) -> None:
+def main(checkpoint: str, out: str, flags: str = "{}") -> None:
     """Start both, write their addresses to ``out``, wait for the end."""
-    args = engine_args(checkpoint)
+    args = engine_args(checkpoint, **json.loads(flags))
     router = start_router(
         args,
         host="127.0.0.1",

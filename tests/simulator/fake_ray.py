@@ -145,12 +145,14 @@ class Handle(_Named):
 
     def _serve(self, group: str, name: str | None, arguments: Any, keywords: Any, ref: Ref) -> None:
         cluster = self._cluster
+        # A fault strikes the request that an actor runs, not the method that carries it.
+        moment = arguments[0].__name__ if name == "run" else name
         try:
             if name is None:
                 self._instance = self._cls(*arguments, **keywords)
                 value = None
             else:
-                cluster.at(f"call {cluster.role_of(self._process)}.{name}", self._process)
+                cluster.at(f"call {cluster.role_of(self._process)}.{moment}", self._process)
                 value = travel(getattr(self._instance, name)(*arguments, **keywords))
             error = None
         except GreenletExit:
@@ -163,7 +165,7 @@ class Handle(_Named):
             self._process.kill()
         finished = RayTaskError(name or "__init__", str(error), error).as_instanceof_cause() if error else None
         if name is not None:
-            cluster.at(f"answer {cluster.role_of(self._process)}.{name}", self._process)
+            cluster.at(f"answer {cluster.role_of(self._process)}.{moment}", self._process)
         self._open.pop(ref, None)
         delay_s = cluster.latency(self._process)
         cluster.kernel.call_later(delay_s, lambda: ref.finish(value, finished))

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_p
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
-from slime.compose import parts
+from slime.ext.disk_push.delta_carrier import make_carrier
+from slime.ext.fast_push.verified_push import VerifiedPush
 from slime.weights.stored_tensors import read_bytes, read_layout
 from tests.ext.disk_push.dist.disk_engine import DiskEngine
 from tests.matrix.case import write_bf16_copy
@@ -61,9 +63,8 @@ class Job:
         load_hf_weights(self.args, self.model, str(folder))
         config = json.loads((folder / "config.json").read_text())
         assert config["dtype"] == checkpoint
-        self.updater = WeightUpdater(
-            self.args, self.model, lambda: None, hf_config=config, make_transport=parts(self.args).transport
-        )
+        transport = partial(VerifiedPush.of, carrier=make_carrier)
+        self.updater = WeightUpdater(self.args, self.model, lambda: None, hf_config=config, make_transport=transport)
         self.engine = DiskEngine(0, local=local, shared=root / "versions", model=folder)
         self.engine.dtype = engine
         self.updater.connect([self.engine], 1)

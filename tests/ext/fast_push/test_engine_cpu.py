@@ -30,7 +30,9 @@ from PIL import Image, ImageDraw
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-from slime.ext.fast_push.messages import COMPARE, FILL_WITH_NAN, FIND_NAN
+from slime.ext.fast_push import engine_verbs
+from slime.ext.fast_push.flags import PLUGIN
+from slime.ext.fast_push.messages import COMPARE, FILL_WITH_NAN, FIND_NAN, WEIGHT_LOADERS
 from slime.rollout.engine_request import append_output, request_payload
 from slime.utils.errors import WeightSyncError
 from slime.utils.processing_utils import full_pixels, load_processor
@@ -50,6 +52,8 @@ pytestmark = [
 PROMPT = [5, 6, 7, 8, 9]
 RED, GREEN, BLUE = (250, 40, 10), (10, 200, 30), (20, 60, 220)
 ROLLOUT: Any = Namespace(use_rollout_routing_replay=False, sglang_speculative_algorithm=None)
+FLAGS = {"weight_loaders": [*WEIGHT_LOADERS], "engine_plugins": [PLUGIN]}
+"""What an engine of a verified push is started with."""
 
 
 @dataclass
@@ -139,11 +143,11 @@ class Running:
         sent = digests(manifest, flats)
         if corrupt is not None:
             flats[corrupt][8] ^= 1
-        self.engine.begin_weight_update(manifest.id, push_id, manifest.to_json())
+        engine_verbs.begin_weight_update(self.engine, manifest.id, push_id, manifest.to_json())
         for index in buckets:
             handle = MultiprocessingSerializer.serialize(flats[index].share_memory_(), output_str=True)
-            self.engine.receive_weight_buckets(push_id, {index: [handle]})
-        return sent, self.engine.acknowledge_weight_update(push_id)
+            engine_verbs.receive_weight_buckets(self.engine, push_id, {index: [handle]})
+        return sent, engine_verbs.acknowledge_weight_update(self.engine, push_id)
 
 
 def picture(colour: tuple[int, int, int]) -> Image.Image:
@@ -178,7 +182,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     out = folder / "engine.json"
     log = (folder / "owner.log").open("wb")
     owner = subprocess.Popen(
-        [sys.executable, str(HERE / "engine_owner.py"), str(folders[0]), str(out)],
+        [sys.executable, str(HERE / "engine_owner.py"), str(folders[0]), str(out), json.dumps(FLAGS)],
         stdout=log,
         stderr=subprocess.STDOUT,
         env=child_environment(),
@@ -188,7 +192,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             assert owner.poll() is None, (folder / "owner.log").read_text()
             time.sleep(0.2)
         facts = json.loads(out.read_text())
-        engine = SGLangEngine(engine_args(str(folders[0])), rank=0)
+        engine = SGLangEngine(engine_args(str(folders[0]), **FLAGS), rank=0)
         engine.connect(facts["engine_url"])
         urls = facts["router_url"], facts["router_metrics_url"]
         processor = load_processor(str(folders[0]))
@@ -245,7 +249,7 @@ def test_pushes_in_two_phases_are_acknowledged_committed_and_served(running: Run
         assert engine.get_weight_version() != version
         with pytest.raises(WeightSyncError, match=f"holds the unfinished push push {version}"):
             engine.continue_generation()
-        engine.commit_weight_update(f"push {version}", version)
+        engine_verbs.commit_weight_update(engine, f"push {version}", version)
         engine.continue_generation()
         assert engine.get_weight_version() == version
         assert running.generate(2)["meta_info"]["weight_version"] == version
@@ -261,11 +265,11 @@ def test_a_corrupt_bucket_shows_in_its_digest_and_a_missing_one_is_not_committed
     assert [index for index in range(len(sent)) if answer["buckets"][index] != sent[index]] == [1]
     running.offer(0, "incomplete", buckets=[0, 2])
     with pytest.raises(WeightSyncError, match="will not serve push incomplete as version 30"):
-        engine.commit_weight_update("incomplete", "30")
+        engine_verbs.commit_weight_update(engine, "incomplete", "30")
     assert engine.get_weight_version() == version
     sent, answer = running.offer(0, "repaired")
     assert answer["buckets"] == sent
-    engine.commit_weight_update("repaired", "31")
+    engine_verbs.commit_weight_update(engine, "repaired", "31")
     engine.continue_generation()
     assert running.error_against(0) < 1e-5
 

@@ -24,6 +24,7 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils.initialize import initialize_parallel_state
 from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.ext.lora.transform import Lora
 from tests.unit.backends.megatron_utils.megatron_case import parse
 
 
@@ -44,6 +45,8 @@ def count_rank(args: Namespace, rank: int) -> list[object]:
                     post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                     vp_stage=vp_stage,
                 )
+                if args.lora_rank is not None:
+                    Lora(args).after_build(model)
             for parameter in model.parameters():
                 if not parameter.requires_grad:
                     frozen += parameter.numel()
