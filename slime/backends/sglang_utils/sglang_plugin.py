@@ -68,15 +68,11 @@ _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 _ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
 _SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
-_is_registered = False
 
 
+@cache  # one registry per process
 def register() -> None:
     """Register the hooks; SGLang applies them when it starts its scheduler and its server.  Again: no effect."""
-    global _is_registered  # one registry per process
-    if _is_registered:
-        return
-    _is_registered = True
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:

@@ -97,10 +97,10 @@ def send_buckets(push: Push, buckets: Buckets, carrier: Carrier, *, by_stage: bo
 
     @torch.no_grad()
     def walk() -> None:
-        steps = buckets.iter_buckets(with_constants=not push.leaves_out_constants)
+        filled = buckets.iter_buckets(with_constants=not push.leaves_out_constants)
         while True:
             with push.step("fill"):
-                bucket = next(steps, None)
+                bucket = next(filled, None)
             if bucket is None:
                 break
             with push.step("send"):

@@ -6,6 +6,7 @@ point of the installed package.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,15 +14,11 @@ import torch
 from slime.ext.fast_push.repacked_layers import reload, watch_repacking
 
 _LOADER = "sglang.srt.model_loader.loader"
-_is_registered = False
 
 
+@cache  # one registry per process
 def register() -> None:
     """Register the hooks; again: no effect."""
-    global _is_registered  # one registry per process
-    if _is_registered:
-        return
-    _is_registered = True
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:

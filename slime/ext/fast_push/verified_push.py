@@ -80,7 +80,7 @@ class VerifiedPush(Transport):
             self._plain.connect(engines, weights)
             return
         takes_slices = self.carrier.connect(engines)
-        if (weights, takes_slices) != (self._weights, self._takes_slices):
+        if weights is not self._weights or takes_slices != self._takes_slices:
             self._weights, self._takes_slices = weights, takes_slices
             self._buckets = self._gathered = None
 
