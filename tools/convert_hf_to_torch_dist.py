@@ -151,11 +151,14 @@ def join_world(args: Namespace) -> Namespace:
     rank, world_size, local_rank = rendezvous()
     args.rank = rank
     validate_megatron_arguments(args)
-    has_cuda = torch.cuda.is_available()
-    if has_cuda:
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    backend, num_gpus = "gloo", torch.cuda.device_count()
+    if num_gpus:
+        torch.cuda.set_device(local_rank % num_gpus)
+        # NCCL refuses two ranks on one GPU.
+        shares_gpu = env.get_int("LOCAL_WORLD_SIZE", 1) > num_gpus
+        backend = "cpu:gloo,cuda:gloo" if shares_gpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_cuda else "gloo",
+        backend,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),

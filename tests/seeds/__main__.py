@@ -76,7 +76,7 @@ def run_seed(seed: Seed, form: Form, base: Path, options: argparse.Namespace) ->
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     start = time.monotonic()
     try:
-        jobs.prepare(seed, form, base, dtype)
+        jobs.prepare(seed, form, base, dtype, options.num_gpus)
     except (jobs.CommandFailed, OSError, ValueError) as error:
         return [Row(seed.title, "preparation", seconds=time.monotonic() - start, problems=[str(error)])]
     rows: list[Row] = []
@@ -84,13 +84,11 @@ def run_seed(seed: Seed, form: Form, base: Path, options: argparse.Namespace) ->
     for number, job in enumerate(form.jobs[: options.jobs]):
         if not job.goes_on:
             save, first = base / f"run{number}", 0
-        if job.num_gpus > options.num_gpus and not job.needs_all:
+        if job.num_gpus > options.num_gpus:
             job = replace(job, layout=f"1 GPU ({job.layout})", flags=f"{job.flags} {ONE_GPU}", num_gpus=1)
         row = Row(seed.title, job.layout, job.goes_on)
         rows.append(row)
-        if job.num_gpus > options.num_gpus:
-            row.skipped = f"needs {job.num_gpus} GPUs"
-        elif job.goes_on and (rows[-2].problems or rows[-2].skipped):
+        if job.goes_on and (rows[-2].problems or rows[-2].skipped):
             row.skipped = "not run: the job before it did not end well"
         else:
             _run_job(row, seed, form, job, base, save, first, options.limit_s)

@@ -37,6 +37,12 @@ sglang:
       - {worker_type: prefill, num_gpus: 1, num_gpus_per_engine: 1, overrides: {disaggregation_ib_device: null}}
       - {worker_type: decode, num_gpus: 1, num_gpus_per_engine: 1, overrides: {disaggregation_ib_device: null}}
 """
+ONE_ENGINE = """\
+sglang:
+  - name: default
+    server_groups: [{worker_type: regular, num_gpus: 1, num_gpus_per_engine: 1}]
+"""
+"""For a machine with one GPU."""
 RUNNING: set[subprocess.Popen[bytes]] = set()
 _STARTING = Lock()
 
@@ -45,13 +51,13 @@ class CommandFailed(Exception):
     """A command ended badly, or did not end in time; the message names its log."""
 
 
-def prepare(seed: Seed, form: Form, base: Path, dtype: torch.dtype) -> None:
+def prepare(seed: Seed, form: Form, base: Path, dtype: torch.dtype, num_gpus: int) -> None:
     """Write the model and the questions, and convert; what an earlier call left is made again."""
     inputs.clear(base)
     base.mkdir(parents=True)
     inputs.write_questions(base)
     inputs.write_model(base / seed.folder, seed.family, dict(form.sizes), weight_std=form.weight_std, dtype=dtype)
-    (base / "engines.yaml").write_text(ENGINES)
+    (base / "engines.yaml").write_text(ENGINES if num_gpus > 1 else ONE_ENGINE)
     for number, command in enumerate(form.prepare):
         words = command.format(
             base=base, model=_model_flags(seed, base), port=get_free_port(random.randrange(20000, 30000))
@@ -68,7 +74,8 @@ def run_job(seed: Seed, form: Form, job: Job, base: Path, save: Path, num_rollou
     """
     log = base / f"{save.name}-{num_rollout}.log"
     text = " ".join((ALL, form.flags, job.flags)).format(base=base, save=save, model=_model_flags(seed, base))
-    flags = [*shlex.split(text), "--num-rollout", str(num_rollout)]
+    compare = ["--check-weight-update-equal"] if form.compares else []
+    flags = [*shlex.split(text), *compare, "--num-rollout", str(num_rollout)]
     variables = {
         **{"BASE_DIR": str(base), "ACTOR_NUM_NODES": "1", "MASTER_ADDR": "127.0.0.1", "SOCKET_IFNAME": "lo"},
         "DEVICE": "gpu" if torch.cuda.is_available() else "cpu",

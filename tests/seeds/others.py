@@ -181,7 +181,32 @@ DELTA = Seed(
     ),
 )
 
+PLAIN = Seed(
+    title="GLM4-9B, plain push",
+    script="run-glm4-9B.sh",
+    family="glm4",
+    folder="GLM-Z1-9B-0414",
+    cpu=Form(
+        sizes={"num_hidden_layers": 2},
+        prepare=GLM4_PREPARE,
+        flags=f"{CPU_SIZES} --weight-push plain",
+        compares=False,
+        jobs=(Job("1 rank; an engine apart", APART),),
+    ),
+    gpu=Form(
+        sizes=GLM4_SIZES,
+        weight_std=0.04,
+        prepare=GLM4_PREPARE,
+        flags=f"{GPU_SIZES} --weight-push plain",
+        compares=False,
+        jobs=(
+            Job("1 GPU; an engine on the other", APART, bound=0.05),
+            Job("TP2 SP; colocated, an engine of TP2", f"{TP2} --colocate {ONE_ENGINE}", bound=0.05),
+        ),
+    ),
+)
+
 OTHERS = {
     **{"minimax-m2": MINIMAX, "qwen3-next": NEXT, "qwen3-30b-int4": INT4, "qwen3-4b-fp8-channel": CHANNELS},
-    **{"glm4-9b-fp16": HALF, "glm4-9b-delta": DELTA},
+    **{"glm4-9b-fp16": HALF, "glm4-9b-delta": DELTA, "glm4-9b-plain": PLAIN},
 }

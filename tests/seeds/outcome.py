@@ -25,7 +25,7 @@ class Outcome:
     steps: list[float] = field(default_factory=list)
     """Mean difference of log-probs of each optimizer step."""
     num_pushes: int = 0
-    """Each compared by ``--check-weight-update-equal``, which ends the job at a difference."""
+    """Each compared by ``--check-weight-update-equal`` if it is not a plain one; a difference ends the job."""
     eval: list[float] = field(default_factory=list)
     acceptance: list[float] = field(default_factory=list)
     """Share of drafted tokens, of each rollout."""

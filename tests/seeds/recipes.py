@@ -16,7 +16,8 @@ ONE_BY_ONE = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --
 NO_DP = "--sglang-dp-size 1 --sglang-ep-size 1 --sglang-moe-dense-tp-size none --sglang-moe-a2a-backend none"
 """With one rank of data parallelism SGLang takes its attention for an ordinary one."""
 ONE_GPU = f"""
-    {ONE_BY_ONE} {NO_DP} --expert-model-parallel-size 1 --decoder-last-pipeline-num-layers none --colocate
+    {ONE_BY_ONE} {NO_DP} --expert-model-parallel-size 1 --decoder-first-pipeline-num-layers none
+    --decoder-last-pipeline-num-layers none --colocate
     --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
 """
 """Behind the flags of a job of two GPUs: the same on one."""
@@ -31,7 +32,7 @@ GPU_SIZES = """
     --sglang-cuda-graph-max-bs-decode 16 --sglang-attention-backend triton --sglang-sampling-backend pytorch
 """
 ALL = """
-    --rm-type random --lr 1e-5 --save-interval 1 --eval-interval 1 --check-weight-update-equal
+    --rm-type random --lr 1e-5 --save-interval 1 --eval-interval 1
     --load {save} --save {save} --save-debug-rollout-data {save}/dump/{{rollout_id}}.pt {model}
 """
 """Flags of every job.  A random model answers no question: rewards are drawn."""
@@ -52,8 +53,7 @@ class Job:
     """It loads what the job before it saved; else it begins with the reference."""
     num_rollouts: int = 2
     num_gpus: int = 2
-    """Of the machine; on a machine with one all but ``needs_all`` run on that."""
-    needs_all: bool = False
+    """Of the machine; on a machine with one GPU the job runs on that."""
     bound: float = 1e-4
     """Of the mean difference of log-probs between trainer and engine in each step, nats."""
 
@@ -71,6 +71,8 @@ class Form:
     """Commands that make what the script reads of ``{base}/{folder}``, a bf16 (CPU: fp32) folder."""
     weight_std: float = 0.12
     environment: Mapping[str, str] = field(default_factory=dict)
+    compares: bool = True
+    """Whether every push is compared; a plain one cannot be."""
     gpu_only: str = ""
     """What of the recipe this machine cannot do."""
 
@@ -492,7 +494,6 @@ GLM52 = Seed(
                 "PP2 (2 and 2 layers), Adam on the host; FP8 prefill and decode on a GPU each, FlashMLA, EAGLE 4/1/5",
                 GLM52_STAGES,
                 shows=("eval", "drafts"),
-                needs_all=True,
                 bound=0.2,
             ),
             Job(
