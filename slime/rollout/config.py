@@ -38,8 +38,6 @@ class RolloutConfig:
     sglang_enable_deterministic_inference: bool = False
     sglang_incremental_streaming_output: bool = False
     router_policy: str | None = None
-    router_balance_abs_threshold: int | None = None
-    router_balance_rel_threshold: float | None = None
     use_fault_tolerance: bool
     engine_start_timeout_s: float
     rollout_health_check_interval: float

@@ -6,8 +6,8 @@ again with the installed router).  ``return_routed_experts``, ``custom_params`` 
 ``stop_regex`` are lost, and change what training sees.  ``spaces_between_special_tokens`` is lost too, but the
 decoders of transformers 5 do not read it.
 
-A request with a lost field goes straight to a worker of the router's list, chosen as ``--router-policy`` says; every
-other request goes through the router.
+A request with a lost field goes straight to a worker of the router's list: the least loaded one, or the one of its
+session where ``--router-policy`` keeps sessions together.  Every other request goes through the router.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -51,10 +50,8 @@ _ATTEMPTS = 10
 _POST_RETRIES_PER_WORKER = 3
 _RETRY_WAIT_S = 1.0
 
-POLICIES = ("round_robin", "random", "power_of_two", "consistent_hashing", "manual", "cache_aware")
-"""Policies of the router that are followed here; with any other, the least loaded worker is taken."""
-PREFIX_TOKENS = 64
-"""``cache_aware``: requests that begin with the same so many tokens belong together."""
+KEEP_SESSIONS = ("consistent_hashing", "manual")
+"""Policies of the router that send requests of one session to one worker."""
 
 
 def lost_fields(payload: dict[str, Any]) -> list[str]:
@@ -89,17 +86,10 @@ class WorkerPicker(metaclass=SingletonMeta):
 
     def __init__(self, config: RolloutConfig) -> None:
         self._list_url = f"{config.router_url}/workers"
-        self._policy = config.router_policy or "least_loaded"
-        absolute, relative = config.router_balance_abs_threshold, config.router_balance_rel_threshold
-        self._abs_threshold = 10 if absolute is None else absolute  # 0 is a threshold too
-        self._rel_threshold = 1.2 if relative is None else relative
-        self._random = random.Random(config.rollout_seed)
+        self._keeps_sessions = config.router_policy in KEEP_SESSIONS
         self._urls: list[str] = []
         self._listed_at = float("-inf")
-        self._next = 0
         self.in_flight: Counter[str] = Counter()
-        if self._policy not in (*POLICIES, "least_loaded"):
-            logger.warning("Requests that bypass the router go to the least loaded worker, not by %s.", self._policy)
 
     async def urls(self, *, refresh: bool = False) -> list[str]:
         """Return the regular workers; asked again after five seconds."""
@@ -116,27 +106,12 @@ class WorkerPicker(metaclass=SingletonMeta):
             self._listed_at = time.monotonic()
         return self._urls
 
-    def choose(self, urls: list[str], routing_key: str | None, payload: dict[str, Any]) -> str:
-        """Choose one of ``urls`` by the policy.
-
-        Args:
-            urls: the workers that may be asked.
-            routing_key: with consistent_hashing and manual, requests of one key go to one worker.
-            payload: with cache_aware, equal beginnings of prompts go to one worker while the load allows.
-        """
-        if self._policy in ("consistent_hashing", "manual") and routing_key:
-            return _hashed(urls, routing_key)
-        if self._policy == "round_robin":
-            self._next += 1
-            return urls[self._next % len(urls)]
-        if self._policy == "random":
-            return self._random.choice(urls)
-        if self._policy == "power_of_two" and len(urls) > 1:
-            return self._least_loaded(self._random.sample(urls, 2))
-        if self._policy == "cache_aware" and (prefix := _prefix(payload)):
-            home = _hashed(urls, str(prefix))
-            return self._least_loaded(urls) if self._is_overloaded(home, urls) else home
-        return self._least_loaded(urls)
+    def choose(self, urls: list[str], session_id: str | None) -> str:
+        """Return the least loaded of ``urls``, or the one of the session where the policy keeps sessions together."""
+        if self._keeps_sessions and session_id:
+            # Rendezvous hashing: a worker that goes moves only its own sessions.
+            return max(urls, key=lambda url: hashlib.blake2b(f"{session_id} {url}".encode()).digest())
+        return min(urls, key=lambda url: self.in_flight[url])
 
     @contextmanager
     def counted(self, url: str) -> Iterator[None]:
@@ -147,24 +122,6 @@ class WorkerPicker(metaclass=SingletonMeta):
         finally:
             self.in_flight[url] -= 1
 
-    def _least_loaded(self, urls: list[str]) -> str:
-        return min(urls, key=lambda url: self.in_flight[url])
-
-    def _is_overloaded(self, home: str, urls: list[str]) -> bool:
-        """Apply the router's own rule (``--router-balance-abs-threshold``, ``--router-balance-rel-threshold``)."""
-        load, least = self.in_flight[home], min(self.in_flight[url] for url in urls)
-        return load - least > self._abs_threshold and load > self._rel_threshold * least
-
-
-def _hashed(urls: list[str], key: str) -> str:
-    """Choose by rendezvous hashing: a worker that goes moves only its own keys."""
-    return max(urls, key=lambda url: hashlib.blake2b(f"{key} {url}".encode()).digest())
-
-
-def _prefix(payload: dict[str, Any]) -> Sequence[int] | str:
-    ids = payload.get("input_ids")
-    return ids[:PREFIX_TOKENS] if ids else (payload.get("text") or "")[: 4 * PREFIX_TOKENS]
-
 
 @cache
 def _announce(fields: tuple[str, ...]) -> None:
@@ -172,7 +129,7 @@ def _announce(fields: tuple[str, ...]) -> None:
     logger.warning("Requests with %s go straight to the workers: sglang-router would drop these.", ", ".join(fields))
 
 
-async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, routing_key: str | None) -> Any:
+async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, session_id: str | None) -> Any:
     """Post ``/generate`` to a worker; when that one fails, to another, a bounded number of times.
 
     Raises:
@@ -202,7 +159,7 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, rout
             # With fault tolerance one will come, or the run ends.
             num_failed += not config.use_fault_tolerance or time.monotonic() >= deadline_s
             continue
-        url = picker.choose(fresh, routing_key, payload)
+        url = picker.choose(fresh, session_id)
         try:
             with picker.counted(url):
                 return await post(
@@ -224,7 +181,7 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, rout
 async def send(config: RolloutConfig, payload: dict[str, Any], session_id: str | None) -> Any:
     """Post through the router, or straight to a worker when the router would lose a field that matters."""
     if router_would_drop(payload):
-        return await post_to_worker(config, payload, routing_key=session_id)
+        return await post_to_worker(config, payload, session_id=session_id)
     return await post(
         f"{config.router_url}/generate",
         payload,

@@ -177,7 +177,7 @@ async def _events(config: RolloutConfig, sample: Sample, payload: dict[str, Any]
             urls = await picker.urls()
             if not urls:
                 raise EngineError("The router lists no worker.")
-            address, headers = picker.choose(urls, sample.session_id, payload), {}
+            address, headers = picker.choose(urls, sample.session_id), {}
             stack.enter_context(picker.counted(address))
         async with contextlib.aclosing(post_for_events(f"{address}/generate", payload, headers)) as events:
             async for event in events:

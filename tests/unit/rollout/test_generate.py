@@ -237,8 +237,8 @@ def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
     config = rollout_config(Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing"))
     picker = direct_workers.WorkerPicker(config)
     keys = [str(i) for i in range(200)]
-    before = {key: picker.choose(["a", "b", "c"], key, {}) for key in keys}
-    after = {key: picker.choose(["a", "b"], key, {}) for key in keys}
+    before = {key: picker.choose(["a", "b", "c"], key) for key in keys}
+    after = {key: picker.choose(["a", "b"], key) for key in keys}
     assert set(before.values()) == {"a", "b", "c"}
     assert all(after[key] == before[key] for key in keys if before[key] != "c")
     direct_workers.WorkerPicker.clear_instances()

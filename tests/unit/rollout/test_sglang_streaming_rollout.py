@@ -70,20 +70,6 @@ def test_a_stream_gives_the_sample_that_the_plain_request_gives(serve, limit):
     assert streamed.response_length == min(limit, 30) and streamed.weight_versions == ["7"]
 
 
-def test_a_stream_is_given_the_worker_of_its_prompt_as_a_plain_request_is(serve, monkeypatch):
-    _, args = serve(Script(length=3), router_policy="cache_aware")
-    asked, choose = [], WorkerPicker.choose
-
-    def chosen(picker: WorkerPicker, urls: list[str], key: str | None, payload: dict[str, Any]) -> str:
-        asked.append(payload["input_ids"])
-        return choose(picker, urls, key, payload)
-
-    monkeypatch.setattr(WorkerPicker, "choose", chosen)
-    for draw in (generate_streaming, generate):
-        run(draw(args, Sample(index=0, prompt="abc"), PARAMS | {"logit_bias": {"5": 1.0}}))
-    assert len(asked) == 2 and asked[0] == asked[1]
-
-
 def test_an_aborted_stream_keeps_its_tokens_and_goes_on_from_them(serve):
     script = Script(length=30, hold_after=10, holds=1)
     engine, args = serve(script)
