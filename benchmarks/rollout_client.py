@@ -233,8 +233,7 @@ def slime_client(work: Work, *, has_ledger: bool = True) -> dict[str, float]:
 
     from slime.ext.ledger.ledger import Ledger
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
-    from slime.rollout.observer import GroupObserver
-    from slime.rollout.run_state import RunState, use_run
+    from slime.rollout.run_state import GroupObserver, RunState, use_run
     from slime.rollout.sglang_rollout import generate_rollout
     from slime.utils.async_utils import get_async_loop, run
     from slime.utils.http_utils import close_http_client, init_http_client

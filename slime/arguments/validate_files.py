@@ -312,9 +312,8 @@ def _renders_rows(args: Namespace) -> bool:
 
 def _check_mask(args: Namespace) -> None:
     """Check that --loss-mask-type fits the chat template, by the first row of SFT."""
-    from slime.rollout.prompt_checks import parse_tools
-    from slime.rollout.prompt_files import read_rows, readers_of
-    from slime.rollout.prompt_template import map_with_deadline
+    from slime.rollout.prompt_dataset import map_with_deadline
+    from slime.rollout.prompt_files import parse_tools, read_rows, readers_of
     from slime.rollout.sft_rollout import mask_generator
 
     is_read_here = args.prompt_data and args.data_source_path in OWN_DATA_SOURCES and not args.multimodal_keys
@@ -345,8 +344,7 @@ def _tokenizer_trial(args: Namespace) -> TokenizerTrial:
 
 def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
     """Check what the rollout and the grader will make of a row; the first one stands for all."""
-    from slime.rollout.prompt_checks import parse_metadata
-    from slime.rollout.prompt_files import read_rows, readers_of
+    from slime.rollout.prompt_files import parse_metadata, read_rows, readers_of
 
     if not _is_plain(args):
         return

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.observability.telemetry import Sink
-from slime.rollout.observer import GroupObserver
+from slime.rollout.run_state import GroupObserver
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform

@@ -26,8 +26,7 @@ from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
 from slime.ray.waiting import WATCH_GROUP
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, check_samples, eval_samples, leaf_samples
-from slime.rollout.checkpoint_position import CheckpointPosition
-from slime.rollout.run_state import RunState, use_run
+from slime.rollout.run_state import CheckpointPosition, RunState, use_run
 from slime.utils.async_utils import StallTimeout
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.http_utils import init_http_client

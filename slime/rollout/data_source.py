@@ -22,10 +22,10 @@ from slime.flags.reward import reward_config
 from slime.flags.security import trusts_remote_code
 from slime.rollout import plain_values
 from slime.rollout.mixture import Mixture, is_mix
-from slime.rollout.observer import GroupObserver
 from slime.rollout.plain_values import read_state, write_state
 from slime.rollout.prompt_dataset import Dataset, RowDigests, changed_rows, digest_of
 from slime.rollout.prompt_files import readers_of
+from slime.rollout.run_state import GroupObserver
 from slime.rollout.tools import toolbox
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.misc import load_function

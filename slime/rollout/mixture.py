@@ -16,8 +16,8 @@ from typing import Any
 
 from slime.flags.yaml_file import read_yaml
 from slime.rollout.base_types import leaf_samples
-from slime.rollout.observer import GroupObserver
 from slime.rollout.prompt_dataset import Dataset, RowDigests
+from slime.rollout.run_state import GroupObserver
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 

@@ -31,7 +31,7 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.rm_hub.policy import leave_out
 from slime.rollout.run_state import current_run
-from slime.rollout.staleness import oldest_version, version_number
+from slime.rollout.staleness import StalenessBound, oldest_version, version_number
 from slime.rollout.waiting import LongWait, cancel_all, deadline_error
 from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.misc import load_function
@@ -85,7 +85,9 @@ class GroupPolicy:
         self.config = rollout_config(args)
         self._args, self.run = args, current_run()
         self._pushes_interrupt = pushes_interrupt
-        self.bound = self.run.bound(self.config)
+        if self.run.bound is None:
+            self.run.bound = StalenessBound(self.config, first_rollout_id=self.run.first_rollout_id)
+        self.bound = self.run.bound
         self.counts: Counter[str] = Counter()
         self.drops = MetricGatherer()
         path = self.config.dynamic_sampling_filter_path

@@ -1,4 +1,4 @@
-"""Prompt data: a file of rows in, one ``Sample`` per row out.
+"""Prompt data: a file of rows in, one ``Sample`` per row out, its prompt as the model reads it.
 
 Nothing is skipped in silence: a row without its keys, or with values of no use, ends the run, with file and line.
 ``check_prompt_file`` finds them before any GPU is taken.
@@ -10,24 +10,31 @@ import itertools
 import json
 import logging
 import random
+import re
 import struct
-from collections.abc import Collection, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
-from slime.rollout.prompt_checks import check_grader, check_label, check_prompt, parse_metadata, parse_tools
-from slime.rollout.prompt_files import FILES_ALONE, Reader, checked_file, parquet_columns, read_rows, split_path
-from slime.rollout.prompt_template import (
-    TOKENIZER_OVERDUE,
-    TemplateCheck,
-    as_messages,
-    insert_multimodal,
-    map_with_deadline,
-    render,
+from slime.rollout.prompt_files import (
+    FILES_ALONE,
+    Reader,
+    check_grader,
+    check_label,
+    check_prompt,
+    checked_file,
+    parquet_columns,
+    parse_metadata,
+    parse_tools,
+    read_rows,
+    split_path,
 )
+from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import DataError
 from slime.utils.plugins import said_by
 from slime.utils.processing_utils import (
@@ -36,13 +43,186 @@ from slime.utils.processing_utils import (
     open_image,
     process_vision_info,
 )
-from slime.utils.types import Sample
+from slime.utils.types import MultimodalTypes, Sample
 
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_BATCH = 1024
 _TOKENIZE_TIMEOUT_S = 600.0
 """For a batch; prompts may be long."""
+T = TypeVar("T")
+R = TypeVar("R")
+Row = tuple[str, list[dict[str, Any]], dict[str, Any]]
+"""What names a row in errors, its messages, and further arguments of the chat template."""
+
+RENDER_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 0.5
+TEMPLATE_OVERDUE = (
+    "the chat template is still rendering after {:.0f} s; a loop in it may never end. Mend the template of "
+    "--hf-checkpoint (chat_template.jinja), or the row."
+)
+TOKENIZER_OVERDUE = (
+    "the tokenizer is still at work after {:.0f} s; a regular expression of it may never end. Mend tokenizer.json of "
+    "--hf-checkpoint, or the row."
+)
+
+
+def as_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """Return chat messages: a string becomes one user message, messages stay as they are.
+
+    Raises:
+        DataError: the prompt is neither.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    check_prompt(prompt, where)
+    return [dict(message) for message in prompt]
+
+
+def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, **kwargs: Any) -> str:
+    """Render messages as text by the tokenizer's chat template, up to the point where the response begins.
+
+    Raises:
+        DataError: as ``apply_chat_template``.
+    """
+    return apply_chat_template(tokenizer, messages, where, **{"tools": tools, "add_generation_prompt": True} | kwargs)
+
+
+class TemplateCheck:
+    """The rows of a data set on which its chat template is tried: the first one, and the first one with each role."""
+
+    def __init__(self, kwargs: Mapping[str, Any], rows: list[Row]) -> None:
+        self._kwargs = {"add_generation_prompt": True, **kwargs}
+        self._rows = rows
+        self._seen: set[str] = set()
+
+    def needs(self, prompt: Any) -> bool:
+        """Return True for a prompt with a role that no earlier one had."""
+        return not _roles(prompt) <= self._seen
+
+    def add(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> None:
+        """Take a row to try the template on."""
+        self._seen |= _roles(messages)
+        self._rows.append((where, messages, {"tools": tools, **self._kwargs}))
+
+
+def _roles(prompt: Any) -> set[str]:
+    return {"user"} if isinstance(prompt, str) else {message["role"] for message in prompt}
+
+
+def encode(tokenizer: Any, text: str, where: str = "A prompt") -> list[int]:
+    """Return the tokens of a rendered text.
+
+    Raises:
+        DataError: the tokenizer breaks on it, or does not come to an end.
+    """
+    rows = [(where, text)]
+    [ids] = map_with_deadline(
+        lambda _, row: tokenizer.encode(row, add_special_tokens=False), rows, overdue=TOKENIZER_OVERDUE
+    )
+    return list(ids)
+
+
+def map_with_deadline(
+    work: Callable[[str, R], T],
+    rows: Iterable[tuple[str, R]],
+    *,
+    timeout_s: float = RENDER_TIMEOUT_S,
+    overdue: str = TEMPLATE_OVERDUE,
+) -> list[T]:
+    """Return ``work(where, row)`` of each row; a template or tokenizer may never end, and nothing can interrupt it.
+
+    Args:
+        work: runs in a thread, which is left behind when it is overdue.
+        rows: read in that thread, too.
+        timeout_s: for one row.
+        overdue: what an error says of a row that takes longer.
+
+    Raises:
+        DataError: one row took longer, or broke a tokenizer.
+    """
+    done: list[T] = []
+    failure: list[BaseException] = []
+    current: tuple[str, float] | None = None
+
+    def serve() -> None:
+        nonlocal current
+        try:
+            for where, row in rows:
+                current = where, time.monotonic()
+                done.append(work(where, row))
+                current = None
+        except BaseException as error:  # raised again by the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=serve, name="slime-chat-template", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_INTERVAL_S)
+        at_work = current
+        if at_work is not None and time.monotonic() - at_work[1] > timeout_s and thread.is_alive():
+            raise DataError(f"{at_work[0]}: {overdue.format(timeout_s)}")
+    if failure and current is not None and type(failure[0]).__name__ == "PanicException":  # of Rust, and no Exception
+        raise DataError(
+            f"{current[0]}: the tokenizer breaks on it ({failure[0]}). Correct the row, or mend tokenizer.json of "
+            "--hf-checkpoint."
+        ) from failure[0]
+    if failure:
+        raise failure[0]
+    return done
+
+
+def insert_multimodal(
+    messages: list[dict[str, Any]], row: Mapping[str, Any], multimodal_keys: Mapping[str, str], where: str
+) -> list[dict[str, Any]]:
+    """Return messages in which each placeholder is replaced by the row's next item of its kind.
+
+    Args:
+        messages: chat messages; only contents that are strings are searched.
+        row: the data row.
+        multimodal_keys: kind (``image``) -> key of the row that lists the items.
+        where: the row, for errors.
+
+    Returns:
+        New messages.  ``"a <image> b"`` becomes ``[{"type": "text", "text": "a "}, {"type": "image", "image": item},
+        {"type": "text", "text": " b"}]``; items that are dicts with a type are taken as they are.
+    """
+    kinds = {}
+    waiting: dict[str, list[Any]] = {}
+    for name, key in multimodal_keys.items():
+        kind = MultimodalTypes.get(name)
+        if kind is None:
+            allowed = ", ".join(known.name for known in MultimodalTypes.all())
+            raise DataError(f"--multimodal-keys has the kind {name!r}; it must be one of {allowed}.")
+        kinds[kind.placeholder] = kind.name
+        items: Any = row.get(key)
+        if hasattr(items, "tolist"):
+            items = items.tolist()
+        waiting[kind.name] = list(items) if isinstance(items, (list, tuple)) else [] if items is None else [items]
+    pattern = re.compile("(" + "|".join(re.escape(mark) for mark in kinds) + ")")
+
+    def part(piece: str) -> dict[str, Any]:
+        if piece not in kinds:
+            return {"type": "text", "text": piece}
+        kind = kinds[piece]
+        if not waiting[kind]:
+            raise DataError(f"{where}: the prompt has more {piece} than the row has items of kind {kind}.")
+        item = waiting[kind].pop(0)
+        return item if isinstance(item, dict) and "type" in item else {"type": kind, kind: item}
+
+    filled = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            content = [part(piece) for piece in pattern.split(content) if piece]
+        filled.append({**message, "content": content})
+    left = {kind: len(items) for kind, items in waiting.items() if items}
+    if left:
+        raise DataError(f"{where}: items without a placeholder in the prompt: {left}.")
+    return filled
+
+
+# Data sets
 
 
 def check_prompt_file(

@@ -29,7 +29,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ray.engines.group:EngineGroup._restart", "register = not self.takes_updates", "register = True"
     ),
     "the position is saved as of now, while the next rollout is under way": _bug(
-        "slime.rollout.checkpoint_position:CheckpointPosition.save",
+        "slime.rollout.run_state:CheckpointPosition.save",
         "self._before.get(rollout_id + 1, (None, [None] * len(self._observers)))",
         "(None, [None] * len(self._observers))",
     ),

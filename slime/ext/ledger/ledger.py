@@ -24,8 +24,8 @@ from slime.ext.ledger.recovery import Marks, Recovery, SourceRecorder
 from slime.ext.ledger.segments import retire
 from slime.rollout.base_types import Entry, Group, RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSource, groups_from_state, groups_to_state
-from slime.rollout.observer import GroupObserver
 from slime.rollout.plain_values import read_state, write_state
+from slime.rollout.run_state import GroupObserver
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 

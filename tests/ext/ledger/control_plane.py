@@ -22,9 +22,8 @@ from slime.ext.ledger.ledger import TRACKER, Ledger
 from slime.rollout import control_client, direct_workers, fully_async_rollout, sglang_rollout
 from slime.rollout import data_source as data_source_module
 from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaf_samples
-from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.run_state import RunState, use_run
+from slime.rollout.run_state import CheckpointPosition, RunState, use_run
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

@@ -10,11 +10,10 @@ import pytest
 from slime.ext.ledger.ledger import Ledger
 from slime.rollout import fully_async_rollout, rm_hub
 from slime.rollout.base_types import leaf_samples
-from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.rm_hub import policy
-from slime.rollout.run_state import RunState, use_run
+from slime.rollout.run_state import CheckpointPosition, RunState, use_run
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run

@@ -20,10 +20,10 @@ from slime.ext.ledger.records import SAMPLE_FLAGS
 from slime.flags.reward import reward_config
 from slime.ray.save_lock import lock_folders
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.checkpoint_position import CheckpointPosition
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.plain_values import read_state
 from slime.rollout.rm_hub.policy import grade_by_policy
+from slime.rollout.run_state import CheckpointPosition
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import make_args

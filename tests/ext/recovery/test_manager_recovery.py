@@ -15,7 +15,7 @@ from slime.ray import waiting
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import Parts
 from slime.ray.train_loop import StepTimes
-from slime.rollout.observer import GroupObserver
+from slime.rollout.run_state import GroupObserver
 from slime.utils.errors import EngineDiedError
 
 DIED = EngineDiedError("the rollout manager died")

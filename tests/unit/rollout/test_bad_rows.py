@@ -13,10 +13,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slime.rollout import prompt_template, trial_child
-from slime.rollout.prompt_checks import MAX_PROMPT_CHARS
-from slime.rollout.prompt_dataset import Dataset, check_prompt_file
-from slime.rollout.prompt_template import TemplateCheck
+from slime.rollout import prompt_dataset, trial_child
+from slime.rollout.prompt_dataset import Dataset, TemplateCheck, check_prompt_file
+from slime.rollout.prompt_files import MAX_PROMPT_CHARS
 from slime.rollout.tokenizer_trial import judge
 from slime.utils.chat_template import MAX_RENDERED_CHARS
 from slime.utils.errors import DataError
@@ -421,10 +420,10 @@ def test_a_tokenizer_that_breaks_on_a_later_row_names_it(tmp_path, monkeypatch, 
     tokenizer, stop = PreTrainedTokenizerFast(tokenizer_object=fast), threading.Event()
     if breaks == "hang":
         monkeypatch.setattr(PreTrainedTokenizerFast, "encode", lambda *_, **__: stop.wait(60))
-        monkeypatch.setattr(prompt_template.map_with_deadline, "__kwdefaults__", {"timeout_s": 0.2})
-    assert breaks == "hang" or prompt_template.encode(tokenizer, "hi") == [0]
+        monkeypatch.setattr(prompt_dataset.map_with_deadline, "__kwdefaults__", {"timeout_s": 0.2})
+    assert breaks == "hang" or prompt_dataset.encode(tokenizer, "hi") == [0]
     try:
-        text = refusal(prompt_template.encode, tokenizer, word, "Sample 3")
+        text = refusal(prompt_dataset.encode, tokenizer, word, "Sample 3")
     finally:
         stop.set()
     says = {"panic": "breaks on it", "hang": "is still at work after 0 s"}[breaks]
@@ -432,9 +431,9 @@ def test_a_tokenizer_that_breaks_on_a_later_row_names_it(tmp_path, monkeypatch, 
 
 
 def test_a_template_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
-    defaults = prompt_template.map_with_deadline.__kwdefaults__
-    monkeypatch.setattr(prompt_template.map_with_deadline, "__kwdefaults__", defaults | {"timeout_s": 0.3})
-    monkeypatch.setattr(prompt_template, "POLL_INTERVAL_S", 0.05)
+    defaults = prompt_dataset.map_with_deadline.__kwdefaults__
+    monkeypatch.setattr(prompt_dataset.map_with_deadline, "__kwdefaults__", defaults | {"timeout_s": 0.3})
+    monkeypatch.setattr(prompt_dataset, "POLL_INTERVAL_S", 0.05)
     stop = threading.Event()
 
     def loop(self, messages, **kwargs):

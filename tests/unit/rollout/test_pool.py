@@ -13,10 +13,9 @@ import pytest
 from slime.rollout import pool as pool_module
 from slime.rollout.base_types import Group
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.observer import GroupObserver
 from slime.rollout.pool import DROPS_BEFORE_WARNING, MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
 from slime.rollout.rm_hub.policy import FAILURES
-from slime.rollout.run_state import RunState, use_run
+from slime.rollout.run_state import GroupObserver, RunState, use_run
 from slime.rollout.waiting import LongWait
 from slime.utils.errors import DataError, EngineError, HookError
 from slime.utils.types import Sample

@@ -10,7 +10,7 @@ from slime.agent.adapters.engine import build_prompt_ids
 from slime.agent.adapters.messages import tool_call_dict
 from slime.agent.trajectory import KnownPrefix
 from slime.rollout.multi_turn import observation_text
-from slime.rollout.prompt_template import render
+from slime.rollout.prompt_dataset import render
 from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import DataError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
