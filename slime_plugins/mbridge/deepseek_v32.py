@@ -9,9 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors

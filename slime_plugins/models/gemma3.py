@@ -17,15 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
 
 from slime.backends.megatron_utils.layers.attention import PackedSelfAttention
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, SandwichLayer, get_block_spec

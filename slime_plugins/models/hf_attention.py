@@ -13,13 +13,6 @@ from argparse import Namespace
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-from slime.flags.security import trusts_remote_code
-
-# isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
@@ -28,7 +21,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import AutoConfig
 
+from slime.flags.security import trusts_remote_code
 from slime_plugins.models.qwen3_next.gated_delta_net import natural_order
 
 __all__ = ["HuggingfaceAttention"]

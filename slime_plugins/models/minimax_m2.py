@@ -18,14 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
 from slime.backends.megatron_utils.layers.norm import Norm

@@ -1,1 +1,3 @@
-"""The Megatron trainer.  Importing this package imports and patches nothing."""
+"""The Megatron trainer.  Importing the package decides how ``megatron.core`` is imported, and imports none of it."""
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401

@@ -12,10 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch.distributed as dist
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, sleep, train_metrics

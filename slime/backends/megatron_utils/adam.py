@@ -21,9 +21,6 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor

@@ -10,12 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
+from torch import Tensor
 
 from slime.algorithms.advantages import AdvantageConfig, AdvantageInputs, get_estimator
 from slime.algorithms.advantages.distillation import add_distillation

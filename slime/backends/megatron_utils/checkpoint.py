@@ -19,9 +19,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import mpu

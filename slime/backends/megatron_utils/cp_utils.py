@@ -12,12 +12,8 @@ from typing import overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
+from torch import Tensor
 
 from slime.algorithms.reduction import Reducer, sum_of_sample_means
 from slime.train_data import context_parallel

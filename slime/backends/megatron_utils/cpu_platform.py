@@ -1,11 +1,15 @@
-"""Let megatron-core run on CPU tensors.  Importing this module is all that needs to be done.
+"""How ``megatron.core`` is imported: from the installed wheel, and able to run on CPU tensors.
+
+The package ``megatron_utils`` imports this module, so nothing of ours imports megatron-core before.
+
+Recipes put a checkout of Megatron-LM on PYTHONPATH.  ``megatron`` is a namespace package, so the checkout's
+``megatron/core``, another version, would be imported in place of the wheel's.  ``megatron.training`` and the like of a
+checkout stay importable for plug-ins that want them.
 
 megatron-core 0.16.1 asks ``torch.cuda`` for devices, streams and random states in the middle of plain tensor code.  On
 a machine without CUDA the replacements below, each with its reason, answer instead.
 They reach only modules of ``megatron.core``, whose global name ``torch`` is exchanged for a facade when they are
-imported; the two methods of ``torch.Tensor`` are the exception.  On a machine with CUDA only MKL is initialized here.
-
-Every module of ours that imports ``megatron.core`` imports this one first; a test holds that order.
+imported; the two methods of ``torch.Tensor`` are the exception.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
+import logging
 import sys
 import types
 import warnings
@@ -23,8 +29,9 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils import megatron_wheel
 from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_VERSION = "0.16.1"
 """The only megatron-core that the replacements were tested with."""
@@ -224,21 +231,25 @@ def _without_wandb() -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """An import hook that puts the facade into each module of megatron.core as soon as its body has run."""
+    """An import hook that takes megatron.core from ``wheel_folder``, and puts ``facade`` into each of its modules as
+    soon as its body has run; without a facade, with CUDA, modules stay as they are.
+    """
 
-    def __init__(self, facade: _Facade, wheel_folder: Path | None) -> None:
-        self.facade = facade
-        self.wheel_folder = wheel_folder
+    def __init__(self, wheel_folder: Path | None, facade: _Facade | None) -> None:
+        self.wheel_folder, self.facade = wheel_folder, facade
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
+        if fullname == "megatron.core":
+            self._begin()
+            path = path if self.wheel_folder is None else [str(self.wheel_folder)]
+        elif self.facade is None or not fullname.startswith("megatron.core."):
             return None
-        if fullname == "megatron.core" and self.wheel_folder is not None:
-            path = [str(self.wheel_folder)]
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        if self.facade is None or spec is None:
+            return spec
+        if not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return spec
         run_body = spec.loader.exec_module
 
@@ -247,31 +258,52 @@ class _Finder(importlib.abc.MetaPathFinder):
                 # Each module warns that TransformerEngine and Apex are absent, which is the plan here.
                 warnings.simplefilter("ignore")
                 run_body(module)
-            self.adapt(module)
+            if module.__dict__.get("torch") is torch:
+                module.torch = self.facade  # type: ignore[attr-defined]
+            if module.__name__ in _MODULE_PATCHES:
+                _MODULE_PATCHES[module.__name__](module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
-    def adapt(self, module: types.ModuleType) -> None:
-        """Exchange the module's ``torch`` and replace the functions listed for it."""
-        if module.__dict__.get("torch") is torch:
-            module.torch = self.facade  # type: ignore[attr-defined]
-        if module.__name__ in _MODULE_PATCHES:
-            _MODULE_PATCHES[module.__name__](module)
+    def _begin(self) -> None:
+        if self.facade is not None:
+            _check_version()
+            _patch_tensor_methods()
+        for entry in sys.path if self.wheel_folder is not None else ():
+            other = Path(entry or ".") / "megatron"
+            if other != self.wheel_folder and (other / "core/__init__.py").is_file():
+                logger.info(
+                    "megatron.core comes from the wheel in %s, not from the checkout in %s.", self.wheel_folder, other
+                )
+
+
+def _find_wheel() -> importlib.metadata.Distribution | None:
+    """Return the installed megatron-core; metadata that a checkout keeps beside its sources do not count."""
+    found = list(importlib.metadata.distributions(name="megatron-core"))
+    wheels = [distribution for distribution in found if distribution.read_text("WHEEL") and _folder(distribution)]
+    return next(iter(wheels or found), None)
+
+
+def _folder(distribution: importlib.metadata.Distribution) -> Path | None:
+    """Return ``.../megatron`` of an installed distribution; None for one that is installed as a link to
+    its sources.
+    """
+    folder = Path(str(distribution.locate_file("megatron")))
+    return folder if (folder / "core/__init__.py").is_file() else None
 
 
 def _check_version() -> None:
-    """Raise ConfigError unless the installed megatron-core is the tested one."""
-    wheel = megatron_wheel.find_wheel()
+    wheel = _find_wheel()
     if wheel is None:
         raise ConfigError(
             f"megatron-core is not installed; training needs it; pip install megatron-core=={SUPPORTED_VERSION}."
         )
-    found = wheel.version
-    if found != SUPPORTED_VERSION:
+    if wheel.version != SUPPORTED_VERSION:
         raise ConfigError(
-            f"megatron-core is {found}; without CUDA it runs through replacements tested with {SUPPORTED_VERSION} "
-            f"(slime/backends/megatron_utils/cpu_platform.py); pip install megatron-core=={SUPPORTED_VERSION}."
+            f"megatron-core is {wheel.version}; without CUDA it runs through replacements tested with "
+            f"{SUPPORTED_VERSION} (slime/backends/megatron_utils/cpu_platform.py); pip install "
+            f"megatron-core=={SUPPORTED_VERSION}."
         )
 
 
@@ -284,28 +316,51 @@ def _initialize_vector_math() -> None:
     torch.ones(1).sqrt()
 
 
-def install() -> bool:
-    """Put the replacements in place; True when they are (there is no CUDA), False when nothing was touched.
+def _install() -> bool:
+    """Put the hook in place; returns True when the replacements are too (there is no CUDA).
 
     Raises:
-        ConfigError: megatron-core is missing or of another version, or was imported before this module.
+        ConfigError: ``megatron.core`` was imported before, from elsewhere or, without CUDA, at all.
     """
-    wheel_folder = megatron_wheel.pin()
-    if torch.cuda.is_available():
-        return False
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return True
-    _check_version()
-    if "megatron.core" in sys.modules:
+    wheel = _find_wheel()
+    folder = _folder(wheel) if wheel is not None else None
+    on_cpu = not torch.cuda.is_available()
+    imported = sys.modules.get("megatron.core")
+    if imported is not None and folder is not None and Path(imported.__file__ or "").parent != folder / "core":
         raise ConfigError(
-            "megatron.core was imported before slime.backends.megatron_utils.cpu_platform, too late to run it without "
-            "CUDA; in the module that imports megatron.core, import cpu_platform above it."
+            f"megatron.core was imported from {imported.__file__} before slime, which needs the installed wheel in "
+            f"{folder}; import slime first, or take the Megatron-LM checkout off PYTHONPATH."
         )
-    _patch_tensor_methods()
-    sys.meta_path.insert(0, _Finder(_torch_facade(), wheel_folder))
-    return True
+    if imported is not None and on_cpu:
+        raise ConfigError(
+            "megatron.core was imported before slime.backends.megatron_utils, too late to run it without CUDA; import "
+            "slime.backends.megatron_utils first."
+        )
+    sys.meta_path.insert(0, _Finder(folder, _torch_facade() if on_cpu else None))
+    return on_cpu
+
+
+def mend_missing_transformer_engine() -> None:
+    """Set names that megatron-core 0.16.1 sets only when TransformerEngine imports, and defaults that need it.
+
+    The faults show on CPU and CUDA alike; nothing happens when TransformerEngine is installed.
+    """
+    from megatron.core.tensor_parallel import random as tensor_parallel_random
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    # moe_utils.router_gating_linear reads the name whatever was imported: NameError with --moe-router-dtype.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # multi_latent_attention believes in TransformerEngine although its classes are mocks: isinstance() TypeError.
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+    # CheckpointWithoutOutput takes its default, False, for "fp8 is asked for" (it compares with None), and then wants
+    # TransformerEngine's fp8 state: NameError with --recompute-modules layernorm or moe_act.
+    if not hasattr(tensor_parallel_random, "FP8GlobalStateManager"):
+        tensor_parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 _initialize_vector_math()
-IS_INSTALLED = install()
-"""True on a machine without CUDA, after the replacements are in place."""
+IS_INSTALLED = _install()
+"""True on a machine without CUDA: the replacements are in place."""

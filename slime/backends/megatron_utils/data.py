@@ -13,13 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import local_responses
 from slime.backends.megatron_utils.layers.vision import ImageBatch

@@ -10,13 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from slime.algorithms.advantages import get_estimator
 from slime.backends.megatron_utils.cp_utils import packing_of

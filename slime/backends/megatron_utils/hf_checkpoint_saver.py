@@ -10,9 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 import torch
 import torch.distributed as dist
 from tqdm import tqdm

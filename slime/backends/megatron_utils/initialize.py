@@ -12,10 +12,6 @@ from argparse import Namespace
 import numpy as np
 import torch
 import torch.distributed as dist
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import config as megatron_config
 from megatron.core import mpu, tensor_parallel
 

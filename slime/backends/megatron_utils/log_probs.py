@@ -12,12 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
+from torch import Tensor
 
 from slime.algorithms.log_probs import KeptTokens, vocab_parallel_log_probs
 from slime.backends.megatron_utils.cp_utils import cp_rank, has_contiguous_parts, zigzag_from_contiguous

@@ -14,13 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
-from megatron.core import mpu
 
 from slime.algorithms.advantages import get_estimator
 from slime.algorithms.kl import approx_kl

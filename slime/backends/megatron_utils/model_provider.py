@@ -12,10 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

@@ -8,12 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 
 class ModelTransform(ABC):

@@ -14,13 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.models.rule import TOWER

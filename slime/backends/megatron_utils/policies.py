@@ -16,12 +16,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from slime.backends.megatron_utils import checkpoint, memory
 from slime.backends.megatron_utils.model_transform import added_parameters

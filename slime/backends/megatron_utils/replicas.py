@@ -12,12 +12,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
+from torch import Tensor
 
 from slime.utils.errors import StepError
 

@@ -18,10 +18,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model

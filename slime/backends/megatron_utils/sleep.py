@@ -16,13 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor, UntypedStorage
 
 from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.adam import parts_of

@@ -12,10 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 

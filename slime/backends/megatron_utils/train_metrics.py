@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
+from torch import Tensor
 
 from slime.algorithms.value_loss import explained_variance, explained_variance_sums
 from slime.backends.megatron_utils import memory

@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
+from torch import Tensor
 
 from slime.backends.megatron_utils import memory, train_metrics
 from slime.backends.megatron_utils.ci_checks import check_rollout, check_step

@@ -25,11 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform
-
-# isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -47,7 +42,9 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from megatron.core.utils import divide
+from torch import Tensor
 
+from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.layers.rotary import cumulative_lengths, kept_on
 from slime.train_data.context_parallel import CPRank, slice_zigzag
 from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule

@@ -28,9 +28,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

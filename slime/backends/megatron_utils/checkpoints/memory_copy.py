@@ -15,9 +15,6 @@ import time
 from argparse import Namespace
 from typing import Any
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 import torch
 from megatron.core.utils import unwrap_model
 

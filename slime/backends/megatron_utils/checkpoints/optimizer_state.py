@@ -19,9 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values

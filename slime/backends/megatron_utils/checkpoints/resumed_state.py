@@ -7,9 +7,6 @@ import random
 from argparse import Namespace
 from typing import Any
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -14,9 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor

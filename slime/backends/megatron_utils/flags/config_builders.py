@@ -9,10 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from slime.backends.megatron_utils import cpu_platform
-
-# isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
@@ -20,6 +16,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.flags.config_flags import attribute_of, config_arguments, flag_of
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS
 from slime.utils.errors import ConfigError

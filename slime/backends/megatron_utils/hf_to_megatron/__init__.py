@@ -16,17 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.train_data.model_dims import ModelDims
-
-# isort: split
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, stored_dtypes
 from slime.backends.megatron_utils.layers.value_head import is_of_value_head
 from slime.backends.megatron_utils.models import FAMILIES, WeightMap, find_weight_map
 from slime.backends.megatron_utils.models.rule import EMBEDDING, OUTPUT_LAYER, from_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
+from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_config, read_model_type
 from slime.weights.named_tensors import check_finite, config_dtype, dtype_name

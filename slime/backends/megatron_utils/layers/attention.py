@@ -18,13 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from slime.backends.megatron_utils import cpu_platform, megatron_wheel  # noqa: F401
-
-# isort: split
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config as yarn_mscale,
 )
@@ -36,7 +29,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.layers.attention_kernels import per_sequence_attention, varlen_attention
 from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, rotary_tables
 from slime.backends.megatron_utils.layers.row_copies import RowCopies, copy_rows
@@ -44,7 +41,7 @@ from slime.backends.megatron_utils.layers.sink_attention import make_sinks, varl
 from slime.train_data.context_parallel import CPRank
 from slime.utils.errors import ConfigError
 
-megatron_wheel.mend_missing_transformer_engine()
+cpu_platform.mend_missing_transformer_engine()
 
 
 class PackedAttention(MegatronModule):

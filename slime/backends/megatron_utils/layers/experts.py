@@ -11,11 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform
-
-# isort: split
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
@@ -25,6 +20,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_exper
 from megatron.core.tensor_parallel.utils import divide
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform
 
 ShardedState = dict[str, ShardedTensor | ShardedTensorFactory]
 Offsets = tuple[tuple[int, int, int], ...]

@@ -26,11 +26,6 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -40,6 +35,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from slime.backends.megatron_utils.layers.experts import StackedLinear
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear

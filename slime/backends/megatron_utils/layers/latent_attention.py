@@ -15,11 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform
-
-# isort: split
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -36,7 +31,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import divide
+from torch import Tensor
 
+from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.layers.attention import PackedAttention
 from slime.backends.megatron_utils.layers.norm import Norm
 from slime.backends.megatron_utils.layers.rotary import (

@@ -15,11 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
@@ -39,6 +34,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch import Tensor
 
 from slime.backends.megatron_utils.flags.model_dims import moe_layers
 from slime.backends.megatron_utils.layers.attention import PackedAttention, PackedSelfAttention

@@ -26,12 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -46,6 +40,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.log_probs import vocab_parallel_log_probs
 from slime.backends.megatron_utils.cp_utils import packing_of

@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
-from megatron.core.transformer.transformer_config import TransformerConfig
-
+from slime.backends.megatron_utils import cpu_platform
 from slime.utils.errors import ConfigError
 
 

@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from slime.train_data.context_parallel import CPRank
 

@@ -16,12 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
+from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.train_data.microbatch import pack_thd

@@ -15,15 +15,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from slime.backends.megatron_utils.layers.routed_samples import RoutedSamples, part_of_tensor_rank
 from slime.train_data.routed_experts import EXPERT_ID_DTYPE

@@ -14,14 +14,12 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform
-
-# isort: split
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.utils import divide
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform
 
 
 def make_sinks(config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> torch.nn.Parameter:

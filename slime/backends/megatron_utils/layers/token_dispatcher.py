@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
@@ -27,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from slime.backends.megatron_utils.layers.row_copies import RowCopies, copy_rows, sum_copies
 

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform
-
-# isort: split
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform
 
 DEFAULT_STD = 0.02
 """Deviation of the first weights where ``--init-method-std`` does not say."""

@@ -21,15 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import cp_rank
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp

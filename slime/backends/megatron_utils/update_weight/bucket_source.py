@@ -12,12 +12,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
+from torch import Tensor
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.models import find_weight_map

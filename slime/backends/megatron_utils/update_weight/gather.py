@@ -12,16 +12,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-from slime.backends.megatron_utils.flags.model_dims import model_dims
-
-# isort: split
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from slime.backends.megatron_utils.data import current_device
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group

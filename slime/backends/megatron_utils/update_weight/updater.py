@@ -8,10 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory

@@ -11,10 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -11,25 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from slime.backends.megatron_utils import cpu_platform, megatron_wheel
-
-# isort: split
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import layers, random
 from megatron.core.transformer.moe import moe_utils
 
+from slime.backends.megatron_utils import cpu_platform
 from slime.utils.errors import ConfigError
 
 REPO = Path(__file__).parents[4]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the replacements are for machines without CUDA")
-
-
-def test_it_is_installed_once_however_often_it_is_asked() -> None:
-    finders = [finder for finder in sys.meta_path if type(finder).__name__ == "_Finder"]
-    assert cpu_platform.install() and cpu_platform.IS_INSTALLED
-    assert [finder for finder in sys.meta_path if type(finder).__name__ == "_Finder"] == finders
-    assert len(finders) == 1
 
 
 def test_megatron_core_sees_a_cpu_where_it_asks_for_the_current_cuda_device() -> None:
@@ -83,35 +72,9 @@ def test_split_sizes_become_plain_arrays() -> None:
 
 
 def test_another_version_of_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_wheel, "find_wheel", lambda: SimpleNamespace(version="0.17.0"))
+    monkeypatch.setattr(cpu_platform, "_find_wheel", lambda: SimpleNamespace(version="0.17.0"))
     with pytest.raises(ConfigError, match="0.17.0.*0.16.1.*pip install megatron-core==0.16.1"):
         cpu_platform._check_version()
-
-
-def imports_of(path: Path) -> list[str]:
-    """Module-level imports in order; ``from a import b`` as ``a.b``."""
-    found = []
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted((REPO / "slime/backends/megatron_utils").rglob("*.py")),
-    ids=lambda path: str(path.relative_to(REPO / "slime/backends/megatron_utils")),
-)
-def test_whoever_imports_megatron_core_imports_the_platform_first(path: Path) -> None:
-    names = imports_of(path)
-    ours = "slime.backends.megatron_utils."
-    for name in names:
-        if name.startswith("megatron"):
-            pytest.fail(f"{path.name} imports {name} before slime.backends.megatron_utils.cpu_platform")
-        if name == ours + "cpu_platform":
-            return
 
 
 FIRST_CALLS = """
@@ -134,3 +97,50 @@ def test_the_first_cosines_that_two_threads_compute_are_as_exact_as_later_ones()
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", FIRST_CALLS, "400"]
     subprocess.run(command, cwd=REPO, env=environment, check=True, timeout=300)
+
+
+def make_checkout(folder: Path, *, is_package: bool, has_metadata: bool) -> Path:
+    """A folder like a checkout of Megatron-LM of another version."""
+    for name in ("core", "training"):
+        (folder / "megatron" / name).mkdir(parents=True)
+    (folder / "megatron/core/__init__.py").write_text("raise ImportError('the core of the checkout')")
+    (folder / "megatron/training/__init__.py").write_text("WHERE = 'checkout'")
+    if is_package:
+        (folder / "megatron/__init__.py").write_text("")
+    if has_metadata:
+        info = folder / "megatron_core.egg-info"
+        info.mkdir()
+        (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.9.9\n")
+    return folder
+
+
+def run_beside(code: str, checkout: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{REPO}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(("is_package", "has_metadata"), [(False, False), (True, True)])
+def test_the_core_is_the_wheels_and_the_rest_of_the_checkout_is_there(tmp_path, is_package, has_metadata):
+    checkout = make_checkout(tmp_path / "Megatron-LM", is_package=is_package, has_metadata=has_metadata)
+    code = """
+import logging
+logging.basicConfig(level="INFO")
+from slime.backends.megatron_utils import cpu_platform
+import megatron.core, megatron.core.utils, megatron.training
+print(megatron.core.__version__, megatron.core.utils.__file__, megatron.training.WHERE)
+"""
+    result = run_beside(code, checkout)
+    assert result.returncode == 0, result.stderr
+    version, file, where = result.stdout.split()
+    assert (version, where) == ("0.16.1", "checkout")
+    assert "site-packages" in file
+    assert f"not from the checkout in {checkout}/megatron" in result.stderr
+
+
+def test_a_core_imported_from_the_checkout_before_is_an_error_that_says_what_to_do(tmp_path):
+    checkout = make_checkout(tmp_path / "Megatron-LM", is_package=False, has_metadata=False)
+    (checkout / "megatron/core/__init__.py").write_text("")
+    result = run_beside("import megatron.core; from slime.backends.megatron_utils import cpu_platform", checkout)
+    assert "ConfigError: megatron.core was imported from " in result.stderr
+    assert "take the Megatron-LM checkout off PYTHONPATH" in result.stderr

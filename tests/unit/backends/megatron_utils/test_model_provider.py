@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 
+from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers import layer_specs
 from slime.backends.megatron_utils.layers.layer_specs import RoutedExperts, get_block_spec
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.model_provider import freeze_parameters, get_model_provider
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-
-from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.utils.errors import ConfigError, HookError
 from tests.unit.backends.megatron_utils.megatron_case import packed_logits, parse, start_single_process
 

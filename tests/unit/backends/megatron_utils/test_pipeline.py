@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 

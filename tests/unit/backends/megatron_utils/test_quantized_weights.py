@@ -12,9 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, convert_to_hf

@@ -11,13 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.forward import forward_only

@@ -13,13 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "dist"))
 
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron_case import start_single_process
 from trainer_case import cut, make_args, make_train_data, write_model
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.checkpoint import (
     find_checkpoint,

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers import attention, attention_kernels
 from slime.backends.megatron_utils.layers.attention import (
     PackedAttention,
@@ -20,11 +22,6 @@ from slime.backends.megatron_utils.layers.attention import (
     varlen_attention,
     zigzag_attention,
 )
-
-# isort: split
-from megatron.core.packed_seq_params import PackedSeqParams
-
-from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.train_data.context_parallel import CPRank
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process

@@ -10,11 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
-
-# isort: split
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -30,6 +25,7 @@ from slime.backends.megatron_utils.layers.experts import (
     has_grouped_product,
 )
 from slime.utils.errors import ConfigError
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 NUM_EXPERTS, HIDDEN, FFN = 5, 12, 6
 COUNTS = torch.tensor([4, 0, 1, 9, 2])

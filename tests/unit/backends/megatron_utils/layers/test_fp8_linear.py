@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.layers import fp8_linear
 from slime.backends.megatron_utils.layers.fp8_linear import Fp8Product, Rows, qkv_rows, rounded
 from slime.backends.megatron_utils.models.qwen3_next import merge_gated_qkv

@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.rotary import LatentRotary, rotate_pairs

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
+from torch import Tensor
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.routed_samples import RoutedSamples, routers_need_samples

@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers import attention
 from slime.backends.megatron_utils.layers.attention import PackedAttention, zigzag_attention
-from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
-
-# isort: split
-from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.train_data.context_parallel import CPRank
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 DENSE = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --kv-channels 4 --vocab-size 8".split()
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 4.0])

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.megatron_utils import cpu_platform  # noqa: F401
-
-# isort: split
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.checkpoint import load_checkpoint, publish_checkpoint, save_checkpoint
 from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensors
