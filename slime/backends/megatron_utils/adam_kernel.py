@@ -86,11 +86,7 @@ def launch_step(
     """Update a parameter [fp32, contiguous] and its moments in place.
 
     Args:
-        parameter: on the GPU.
-        gradient: of the parameter's shape.
         state: ``exp_avg`` and ``exp_avg_sq``, with ``..._scale`` [blocks, fp32] where one is fp16.
-        numbers: the step's scalars.
-        seed: of the rounding's noise.
         block: elements that share the scale of an fp16 moment; a power of two.
     """
     assert parameter.is_contiguous() and gradient.is_contiguous() and parameter.dtype == torch.float32

@@ -113,7 +113,6 @@ def choose_teachers(data: DeviceBatch, answers: Mapping[str, Mapping[str, Any]])
     """Set the teacher's columns of each sample to those of its own teacher, ``teacher_names`` of the data.
 
     Args:
-        data: of this rank.
         answers: teacher -> column -> an entry for each sample; without columns on all but the last pipeline stage.
 
     Raises:

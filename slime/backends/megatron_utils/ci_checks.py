@@ -40,10 +40,6 @@ def check_step(
 ) -> None:
     """Check one optimizer step on the rank that has its metrics.
 
-    Args:
-        metrics: of the step, without a prefix.
-        grad_norm: before clipping.
-
     Raises:
         CheckError: with ``--ci-test``; names every number that is off.
     """
@@ -66,9 +62,6 @@ def check_step(
 
 def check_rollout(args: Namespace, role: str, rollout_id: int, metrics: Mapping[str, float]) -> None:
     """Check what is known of a rollout before its first step, on the rank that has its metrics.
-
-    Args:
-        metrics: with the prefix ``rollout/``.
 
     Raises:
         CheckError: with ``--ci-test``.

@@ -139,8 +139,6 @@ def zigzag_from_contiguous(
     Args:
         columns: [R] values of this rank's contiguous part of the stream, samples one after the other.
         positions: per sample, the positions in it of the tokens that those values belong to.
-        total_lengths: tokens of each sample.
-        response_lengths: response tokens of each.
 
     Returns:
         of each column and sample the values that :func:`local_responses` would cut out of the whole responses.
@@ -170,8 +168,6 @@ def get_sum_of_sample_mean(
         sum over samples i of (x_i * mask_i).sum() / max(denominator_i, 1),      or plainly of (x * mask).sum()
 
     Args:
-        total_lengths: tokens of each sample.
-        response_lengths: response tokens of each sample.
         loss_masks: [response_length] each, not sliced.
         sample_denoms: the denominators (``rollout_mask_sums``); the masks' own sums when None.
         calculate_per_token_loss: the plain sum.

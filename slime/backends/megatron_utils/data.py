@@ -56,7 +56,6 @@ def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> Dev
     """Return the columns as the trainer's hooks see them: tensors on the device, per-token floats local to the rank.
 
     Args:
-        batch: this rank's share of the rollout.
         vocab_size: rows of the embedding; a token beyond them is refused here, for a GPU would end without its name.
 
     Raises:
@@ -141,11 +140,6 @@ def get_data_iterator(rollout_data: Mapping[str, Any], num_chunks: int) -> list[
 
 def get_batch(data_iterator: DataIterator, keys: Sequence[str], packing: PackingConfig) -> dict[str, Any]:
     """Pack the next micro-batch.
-
-    Args:
-        data_iterator: gives the samples.
-        keys: columns to fetch beside tokens, lengths and loss masks.
-        packing: of this rank.
 
     Returns:
         the columns, and ``tokens`` [1, T], ``unconcat_tokens``, ``packed_seq_params``, ``full_loss_masks`` [1, T].

@@ -52,11 +52,8 @@ def forward_only(
     """Run the model over all micro-batches of all steps and read something off its logits.
 
     Args:
-        read: what to read.
-        args: the run's arguments.
         model: this rank's chunks; in evaluation mode for the pass.
         data_iterator: one for each chunk; restarted.
-        num_microbatches: of each step.
         store_prefix: put before the names of what was read (``"ref_"``).
 
     Returns:

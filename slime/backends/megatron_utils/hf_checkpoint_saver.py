@@ -44,12 +44,8 @@ def save_hf_model_to_path(
     says that is copied beside it; its tensors that the trainer does not have (a vision tower, MTP layers) are copied.
 
     Args:
-        args: complete flags.
-        output_dir: the folder to write.
-        model: this rank's chunks.
         model_name: chooses the names; default: the model type of ``--hf-checkpoint``.
         quantization_config: of the HF config; default: what ``--hf-checkpoint`` says, whose config is copied.
-        progress_desc: what the progress bar says, on a terminal.
 
     Raises:
         ConfigError: ``--hf-checkpoint`` is not a local folder, is the target itself, or is quantized in a way that is

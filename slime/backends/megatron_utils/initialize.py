@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 def init(args: Namespace) -> None:
     """Build the parallel groups, seed every generator, and call the user's init hook.
 
-    Args:
-        args: complete Megatron flags (after ``validate_megatron_arguments``).
-
     Raises:
         ConfigError: there is no default process group, or its size does not fit the parallel sizes.
     """

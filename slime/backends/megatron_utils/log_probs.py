@@ -31,10 +31,7 @@ def response_rows(
     """Return the rows of the packed logits that predict response tokens.
 
     Args:
-        args: ``allgather_cp`` is read.
         logits: [1, T, ...].
-        total_lengths: tokens of each sample.
-        response_lengths: response tokens of each.
 
     Returns:
         ``(rows_R, positions_N)``: the rows, on the logits' device; the positions of the predicted tokens in each
@@ -100,10 +97,6 @@ def get_log_probs_and_entropy(
 
     Args:
         logits: [1, T, V], any floating dtype; the softmax is computed in fp32.
-        args: ``rollout_temperature``, ``log_probs_chunk_size``, ``entropy_coef``, ``vocab_size`` are read.
-        unconcat_tokens: the samples' full sequences.
-        total_lengths: their lengths.
-        response_lengths: response tokens of each.
         with_entropy: also the entropies, with a gradient only when ``entropy_coef`` is not 0.
         non_loss_data: ignored; Megatron's schedules pass it.
         top_p_token_ids: per sample, the token ids the engine kept at each response token, concatenated.
@@ -156,9 +149,6 @@ def _kept_by_top_p(
         positions: per sample, which of its response tokens this rank has the logits of.
         token_ids: per sample, the ids of all its nuclei.
         token_offsets: per sample, where each token's nucleus begins in them.
-        first_id: token id of the shard's first column.
-        shard: number of the shard's columns.
-        device: of the result.
     """
     rows, columns, counts = [], [], []
     first_row = 0
@@ -188,9 +178,6 @@ def get_values(
 
     Args:
         logits: [1, T, 1], the value head's output.
-        args: ``allgather_cp`` is read.
-        total_lengths: of the samples.
-        response_lengths: response tokens of each.
         unused: further arguments of :func:`get_log_probs_and_entropy`, which a forward pass passes to either.
     """
     rows_R, positions_N = response_rows(args, logits, total_lengths, response_lengths)

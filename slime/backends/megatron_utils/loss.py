@@ -193,9 +193,6 @@ def loss_function(
     (``algorithms.reduction.scale_for_megatron``).
 
     Args:
-        args: the run's arguments.
-        batch: a batch of ``data.get_batch``.
-        num_microbatches: micro-batches of the step on this rank.
         step_global_batch_size: rollouts of the step on all ranks.
         loss_type: key of :data:`LOSSES`.
         logits: the model's output, [1, T, V], with the log-probs of its MTP layers when these are trained.

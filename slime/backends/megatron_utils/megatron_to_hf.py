@@ -42,7 +42,6 @@ def convert_to_hf(
     """Convert one whole Megatron parameter to its HF tensors.
 
     Args:
-        args: complete Megatron flags.
         model_name: HF architecture or config class, in any spelling: ``Qwen3Config``, ``qwen3``.
         name: name in the whole model, layers counted over all pipeline stages; leading ``module.`` are ignored.
         param: the parameter, gathered over tensor parallelism, in the dtype in which it travels; vocabulary padding is
@@ -87,7 +86,6 @@ def checkpoint_quantizer(
 
     Args:
         hf_checkpoint: a local folder; without an index its files' headers are read.
-        quantization_config: of its config.json.
         dtype: in which engines hold unquantized weights.
 
     Raises:
@@ -129,10 +127,7 @@ def quantize_params(
     """Return the HF tensors of one Megatron parameter, quantized where the checkpoint has them so.
 
     Args:
-        args: ``hf_checkpoint`` is read.
-        megatron_name: of the parameter, for messages.
         converted_named_params: HF names and whole tensors, in the dtype in which they would travel unquantized.
-        quantization_config: of the config of ``--hf-checkpoint``.
         transform_ue8m0: lay scales out as DeepGEMM holds them, where the engines' device needs that; not for files.
 
     Raises:

@@ -49,11 +49,8 @@ def build_model(
     """Build this rank's part of the model on its device, in its precision.
 
     Args:
-        args: complete Megatron flags.
         role: ``"critic"`` gets a value head.
-        transforms: change the model after it is built.
         wrap_with_ddp: gradient buffers and their reduction; without it the model can only run forward.
-        on_accelerator: move it there, if there is one.
     """
     provider = get_model_provider(args, role, [make(args) for make in transforms])
     virtual_size = mpu.get_virtual_pipeline_model_parallel_world_size()

@@ -44,9 +44,7 @@ def get_model_provider(
     """Return a function that builds this rank's part of the model.
 
     Args:
-        args: complete Megatron flags.
         role: "critic" puts a value head where the vocabulary projection is; any other is a language model.
-        transforms: change each chunk when all else is done.
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None) -> GPTModel``, whose forward without labels
@@ -94,13 +92,7 @@ def _needing_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: 
 def freeze_parameters(
     model: torch.nn.Module, *, only_train: Iterable[str] | None = None, freeze: Iterable[str] | None = None
 ) -> None:
-    """Take parameters out of training by regular expressions over their names.
-
-    Args:
-        model: its parameters are changed in place.
-        only_train: where given, parameters that match none of these are frozen.
-        freeze: parameters that match any of these are frozen.
-    """
+    """Take parameters out of training by regular expressions over their names."""
     only_train, freeze = list(only_train or ()), list(freeze or ())
     is_tied = getattr(model, "share_embeddings_and_output_weights", False)
     for name, parameter in model.named_parameters():

@@ -19,9 +19,6 @@ class ModelTransform(ABC):
 
         served       function (shard, host_weights) -> tensor: what exports and pushes take in place of its numbers
         has_no_data  True: the numbers are in buffers, and the parameter has no memory
-
-    Args:
-        args: complete flags.
     """
 
     def __init__(self, args: Namespace) -> None:

@@ -73,7 +73,6 @@ def iter_shards(
     """Yield this rank's parameters, and its expert-bias buffers, under global names.
 
     Args:
-        model: this rank's chunks.
         with_copies: also the last pipeline stage's copy of a tied embedding, as ``output_layer.weight``.
         added: the parameters that a transform added instead of all others.
     """

@@ -48,12 +48,9 @@ def run_microbatches(
     """Run all micro-batches of a step through this rank's chunks, forward and (unless ``forward_only``) backward.
 
     Args:
-        args: the run's arguments.
         step: see :data:`ForwardStep`; what it makes of the output counts on the last stage only.
-        model: this rank's chunks, one for each virtual stage.
         data_iterator: one for each chunk, standing at the step's first micro-batch.
         num_microbatches: of the step, the same on every rank.
-        forward_only: no gradients.
 
     Returns:
         what each micro-batch reported, in their order, on the last pipeline stage; nothing elsewhere.
@@ -96,10 +93,7 @@ class KnownShapes(P2PCommunicator):
     backward: going backward, the chunks are visited in reverse.
 
     Args:
-        pp_group: the ranks of this pipeline, first stage first.
-        config: the model's.
         lengths: packed tokens of each micro-batch of the step on one context-parallel rank.
-        num_chunks: virtual stages on each rank.
     """
 
     def __init__(self, pp_group: Any, config: TransformerConfig, lengths: Sequence[int], *, num_chunks: int) -> None:

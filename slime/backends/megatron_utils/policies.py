@@ -35,13 +35,7 @@ def teacher_tag(name: str) -> str:
 
 
 class Policies:
-    """The sets of weights of an actor, and the moments when one becomes another.
-
-    Args:
-        args: the run's arguments.
-        model: this rank's chunks, with the actor's weights in them.
-        weights: the host copies.
-    """
+    """The sets of weights of an actor, and the moments when one becomes another."""
 
     def __init__(self, args: Namespace, model: list[torch.nn.Module], weights: ModelSwitch) -> None:
         self._args, self._model, self._weights = args, model, weights
@@ -50,7 +44,6 @@ class Policies:
         """Load the frozen policies; the model holds the actor afterwards, as before.
 
         Args:
-            with_ref: there is a reference.
             with_teacher: the teachers of distillation are in this process.
             is_resumed: the actor was restored from a copy in memory, not from ``--load``.
         """
@@ -115,10 +108,6 @@ class ModelSwitch:
 
     Invariant: ``active`` names the set that is in the model; the host copy under that tag may be older, from
     ``record_changed`` until ``backup`` is called.
-
-    Args:
-        model: this rank's chunks.
-        active: the tag of what is in the model now.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], active: str = "actor") -> None:

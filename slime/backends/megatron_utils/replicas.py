@@ -33,7 +33,6 @@ class Marks:
         Nothing waits for the device: read them after something that does anyway.
 
         Args:
-            model: this rank's chunks, between a backward pass and the optimizer's step.
             losses: of this rank's micro-batches; none except on the last pipeline stage.
         """
         weights = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad]

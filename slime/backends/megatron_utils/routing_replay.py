@@ -42,10 +42,6 @@ class RoutingReplay:
 
     Invariant: between rollouts nothing is kept, and the stage is "fallthrough".
 
-    Args:
-        args: the run's arguments.
-        model: this rank's chunks.
-
     Raises:
         ConfigError: the model has routers that cannot replay.
     """
@@ -97,8 +93,6 @@ class RoutingReplay:
 
         Args:
             packed_seq_params: gets the attribute ``expert_replay``, see ``RouterInputs``.
-            micro_batch: its number in the rollout on this rank.
-            total_lengths: of its samples.
         """
         if self._stage == "fallthrough":
             return

@@ -96,8 +96,6 @@ class OffloadedState:
     moments appear with the first step.
 
     Args:
-        model: this rank's chunks.
-        optimizer: of the model; None without one.
         chunk_bytes: of the host's memory, which is taken when first needed and kept.
     """
 

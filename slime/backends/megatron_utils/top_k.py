@@ -28,14 +28,7 @@ from slime.utils.errors import DataError
 def get_log_probs_and_top(
     logits: Tensor, *, args: Namespace, rows_per_chunk: int | None = None, **columns: Any
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Compute what ``get_log_probs_and_entropy`` does, and ``top``: the teacher's column of each sample.
-
-    Args:
-        logits: [1, T, V].
-        args: ``opd_top_k`` is read, beside what ``get_log_probs_and_entropy`` reads.
-        rows_per_chunk: rows searched at a time; None: as many as fit into ``CHUNK_BYTES``.
-        columns: as those of ``get_log_probs_and_entropy``.
-    """
+    """Compute what ``get_log_probs_and_entropy`` does, and ``top``: the teacher's column of each sample."""
     nothing, result = get_log_probs_and_entropy(logits, args=args, **columns)
     rows_R, positions_N = response_rows(args, logits, columns["total_lengths"], columns["response_lengths"])
     target_R = predicted_tokens(columns["unconcat_tokens"], positions_N)
@@ -58,9 +51,6 @@ def top_k_divergence(args: Namespace, batch: Batch, logits: Tensor, log_probs: S
     """Return the reverse KL from the teacher's top tokens at each response token, [r] for each sample.
 
     Args:
-        args: ``rollout_temperature`` is read.
-        batch: of ``data.get_batch``, with ``teacher_top``.
-        logits: [1, T, V] of the student.
         log_probs: [r] of the response tokens, of the same logits and with their gradient.
 
     Raises:

@@ -69,7 +69,6 @@ def reduce_step_metrics(
         step_global_batch_size: rollouts of the step on all ranks, the denominator by default.
         per_token: divide by the trained tokens of the step instead.
         cp_size: each context-parallel rank counts all tokens of its samples, and reports its share of the sums.
-        group: data- and context-parallel ranks.
     """
     names = reports[0]["names"]
     assert all(report["names"] == names for report in reports), [report["names"] for report in reports]
@@ -145,11 +144,7 @@ def _reduce_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def image_patches(inputs: Iterable[Mapping[str, Any] | None]) -> list[int]:
-    """Return the patches of every image of the samples, and of every frame of a longer one.
-
-    Args:
-        inputs: ``multimodal_train_inputs`` of each sample.
-    """
+    """Return the patches of every image of the samples, and of every frame of a longer one."""
     grids = [row for one in inputs if one and "image_grid_thw" in one for row in one["image_grid_thw"].tolist()]
     return [int(height * width) for time, height, width in grids for _ in range(int(time))]
 
@@ -165,11 +160,7 @@ def perf_metrics(
     """Compute ``perf/...``: seconds of each phase, tokens and operations a second, packing.  Collective.
 
     Args:
-        args: dimensions of the model.
-        rollout_data: of this rank.
         data_iterator: after training: counts real and packed tokens.
-        seconds: of each timer that ran.
-        world_size: ranks that share the work.
     """
     flops = model_dims(args, read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None)
     local = torch.tensor(
@@ -214,12 +205,7 @@ def perf_metrics(
 
 
 def rank_metrics(num_tokens: int, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return ``perf/rank_{n}/...`` of every rank: seconds, peak memory, tokens a second.  Collective over all ranks.
-
-    Args:
-        num_tokens: of this rank's samples.
-        seconds: of each timer that ran on this rank.
-    """
+    """Return ``perf/rank_{n}/...`` of all ranks: seconds, peak memory, tokens a second.  Collective over all ranks."""
     steps_s = seconds.get("actor_train", 0.0)
     mine = [seconds.get("train", 0.0), memory.peak_gib(), num_tokens / steps_s if steps_s else 0.0]
     group = get_gloo_group()
@@ -257,13 +243,7 @@ class ExpertLoad:
     """Counts of the tokens that each layer's router sent to each expert in one step, over all ranks."""
 
     def __init__(self, model: Sequence[torch.nn.Module], num_layers: int, num_experts: int) -> None:
-        """Have the routers of ``model`` count; those of multi-token prediction are left out.
-
-        Args:
-            model: this rank's chunks.
-            num_layers: of the whole model.
-            num_experts: of a layer.
-        """
+        """Have the routers of ``model`` count; those of multi-token prediction are left out."""
         self._shape = (num_layers, num_experts)
         self._routers = [
             module
@@ -286,9 +266,6 @@ class ExpertLoad:
 
 def load_metrics(counts_LE: Tensor) -> dict[str, float]:
     """Return the balance of every layer that routed tokens.
-
-    Args:
-        counts_LE: tokens of each expert in each layer.
 
     Returns:
         ``expert_load/layer_{n}/max_over_mean`` (1 is balanced, E is all on one), ``.../idle`` (share of the experts

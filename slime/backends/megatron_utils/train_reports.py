@@ -31,13 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainReports:
-    """The log of one role.  Every method is called on all ranks; the main rank logs, the others get ``{}``.
-
-    Args:
-        args: the run's arguments.
-        role: a critic's names tell it from the actor's.
-        world_size: ranks that share the work.
-    """
+    """The log of one role.  Every method is called on all ranks; the main rank logs, the others get ``{}``."""
 
     def __init__(self, args: Namespace, role: str, *, world_size: int) -> None:
         self._args, self._role, self._world_size = args, role, world_size
@@ -56,10 +50,7 @@ class TrainReports:
         """Log and check one optimizer step.
 
         Args:
-            result: of the step.
             more: metrics beside the step's own, without a prefix.
-            learning_rates: of each group of parameters.
-            data: the rollout's, with the sizes of its steps.
         """
         if not result.is_applied:
             self._num_skipped += 1
@@ -112,8 +103,6 @@ class TrainReports:
         context-parallel ranks.
 
         Args:
-            rollout_id: the rollout.
-            data: the rank's columns.
             trained: micro-batch -> what the loss kept; its log-probs are recorded where ``data`` has none from before.
         """
         is_writer = mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0

@@ -93,12 +93,7 @@ def train_one_step(
     """Accumulate the gradients of all micro-batches, take one optimizer step and one step of the schedule.
 
     Args:
-        args: the run's arguments.
-        rollout_id: for hooks and messages.
-        step_id: step within the rollout.
         data_iterator: one for each chunk, standing at the step's first micro-batch.
-        model: this rank's chunks.
-        optimizer: over the chunks' gradient buffers.
         opt_param_scheduler: advanced by ``step_global_batch_size`` samples, unless the step is skipped.
         num_microbatches: of this step on this rank.
         step_global_batch_size: rollouts of this step on all ranks.
@@ -252,11 +247,7 @@ def train_rollout(
     loss_type: str,
     on_step: Callable[[int, StepResult], None],
 ) -> None:
-    """Take all optimizer steps of one rollout.
-
-    Args:
-        on_step: called after each step with its index and result.
-    """
+    """Take all optimizer steps of one rollout."""
     for iterator in data_iterator:
         iterator.reset()
     for chunk in model:

@@ -155,10 +155,6 @@ class ChildProcess:
 def raise_if_ended(process: ChildProcess, advice: str) -> None:
     """Raise the error of a child that ended while it started.
 
-    Args:
-        process: the child.
-        advice: last sentence of the message.
-
     Raises:
         PortTakenError: another process has a port of the child's.
         EngineDiedError: it ended for another reason.

@@ -78,10 +78,6 @@ class PackedNuclei(Sequence[Any]):
 
     One bit a token, so that the copy has a size that the host knows and the engine's next step need not wait for it.
     None for a request that did not ask; no bytes where the sampler kept everything.
-
-    Args:
-        kept_RV: bool [R, V], on the engine's device.
-        asked: which requests asked.
     """
 
     def __init__(self, kept_RV: Tensor, asked: Sequence[bool]) -> None:
@@ -147,12 +143,7 @@ def pack_meta(meta: dict[str, Any]) -> None:
 
 
 class Capture:
-    """The nuclei of one call of the sampler, from its probabilities to the answer.
-
-    Args:
-        asked: which requests of the batch asked.
-        is_greedy: the sampler takes the most probable token of every request.
-    """
+    """The nuclei of one call of the sampler, from its probabilities to the answer."""
 
     def __init__(self, asked: Sequence[bool], *, is_greedy: bool) -> None:
         self._asked = asked
@@ -173,7 +164,6 @@ class Capture:
         Args:
             probs_RV: its probabilities; they are not changed.
             info: SGLang's SamplingBatchInfo, with ``top_ks``, ``top_ps``, ``min_ps``, ``need_min_p_sampling``.
-            backend: pytorch or flashinfer.
             renorm: FlashInfer's ``top_k`` and ``top_p`` renormalisation, which it applies before a min-p.
         """
         min_p_R = info.min_ps if info.need_min_p_sampling else None

@@ -66,7 +66,6 @@ def check_request(obj: Any, *, labels: frozenset[str] = frozenset(), scores_item
     Args:
         obj: SGLang's GenerateReqInput or EmbeddingReqInput, before SGLang looks at it.
         labels: names of labels of metrics that a client may give.
-        scores_items: the server scores several items in one sequence.
 
     Raises:
         ValueError: with the field, its value and what is allowed.
@@ -254,7 +253,6 @@ def check_sequence(sequence: Any, vocab_size: int) -> None:
 
     Args:
         sequence: SGLang's TokenizedGenerateReqInput or TokenizedEmbeddingReqInput.
-        vocab_size: tokens that the model knows.
 
     Raises:
         ValueError: with the field, its value and what is allowed.

@@ -80,11 +80,8 @@ def build_server_args(
     """Build the keyword arguments of ``ServerArgs``; :func:`keep_known` fits them to an installed version.
 
     Args:
-        args: the run's arguments.
         place: the engine's rank, ports and GPUs.
-        model_path: HF checkpoint to serve.
         overrides: ServerArgs fields of the engine's group; they win over everything.  Weight loaders join our own.
-        on_cpu: whether the engine runs without CUDA.
     """
     decided = _decided(args, place, model_path, overrides)
     for attribute, value in vars(args).items():

@@ -51,7 +51,6 @@ class ServerGuard:
     """An ASGI application in front of ``app``.
 
     Args:
-        app: the server.
         secret: of the job; opens everything.
         is_local: the server listens on loopback, where generation and metrics need no key.
         is_encoder: other engines send requests to it.
@@ -104,11 +103,7 @@ def guard_port(
     """Put a guard before whatever uvicorn serves at ``port`` in this process.
 
     Args:
-        secret: of the job.
-        host: address at which the engine listens.
         port: the engine's; SGLang's other servers talk among themselves.
-        is_encoder: see :class:`ServerGuard`.
-        encoders: URLs of the encoders that this engine asks.
         pass_on: have the processes that this one starts do the same (several tokenizer workers share one port).
     """
     import uvicorn
@@ -133,7 +128,6 @@ def sign_requests(secret: str, encoders: Sequence[str]) -> None:
     """Send the key of generation with this process's requests to encoders, for which SGLang has no flag.
 
     Args:
-        secret: of the job.
         encoders: their URLs; requests to other hosts, of images for example, go without.
     """
     import aiohttp

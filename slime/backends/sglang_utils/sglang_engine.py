@@ -58,13 +58,10 @@ class SGLangEngine(WeightVerbs):
         """Describe an engine; :meth:`init` starts it, :meth:`connect` adopts one.
 
         Args:
-            args: the run's arguments.
             rank: position of this object among those of all engines and nodes.
-            worker_type: regular, prefill, decode or encoder.
             base_gpu_id: the first of its GPUs on this node, by its physical index.
             sglang_overrides: ServerArgs fields that win over flags.
             num_gpus_per_engine: GPUs of the engine, over all its nodes.
-            model_path: what it serves; ``--hf-checkpoint`` by default.
             node_rank: which of the engine's nodes this is; by default its rank, counted from a multiple of the nodes.
         """
         self.args = args
@@ -96,8 +93,6 @@ class SGLangEngine(WeightVerbs):
 
         Args:
             timeout_s: to wait for the server; None: ``--engine-start-timeout-s``.
-            register: tell the router.
-            addresses: see :meth:`start_server`.
 
         Raises:
             ProcessError: it ended or did not serve within ``timeout_s`` seconds (``--engine-start-timeout-s``).

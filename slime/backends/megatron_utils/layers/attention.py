@@ -234,12 +234,9 @@ def zigzag_attention(
     """Attend from this rank's chunks of every sequence to all earlier keys; gradients of keys go to their ranks.
 
     Args:
-        attend: causal attention of packed sequences.
         query, key, value: [t, h, d] of this rank; keys may have fewer heads.
         cu: [S + 1] cumulative full lengths, each a multiple of 2 cp.
         max_length: no sequence is longer.
-        cp_group: whose ranks hold the other chunks.
-        cp: this rank of the group.
 
     Returns:
         [t, h, d_v].

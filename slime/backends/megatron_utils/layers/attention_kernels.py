@@ -92,7 +92,6 @@ def varlen_attention(
         query, key, value: [t, h, d].
         cu_q, cu_k: int32 [sequences + 1], cumulative numbers of queries and keys.
         max_q, max_k: the longest of each.
-        scale: factor of the logits.
         window: keys that a query sees, its own among them; None for all.
     """
     shape = HeadShape(query.size(1), key.size(1), query.size(2), value.size(2), query.dtype, window)

@@ -49,11 +49,6 @@ class StackedLinear(torch.nn.Module):
         """Create and initialise the parameters.
 
         Args:
-            config: dtype, device, and how the product is computed.
-            groups: expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
-            num_experts: of this rank.
-            in_features: of the whole matrix.
-            out_features: of the whole matrix, gate and up together.
             split_axis: 1 cuts the outputs over the expert-tensor-parallel ranks, 2 the inputs.
             is_gated: the outputs are gates, then ups; each rank holds its part of both.
             init_method: fills an [out, in] matrix.

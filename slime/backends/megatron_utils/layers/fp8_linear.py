@@ -236,12 +236,7 @@ def _rows_of(owner: torch.nn.Module, name: str, module: torch.nn.Module) -> Rows
 
 
 def qkv_rows(config: TransformerConfig, num_rows: int) -> Rows:
-    """Return the rows of queries (with their gates), keys and values, which Megatron interleaves by group of heads.
-
-    Args:
-        config: heads, groups and their width; whether queries have gates.
-        num_rows: of this rank.
-    """
+    """Return the rows of queries (with their gates), keys and values, which Megatron interleaves by group of heads."""
     width = config.kv_channels
     assert width is not None
     if width % BLOCK == 0:

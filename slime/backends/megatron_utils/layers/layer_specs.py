@@ -63,8 +63,6 @@ def get_layer_spec(
     """Return one transformer layer: norm, self-attention, norm, MLP or experts.
 
     Args:
-        config: decides the kind of attention and its sizes.
-        is_moe: experts in place of the MLP.
         post_self_attn_layernorm: a norm after attention, before its output is added (GLM-4).
         post_mlp_layernorm: the same after the MLP.
     """
@@ -99,10 +97,7 @@ def get_block_spec(
     """Return the layers of this pipeline stage, and the final norm.
 
     Args:
-        config: of the model.
-        vp_stage: which virtual stage of this rank.
         change: (layer, its number from 1 over the whole model) to the layer that takes its place.
-        norms: options of :func:`get_layer_spec`.
     """
     frequency = [0] * config.num_layers if config.num_moe_experts is None else config.moe_layer_freq
     pattern = moe_layers(frequency, config.num_layers)

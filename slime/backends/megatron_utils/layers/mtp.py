@@ -158,13 +158,7 @@ class GPTModelWithMtp(GPTModel):
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, mtp_spec: ModuleSpec, trains_mtp: bool, **kwargs: Any):
-        """Take the arguments of GPTModel.
-
-        Args:
-            config: with ``mtp_num_layers``.
-            mtp_spec: of the MTP block.
-            trains_mtp: whether the layers are trained.
-        """
+        """Take the arguments of GPTModel."""
         super().__init__(without_mtp(config), *args, **kwargs)
         self._mtp_inputs: MtpInputs | None = None
         # In a tuple, which hides it from the module's parameters: a copy of what another stage owns.
@@ -308,10 +302,6 @@ def mtp_inputs(args: Namespace, chunk: torch.nn.Module, batch: dict[str, Any]) -
 
 def mtp_loss(depths: Sequence[MultiTokenDepth], log_probs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean loss over the depths, reduced but not yet weighed against the policy's, and its metrics.
-
-    Args:
-        depths: the targets.
-        log_probs: [depth] their log-probs [R].
 
     Returns:
         the loss, and ``mtp_loss`` with ``mtp_{depth}_loss``, depths counted from 1.

@@ -26,11 +26,6 @@ class Norm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         """Create the parameters.
 
-        Args:
-            config: decides the kind of norm, the weight's centre, dtype and device.
-            hidden_size: size of the last dimension.
-            eps: added to the variance (or mean square).
-
         Raises:
             ConfigError: ``--normalization`` is another one.
         """

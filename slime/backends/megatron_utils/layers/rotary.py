@@ -46,7 +46,6 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, cp: CPRank) -> Tensor:
 
     Args:
         cu_seqlens: [n + 1], cumulative full lengths, each a multiple of 2 * cp.size when that is above 1.
-        num_tokens: tokens of this rank, padding included.
         cp: this rank, which holds two chunks of every sequence (zigzag).
     """
     local = cu_seqlens.long() // cp.size
@@ -71,11 +70,8 @@ def rotary_tables(
         params: of the micro-batch; lengths over all context-parallel ranks.
         freqs: megatron-core's angles by position, [longest, 1, 1, r], each twice: side by side when ``interleaved``,
             else as two halves.
-        num_tokens: tokens of this rank.
-        cp: this rank.
         interleaved: which dimensions are rotated together: (0, 1), (2, 3), ... or (0, r / 2), (1, r / 2 + 1), ...
         mscale: factor on cos and sin (YaRN).
-        name: under which they are kept.
     """
 
     def make() -> RotaryTables:

@@ -41,12 +41,6 @@ def _rotate_kernel(
 def launch_rotation(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool) -> Tensor:
     """Rotate (or rotate back) the first ``2 * cos.size(1)`` dimensions of each head.
 
-    Args:
-        x: [t, h, d]; the last dimension contiguous (it is copied otherwise), the others strided as they come.
-        cos, sin: contiguous fp32 [t, r / 2].
-        interleaved: neighbours are rotated together, instead of halves.
-        inverse: turn the other way.
-
     Returns:
         contiguous [t, h, d].
     """

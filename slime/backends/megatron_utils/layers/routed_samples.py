@@ -63,10 +63,7 @@ def attach_routed_samples(
     """Let the packing of a batch of ``get_batch`` tell the routers its samples, where they need to know them.
 
     Args:
-        args: the run's arguments.
         batch: a micro-batch; its ``packed_seq_params`` get the attribute ``routed_samples``.
-        num_microbatches: of the step on this rank.
-        step_global_batch_size: rollouts of the step on all ranks.
     """
     if not routers_need_samples(args):
         return

@@ -143,7 +143,6 @@ class Router(TopKRouter):
         """Return ``probs`` that carry the gradient of this rank's part of a balancing loss.
 
         Args:
-            probs: [T, E], returned as they are.
             kind: which loss, for its coefficient.
             scores: [T, E] with gradient, positive, summing to one.
             routing_map: [T, E] true where an expert was chosen by these scores.
@@ -272,13 +271,6 @@ class LayerReplay:
     ) -> tuple[Tensor, Tensor]:
         """Return scores [T, k] and ids [T, k] of the experts chosen; the scores are the present ones and carry a
         gradient.
-
-        Args:
-            scores: [T, E] by which experts are ranked.
-            topk: k.
-            num_groups: of experts.
-            group_topk: how many groups a token may use.
-            default_compute_topk: the choice without replay.
         """
         assert default_compute_topk is not None
         if self.of.stage == "record":

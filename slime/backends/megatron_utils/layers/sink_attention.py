@@ -47,7 +47,6 @@ def sink_attention(
     Args:
         query, key, value: [t, h, d]; keys and values may have fewer heads; the last query is at the last key.
         sinks: [h] logits.
-        scale: of the scores.
         window: keys that a query sees; None for all up to its own.
 
     Returns:

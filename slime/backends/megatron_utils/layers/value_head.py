@@ -26,12 +26,7 @@ HEAD_NAMES = ("output_layer.weight", "output_layer.bias")
 
 
 class ValueHead(torch.nn.Linear):
-    """hidden -> 1 with a bias, in fp32 whatever the model's precision; every tensor-parallel rank holds all of it.
-
-    Args:
-        config: ``hidden_size``, ``params_dtype``, ``sequence_parallel``, ``init_method_std`` are read.
-        seed: of the first weights.
-    """
+    """hidden -> 1 with a bias, in fp32 whatever the model's precision; every tensor-parallel rank holds all of it."""
 
     def __init__(self, config: TransformerConfig, seed: int) -> None:
         self._std = config.init_method_std or DEFAULT_STD
@@ -79,7 +74,6 @@ def take_out_unsaved_head(
     """Draw anew what a checkpoint does not have of a critic's output layer, and take it out of what is to be loaded.
 
     Args:
-        model: this rank's chunks.
         model_state: sharded state by chunk; entries are removed.
         saved: name on disk -> shape in the checkpoint.
 

@@ -164,7 +164,6 @@ def rotary_axes(section: Sequence[int], *, interleaved: bool) -> Tensor:
     """Return int64 [r / 2]: 0, 1 or 2 where a frequency turns by time, height or width.
 
     Args:
-        section: frequencies of each axis.
         interleaved: frequencies 1, 4, ... turn by height, 2, 5, ... by width, as far as their sections go; else the
             axes have runs of them, one behind the other.
     """
@@ -213,10 +212,8 @@ class VisionModel(GPTModel):
         """Take the arguments of GPTModel.
 
         Args:
-            config: of the language model.
             folder: with the config.json that transformers builds the tower from; its weights are not read.
             hf_config: that config.json, as ``read_hf_config`` gives it.
-            trains_tower: whether the tower's parameters need gradients.
 
         Raises:
             ConfigError: layers that take features of the tower are not on the first stage.

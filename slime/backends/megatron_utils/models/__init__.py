@@ -60,7 +60,6 @@ def has_tower(args: Namespace, config: Mapping[str, Any]) -> bool:
 
     Args:
         args: of a run or a tool; a family may have its tower only where a flag asks for it.
-        config: config.json.
     """
     family, get = family_of(config), vars(args).get
     if family is None or not family.weight_map.tower or not (config.get("vision_config") or config.get(IS_PARTIAL)):

@@ -289,7 +289,6 @@ def hf_yarn_settings(config: Mapping[str, Any], *, knows_truncate: bool = False)
     """Return the values of :data:`YARN_DEFAULTS` that a config asks for; a factor of 1 alone where it has no YaRN.
 
     Args:
-        config: config.json.
         knows_truncate: also ``yarn_truncate``, which latent attention cannot choose.
 
     Raises:

@@ -75,10 +75,6 @@ class IndexSharing:
 def index_sharing(config: Mapping[str, Any], num_layers: int) -> IndexSharing:
     """Return the sharing that a HF config asks for: by type, else by pattern, else by frequency and offset.
 
-    Args:
-        config: the keys of config.json.
-        num_layers: decoder layers.
-
     Raises:
         ConfigError: a list of another length, an unknown entry, a first layer that does not compute.
     """

@@ -91,10 +91,6 @@ def tensor_parallel_slice(full: Tensor, *, dim: int, rank: int, size: int, is_ga
     """Return the part of a whole tensor that tensor-parallel rank ``rank`` of ``size`` holds.
 
     Args:
-        full: the whole tensor.
-        dim: the dimension that is cut into ``size`` equal parts.
-        rank: which part.
-        size: number of parts.
         is_gate_up: gate and up are cut apart, so that each rank has matching columns of both.
 
     Raises:

@@ -50,7 +50,6 @@ def positions(original: Callable[..., Any], *sizes: Any) -> Any:
     """Return the rotary positions of latent attention: SGLang knows but DeepSeek's stretched ones on a CPU.
 
     Args:
-        original: of DeepSeek's.
         sizes: arguments of ``get_rope``, the sixth of them what stretches, and the device.
     """
     from sglang.srt.layers.rotary_embedding.factory import get_rope
@@ -105,8 +104,6 @@ def add_to_queries(original: Callable[..., Any], attention: Any, queries: Tensor
     """Return ``absorbed`` [T, H, D], the queries times the keys' part of ``kv_b_proj``, with its adapter's share.
 
     Args:
-        original: not called.
-        attention: SGLang's layer.
         queries: [T, H, q].
         absorbed: [T, H, D].
     """
@@ -121,8 +118,6 @@ def add_to_values(original: Callable[..., Any], attention: Any, latents: Tensor,
     """Return ``values`` [T, H v], the attended latents times the values' part, with the adapter's share.
 
     Args:
-        original: not called.
-        attention: SGLang's layer.
         latents: [T, H, D].
         values: [T, H v].
     """
