@@ -85,7 +85,7 @@ def run_seed(seed: Seed, form: Form, base: Path, options: argparse.Namespace) ->
         if not job.goes_on:
             save, first = base / f"run{number}", 0
         if job.num_gpus > options.num_gpus:
-            job = replace(job, layout=f"1 GPU ({job.layout})", flags=f"{job.flags} {ONE_GPU}", num_gpus=1)
+            job = replace(job, layout=f"1 GPU instead of {job.layout}", flags=f"{job.flags} {ONE_GPU}", num_gpus=1)
         row = Row(seed.title, job.layout, job.goes_on)
         rows.append(row)
         if job.goes_on and (rows[-2].problems or rows[-2].skipped):

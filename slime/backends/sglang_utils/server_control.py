@@ -27,9 +27,12 @@ class NoAnswer(EngineError):
 class Refused(EngineError):
     """The server answered with a status that is not a success."""
 
-    def __init__(self, message: str, *, status: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message, status)  # kept as args, by which it is pickled
         self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ServerControl:
@@ -77,7 +80,7 @@ class ServerControl:
             raise Refused(
                 f"{self.name} refused {method} {path} with status {response.status_code}: "
                 f"{response.text[:MAX_BODY_IN_ERROR]}",
-                status=response.status_code,
+                response.status_code,
             )
         try:
             return response.json()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,6 +13,7 @@ from slime.backends.sglang_utils.server_control import (
     CONTROL_TIMEOUT_S,
     PROBE_TIMEOUT_S,
     NoAnswer,
+    Refused,
     ServerControl,
     flush_cache,
     probe_answer,
@@ -166,3 +168,8 @@ def test_a_refused_probe_is_a_fault_and_a_late_answer_is_not(scripted):
         probe_answer(ServerControl(url), timeout_s=10)
     with ScriptedEngine(Script(faults=[Fault("hang")])) as engine:
         probe_answer(ServerControl(engine.url), timeout_s=0.5)
+
+
+def test_a_refusal_crosses_processes_whole() -> None:
+    error = pickle.loads(pickle.dumps(Refused("engine 0 refused GET /health_generate with status 503", 503)))
+    assert (str(error), error.status) == ("engine 0 refused GET /health_generate with status 503", 503)

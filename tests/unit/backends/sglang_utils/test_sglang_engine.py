@@ -199,7 +199,7 @@ def test_a_push_does_not_wait_for_an_old_adapters_requests_and_the_next_one_does
     assert asked.index(("unload_lora_adapter", "slime-1")) < asked.index(("load_lora_adapter_from_tensors", "slime-3"))
 
 
-@pytest.mark.parametrize("error", [NoAnswer("not within 60 s"), Refused("no such adapter", status=400)])
+@pytest.mark.parametrize("error", [NoAnswer("not within 60 s"), Refused("no such adapter", 400)])
 def test_an_old_adapter_that_does_not_go_in_time_leaves_the_wait_to_sglang_and_other_errors_are_raised(engine, error):
     engine.load_adapter("1", {}, "tensors", False)
     engine._unloading = Future()
