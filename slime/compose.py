@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime import arguments
+from slime import arguments, ext
 from slime.arguments.groups import GROUPS
 from slime.arguments.parser import AddArguments
 from slime.flags.group import FlagGroup
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from slime.backends.megatron_utils.update_weight.transport import MakeTransport
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.train_loop import TrainJob
-
-EXTENSIONS_WITH_FLAGS = ("agent", "distill", "environments", "fast_push", "disk_push", "record", "recovery", "plan")
-"""Folders of slime/ext whose ``flags.py`` has a ``GROUP``, in the order of docs/flags.md."""
 
 
 def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] | None = None) -> None:
@@ -53,28 +50,31 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
 def parts(args: Namespace) -> Parts:
     """Return the implementations that the flags ask for."""
     transforms: list[type[ModelTransform]] = []
-    if args.int4_qat:
+    if vars(args).get("int4_qat"):
         from slime.ext.low_precision.fake_quantize import FakeInt4
 
         transforms.append(FakeInt4)
-    if args.lora_rank is not None:
+    has_adapters = vars(args).get("lora_rank") is not None
+    if has_adapters:
         from slime.ext.lora.transform import Lora
 
         transforms.append(Lora)
     observers: list[MakeObserver] = []
-    folders: dict[str, Path] = {}
+    outputs: dict[str, str | Path] = {}
+    if has_adapters and args.lora_save is not None:
+        outputs["--lora-save"] = args.lora_save
     trains = args.save and not (args.debug_train_only or args.debug_rollout_only)
     if trains and _is_here("ledger") and not args.no_rollout_ledger:
         from slime.ext.ledger.ledger import Ledger, ledger_folder
 
         observers.append(Ledger)
-        folders["--rollout-ledger-dir"] = ledger_folder(args)
+        outputs["--rollout-ledger-dir"] = ledger_folder(args)
     return Parts(
         tuple(_sinks(args)),
         tuple(transforms),
         _evaluation(args),
         tuple(observers),
-        folders,
+        outputs,
         _train_group(args),
         _transport(args),
     )
@@ -122,7 +122,7 @@ def _train_group(args: Namespace) -> Callable[..., RayTrainGroup] | None:
 
 def _transport(args: Namespace) -> MakeTransport | None:
     """Return the way of weights to the engines; None for the plain push."""
-    if args.lora_rank is not None and args.lora_push == "adapter":
+    if vars(args).get("lora_rank") is not None and args.lora_push == "adapter":
         from slime.ext.lora.adapter_push import AdapterPush
 
         return AdapterPush.of
@@ -149,10 +149,9 @@ def start_job(args: Namespace) -> TrainJob:
 
 
 def flag_groups() -> tuple[FlagGroup, ...]:
-    """Return the groups of flags of the core and of every extension."""
-    return GROUPS + tuple(
-        importlib.import_module(f"slime.ext.{name}.flags").GROUP for name in EXTENSIONS_WITH_FLAGS if _is_here(name)
-    )
+    """Return the groups of flags of the core, and ``GROUP`` of ``flags.py`` in every extension that has one."""
+    folders = sorted(file.parent.name for file in Path(ext.__file__).parent.glob("*/flags.py"))
+    return GROUPS + tuple(importlib.import_module(f"slime.ext.{name}.flags").GROUP for name in folders)
 
 
 def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:

@@ -23,6 +23,7 @@ import logging
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from slime.arguments.command_line import engine_flags_are_idle, note_repeated, refuse_unknown, split_engine_flags
@@ -42,7 +43,7 @@ from slime.arguments.parser import AddArguments, build_parser, parser_of, reset_
 from slime.arguments.unsupported import note_historical, refuse_missing_features
 from slime.arguments.validate_files import check_files
 from slime.backends.sglang_utils.arguments import validate_sglang_arguments
-from slime.flags.group import FlagGroup, declare_all, derive_all, problems_of
+from slime.flags.group import FlagGroup, complete_all, declare_all, derive_all, problems_of
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 
@@ -78,7 +79,7 @@ def parse_args(
     args, parser = _parse(words, add_custom_arguments, groups)
     parsed = dict(vars(args))
     slime_validate_args(args, parser)
-    for check in backend_checks(args):
+    for check in backend_checks(args, groups):
         check(args)
     args.value_origins = _value_origins(args, parsed, parser, words)
     return args
@@ -165,20 +166,22 @@ def get_slime_extra_args_provider(
     return provider
 
 
-def backend_checks(args: Namespace) -> Iterator[Callable[[Namespace], None]]:
+def backend_checks(args: Namespace, groups: Sequence[FlagGroup]) -> Iterator[Callable[[Namespace], None]]:
     """Yield the checks of the backends that a run has; they also fill in what follows from the backends' flags."""
     if not args.debug_rollout_only:
-        yield _check_trainer
+        yield partial(_check_trainer, groups=groups)
     if not args.debug_train_only:
         yield from (validate_sglang_arguments, check_engines_of_family)
 
 
-def _check_trainer(args: Namespace) -> None:
+def _check_trainer(args: Namespace, groups: Sequence[FlagGroup]) -> None:
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
 
     validate_megatron_arguments(args)
+    complete_all(args, groups)
     if args.critic_args is not None:
         validate_megatron_arguments(args.critic_args)
+        complete_all(args.critic_args, groups)
         set_always(args.critic_args, ALWAYS_OF_ITS_MODEL)
         check_critic_layout(args)
 

@@ -15,7 +15,6 @@ from slime.flags import (
     debug,
     distillation,
     fault_tolerance,
-    lora,
     observability,
     reward,
     rollout,
@@ -52,6 +51,13 @@ def _runtime_facts(args: Namespace) -> None:
         setattr(args, name, None)
 
 
+def derive_for_extensions(args: Namespace) -> None:
+    """Set what extensions change: the plug-ins, loaders and settings of engines, and what is special about weights."""
+    args.engine_plugins, args.weight_loaders, args.engine_settings = [], [], {}
+    args.push_sends_model = True  # False: the engines' weights stay those of --hf-checkpoint
+    args.reference_in_actor = False  # True: the actor's frozen weights are the reference
+
+
 def _external_engines(args: Namespace) -> None:
     """Ask external engines what they are; their GPUs are not ours to place anything on."""
     args.rollout_external = args.rollout_external_engine_addrs is not None
@@ -78,6 +84,7 @@ GROUPS = (
         cluster.add_cluster_arguments,
         derive=(
             _runtime_facts,
+            derive_for_extensions,
             debug.derive_debug_modes,  # which halves of the job there are
             algorithm.derive_critic,
             _external_engines,
@@ -99,7 +106,6 @@ GROUPS = (
         check=(check_saves, train.check_trained_parameters, train.check_stateless_adam),
         once=(derive_starting_point,),
     ),
-    FlagGroup(lora.add_lora_arguments, check=(lora.check_lora,)),
     FlagGroup(
         rollout.add_rollout_arguments,
         derive=(rollout.derive_lengths,),

@@ -156,10 +156,10 @@ def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
     """Yield flag and folder of each checkpoint that the actor loads."""
     flag = "--ref-load" if args.load == args.ref_load else "--load"
     yield flag, inspect_checkpoint(args.load, flag, step=args.ckpt_step)
-    if args.ref_load is None and uses_reference(args) and args.lora_rank is None:  # else the actor without adapters
+    if args.ref_load is None and uses_reference(args) and not args.reference_in_actor:
         asking = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
         raise ConfigError(f"{asking} needs a reference model; name its checkpoint: --ref-load.")
-    if args.ref_load is not None and (uses_reference(args) or args.lora_rank is not None):
+    if args.ref_load is not None and (uses_reference(args) or args.reference_in_actor):
         yield "--ref-load", inspect_checkpoint(args.ref_load, "--ref-load", step=args.ref_ckpt_step)
     flag = "--opd-teacher-load" if args.opd_teachers is None else "--opd-teachers"
     for folder in trainer_teachers(args).values():

@@ -19,7 +19,6 @@ _TEMPLATE_FIELDS = {
     "load_forge_rollout_data": {"rollout_id"},
     "save_debug_train_data": {"rollout_id", "rank"},
     "save_hf": {"rollout_id"},
-    "lora_save": {"rollout_id"},
     "ci_save_grad_norm": {"role", "rollout_id", "step_id"},
     "ci_load_grad_norm": {"role", "rollout_id", "step_id"},
 }
@@ -188,26 +187,32 @@ def check_ci(args: Namespace) -> Iterator[str]:
             yield f"--{flag.replace('_', '-')} belongs to the checks of --ci-test; add that flag or drop this one."
 
 
+def template_problem(flag: str, template: str, fields: set[str]) -> str | None:
+    """Return what is wrong with the braces in the file name that a flag gives; None where nothing is."""
+    allowed = " and ".join("{" + field + "}" for field in sorted(fields))
+    try:
+        parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
+        if {part[1] for part in parts} - fields:
+            raise ValueError("another name")
+        if any(re.fullmatch(r"\d{0,3}d?", part[2] or "") is None for part in parts):
+            raise ValueError("another format than :06d")
+        template.format(**dict.fromkeys(fields, 0))
+    except (ValueError, LookupError) as error:
+        return f"{flag} is {template!r}; in braces it may only have {allowed} ({error})."
+    return None
+
+
 def check_dump_templates(args: Namespace) -> Iterator[str]:
-    """Yield one message for each file name whose braces cannot be filled."""
+    """Yield one message for each file name whose braces cannot be filled, or that is used twice."""
+    is_written_once = args.num_rollout == 1 and args.eval_interval is None
     for name, fields in _TEMPLATE_FIELDS.items():
         template = getattr(args, name)
         if template is None:
             continue
         flag = f"--{name.replace('_', '-')}"
-        allowed = " and ".join("{" + field + "}" for field in sorted(fields))
-        try:
-            parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
-            if {part[1] for part in parts} - fields:
-                raise ValueError("another name")
-            if any(re.fullmatch(r"\d{0,3}d?", part[2] or "") is None for part in parts):
-                raise ValueError("another format than :06d")
-            template.format(**dict.fromkeys(fields, 0))
-        except (ValueError, LookupError) as error:
-            yield f"{flag} is {template!r}; in braces it may only have {allowed} ({error})."
-            continue
-        is_written_once = args.num_rollout == 1 and args.eval_interval is None
-        if name in _WRITTEN_IN_EACH_ROLLOUT and not is_written_once and "rollout_id" not in {p[1] for p in parts}:
+        if problem := template_problem(flag, template, fields):
+            yield problem
+        elif name in _WRITTEN_IN_EACH_ROLLOUT and not is_written_once and "{rollout_id" not in template:
             yield f"{flag} is {template!r}: every rollout would overwrite the one before; put {{rollout_id}} into it."
     if args.save_debug_rollout_data and args.save_debug_rollout_data == args.save_debug_train_data:
         yield (

@@ -24,6 +24,8 @@ class FlagGroup:
     """Each fills in what follows from the flags, and may rely on what the groups before have filled in."""
     check: tuple[Callable[[Namespace], Iterator[str]], ...] = ()
     """Each yields a message for every combination that cannot work."""
+    complete: tuple[Derive, ...] = ()
+    """Each fills in and checks what follows from the complete flags of a trainer; a run without one skips them."""
     once: tuple[Derive, ...] = ()
     """Those of ``derive`` that concern the run as a whole, so that a critic's args skip them."""
 
@@ -41,6 +43,18 @@ def derive_all(args: Namespace, groups: Iterable[FlagGroup], *, of_the_run: bool
         for derive in group.derive:
             if of_the_run or derive not in group.once:
                 derive(args)
+
+
+def complete_all(args: Namespace, groups: Iterable[FlagGroup]) -> None:
+    """Fill in and check what follows from the complete flags of a trainer.
+
+    Raises:
+        SlimeError: a combination that cannot work, or a damaged file.
+    """
+    if not args.debug_rollout_only:
+        for group in groups:
+            for complete in group.complete:
+                complete(args)
 
 
 def problems_of(args: Namespace, groups: Iterable[FlagGroup]) -> list[str]:

@@ -62,7 +62,6 @@ def derive_weight_sync(args: Namespace) -> None:
         refills = args.use_fault_tolerance and not args.rollout_external
         args.weight_push_failure = "refill" if refills else "stop"
     args.update_weight_start_version = 0
-    args.weight_loaders, args.engine_plugins = [], []
     if args.release_train:
         args.update_weights_interval = 1
         if args.save_interval is None:

@@ -56,8 +56,8 @@ class Parts:
     """Evaluates beside training; None when the loop waits for evaluations."""
     observers: tuple[MakeObserver, ...] = ()
     """Observers of the prompt groups."""
-    folders: Mapping[str, Path] = field(default_factory=dict)
-    """Folders that extensions write and read back, by the flags that name them; the job locks them."""
+    outputs: Mapping[str, str | Path] = field(default_factory=dict)
+    """What extensions write and read back, by the flags that name it; see ``slime.ray.save_lock.lock_outputs``."""
     train_group: Callable[..., RayTrainGroup] | None = None
     """Makes the ranks of a trainer; None for the plain ``RayTrainGroup``."""
     transport: MakeTransport | None = None

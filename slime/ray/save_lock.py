@@ -23,12 +23,13 @@ LOCK_FILE = "job.lock"
 logger = logging.getLogger(__name__)
 
 
-def lock_outputs(args: Namespace, more: Mapping[str, Path]) -> list[SaveLock]:
+def lock_outputs(args: Namespace, more: Mapping[str, str | Path]) -> list[SaveLock]:
     """Take the locks of everything that this job writes and that a job reads back.
 
     Args:
         args: the run's arguments.
-        more: further folders, by the flags that name them.
+        more: further ones, by the flags that name them: a Path is a folder, a text a file or folder that is
+            exchanged as a whole.
 
     Raises:
         ConfigError: another job holds one of them; no lock is held then.
@@ -36,14 +37,14 @@ def lock_outputs(args: Namespace, more: Mapping[str, Path]) -> list[SaveLock]:
     folders = {
         "--save": args.save,
         "save of the critic (--megatron-config-path)": args.critic_args.save if args.critic_args is not None else None,
-        **more,
+        **{flag: place for flag, place in more.items() if isinstance(place, Path)},
         "--update-weight-disk-dir": args.update_weight_disk_dir,
         "--wandb-run-id (the folder of the run)": run_folder(args),
     }
     outputs = {
         "--update-weight-local-checkpoint-dir": args.update_weight_local_checkpoint_dir,
         "--save-hf": args.save_hf,
-        "--lora-save": args.lora_save,
+        **{flag: place for flag, place in more.items() if isinstance(place, str)},
         "--save-debug-rollout-data": args.save_debug_rollout_data,
         "--save-debug-train-data": args.save_debug_train_data,
     }

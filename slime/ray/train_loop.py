@@ -90,7 +90,7 @@ class TrainJob:
         configure_logger()
         self.args, self.parts = args, parts
         self.times = StepTimes()
-        self._locks = lock_outputs(args, parts.folders)
+        self._locks = lock_outputs(args, parts.outputs)
         self._step_began = time.time()
         self.start_parts()
         self.push_weights()

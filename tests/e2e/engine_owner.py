@@ -39,6 +39,7 @@ def engine_args(checkpoint: str, **more: Any) -> Namespace:
         verify_checkpoint=True,
         engine_plugins=[],
         weight_loaders=[],
+        engine_settings={},
     )
     return Namespace(**{**flags, **more})
 

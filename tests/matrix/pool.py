@@ -35,7 +35,7 @@ PRELOADED = (
     "transformers.models.auto.processing_auto",
     "slime.backends.megatron_utils.arguments",
     "slime.backends.megatron_utils.flags.check_arguments",
-    "slime.backends.megatron_utils.flags.lora_arguments",
+    "slime.ext.lora.targets",
     "slime.rollout.data_source",
     "slime.rollout.sglang_rollout",  # the check of the flags imports it
     "tools.convert_hf_to_torch_dist",

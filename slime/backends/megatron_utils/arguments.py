@@ -21,7 +21,6 @@ from slime.backends.megatron_utils.flags.hf_config_check import (
     fill_model_flags,
     open_model_flags,
 )
-from slime.backends.megatron_utils.flags.lora_arguments import served_adapters
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
 
@@ -57,6 +56,5 @@ def validate_megatron_arguments(args: argparse.Namespace) -> None:
         check_hf_config(args)
     vars(args).update(derived_arguments(args))
     check_arguments(args)
-    args.lora_engine_modules, args.lora_engine_rank = served_adapters(args) or (None, None)
     if args.hf_checkpoint:
         check_other_models(args)

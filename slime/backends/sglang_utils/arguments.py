@@ -346,7 +346,7 @@ def quantized_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
 
 def own_quantization_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
     """Yield what would have engines quantize weights by themselves that are pushed: no push finds a place for them."""
-    if args.debug_rollout_only or (args.lora_rank is not None and args.lora_push == "adapter"):
+    if args.debug_rollout_only or not args.push_sends_model:
         return
     for model in layout.models:
         config = read_config(model.model_path) if model.update_weights else {}

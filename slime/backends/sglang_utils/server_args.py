@@ -145,23 +145,7 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
         decided["encoder_only"] = True
     if args.use_rollout_routing_replay:
         decided["enable_return_routed_experts"] = True
-    if modules := vars(args).get("lora_engine_modules"):
-        decided |= {
-            "enable_lora": True,
-            "max_lora_rank": args.lora_engine_rank,
-            "lora_target_modules": modules,
-            "lora_paths": list(args.lora_engine_adapters),
-            "max_loras_per_batch": num_adapter_slots(args),
-            "enable_weights_cpu_backup": bool(args.offload_rollout),  # no push brings the base back
-        }
-        if "gate_proj" in modules:  # a shared expert that is one of the routed ones has no adapter there
-            decided["disable_shared_experts_fusion"] = True
-    return decided
-
-
-def num_adapter_slots(args: Namespace) -> int:
-    """Return for how many adapters an engine has room: the last two pushed, none, and those in folders."""
-    return 3 + len(args.lora_engine_adapters)
+    return decided | args.engine_settings
 
 
 def own_dtype(args: Namespace, asked: str | None) -> str | None:

@@ -41,7 +41,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts, is_linear
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
 from slime.backends.megatron_utils.layers.experts import StackedLinear, grouped_linear
@@ -49,9 +48,10 @@ from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLine
 from slime.backends.megatron_utils.models import weight_map_of_run
 from slime.backends.megatron_utils.models.rule import Rule
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
+from slime.ext.lora.flags import ALL_LINEAR, LoraConfig
 from slime.ext.lora.formula import merged, widened
 from slime.ext.lora.frozen_base import value_of
-from slime.flags.lora import ALL_LINEAR, LoraConfig
+from slime.ext.lora.targets import chosen_parts, is_linear
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
 

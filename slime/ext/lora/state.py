@@ -23,7 +23,6 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 
-from slime.backends.megatron_utils.flags.lora_arguments import chosen_parts
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
 from slime.backends.megatron_utils.layers.experts import gate_up_entry
@@ -40,13 +39,14 @@ from slime.backends.megatron_utils.update_weight.gather import (
     iter_full_tensors,
     whole_shape,
 )
-from slime.flags.lora import LoraConfig, lora_config
+from slime.ext.lora.flags import LoraConfig, lora_config
+from slime.ext.lora.peft_folder import read_peft_folder, tensor_name, write_peft_folder
+from slime.ext.lora.targets import chosen_parts
 from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_type
 from slime.weights.named_tensors import check_finite
-from slime.weights.peft_folder import read_peft_folder, tensor_name, write_peft_folder
 
 _NAME = re.compile(r"(.+)\.lora\.([ab])(\d*)")
 

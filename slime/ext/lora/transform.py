@@ -17,10 +17,10 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.model_transform import AddedParameters
 from slime.backends.megatron_utils.parameters import iter_shards
+from slime.ext.lora.flags import lora_base, lora_config
 from slime.ext.lora.frozen_base import hold_quantized
 from slime.ext.lora.layers import add_adapters
 from slime.ext.lora.state import load_peft, save_peft, sharded_entry
-from slime.flags.lora import lora_base, lora_config
 
 _ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
-from slime.backends.megatron_utils.flags.int4_arguments import Int4Selection
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.backends.megatron_utils.models import weight_map_of_run
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.ext.low_precision.rounding import fake_quantize_int4
+from slime.ext.low_precision.selection import Int4Selection
 from slime.utils.errors import ConfigError
 
 

@@ -88,7 +88,7 @@ def _check(args: Namespace, groups: Sequence[FlagGroup]) -> list[str]:
     problems = problems_of(partial(slime_validate_args, parser=parser_of(args, groups)))
     if "critic_args" not in vars(args):
         return problems  # a flag was refused before anything could be derived, which the other checks need
-    checks = [*backend_checks(args), *([_complete_model] if args.debug_rollout_only else [])]
+    checks = [*backend_checks(args, groups), *([_complete_model] if args.debug_rollout_only else [])]
     return problems + [problem for check in checks for problem in problems_of(check)]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from slime.backends.sglang_utils.server_args import num_adapter_slots
 from slime.backends.sglang_utils.sglang_config import nearest_divisor
 from slime.ext.plan.layout import ParallelSizes
 from slime.ext.plan.parameters import layer_matrices, layer_parameters, mtp_parameters
@@ -81,8 +80,11 @@ class AdapterSlots:
     @classmethod
     def from_args(cls, args: Namespace) -> AdapterSlots | None:
         """Return what the engines of a run are started with; None where no adapter is pushed alone."""
-        modules = vars(args).get("lora_engine_modules")
-        return cls(tuple(modules), args.lora_engine_rank, num_adapter_slots(args)) if modules else None
+        settings = args.engine_settings
+        if "enable_lora" not in settings:
+            return None
+        modules = tuple(settings["lora_target_modules"])
+        return cls(modules, settings["max_lora_rank"], settings["max_loras_per_batch"])
 
 
 _JOINED_MODULES = {"linear_qkv": "qkv_proj", "linear_fc1": "gate_up_proj"}

@@ -286,7 +286,7 @@ def train_seconds(args: Namespace, plan: Plan, dims: ModelDims) -> float:
     launches = LAUNCHES_S * layers * sum(work.num_microbatches) * passes / 2
     tower = work.tower_flops * sizes.tower_copies
     share = tower / (work.hardware_flops - work.tower_flops + tower)
-    spared = 1.0 if args.lora_rank is None else ADAPTER_SHARE
+    spared = 1.0 if vars(args).get("lora_rank") is None else ADAPTER_SHARE
     flops = plan.train_seconds * (spared * (1 - share) + share * FIT_MFU / TOWER_MFU)
     return flops + wire + adam + touched / (READ_SHARE * plan.card.bandwidth) + launches
 

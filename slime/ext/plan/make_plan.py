@@ -33,7 +33,7 @@ from slime.ext.plan.layout import (
     rank_places,
     stage_chunks,
 )
-from slime.ext.plan.parameters import chunk_parameters, model_size, with_adapters
+from slime.ext.plan.parameters import Adapters, chunk_parameters, model_size, with_adapters
 from slime.ext.plan.plan import Card, EngineGroupPlan, GpuPhases, Plan, PlanOptions, StagePlan
 from slime.ext.plan.prompts import (
     image_patches,
@@ -60,7 +60,6 @@ from slime.ext.plan.trainer_memory import (
 from slime.flags.algorithm import uses_reference
 from slime.flags.cluster import plan_gpus
 from slime.flags.distillation import trainer_teachers
-from slime.flags.lora import lora_config
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import SlimeError
 
@@ -126,10 +125,10 @@ def _notes(args: Namespace, options: PlanOptions) -> Iterator[str]:
     if args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None):
         which = args.custom_model_provider_path or " ".join(args.spec)
         yield f"{which} makes the layers; the plan counts standard layers with the sizes of the flags."
-    if args.lora_rank is not None:
+    if vars(args).get("lora_rank") is not None:
         yield "Adapters are counted in memory, not in time: products of frozen weights have no gradient of the weight."
-    if args.lora_base_precision is not None:
-        yield f"Weights become {args.lora_base_precision} once they are loaded: whole, they must fit a card too."
+    if (precision := vars(args).get("lora_base_precision")) is not None:
+        yield f"Weights become {precision} once they are loaded: whole, they must fit a card too."
     if args.only_train_params_name_list or args.freeze_params_name_list:
         yield "Frozen parameters are counted as trained: gradients and optimizer are an upper bound."
     if args.use_critic:
@@ -216,8 +215,8 @@ def plan_stage(
 ) -> StagePlan:  # fmt: skip
     """Plan stage ``number``: its layers, and the parameters and memory of one rank."""
     count = chunk_parameters(chunks, dims, sizes, has_router_bias=bool(args.moe_router_enable_expert_bias))
-    if (lora := lora_config(args)) is not None:
-        count = with_adapters(count, chunks, dims, sizes, lora)
+    if (adapters := Adapters.from_args(args)) is not None:
+        count = with_adapters(count, chunks, dims, sizes, adapters)
     memory = rank_memory(chunks, number, count, dims, sizes, settings)
     layers = [layer for chunk in chunks for layer in chunk.layers]
     once = [chunk_activations((layer,), dims, sizes, settings.batch, Recompute()).kept for layer in layers]

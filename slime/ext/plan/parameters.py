@@ -7,11 +7,11 @@ makes, rank by rank.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slime.ext.plan.layout import ParallelSizes, StageChunk
-from slime.flags.lora import LoraConfig
 from slime.train_data.model_dims import ModelDims
 
 
@@ -52,6 +52,28 @@ class ParameterCount:
     def as_frozen(self) -> ParameterCount:
         """Return the same count without gradients."""
         return ParameterCount(frozen=self.total, buffers_fp32=self.buffers_fp32)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Size and place of the adapters of a run with ``--lora-rank``."""
+
+    rank: int
+    targets: tuple[str, ...]
+    shares_experts: bool
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> Adapters | None:
+        """Return those that complete flags ask for, if any."""
+        if vars(args).get("lora_rank") is None:
+            return None
+        return cls(args.lora_rank, tuple(args.lora_target_modules), args.lora_experts == "shared")
+
+    def are_on(self, *names: str) -> bool:
+        """Return True for a matrix that goes by one of these names."""
+        return self.targets == ("all-linear",) or any(
+            f".{name}".endswith(f".{target}") for name in names for target in self.targets
+        )
 
 
 def chunk_parameters(
@@ -117,9 +139,10 @@ class Matrix:
         """True for a routed expert's."""
         return ".experts." in self.name
 
-    def adapter(self, config: LoraConfig) -> int:
+    def adapter(self, config: Adapters) -> int:
         """Return the elements of its adapter: an A for each part that is chosen, and one B of all rows."""
-        chosen = sum(config.chooses(self.name, f"{self.name.rpartition('.')[0]}.{part}") for part in self.parts)
+        parent = self.name.rpartition(".")[0]
+        chosen = sum(config.are_on(self.name, f"{parent}.{part}") for part in self.parts)
         return self.copies * config.rank * (chosen * self.columns + self.rows) if chosen else 0
 
 
@@ -238,7 +261,7 @@ def model_size(dims: ModelDims) -> int:
 
 
 def with_adapters(
-    count: ParameterCount, chunks: Sequence[StageChunk], dims: ModelDims, sizes: ParallelSizes, config: LoraConfig
+    count: ParameterCount, chunks: Sequence[StageChunk], dims: ModelDims, sizes: ParallelSizes, config: Adapters
 ) -> ParameterCount:
     """Count a rank whose adapters are trained, and nothing else.
 

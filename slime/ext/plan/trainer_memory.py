@@ -77,7 +77,7 @@ class TrainerSettings:
                 modules=tuple(args.recompute_modules or ("core_attn",)),
             ),
             weight_bytes=element,
-            matrix_bytes=FROZEN_BYTES.get(args.lora_base_precision, element),
+            matrix_bytes=FROZEN_BYTES.get(str(vars(args).get("lora_base_precision")), element),
             gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 or args.fp32 else 2,
             has_master_weights=not args.fp32,
             moments_bytes=args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize,

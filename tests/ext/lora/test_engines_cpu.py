@@ -23,15 +23,15 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: E402, F401
 # isort: split
 
 from slime.backends.megatron_utils import initialize  # noqa: E402
-from slime.backends.megatron_utils.flags.lora_arguments import served_adapters  # noqa: E402
 from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import start_server, wait_until_healthy  # noqa: E402
+from slime.ext.lora.flags import lora_config  # noqa: E402
+from slime.ext.lora.peft_folder import peft_config  # noqa: E402
 from slime.ext.lora.state import peft_tensors, save_peft  # noqa: E402
-from slime.flags.lora import lora_config  # noqa: E402
+from slime.ext.lora.targets import engine_settings  # noqa: E402
 from slime.train_data.convert import samples_to_train_data  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
-from slime.weights.peft_folder import peft_config  # noqa: E402
 from slime.weights.push.adapter import as_engines_call  # noqa: E402
 from slime.weights.push.wire import as_text  # noqa: E402
 from tests.loaded_model.rank import UNWRITTEN  # noqa: E402
@@ -55,7 +55,6 @@ PROMPTS = [[5, 6, 7], [5, 6, 7, *range(20, 30)], [11, 12, 13, 14], [30, 31], [40
 @contextmanager
 def serving(folder: Path, args: Namespace, paths: list[str]) -> Iterator[ServerControl]:
     """Serve a checkpoint, adapters in ``paths`` (NAME=DIR), and room for another of the run."""
-    modules, _ = served_adapters(args) or ([], 0)
     port = get_free_port(25900, consecutive=3)
     settings = {
         **{"model_path": str(folder), "host": "127.0.0.1", "port": port, "nccl_port": port + 1, "device": "cpu"},
@@ -67,7 +66,12 @@ def serving(folder: Path, args: Namespace, paths: list[str]) -> Iterator[ServerC
             "lora_backend": "torch_native",
             "max_lora_rank": 2 * RANK,
         },
-        **{"lora_target_modules": modules, "lora_paths": paths, "max_loras_per_batch": 3, "lora_strict_loading": True},
+        **{
+            "lora_target_modules": engine_settings(args)["lora_target_modules"],
+            "lora_paths": paths,
+            "max_loras_per_batch": 3,
+            "lora_strict_loading": True,
+        },
     }
     process = start_server(settings, name="the engine")
     control = ServerControl(f"http://127.0.0.1:{port}")

@@ -22,9 +22,9 @@ from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.ext.lora.frozen_base import hold_quantized, value_of
 from slime.ext.lora.layers import _with_dense_gradient
+from slime.ext.lora.peft_folder import TENSOR_FILE
 from slime.ext.lora.state import load_peft, save_peft
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.peft_folder import TENSOR_FILE
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data, reference_loss
 from tests.matrix.case import FamilyCase, load_cases

@@ -58,10 +58,10 @@ def test_slots_are_counted_as_sglang_allocates_them(name: str, modules: list[str
 
 
 def test_the_cache_has_what_weights_and_slots_leave() -> None:
-    run = Namespace(lora_engine_modules=[*ATTENTION, *MLP], lora_engine_rank=RANK, lora_engine_adapters=["old=/peft"])
-    slots = AdapterSlots.from_args(run)
-    assert slots is not None and slots.count == COUNT  # the last two pushed, none, and the folder's
-    assert AdapterSlots.from_args(Namespace(lora_engine_modules=None)) is None
+    settings = {"enable_lora": True, "lora_target_modules": [*ATTENTION, *MLP], "max_lora_rank": RANK}
+    slots = AdapterSlots.from_args(Namespace(engine_settings=settings | {"max_loras_per_batch": COUNT}))
+    assert slots is not None and slots.count == COUNT
+    assert AdapterSlots.from_args(Namespace(engine_settings={})) is None
     dims = dims_of(parse(*model_args("qwen3-4B"), "--bf16"))
     plain, adapted = (
         engine_memory(dims, EngineShape(tp_size=1, adapter_slots=one), card_bytes=80 << 30, other_bytes=0)

@@ -15,8 +15,7 @@ from benchmarks.published_configs import NUM_PARAMETERS, PUBLISHED, WITHOUT_A_FI
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.ext.plan.layout import ParallelSizes, PipelineSplit, rank_places, stage_chunks
-from slime.ext.plan.parameters import chunk_parameters, model_size, with_adapters
-from slime.flags.lora import lora_config
+from slime.ext.plan.parameters import Adapters, chunk_parameters, model_size, with_adapters
 from slime.train_data.model_dims import ModelDims
 from tests.contracts.source_tree import REPO
 from tests.matrix import trainer
@@ -186,8 +185,8 @@ def test_every_rank_holds_what_megatron_builds(case, megatron_counts, glm52_fold
     for rank, (dense, expert, frozen, layers) in zip(CASES[case][2], megatron_counts[case], strict=True):
         stage = chunks[places[rank].pipeline]
         count = chunk_parameters(stage, dims, sizes)
-        if (lora := lora_config(args)) is not None:
-            count = with_adapters(count, stage, dims, sizes, lora)
+        if (adapters := Adapters.from_args(args)) is not None:
+            count = with_adapters(count, stage, dims, sizes, adapters)
         assert (count.dense, count.expert, count.frozen) == (dense, expert, frozen)
         assert [layer + 1 for chunk in stage for layer in chunk.layers] == layers
 

@@ -57,34 +57,6 @@ ALGORITHM = (
         says=("--freeze-params-name-list", "'*.bias' is no regular expression"),
     ),
     Broken(
-        mistake="the scale of adapters that are not there",
-        flags="--lora-alpha 16",
-        says=("--lora-alpha is 16", "no effect without --lora-rank"),
-    ),
-    Broken(
-        mistake="adapters beside frozen lists, pushed alone",
-        flags="--lora-rank 8 --lora-push adapter --freeze-params-name-list embedding --check-weight-update-equal",
-        says=(
-            "--check-weight-update-equal does not go with --lora-push adapter",
-            "--freeze-params-name-list does not",
-        ),
-    ),
-    Broken(
-        mistake="an adapter for engines that would join it with matrices that have none",
-        flags="--lora-rank 8 --lora-push adapter --lora-target-modules q_proj v_proj",
-        says=("SGLang joins k_proj, q_proj, v_proj", "has q_proj, v_proj alone"),
-    ),
-    Broken(
-        mistake="frozen adapters for engines whose base changes, two of one name, and one of a push's",
-        flags="--lora-rank 8 --lora-engine-adapters a=x a=y slime-7=z",
-        says=("with --lora-rank R --lora-push adapter alone", "two have one name", "slime-7=z: write NAME=DIR"),
-    ),
-    Broken(
-        mistake="adapters on a layer that has another name",
-        flags="--lora-rank 8 --lora-target-modules query_proj",
-        says=("'query_proj', which no linear layer of", "o_proj, q_proj"),
-    ),
-    Broken(
         mistake="two precisions",
         flags="--bf16 --fp16",
         says=("--bf16 and --fp16", "one of them"),

@@ -20,7 +20,6 @@ from safetensors.torch import save, save_file
 from slime.arguments.hook_checks import check_import
 from slime.arguments.hooks import HOOKS
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
-from slime.flags.lora import LoraConfig
 from slime.rollout import plain_values
 from slime.rollout.plain_values import read_state
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file
@@ -29,7 +28,6 @@ from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
 from slime.utils.sglang_meta import decode_int32, problem_with_answer
 from slime.weights.file_digests import FolderDigests
 from slime.weights.hf_rewrite.plan import open_source
-from slime.weights.peft_folder import read_peft_folder
 from slime.weights.quantize.quantizer import FP8_LISTS, read_format
 from slime.weights.stored_tensors import read_layout
 
@@ -384,13 +382,3 @@ def test_what_an_engine_passes_on_to_its_processes_is_checked(text, monkeypatch)
     monkeypatch.setenv("SLIME_ENGINE_GUARD", text)
     if text != "null":
         assert "SLIME_ENGINE_GUARD" in one_line(env.engine_guard)
-
-
-@pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("key", ["peft_type", "bias", "r", "lora_alpha", "use_dora", "rank_pattern"])
-def test_an_adapter_of_another_kind_is_named(key, name, tmp_path):
-    content = {"peft_type": "LORA", "bias": "none", "r": 8, "lora_alpha": 16} | {key: ODD[name]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
-    save_file({"a": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
-    config = LoraConfig(rank=8, alpha=16.0, dropout=0.0, targets=("all-linear",))
-    assert "--lora-load" in one_line(lambda: read_peft_folder(tmp_path, config))

@@ -21,7 +21,6 @@ from slime.utils.errors import DataError, SlimeError
 from slime.utils.json_file import read_object
 from slime.utils.outside_file import MAX_TEXT_BYTES, read_outside_file
 from slime.weights.file_digests import FolderDigests
-from slime.weights.peft_folder import read_peft_config
 from slime.weights.stored_tensors import read_header, read_layout
 
 
@@ -146,7 +145,7 @@ def test_a_folder_of_the_hub_s_cache_is_read(tmp_path):
 
 
 MODEL_FILES = ("config.json", "model.safetensors.index.json", "model.safetensors", "generation_config.json",
-               "tokenizer.json", "digests.json", "adapter_config.json")  # fmt: skip
+               "tokenizer.json", "digests.json")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_a_file_of_a_model_that_is_none_is_named(name, kind, tmp_path):
     folder.mkdir()
     save_file({"a": torch.ones(2)}, folder / "model.safetensors")
     for file in {"config.json", name} - {"model.safetensors"}:
-        text = '{"weight_map": {"a": "model.safetensors"}}' if "index" in file else '{"peft_type": "LORA"}'
+        text = '{"weight_map": {"a": "model.safetensors"}}' if "index" in file else "{}"
         (folder / file).write_text(text)
     KINDS[kind](folder / name)
     told = []
@@ -170,7 +169,6 @@ def test_a_file_of_a_model_that_is_none_is_named(name, kind, tmp_path):
         lambda: check_huggingface_folder(str(folder), "--hf-checkpoint"),
         lambda: read_layout(folder),
         lambda: FolderDigests.read(folder),
-        lambda: read_peft_config(folder, flag="--lora-load"),
     ):
         try:
             read()

@@ -15,8 +15,6 @@ from slime.backends.megatron_utils.flags.config_builders import (
     transformer_config_from_args,
 )
 from slime.backends.megatron_utils.flags.field_table import has_narrow_moments, refuse_what_nobody_reads
-from slime.backends.megatron_utils.flags.int4_arguments import check_int4_flags
-from slime.backends.megatron_utils.flags.lora_arguments import check_lora_arguments
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.layers.attention import check_attention_config
 from slime.backends.megatron_utils.layers.fp8_linear import check_fp8_flags
@@ -47,8 +45,6 @@ def check_arguments(args: Namespace) -> None:
     check_sparse_flags(args)
     check_linear_flags(args)
     check_fp8_flags(args)
-    check_int4_flags(args)
-    check_lora_arguments(args)
     config = transformer_config_from_args(args)
     check_attention_config(config)
     if args.spec:

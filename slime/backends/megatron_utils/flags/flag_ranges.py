@@ -29,7 +29,7 @@ _SIZES = """
     make_vocab_size_divisible_by max_position_embeddings original_max_position_embeddings
     recompute_num_layers moe_ffn_hidden_size q_lora_rank kv_lora_rank qk_head_dim v_head_dim dsa_indexer_n_heads
     dsa_indexer_head_dim dsa_indexer_topk linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
-    linear_num_key_heads linear_num_value_heads int4_qat_group_size lr_decay_iters lr_wsd_decay_iters
+    linear_num_key_heads linear_num_value_heads lr_decay_iters lr_wsd_decay_iters
 """.split()
 _FACTORS = "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor softmax_scale".split()
 _PROBABILITIES = "hidden_dropout attention_dropout rotary_percent optimizer_offload_fraction".split()

@@ -12,7 +12,6 @@ from typing import Any
 from slime.backends.megatron_utils.flags.config_flags import add_unless_present
 
 _RESOLVE = "slime.backends.megatron_utils.flags.resolve_arguments"
-_INT4 = "slime.backends.megatron_utils.flags.int4_arguments"
 _BUILDERS = "slime.backends.megatron_utils.flags.config_builders"
 _MODEL = "slime.backends.megatron_utils.model_provider"
 _LAYERS = "slime.backends.megatron_utils.layers.layer_specs"
@@ -93,24 +92,6 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     _switch("--use-gated-attention", _RESOLVE, "The same as --attention-output-gate (Qwen3-Next)."),
     _switch("--enable-experimental", _INITIALIZE, "Let megatron-core use what it calls experimental."),
     _switch("--recompute-activations", _RESOLVE, "The same as --recompute-granularity selective."),
-    _switch(
-        "--int4-qat",
-        _INT4,
-        "Quantization-aware training: weights that engines hold in packed int4 are rounded to it in the forward pass, "
-        "with straight-through gradients. OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 is the same.",
-    ),
-    _value(
-        "--int4-qat-group-size",
-        _INT4,
-        "Columns that share a scale. Default: OPEN_TRAINING_INT4_GROUP_SIZE, that of --hf-checkpoint, or 128.",
-        type=int,
-    ),
-    _switch(
-        "--int4-qat-dense",
-        _INT4,
-        "Round all linear layers that tools/convert_hf_to_int4_direct.py quantizes, not only routed experts. An int4 "
-        "--hf-checkpoint decides by itself.",
-    ),
     # layout
     _value("--num-layers-per-virtual-pipeline-stage", _RESOLVE, "Layers of one virtual pipeline stage.", type=int),
     _value("--num-virtual-stages-per-pipeline-rank", _RESOLVE, "Virtual stages of one pipeline rank.", type=int),

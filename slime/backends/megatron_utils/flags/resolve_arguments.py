@@ -13,7 +13,6 @@ from typing import Any
 from slime.backends.megatron_utils.flags.config_builders import has_yarn, num_stages_of_layout, params_dtype
 from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.backends.megatron_utils.flags.field_table import reset_what_has_no_effect
-from slime.backends.megatron_utils.flags.int4_arguments import derive_int4
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS
 from slime.flags.cluster import is_for_cuda
 from slime.utils.errors import ConfigError
@@ -38,18 +37,7 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
                 "it, or source a file of scripts/models."
             )
     derived: dict[str, Any] = {}
-    for derive in (
-        _precision,
-        _world,
-        _layout,
-        _shape,
-        _rope,
-        _vocabulary,
-        _schedule,
-        _checkpoint,
-        _kernels,
-        derive_int4,
-    ):
+    for derive in (_precision, _world, _layout, _shape, _rope, _vocabulary, _schedule, _checkpoint, _kernels):
         derived |= derive(args)
     return derived
 

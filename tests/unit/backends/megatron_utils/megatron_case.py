@@ -15,8 +15,11 @@ from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from slime.arguments import get_slime_extra_args_provider
+from slime.arguments.groups import derive_for_extensions
 from slime.backends.megatron_utils.arguments import add_megatron_arguments, validate_megatron_arguments
 from slime.backends.megatron_utils.initialize import init
+from slime.compose import flag_groups
+from slime.flags.group import complete_all
 from tests.matrix.case import hide_broken_torchvision, load_cases, read_config
 
 __all__ = ["CASES", "FAMILIES", "hf_flags", "hide_broken_torchvision", "packed_logits", "parse", "write_hf_model"]
@@ -25,7 +28,7 @@ __all__ = ["CASES", "FAMILIES", "hf_flags", "hide_broken_torchvision", "packed_l
 def build_parser() -> argparse.ArgumentParser:
     """Return a parser of the trainer's flags and of slime's own, for a trainer of one process that pushes nothing."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    get_slime_extra_args_provider()(parser)
+    get_slime_extra_args_provider(groups=flag_groups())(parser)
     add_megatron_arguments(parser)
     parser.set_defaults(debug_train_only=True, actor_num_gpus_per_node=1, distributed_timeout_minutes=2)
     return parser
@@ -34,7 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
 def parse(*flags: str) -> argparse.Namespace:
     """Complete args from flags; numbers may be given as such."""
     args = build_parser().parse_args([str(flag) for flag in flags])
+    derive_for_extensions(args)
     validate_megatron_arguments(args)
+    complete_all(args, flag_groups())
     return args
 
 

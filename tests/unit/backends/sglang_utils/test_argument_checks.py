@@ -101,7 +101,7 @@ def test_blocks_of_each_model_are_judged_by_its_own_engines(tmp_path):
         ({"sglang_quantization": "fp8"}, ["default"]),
         ({"sglang_torchao_config": "int4wo-128"}, ["default", "packed"]),
         ({"sglang_quantization": "compressed-tensors"}, ["default"]),
-        ({"sglang_quantization": "fp8", "lora_rank": 8}, []),
+        ({"sglang_quantization": "fp8", "push_sends_model": False}, []),
         ({"sglang_quantization": "fp8", "debug_rollout_only": True}, []),
     ],
 )
@@ -115,7 +115,7 @@ def test_engines_that_would_quantize_pushed_weights_by_themselves_are_refused(tm
         group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
         is_pushed, path = name != "judge", str(tmp_path / name)
         models.append(ModelConfig(name=name, model_path=path, update_weights=is_pushed, server_groups=(group,)))
-    defaults = {"sglang_quantization": None, "sglang_torchao_config": "", "lora_rank": None, "lora_push": "adapter"}
+    defaults = {"sglang_quantization": None, "sglang_torchao_config": "", "push_sends_model": True}
     args = Namespace(**{"debug_rollout_only": False, **defaults, **options})
     problems = list(own_quantization_problems(args, SGLangConfig(models=tuple(models))))
     assert [next(name for name in found if f"/{name}, which" in problem) for problem in problems] == found

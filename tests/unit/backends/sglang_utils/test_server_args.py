@@ -35,6 +35,7 @@ def flags(**given) -> Namespace:
         "sglang_cuda_graph_backend_prefill": None,
         "sglang_tp_size": 2,
         "weight_loaders": ["own.load"],
+        "engine_settings": {},
         "use_rollout_routing_replay": False,
         "bf16": False,
         "fp16": False,
@@ -177,17 +178,7 @@ def test_a_checkpoint_drafts_with_its_own_mtp_layers_unless_another_is_named():
     assert "speculative_draft_model_path" not in build()
 
 
-def test_engines_that_get_adapters_start_with_room_for_two_and_keep_their_base():
-    assert "enable_lora" not in build()
-    modules = ["k_proj", "q_proj"]
-    adapters = {"lora_engine_modules": modules, "lora_engine_rank": 8, "lora_engine_adapters": []}
-    args = flags(**adapters, sglang_lora_backend="csgmv", sglang_max_lora_rank=1)
-    built = build(args, on_cpu=True)
-    assert (built["enable_lora"], built["max_lora_rank"], built["max_loras_per_batch"]) == (True, 8, 3)
-    assert built["lora_target_modules"] == ["k_proj", "q_proj"] and built["enable_weights_cpu_backup"]
-    assert built["lora_backend"] == "torch_native" and build(args)["lora_backend"] == "csgmv"
-    assert "disable_shared_experts_fusion" not in built
-    modules.append("gate_proj")
-    assert build(args)["disable_shared_experts_fusion"]
-    args.lora_engine_adapters.append("old=/peft")
-    assert (build(args)["lora_paths"], build(args)["max_loras_per_batch"]) == (["old=/peft"], 4)
+def test_an_extension_decides_settings_that_no_flag_changes():
+    args = flags(engine_settings={"enable_lora": True, "max_lora_rank": 8}, sglang_max_lora_rank=1)
+    built = build(args)
+    assert (built["enable_lora"], built["max_lora_rank"]) == (True, 8)

@@ -1,4 +1,4 @@
-"""Which adapters are pushed to engines, and which are refused before anything starts."""
+"""Which adapters are made and pushed to engines, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,60 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.flags.lora_arguments import served_adapters
 from slime.backends.sglang_utils import cpu_shim
+from slime.compose import parse_args
+from slime.ext.lora.targets import engine_settings
 from slime.utils.errors import ConfigError, SlimeError
 from slime.weights.push.adapter import as_engines_call
 from tests.matrix.case import load_cases
 from tests.matrix.trainer import make_args
+from tests.unit.arguments.broken_configurations import Broken
+from tests.unit.arguments.test_broken_configurations import flags_of_model, write_files
+
+MISTAKES = (
+    Broken(
+        mistake="a template with another name in it",
+        flags="--lora-rank 8 --save $folder/save --save-interval 1 --lora-save x/{step}",
+        says=("--lora-save is 'x/{step}'; in braces it may only have",),
+    ),
+    Broken(
+        mistake="the scale of adapters that are not there",
+        flags="--lora-alpha 16",
+        says=("--lora-alpha is 16", "no effect without --lora-rank"),
+    ),
+    Broken(
+        mistake="adapters beside frozen lists, pushed alone",
+        flags="--lora-rank 8 --lora-push adapter --freeze-params-name-list embedding --check-weight-update-equal",
+        says=(
+            "--check-weight-update-equal does not go with --lora-push adapter",
+            "--freeze-params-name-list does not",
+        ),
+    ),
+    Broken(
+        mistake="an adapter for engines that would join it with matrices that have none",
+        flags="--lora-rank 8 --lora-push adapter --lora-target-modules q_proj v_proj",
+        says=("SGLang joins k_proj, q_proj, v_proj", "has q_proj, v_proj alone"),
+    ),
+    Broken(
+        mistake="frozen adapters for engines whose base changes, two of one name, and one of a push's",
+        flags="--lora-rank 8 --lora-engine-adapters a=x a=y slime-7=z",
+        says=("with --lora-rank R --lora-push adapter alone", "two have one name", "slime-7=z: write NAME=DIR"),
+    ),
+    Broken(
+        mistake="adapters on a layer that has another name",
+        flags="--lora-rank 8 --lora-target-modules query_proj",
+        says=("'query_proj', which no linear layer of", "o_proj, q_proj"),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", MISTAKES, ids=lambda case: case.mistake)
+def test_a_mistake_is_named_before_a_gpu_is_taken(case: Broken, tmp_path: Path) -> None:
+    write_files(case, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv=[*flags_of_model(case.script), *case.words(str(tmp_path))])
+    assert [part for part in case.says if part not in str(caught.value)] == []
+
 
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 MLP = ["down_proj", "gate_proj", "up_proj"]
@@ -24,19 +72,17 @@ LATENT = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
 
 
 def modules(family: str, folder: Path, *targets: str, **engine_flags: Any) -> list[str]:
-    return engine_room(family, folder, *targets, **engine_flags)[0]
+    return settings_of(family, folder, *targets, **engine_flags)["lora_target_modules"]
 
 
-def engine_room(family: str, folder: Path, *targets: str, **engine_flags: Any) -> tuple[list[str], int]:
+def settings_of(family: str, folder: Path, *targets: str, **engine_flags: Any) -> dict[str, Any]:
     case = load_cases([family])[family]
     case.write_checkpoint(folder)
     frozen = replace(case, flags=lambda path: [flag for flag in case.flags(path) if flag != "--enable-mtp-training"])
     lora = ("--lora-rank", 4, "--moe-router-bias-update-rate", 0, "--lora-target-modules", *targets)
     args = make_args(frozen, folder, *lora)
     vars(args).update(lora_push="adapter", **engine_flags)  # without a trainer alone they are not read
-    room = served_adapters(args)
-    assert room is not None
-    return room
+    return engine_settings(args)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +158,16 @@ def folder_of(folder: Path, **content: Any) -> list[str]:
 
 def test_engines_make_room_for_the_modules_and_the_rank_of_folders_too(tmp_path: Path) -> None:
     given = folder_of(tmp_path / "peft")
-    room = engine_room("qwen3_moe", tmp_path / "hf", "q_proj", "k_proj", "v_proj", lora_engine_adapters=given)
-    assert room == (sorted([*MLP, "q_proj", "k_proj", "v_proj"]), 16)
+    flags = {"lora_engine_adapters": given, "offload_rollout": True}
+    assert settings_of("qwen3_moe", tmp_path / "hf", "q_proj", "k_proj", "v_proj", **flags) == {
+        "enable_lora": True,
+        "max_lora_rank": 16,
+        "lora_target_modules": sorted([*MLP, "q_proj", "k_proj", "v_proj"]),
+        "lora_paths": given,
+        "max_loras_per_batch": 4,  # the last two pushed, none, and the folder's
+        "enable_weights_cpu_backup": True,
+        "disable_shared_experts_fusion": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -131,7 +185,7 @@ def test_a_folder_that_engines_cannot_serve_is_refused_by_its_name(
 ) -> None:
     given = folder_of(tmp_path / "peft", **content)
     with pytest.raises(SlimeError, match=f"--lora-engine-adapters old=.*{says}"):
-        engine_room("qwen3_moe", tmp_path / "hf", "o_proj", lora_engine_adapters=given)
+        settings_of("qwen3_moe", tmp_path / "hf", "o_proj", lora_engine_adapters=given)
 
 
 def test_experts_behind_deepep_get_no_adapters(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters in place of all weights (arXiv:2106.09685)."""
+"""Flags of low-rank adapters in place of all weights (LoRA, arXiv:2106.09685)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from slime.flags.checkpoint import has_finished_save, is_huggingface_folder, is_release
 from slime.flags.config import backend_flags
+from slime.flags.debug import template_problem
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, fraction_below_one, positive_float, positive_int
 
 ALL_LINEAR = "all-linear"
@@ -16,7 +18,7 @@ ALL_LINEAR = "all-linear"
 
 
 def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the group of adapters to ``parser``."""
+    """Add the LoRA group to ``parser``."""
     group = parser.add_argument_group("LoRA", "Train low-rank adapters of the actor; its weights stay as they are.")
     group.add_argument(
         "--lora-rank", type=positive_int, metavar="R", help="Rank of the adapters. Default: no adapters."
@@ -122,6 +124,26 @@ def lora_base(args: Namespace) -> str:
     return args.hf_checkpoint if has_finished_save(args.load) and not is_release(args.load) else args.load
 
 
+def derive_lora(args: Namespace) -> None:
+    """Say what is special about the weights of the actor and of the engines."""
+    if args.lora_rank is not None:
+        args.reference_in_actor = True
+        args.push_sends_model = args.lora_push != "adapter"
+
+
+def complete_lora(args: Namespace) -> None:
+    """Compare the adapters with the model, and give the engines room for those that they get alone.
+
+    Raises:
+        SlimeError: as ``check_targets`` and ``engine_settings`` of ``slime.ext.lora.targets`` say.
+    """
+    if args.lora_rank is not None:
+        from slime.ext.lora.targets import check_targets, engine_settings
+
+        check_targets(args)
+        args.engine_settings |= engine_settings(args)
+
+
 def _adapter_push_problems(args: Namespace) -> Iterator[str]:
     why = "--lora-push adapter, by which engines get nothing else; drop it or use --lora-push merged."
     engines = backend_flags(args)
@@ -171,8 +193,11 @@ def check_lora(args: Namespace) -> Iterator[str]:
         yield from _adapter_push_problems(args)
     if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
         yield f"--lora-target-modules is {' '.join(args.lora_target_modules)}; all-linear excludes names."
-    if args.lora_save is not None and (args.save is None or args.save_interval is None):
-        yield "--lora-save writes beside each save; give --save and --save-interval too."
+    if args.lora_save is not None:
+        if args.save is None or args.save_interval is None:
+            yield "--lora-save writes beside each save; give --save and --save-interval too."
+        if problem := template_problem("--lora-save", args.lora_save, {"rollout_id"}):
+            yield problem
     for flag in (
         "only_train_params_name_list", "freeze_params_name_list", "custom_model_provider_path", "train_vision_tower"
     ):  # fmt: skip
@@ -180,11 +205,15 @@ def check_lora(args: Namespace) -> Iterator[str]:
             yield f"--{flag.replace('_', '-')} does not go with --lora-rank, which trains adapters alone; drop one."
     if args.enable_mtp_training:
         yield "--enable-mtp-training trains layers that have no adapters; drop it or --lora-rank."
-    if args.use_opd and args.opd_type == "megatron":
+    if vars(args).get("use_opd") and args.opd_type == "megatron":
         yield (
             "--opd-type megatron puts a teacher's weights in the place of the actor's, which --lora-rank keeps frozen "
             "and in one copy; use --opd-type sglang."
         )
+    yield from _starting_point_problems(args)
+
+
+def _starting_point_problems(args: Namespace) -> Iterator[str]:
     if args.load is not None and args.load == args.ref_load and not args.finetune:
         yield f"--load {args.load} is --ref-load too; drop --load, which with --lora-rank names saves of adapters."
     if args.ref_load is not None and args.load != args.ref_load:
@@ -193,3 +222,6 @@ def check_lora(args: Namespace) -> Iterator[str]:
                 f"--load {args.load} and --ref-load {args.ref_load} differ; with --lora-rank the reference is the "
                 "actor without its adapters: give the model as --ref-load alone."
             )
+
+
+GROUP = FlagGroup(add_lora_arguments, derive=(derive_lora,), check=(check_lora,), complete=(complete_lora,))

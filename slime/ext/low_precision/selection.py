@@ -1,4 +1,4 @@
-"""Flags of int4 quantization-aware training: which weights are rounded, in which groups.
+"""The weights that int4 quantization-aware training rounds, and in which groups.
 
 Where ``--hf-checkpoint`` holds packed four-bit integers, it decides: what it has quantized is what engines serve so.
 Otherwise routed experts are rounded, and with ``--int4-qat-dense`` all that ``tools/convert_hf_to_int4_direct.py``
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from typing import Any
 
 from slime.backends.megatron_utils.flags.model_dims import moe_layers
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names
@@ -28,20 +27,12 @@ EXPERTS, MLP, ATTENTION = ".experts.", ".mlp.down_proj.", ".self_attn.o_proj."
 """Parts of HF names: of routed experts, and of the dense matrices that tensor parallelism cuts along their input."""
 
 
-def derive_int4(args: Namespace) -> dict[str, Any]:
-    """Return what the flags, the environment and the checkpoint say of quantization-aware training.
+def group_size(args: Namespace) -> int:
+    """Return the columns that share a scale, by the flags, the environment and the checkpoint.
 
     Raises:
         ConfigError: they disagree, or the checkpoint is quantized in another way.
     """
-    if not (args.int4_qat or env.int4_fake_qat()):
-        for flag, value in (
-            ("--int4-qat-group-size", args.int4_qat_group_size),
-            ("--int4-qat-dense", args.int4_qat_dense),
-        ):
-            if value:
-                raise ConfigError(f"{flag} is given without --int4-qat, so nothing would be rounded; add it.")
-        return {"int4_qat": False}
     asked = args.int4_qat_group_size or env.int4_group_size()
     packed = packed_format(args)
     if packed is None:
@@ -51,19 +42,20 @@ def derive_int4(args: Namespace) -> dict[str, Any]:
                 "trainer computes another policy than they do. Give the folder of tools/convert_hf_to_int4_direct.py.",
                 args.hf_checkpoint,
             )
-        group_size = asked or DEFAULT_GROUP_SIZE
-        if group_size < 8 or group_size % 8:
+        size = asked or DEFAULT_GROUP_SIZE
+        if size % 8:
             raise ConfigError(
-                f"--int4-qat-group-size (or OPEN_TRAINING_INT4_GROUP_SIZE) is {group_size}; it must be a multiple of "
-                "8; engines take 32 or 128."
+                f"--int4-qat-group-size (or OPEN_TRAINING_INT4_GROUP_SIZE) is {size}; it must be a multiple of 8; "
+                "engines take 32 or 128."
             )
-        return {"int4_qat": True, "int4_qat_group_size": group_size}
+        return size
     if asked is not None and asked != packed.group_size:
         raise ConfigError(
             f"--int4-qat-group-size (or OPEN_TRAINING_INT4_GROUP_SIZE) is {asked}; the groups of --hf-checkpoint "
             f"{args.hf_checkpoint} have {packed.group_size} columns; leave it out."
         )
-    return {"int4_qat": True, "int4_qat_group_size": packed.group_size}
+    assert packed.group_size is not None
+    return packed.group_size
 
 
 def packed_format(args: Namespace) -> GroupInt | None:
@@ -86,19 +78,17 @@ def packed_format(args: Namespace) -> GroupInt | None:
     )
 
 
-def check_int4_flags(args: Namespace) -> None:
+def check_layout(args: Namespace) -> None:
     """Refuse groups that would lie on two tensor-parallel ranks, and FP8 products of weights in int4.
 
     Raises:
         ConfigError: with the columns, the ranks and the group size.
     """
-    if not args.int4_qat:
-        return
     if args.fp8:
         raise ConfigError(
             f"--int4-qat and --fp8-format {args.fp8} are given; engines hold weights in one of the two; drop one."
         )
-    group_size, selection = args.int4_qat_group_size, Int4Selection(args)
+    columns, selection = args.int4_qat_group_size, Int4Selection(args)
     tensor_flag, tensor_ranks = "--tensor-model-parallel-size", args.tensor_model_parallel_size
     head_flag, head_size = "--kv-channels", args.kv_channels
     if args.multi_latent_attention:
@@ -111,11 +101,11 @@ def check_int4_flags(args: Namespace) -> None:
         ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
         cuts.append((EXPERTS, "--moe-ffn-hidden-size", ffn, ranks))
     for part, flag, size, ranks in cuts:
-        if size % (ranks * group_size) and selection.has(part):
+        if size % (ranks * columns) and selection.has(part):
             ranks_flag = "--expert-tensor-parallel-size" if part == EXPERTS else tensor_flag
             raise ConfigError(
                 f"{flag} is {size}; over {ranks_flag} {ranks} a rank has {size / ranks:g} columns of a matrix that is "
-                f"cut along its input, which are no whole number of groups of {group_size} (--int4-qat); use fewer "
+                f"cut along its input, which are no whole number of groups of {columns} (--int4-qat); use fewer "
                 "ranks, or smaller groups."
             )
 

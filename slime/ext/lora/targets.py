@@ -8,13 +8,14 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.backends.megatron_utils.models import find_family, weight_map_of_run
+from slime.ext.lora.flags import ALL_LINEAR, LoraConfig, engine_adapters, lora_base, lora_config
+from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
 from slime.flags.config import backend_flags
-from slime.flags.lora import ALL_LINEAR, LoraConfig, engine_adapters, lora_base, lora_config
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import read_model_type
-from slime.weights.peft_folder import TENSOR_FILE, read_peft_config
 from slime.weights.push.adapter import as_engines_call
 from slime.weights.stored_tensors import read_header
 
@@ -54,7 +55,7 @@ def chosen_parts(config: LoraConfig, name: str, hf_names: Sequence[str]) -> list
     return [config.chooses(match[1], hf_name.removesuffix(".weight")) for hf_name in hf_names]
 
 
-def check_lora_arguments(args: Namespace) -> None:
+def check_targets(args: Namespace) -> None:
     """Refuse targets that the family has not, what changes or rounds the frozen weights, and first adapters of
     another kind.
 
@@ -63,13 +64,12 @@ def check_lora_arguments(args: Namespace) -> None:
         DataError: ``--lora-load`` is no whole folder of plain LoRA with this rank and scale.
     """
     config = lora_config(args)
-    if config is None:
-        return
+    assert config is not None
     if args.lora_load is not None and args.load == lora_base(args):
         read_peft_config(args.lora_load, flag=f"--lora-load {args.lora_load}", config=config)
         read_header(Path(args.lora_load) / TENSOR_FILE)
     for name in ("int4_qat", "moe_shared_expert_overlap"):
-        if vars(args)[name]:
+        if vars(args).get(name):
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --lora-rank {config.rank}; drop one.")
     if args.lora_base_precision is not None and args.fp8:
         raise ConfigError(
@@ -100,10 +100,10 @@ def check_lora_arguments(args: Namespace) -> None:
             )
 
 
-def served_adapters(args: Namespace) -> tuple[list[str], int] | None:
-    """Return what engines make room for: last names of modules, as engines have them, and the largest rank.
+def engine_settings(args: Namespace) -> dict[str, Any]:
+    """Return the fields of ServerArgs with which engines make room for adapters; {} where pushes are merged.
 
-    That is of the adapters pushed and of those in folders; None where pushes are merged.
+    They have room for the last two pushed, for none, and for those in folders.
 
     Raises:
         ConfigError: SGLang does not serve adapters on their modules.
@@ -111,7 +111,7 @@ def served_adapters(args: Namespace) -> tuple[list[str], int] | None:
     """
     config = lora_config(args)
     if config is None or args.lora_push != "adapter":
-        return None
+        return {}
     asked = [("--lora-push adapter", "use --lora-push merged, or other --lora-target-modules", config)]
     for name, folder in engine_adapters(args).items():
         flag = f"--lora-engine-adapters {name}={folder}"
@@ -126,7 +126,17 @@ def served_adapters(args: Namespace) -> tuple[list[str], int] | None:
     modules: set[str] = set()
     for flag, remedy, one in asked:
         modules |= _modules(args, one, flag=flag, remedy=remedy)
-    return sorted(modules), max(one.rank for _, _, one in asked)
+    settings = {
+        "enable_lora": True,
+        "max_lora_rank": max(one.rank for _, _, one in asked),
+        "lora_target_modules": sorted(modules),
+        "lora_paths": list(args.lora_engine_adapters),
+        "max_loras_per_batch": 3 + len(args.lora_engine_adapters),
+        "enable_weights_cpu_backup": bool(args.offload_rollout),  # no push brings the base back
+    }
+    if "gate_proj" in modules:  # a shared expert that is one of the routed ones has no adapter there
+        settings["disable_shared_experts_fusion"] = True
+    return settings
 
 
 def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> set[str]:

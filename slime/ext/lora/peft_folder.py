@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from slime.flags.lora import LoraConfig
+from slime.ext.lora.flags import LoraConfig
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
 from slime.utils.json_file import parse_object

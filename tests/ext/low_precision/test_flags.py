@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.flags.int4_arguments import Int4Selection
+from slime.ext.low_precision.selection import Int4Selection, group_size
 from slime.utils.errors import ConfigError
 from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.hf_rewrite.to_quantized import to_int4
@@ -131,10 +131,8 @@ def test_a_checkpoint_quantized_in_another_way_is_refused(tmp_path: Path, quanti
 
 
 def test_engines_that_serve_other_weights_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from slime.backends.megatron_utils.flags.int4_arguments import derive_int4
-
     args = parse(*MOE)
-    args.int4_qat, args.int4_qat_group_size, args.debug_train_only = True, 32, False
+    args.int4_qat_group_size, args.debug_train_only = 32, False
     with caplog.at_level(logging.WARNING):
-        derive_int4(args)
+        group_size(args)
     assert "another policy" in caplog.text

@@ -1,0 +1,56 @@
+"""Flags of int4 quantization-aware training."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+
+from slime.flags.group import FlagGroup
+from slime.flags.kinds import positive_int
+from slime.utils import env
+from slime.utils.errors import ConfigError
+
+
+def add_low_precision_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the low precision group to ``parser``."""
+    group = parser.add_argument_group("low precision", "Training for engines that hold weights in few bits.")
+    group.add_argument(
+        "--int4-qat",
+        action="store_true",
+        help="Quantization-aware training: weights that engines hold in packed int4 are rounded to it in the forward "
+        "pass, with straight-through gradients. OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 is the same.",
+    )
+    group.add_argument(
+        "--int4-qat-group-size",
+        type=positive_int,
+        help="Columns that share a scale. Default: OPEN_TRAINING_INT4_GROUP_SIZE, that of --hf-checkpoint, or 128.",
+    )
+    group.add_argument(
+        "--int4-qat-dense",
+        action="store_true",
+        help="Round all linear layers that tools/convert_hf_to_int4_direct.py quantizes, not only routed experts. An "
+        "int4 --hf-checkpoint decides by itself.",
+    )
+
+
+def complete_int4(args: Namespace) -> None:
+    """Fill in what the flags, the environment and the checkpoint say, and compare it with the layout.
+
+    Raises:
+        ConfigError: they disagree, or the checkpoint is quantized in another way.
+    """
+    if args.int4_qat or env.int4_fake_qat():
+        from slime.ext.low_precision.selection import check_layout, group_size
+
+        args.int4_qat, args.int4_qat_group_size = True, group_size(args)
+        check_layout(args)
+        return
+    for flag, value in (
+        ("--int4-qat-group-size", args.int4_qat_group_size),
+        ("--int4-qat-dense", args.int4_qat_dense),
+    ):
+        if value:
+            raise ConfigError(f"{flag} is given without --int4-qat, so nothing would be rounded; add it.")
+
+
+GROUP = FlagGroup(add_low_precision_arguments, complete=(complete_int4,))
