@@ -5,9 +5,8 @@
 
 One process holds both sides, as ``weight_push_ways.py`` does, in blockwise FP8: the model as the trainer builds it and
 as SGLang does, with as many layers and experts as the true one and with widths of 128, so that bytes cost little.
-Messages go as between a job's processes, but for the server in between.  A fresh engine then takes the same push with
-the first one's load plan at hand.  Every second is one of this thread's processor time, so that other work on the
-machine does not count.
+Messages go as between a job's processes, without the server in between.  Every second is one of this thread's
+processor time, so that other work on the machine does not count.
 
 Printed: what a trainer's rank makes once; the verbs of a push, by push (work on the bytes included, which the third
 push has alone); and two pieces beside the plain way to do them: a manifest that is JSON tensor by tensor, a load plan
@@ -37,7 +36,6 @@ from benchmarks.published_configs import qwen3_moe  # noqa: E402
 from benchmarks.weight_push_engine import COMMON, FP8, RUN_FLAGS  # noqa: E402
 from benchmarks.weight_push_ways import BLOCK, build, start_trainer  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
-from slime.utils import env  # noqa: E402
 from slime.weights.manifest import BucketSlice, Manifest, TensorEntry  # noqa: E402
 from slime.weights.tensor_slice import TensorSlice  # noqa: E402
 
@@ -201,12 +199,10 @@ def main() -> None:
     options = parse_options()
     cpu_shim.install()
     from slime.backends.megatron_utils import memory
-    from slime.ext.fast_push import weight_receiver
     from tests.loaded_model.rank import LoadedRank
 
     once, pushes = Meter(), {}
     with tempfile.TemporaryDirectory() as folder:
-        env.export({"SLIME_CACHE_DIR": f"{folder}/cache"})
         write_folder(Path(folder), options)
         args = trainer_args(folder, options)
         start_trainer(args)
@@ -216,11 +212,6 @@ def main() -> None:
         rank = LoadedRank(folder, store=f"{folder}/store", quantization=FP8)
         engine = engine_of(rank)
         for name in ("first", "second", "third"):
-            pushes[name] = push(source, engine, name)
-        rank.swap(folder, "bfloat16", FP8)
-        weight_receiver._RANK = weight_receiver.ReceivingRank()  # of a fresh process
-        engine = engine_of(rank)
-        for name in ("first, plan at hand", "second, plan at hand"):
             pushes[name] = push(source, engine, name)
     manifest = source.manifest
     print(f"\n{len(manifest.tensors):,} tensors in {len(manifest.buckets)} buckets; seconds of processor time\n")

@@ -10,19 +10,19 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from slime.utils.errors import WeightSyncError
-from slime.weights.columns import numbered
 from slime.weights.named_tensors import dtype_name
 from slime.weights.tensor_slice import TensorSlice
 
+_Item = TypeVar("_Item", bound=Hashable)
 ALIGNMENT = 256
 """Slices start at multiples of this many bytes, so that every kernel may read them in its widest words."""
 
@@ -145,8 +145,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the compact text that :meth:`from_json` reads: columns, because layers and experts are alike."""
-        kinds, kind_of = numbered((tensor.shape, tensor.dtype) for tensor in (*self.tensors, *self.kept))
-        parts, part_of = numbered(item.slice for bucket in self.buckets for item in bucket.slices)
+        kinds, kind_of = _numbered((tensor.shape, tensor.dtype) for tensor in (*self.tensors, *self.kept))
+        parts, part_of = _numbered(item.slice for bucket in self.buckets for item in bucket.slices)
         positions = {tensor.name: position for position, tensor in enumerate(self.tensors)}
         rest = iter(part_of)
         content: dict[str, Any] = {
@@ -198,6 +198,16 @@ class Manifest:
         )
         vars(manifest)["id"] = _digest(text)
         return manifest
+
+
+def _numbered(items: Iterable[_Item]) -> tuple[list[_Item], list[int]]:
+    """Return the distinct items in the order in which they first come, and the position of each item among them.
+
+    A push names tens of thousands of tensors and has a few hundred kinds of shapes and slices.
+    """
+    numbers: dict[_Item, int] = {}
+    column = [numbers.setdefault(item, len(numbers)) for item in items]
+    return list(numbers), column
 
 
 def _digest(text: str) -> str:

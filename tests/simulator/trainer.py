@@ -27,10 +27,10 @@ from slime.flags.checkpoint import version_before
 from slime.utils.errors import DataError
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
-from slime.weights.push.carrier import Carrier
+from slime.weights.push.carrier import CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import reason_of, start_all, wait_together
-from slime.weights.push.state import Push, TrainerRanks
+from slime.weights.push.state import TrainerRanks
 from slime.weights.tensor_slice import TensorSlice
 from tests.simulator.kernel import _KERNEL, WORLD, Process
 from tests.simulator.weight_groups import state_in
@@ -177,10 +177,10 @@ class Buckets:
 class MessageCarrier(Carrier):
     """Rank 0 asks every engine to load a bucket and waits for all."""
 
-    def open(self, push: Push, manifest: Manifest) -> None:
+    def open(self, push: CarriedPush, manifest: Manifest) -> None:
         push.meet("opening")
 
-    def send(self, push: Push, index: int, flat: Any) -> None:
+    def send(self, push: CarriedPush, index: int, flat: Any) -> None:
         if index == NO_BUCKET or push.ranks.rank != 0:
             return
         WORLD[0].wire[push.id, index] = state_in(flat)
@@ -216,7 +216,7 @@ class Updater(WeightUpdater):
     def _weights_in(self, dtype: torch.dtype) -> Any:
         return Namespace(dtype=dtype)
 
-    def _estimate_cast_loss(self, push: Push) -> None:
+    def _estimate_cast_loss(self, push: CarriedPush) -> None:
         pass
 
 

@@ -25,7 +25,8 @@ from slime.ext.disk_push.disk import DiskCarrier, DiskOptions, as_tensor
 from slime.ext.disk_push.versions import PartWriter, version_folder, version_text
 from slime.utils.errors import DataError, WeightSyncError
 from slime.weights.manifest import BucketSlice, Manifest
-from slime.weights.push.state import Push, TrainerRanks
+from slime.weights.push.carrier import CarriedPush
+from slime.weights.push.state import TrainerRanks
 from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_bytes, read_layout
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class DeltaCarrier(DiskCarrier):
                     blob = torch.frombuffer(bytearray(encoded.blob), dtype=torch.uint8)
                     writer.add(part.name, blob, note=encoded.checksum)
 
-    def _after_commit(self, push: Push) -> None:
+    def _after_commit(self, push: CarriedPush) -> None:
         number, written = int(push.version), self.written
         if self._base_version == number or written is None:
             return  # engines that came late have got what the others had
@@ -117,7 +118,7 @@ class DeltaCarrier(DiskCarrier):
             self._chain_bytes = 0
             self._prune(number)
 
-    def _write_whole_copy(self, push: Push, manifest: Manifest, size: int) -> bool:
+    def _write_whole_copy(self, push: CarriedPush, manifest: Manifest, size: int) -> bool:
         """Put the version committed last, whole, beside its changes; returns whether there was room for it."""
 
         def write(writer: PartWriter) -> None:

@@ -44,10 +44,10 @@ from slime.utils.misc import load_function
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.hf_files import copy_assets
 from slime.weights.manifest import BucketSlice, Manifest
-from slime.weights.push.carrier import Buckets, Carrier
+from slime.weights.push.carrier import Buckets, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.participants import PUSH_FAILURES
-from slime.weights.push.state import Push, TrainerRanks
+from slime.weights.push.state import TrainerRanks
 
 logger = logging.getLogger(__name__)
 
@@ -145,21 +145,21 @@ class FolderCarrier(Carrier):
     _must_rebuild = False
     """Copies of hosts are made anew, however good they look."""
 
-    def prepare(self, push: Push, source: Buckets) -> Buckets:
+    def prepare(self, push: CarriedPush, source: Buckets) -> Buckets:
         """Bring the version to all hosts."""
         assert isinstance(source, WrittenVersion)
         push.on_main_rank("letting the engines' hosts fetch the weights", lambda: self._fetch(push, source))
         push.metrics |= source.metrics
         return source
 
-    def open(self, push: Push, manifest: Manifest) -> None:
+    def open(self, push: CarriedPush, manifest: Manifest) -> None:
         """Do nothing: the disk is open to all."""
 
-    def send(self, push: Push, index: int, flat: Tensor) -> None:
+    def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
         """Let every engine read the version."""
         push.on_main_rank(f"reading version {push.version} from disk", lambda: self._read(push))
 
-    def _fetch(self, push: Push, version: WrittenVersion) -> None:
+    def _fetch(self, push: CarriedPush, version: WrittenVersion) -> None:
         if not version.has_copies:
             shared = str(version_folder(version.root, version.number))
             self._folders = {engine.index: shared for engine in push.participants.good}
@@ -169,7 +169,7 @@ class FolderCarrier(Carrier):
             lambda engine: engine.run(pull_weights, version.number, self._must_rebuild, on_all_nodes=True),
         )
 
-    def _read(self, push: Push) -> None:
+    def _read(self, push: CarriedPush) -> None:
         def start(engine: EngineProxy) -> Pending:
             return push.read_folder(engine, self._folders[engine.index])
 
@@ -196,7 +196,7 @@ class DiskCarrier(FolderCarrier):
         self._num_changed = 0
         """Bytes of this rank's share that differ from the version before."""
 
-    def prepare(self, push: Push, source: Buckets) -> Buckets:
+    def prepare(self, push: CarriedPush, source: Buckets) -> Buckets:
         """Write the version, unless the last push wrote it, and copy it to all hosts."""
         if self.written is None or self.written.number != int(push.version):
             self.write(push, source)
@@ -204,7 +204,7 @@ class DiskCarrier(FolderCarrier):
         self._must_rebuild = push.is_resend and self._is_doubted
         return super().prepare(push, self.written)
 
-    def write(self, push: Push, source: Buckets) -> WrittenVersion:
+    def write(self, push: CarriedPush, source: Buckets) -> WrittenVersion:
         """Write and finalize the version with the weights of now; collective.
 
         Raises:
@@ -238,7 +238,7 @@ class DiskCarrier(FolderCarrier):
             push.run_together("running --custom-update-weight-post-write-path", lambda: hook(final, engines))
         return self.written
 
-    def finish(self, push: Push, *, is_served: bool) -> None:
+    def finish(self, push: CarriedPush, *, is_served: bool) -> None:
         """Remove what is not read again."""
         self._is_doubted = not is_served or bool(push.participants.reasons)
         if is_served:
@@ -246,7 +246,7 @@ class DiskCarrier(FolderCarrier):
         else:
             self._discard()
 
-    def _begin_chain(self, push: Push) -> None:
+    def _begin_chain(self, push: CarriedPush) -> None:
         """Count the versions of this run from here: remove what an earlier run left."""
 
         def clear() -> None:
@@ -259,7 +259,7 @@ class DiskCarrier(FolderCarrier):
         self._chain = self.ranks.from_main(uuid4().hex[:8])
 
     @torch.no_grad()
-    def _write_buckets(self, push: Push, source: Buckets, writer: PartWriter) -> None:
+    def _write_buckets(self, push: CarriedPush, source: Buckets, writer: PartWriter) -> None:
         """Walk the buckets; after a failure on with the walk, because the other ranks gather with this one."""
         manifest = source.manifest
         for index, flat in source.iter_buckets():
@@ -276,7 +276,7 @@ class DiskCarrier(FolderCarrier):
 
     def assemble(
         self,
-        push: Push,
+        push: CarriedPush,
         final: Path,
         write: Callable[[PartWriter], None],
         metadata: Mapping[str, object],
@@ -317,7 +317,7 @@ class DiskCarrier(FolderCarrier):
         return sum(file.num_bytes for files in parts for file in files)
 
     @contextmanager
-    def failures_recorded(self, push: Push) -> Iterator[None]:
+    def failures_recorded(self, push: CarriedPush) -> Iterator[None]:
         """Keep what goes wrong on this rank for the next meeting, which raises it on all ranks."""
         try:
             with explained_disk_errors(self.disk.root, DISK_FLAG):
@@ -344,7 +344,7 @@ class DiskCarrier(FolderCarrier):
             writer.add(part.name, as_tensor(data, entry.torch_dtype, entry.shape))
             self._num_changed += entry.num_bytes
 
-    def _after_commit(self, push: Push) -> None:
+    def _after_commit(self, push: CarriedPush) -> None:
         """Remove the version that the engines serve, unless one of them shall be refilled from it."""
         if self.disk.keeps_files:
             return

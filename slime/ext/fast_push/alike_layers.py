@@ -8,16 +8,14 @@ does more than copy, it runs on all tensors.  The first push checks an inferred 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from slime.ext.fast_push.load_follower import LoadTrace, Write
-from slime.ext.fast_push.load_trace import trace_load
-from slime.ext.fast_push.model_memory import ModelMemory, named_tensors
+from slime.ext.fast_push.load_trace import LoadTrace, Write, trace_load
 from slime.weights.manifest import TensorEntry
 from slime.weights.tensor_slice import StridedCopy
 
@@ -45,7 +43,7 @@ def trace_by_layers(model: nn.Module, entries: Sequence[TensorEntry]) -> LoadTra
     if kinds:
         left_out = {layer for layers in kinds for layer in layers[1:-1]}
         trace = trace_load(model, [entry for entry in entries if _split(entry.name)[0] not in left_out])
-        if not (trace.unknown or trace.failures or trace.opaque) and _complete(trace, ModelMemory(model), kinds):
+        if not (trace.unknown or trace.failures or trace.opaque) and _complete(trace, _ModelMemory(model), kinds):
             return trace
     return trace_load(model, entries)
 
@@ -64,7 +62,7 @@ def _kinds(model: nn.Module, entries: Sequence[TensorEntry]) -> list[list[Layer]
         if layer is not None:
             tensors.setdefault(layer, []).append((end, entry.shape, entry.dtype))
     places: dict[str, list[Any]] = {}
-    for name, tensor in named_tensors(model):
+    for name, tensor in _named_tensors(model):
         layer, end = _split(name)
         if layer is not None:
             memory = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
@@ -75,7 +73,7 @@ def _kinds(model: nn.Module, entries: Sequence[TensorEntry]) -> list[list[Layer]
     return list(kinds.values())
 
 
-def _complete(trace: LoadTrace, memory: ModelMemory, kinds: Sequence[Sequence[Layer]]) -> bool:
+def _complete(trace: LoadTrace, memory: _ModelMemory, kinds: Sequence[Sequence[Layer]]) -> bool:
     """Add what the loader would do with the layers that it was not given; return False where that cannot be told."""
     traced = {layer for layers in kinds for layer in (layers[0], layers[-1])}
     by_layer = _split_by_layer(trace, memory, traced)
@@ -96,7 +94,7 @@ def _complete(trace: LoadTrace, memory: ModelMemory, kinds: Sequence[Sequence[La
 
 
 def _split_by_layer(
-    trace: LoadTrace, memory: ModelMemory, traced: Collection[Layer]
+    trace: LoadTrace, memory: _ModelMemory, traced: Collection[Layer]
 ) -> dict[Layer, _LayerTrace] | None:
     """Return the parts of a trace by layer; None where a layer's tensors do not stay with its own parameters."""
     by_layer = {layer: _LayerTrace() for layer in traced}
@@ -129,3 +127,35 @@ def _split_by_layer(
     if any(place_of(fill.target.untyped_storage().data_ptr())[0] in by_owner for fill in trace.fills):
         return None
     return by_layer
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+class _ModelMemory:
+    """The storages of a model's parameters and buffers.  Of those that share one, the first owns it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = {name: tensor.detach() for name, tensor in _named_tensors(model)}
+        self._device = next(model.parameters()).device
+        self._bases: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._owners: dict[int, str] = {}
+        for name, tensor in self._tensors.items():
+            self._owners.setdefault(tensor.untyped_storage().data_ptr(), name)
+
+    def owner_of(self, address: int) -> str | None:
+        """Return the name of the tensor that owns the storage at an address; None where there is none."""
+        return self._owners.get(address)
+
+    def address_of(self, owner: str) -> int:
+        """Return the address of a tensor's storage."""
+        return self._tensors[owner].untyped_storage().data_ptr()
+
+    def base(self, owner: str, dtype: torch.dtype) -> Tensor:
+        """Return the first element of a tensor's storage, from which views count their offsets."""
+        if (owner, dtype) not in self._bases:
+            empty = torch.empty(0, dtype=dtype, device=self._device)
+            self._bases[owner, dtype] = empty.set_(self._tensors[owner].untyped_storage(), 0, (), ())
+        return self._bases[owner, dtype]

@@ -13,9 +13,9 @@ from torch import Tensor
 from slime.ext.fast_push.groups import WeightGroup
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import Carrier
+from slime.weights.push.carrier import CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
-from slime.weights.push.state import Push, TrainerRanks
+from slime.weights.push.state import TrainerRanks
 
 
 class DistributedCarrier(Carrier):
@@ -32,7 +32,7 @@ class DistributedCarrier(Carrier):
         self._group.engines = list(engines) if self.ranks.is_source else []
         return bool(engines)
 
-    def open(self, push: Push, manifest: Manifest) -> None:
+    def open(self, push: CarriedPush, manifest: Manifest) -> None:
         """Join a group with all engines from the source of each stage, one stage after the other."""
         for stage in range(self.ranks.num_stages):
             is_turn = self.ranks.is_source and stage == self.ranks.stage
@@ -41,7 +41,7 @@ class DistributedCarrier(Carrier):
                 (lambda: self._group.join(push)) if is_turn else None,
             )
 
-    def send(self, push: Push, index: int, flat: Tensor) -> None:
+    def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
         """Broadcast a bucket from the source of the stage; the other ranks have helped to gather."""
         if self.ranks.is_source and index != NO_BUCKET:
             self._group.send(push, index, flat)

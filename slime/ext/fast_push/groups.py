@@ -18,9 +18,9 @@ from slime.ext.fast_push.channel import WeightChannel
 from slime.ext.fast_push.messages import loader_of
 from slime.utils import net
 from slime.utils.errors import WeightSyncError
+from slime.weights.push.carrier import CarriedPush
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES, Participants, reason_of, start_all, wait_together
-from slime.weights.push.state import Push
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ class WeightGroup:
         """Those that are; they follow in order, one rank for each GPU."""
         self._channel: WeightChannel | None = None
 
-    def join(self, push: Push) -> None:
+    def join(self, push: CarriedPush) -> None:
         """Have a group of just the engines that are still in the push, or ask for another try without some of them."""
         wanted = [engine for engine in self.engines if push.participants.is_good(engine)]
         self.form(wanted, push.participants)
         if wanted and not self.is_whole:
             push.must_repeat = True
 
-    def send(self, push: Push, index: int, flat: Tensor) -> None:
+    def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
         """Broadcast a bucket; once a broadcast broke, nothing more until the push is repeated."""
         if push.must_repeat or push.failures or not self.is_whole:
             return

@@ -1,8 +1,7 @@
 """One model object and the buckets that it takes: through the plan, through its own loader, and checked after either.
 
 The first push after the engine's start goes through the model's own loader wherever a tensor is whole, and what that
-wrote is compared with what the plan would have written: so every engine proves its plan before it relies on it.  Of a
-plan that another engine of the same kind has proved and kept on disk, a sample is proved again.
+wrote is compared with what the plan would have written: so every engine proves its plan before it relies on it.
 Slices of tensors that a loader wants whole, or together with others, are held until all of them have come.
 """
 
@@ -20,7 +19,6 @@ from slime.ext.fast_push.kernels.tables import CopyTable, DigestTable
 from slime.ext.fast_push.load_plan import LoadPlan, PlannedItem, entries_to_load
 from slime.ext.fast_push.load_trace import trace_load
 from slime.ext.fast_push.repacked_layers import has_repacked_layers, repack, unpack
-from slime.ext.fast_push.stored_plans import StoredPlans, sample
 from slime.ext.fast_push.weight_check import (
     differing_names,
     fill_parameters_with_nan,
@@ -142,18 +140,14 @@ class ModelLoad:
 
     Args:
         model: an SGLang model on its device.
-        stored: plans that other engines have proved; None for none.
     """
 
-    def __init__(self, model: nn.Module, stored: StoredPlans | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._stored = stored
         self.plan: LoadPlan | None = None
         self.problems: list[str] = []
         """Of the push under way."""
         self._is_proven = False
-        self._sample: frozenset[str] = frozenset()
-        """Tensors by which the model's own loader judges a plan that was stored; empty when it judges by all."""
         self._tables: dict[int, tuple[CopyTable, list[PlannedItem]]] = {}
         self._taken: list[bytes] = []
         self._held: HeldTensors | None = None
@@ -175,10 +169,7 @@ class ModelLoad:
             plan = self.plan = None
             self._tables, self._taken, self._is_proven = {}, [], False
             self._constants = self._constant_memory = None
-            trace = self._stored.find(self.model, manifest) if self._stored else None
-            plan = self.plan = LoadPlan(self.model, manifest, trace)
-            names = sample(plan.writes) if trace else ()
-            self._sample = frozenset().union(*(plan.groups.get(name, {name}) for name in names))
+            plan = self.plan = LoadPlan(self.model, manifest)
         self.problems = list(plan.problems)
         self._held = HeldTensors(manifest, plan.groups)
         self._loaded, self._pending = set(), []
@@ -195,8 +186,9 @@ class ModelLoad:
         if not self._taken:
             for bucket in plan.manifest.buckets:
                 judged = self._judged({part.name for part in bucket.slices})
-                has_plan = bool(self._is_proven or self._sample)
-                self._taken.append(bytes(p.name in judged or (has_plan and plan.reads(p)) for p in bucket.slices))
+                self._taken.append(
+                    bytes(p.name in judged or (self._is_proven and plan.reads(p)) for p in bucket.slices)
+                )
         return self._taken
 
     def has(self, index: int) -> bool:
@@ -241,14 +233,8 @@ class ModelLoad:
         is_complete = len(present) == len(plan.manifest.buckets)
         if plan.trace.is_concluded and plan.is_distrusted:
             self._trace_all_layers(plan)
-        elif self._sample and self._stored and plan.is_distrusted:
-            self.problems.append("the load plan on disk was wrong; it is removed, and the next push does without it")
-            self._stored.forget(self.model, plan.manifest)
-            self.plan = None
         elif not self._is_proven and is_complete and not self.problems:
-            if self._stored and not self._sample and not plan.is_distrusted:
-                self._stored.keep(self.model, plan.manifest, plan.trace)
-            self._is_proven, self._sample, self._taken = True, frozenset(), []
+            self._is_proven, self._taken = True, []
         self._constants = self._digest_constants() if is_complete and not self.problems else None
 
     def commit(self) -> None:
@@ -256,16 +242,12 @@ class ModelLoad:
         repack(self.model)
 
     def _trace_all_layers(self, wrong: LoadPlan) -> None:
-        """Make the plan anew, without conclusions from layer to layer: more of them may be wrong."""
+        """Make another plan, without conclusions from layer to layer: more of them may be wrong."""
         manifest = wrong.manifest
         trace = trace_load(self.model, entries_to_load(manifest))
-        if trace.has_lost_targets:
-            self.problems.append(
-                f"the model's loader was tried on zeros for {', '.join(sorted(trace.opaque)[:3])}, which may have "
-                "stayed in the model; the next push knows"
-            )
         plan = LoadPlan(self.model, manifest, trace)
-        if missed := sorted(wrong.unused - plan.unused):
+        zeroed = trace.opaque if trace.has_lost_targets else ()  # the loader was tried on zeros, which may have stayed
+        if missed := sorted((wrong.unused - plan.unused).union(zeroed)):
             self.problems.append(
                 f"{len(missed)} tensors ({', '.join(missed[:3])}) were not loaded: the model's loader does not treat "
                 "all layers alike; the next push knows"
@@ -293,9 +275,7 @@ class ModelLoad:
     def _judged(self, names: Set[str]) -> Set[str]:
         """Return the tensors among ``names`` that go through the model's own loader; the others go by the plan."""
         plan, _ = self._begun()
-        if self._is_proven or self._sample:
-            return names & (plan.stock.keys() | self._sample)
-        return names - plan.unused
+        return names & plan.stock.keys() if self._is_proven else names - plan.unused
 
     def _table(self, index: int, names: Set[str] | None = None) -> tuple[CopyTable, list[PlannedItem]]:
         """Return the copies of a bucket, or only those of some of its tensors; that of all is kept."""

@@ -25,7 +25,7 @@ from slime.utils.errors import ProcessError, WeightSyncError
 from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.manifest import Manifest
 from slime.weights.push import steps
-from slime.weights.push.carrier import Buckets, Carrier
+from slime.weights.push.carrier import Buckets, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
 from slime.weights.push.state import Push, PushReport
@@ -37,11 +37,11 @@ MAX_BLAMELESS_ATTEMPTS = 2
 """Number of broadcasts that may break without an engine to blame; every other time one engine fewer remains."""
 
 
-def push_weights(push: Push, source: Buckets, carrier: Carrier, plain: BucketSource | None = None) -> PushReport:
+def push_weights(asked: Push, source: Buckets, carrier: Carrier, plain: BucketSource | None = None) -> PushReport:
     """Have the engines serve the weights in ``source`` under the version of the push; collective.
 
     Args:
-        push: new; afterwards, also after an error, its participants say which engines were excluded and why.
+        asked: new; afterwards, also after an error, its participants say which engines were excluded and why.
         source: the buckets of the weights.
         carrier: carries them.
         plain: whole tensors, gathered independently of ``source``, for every engine to compare with what it holds.
@@ -51,6 +51,7 @@ def push_weights(push: Push, source: Buckets, carrier: Carrier, plain: BucketSou
             other values, or weights that were not sent.
     """
     is_served = False
+    push = CarriedPush.of(asked)
     push.read_folder = partial(_read_folder, push)
     try:
         if push.repacks:
@@ -81,7 +82,8 @@ def push_weights(push: Push, source: Buckets, carrier: Carrier, plain: BucketSou
         is_served = True
     finally:
         carrier.finish(push, is_served=is_served)
-    report = push.report(buckets.manifest)
+    sent = [one for one in buckets.manifest.buckets if not (push.leaves_out_constants and one.is_constant)]
+    report = push.report(sent, num_attempts=push.num_attempts, engine_seconds=push.engine_seconds)
     if push.ranks.rank == 0:
         logger.info(
             "Pushed weight version %s to %d engines: %d tensors, %.1f MiB in %d buckets, %.2f s.%s%s",
@@ -92,7 +94,7 @@ def push_weights(push: Push, source: Buckets, carrier: Carrier, plain: BucketSou
     return report
 
 
-def send_buckets(push: Push, buckets: Buckets, carrier: Carrier, *, by_stage: bool) -> None:
+def send_buckets(push: CarriedPush, buckets: Buckets, carrier: Carrier, *, by_stage: bool) -> None:
     """Send all buckets, again and again while engines break the broadcast of others."""
 
     @torch.no_grad()
@@ -132,14 +134,14 @@ def send_buckets(push: Push, buckets: Buckets, carrier: Carrier, *, by_stage: bo
 # What rank 0 asks of the engines at each step; those that fail are excluded
 
 
-def pause(push: Push) -> None:
+def pause(push: CarriedPush) -> None:
     """Pause the engines; those without our loader also undo their repacking."""
     steps.pause(push)
     if push.repacks:
         steps.undo_repacking(push, _without_loader(push))
 
 
-def begin(push: Push, buckets: Buckets) -> None:
+def begin(push: CarriedPush, buckets: Buckets) -> None:
     """Tell what will come; from here an engine holds neither the old nor the new weights.
 
     Constant buckets are left out where all engines say that they hold just these.
@@ -160,7 +162,7 @@ def _begin(engine: EngineProxy, manifest_id: str, push_id: str, manifest: str | 
     return engine.run(verbs.begin_weight_update, manifest_id, push_id, manifest, loader_of(engine))
 
 
-def acknowledge(push: Push, manifest: Manifest) -> None:
+def acknowledge(push: CarriedPush, manifest: Manifest) -> None:
     """Exclude every engine that does not hold just what was sent."""
     engines = push.participants
     answers = engines.ask(
@@ -175,7 +177,7 @@ def acknowledge(push: Push, manifest: Manifest) -> None:
         engines.exclude(index, reason)
 
 
-def commit(push: Push) -> None:
+def commit(push: CarriedPush) -> None:
     """Call the new weights by their version, and see that it is so."""
     engines = push.participants
     if push.repacks:
@@ -188,7 +190,9 @@ def commit(push: Push) -> None:
     steps.require_version(push)
 
 
-def run_check(push: Push, loader: str, text: str = NOTHING, engines: Sequence[EngineProxy] | None = None) -> None:
+def run_check(
+    push: CarriedPush, loader: str, text: str = NOTHING, engines: Sequence[EngineProxy] | None = None
+) -> None:
     """Let engines run one of the weight checks; one that is gone is excluded.
 
     Args:
@@ -208,7 +212,7 @@ def run_check(push: Push, loader: str, text: str = NOTHING, engines: Sequence[En
             push.participants.exclude(engine.index, f"{reason_of(error)} (in a check of its weights)")
 
 
-def compare(push: Push, plain: BucketSource, *, by_stage: bool) -> None:
+def compare(push: CarriedPush, plain: BucketSource, *, by_stage: bool) -> None:
     """Let every engine compare whole tensors with what it holds; ranks that have the same ones share the engines."""
     ranks = push.ranks
 
@@ -229,15 +233,15 @@ def compare(push: Push, plain: BucketSource, *, by_stage: bool) -> None:
     push.in_turns(f"comparing the tensors of version {push.version}", walk, by_stage=by_stage)
 
 
-def _read_folder(push: Push, engine: EngineProxy, folder: str) -> Pending:
+def _read_folder(push: CarriedPush, engine: EngineProxy, folder: str) -> Pending:
     if loader_of(engine):
         return engine.run(verbs.receive_weight_folder, push.id, folder)
     return engine.update_weights_from_disk(folder, push.version)  # a stock engine serves it from here on
 
 
-def _with_loader(push: Push) -> list[EngineProxy]:
+def _with_loader(push: CarriedPush) -> list[EngineProxy]:
     return [engine for engine in push.participants.good if loader_of(engine)]
 
 
-def _without_loader(push: Push) -> list[EngineProxy]:
+def _without_loader(push: CarriedPush) -> list[EngineProxy]:
     return [engine for engine in push.participants.good if not loader_of(engine)]

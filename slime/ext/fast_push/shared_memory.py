@@ -21,10 +21,10 @@ from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import Carrier
+from slime.weights.push.carrier import CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
-from slime.weights.push.state import Push, TrainerRanks
+from slime.weights.push.state import TrainerRanks
 from slime.weights.push.wire import handle_of
 
 Handles = dict[int, dict[int, str]]
@@ -82,11 +82,11 @@ class SharedMemoryCarrier(Carrier):
         # What one rank holds must be in reach of every engine.
         return shared == [list(range(world_size))] and len(inside) == len(engines)
 
-    def open(self, push: Push, manifest: Manifest) -> None:
+    def open(self, push: CarriedPush, manifest: Manifest) -> None:
         """Join, on rank 0, a group with the engines that share no GPU with the trainer."""
         push.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.join(push))
 
-    def send(self, push: Push, index: int, flat: Tensor) -> None:
+    def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
         """Send the other ranks the bucket's handle, pass it to the engine, broadcast it; wait until all have it."""
         if self._neighbours is not None:
             self._hand_over(push, self._exchange_handles(index, flat))
@@ -95,7 +95,7 @@ class SharedMemoryCarrier(Carrier):
         if self._neighbours is not None:
             dist.barrier(group=self._neighbours)  # the buffer is written again after this
 
-    def finish(self, push: Push, *, is_served: bool) -> None:
+    def finish(self, push: CarriedPush, *, is_served: bool) -> None:
         """Take back what engines have let go, which would stay taken until the trainer next asks for memory."""
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
@@ -141,7 +141,7 @@ class SharedMemoryCarrier(Carrier):
             result.setdefault(bucket, {})[gpu] = self._handles[holder, gpu][1]
         return result
 
-    def _hand_over(self, push: Push, handles: Handles) -> None:
+    def _hand_over(self, push: CarriedPush, handles: Handles) -> None:
         """Let this rank's engine load the buckets of this step, if this is the engine's first rank."""
         engine = self._engine
         if engine is None or self.ranks.rank != engine.gpu_offset or not push.participants.is_good(engine):

@@ -32,7 +32,7 @@ from slime.ext.fast_push.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.ext.fast_push.shared_memory import SharedMemoryCarrier
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import BucketSource
-from slime.weights.push.carrier import Carrier
+from slime.weights.push.carrier import CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.state import Push, PushReport, TrainerRanks
 
@@ -93,11 +93,13 @@ class VerifiedPush(Transport):
 
     def write(self, push: Push) -> Any:
         """Have the carrier write the weights to disk; engines read them later."""
+        carried = CarriedPush.of(push)
         try:
-            return self.carrier.write(push, self.buckets)
+            written = self.carrier.write(carried, self.buckets)
         except WeightSyncError:
-            self.carrier.finish(push, is_served=False)
+            self.carrier.finish(carried, is_served=False)
             raise
+        return super().write(push) if written is None else written
 
     def close(self) -> None:
         """Leave the groups with the engines."""

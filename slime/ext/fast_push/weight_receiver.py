@@ -17,7 +17,7 @@ import json
 import logging
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +36,10 @@ from slime.ext.fast_push.load_plan import LoadPlan
 from slime.ext.fast_push.messages import PUSH_REPORT, decode
 from slime.ext.fast_push.model_load import ModelLoad
 from slime.ext.fast_push.repacked_layers import is_unpacked
-from slime.ext.fast_push.stored_plans import stored_plans
 from slime.observability.telemetry import DeviceTimes
 from slime.utils.errors import WeightSyncError
-from slime.weights.buckets import read_bucket
 from slime.weights.manifest import BucketEntry, Manifest
-from slime.weights.stored_tensors import StoredTensor, read_layout
+from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_layout
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +360,7 @@ class ReceivingRank:
     def _load_of(self, model: nn.Module) -> ModelLoad:
         state = vars(model)
         if "_slime_load" not in state:
-            state["_slime_load"] = ModelLoad(model, stored_plans())
+            state["_slime_load"] = ModelLoad(model)
             self._models.add(model)
         return state["_slime_load"]
 
@@ -395,6 +393,46 @@ def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
         shown = ", ".join(sorted(unused)[:MAX_UNUSED_SHOWN])
         found.append(f"the engine has no place for {len(unused)} tensors of the push: {shown}")
     return found
+
+
+def read_bucket(
+    layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifest: Manifest, positions: Iterable[int]
+) -> Tensor:
+    """Return the bucket with the bytes of some slices, on the host, in pinned memory where there is a GPU.
+
+    Args:
+        layout: what ``read_layout`` found in the folder of the version.
+        bucket: of the manifest; its slices are whole tensors.
+        manifest: of the push.
+        positions: of the slices to read.
+
+    Raises:
+        WeightSyncError: the folder has another tensor under a name, or none, or the bucket wants a part of one; a
+            file has become shorter.
+    """
+    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    view = flat.numpy().data
+    for part in map(bucket.slices.__getitem__, positions):
+        entry = manifest.by_name[part.name]
+        stored = layout.get(part.name)
+        if stored is None or (stored.dtype, stored.shape) != (STORED_DTYPES.get(entry.dtype), entry.shape):
+            found = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)} in {stored.file}"
+            raise WeightSyncError(f"{part.name} should be {entry.dtype} {list(entry.shape)}, and on disk is {found}")
+        if part.slice.sizes != entry.shape:
+            raise WeightSyncError(f"a bucket from disk wants the part {list(part.slice.sizes)} of {part.name}")
+        _read_into(stored, view[part.offset : part.offset + entry.num_bytes])
+    return flat
+
+
+def _read_into(stored: StoredTensor, target: memoryview) -> None:
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.begin)
+        done = 0
+        while done < len(target):
+            count = file.readinto(target[done:])
+            if not count:
+                raise WeightSyncError(f"{stored.file} ended {len(target) - done} bytes early")
+            done += count
 
 
 def device_of(model: nn.Module) -> torch.device:

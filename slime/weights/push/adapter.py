@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.weights.manifest import Manifest
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.state import Push, PushReport
 from slime.weights.push.wire import as_text, handle_of
@@ -78,7 +77,7 @@ def push_adapter(
     with push.step("adapter"):
         push.on_main_rank(f"loading the adapter of version {push.version}", load)
     num_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
-    return replace(push.report(Manifest((), ())), num_tensors=len(tensors), num_bytes=num_bytes)
+    return replace(push.report(()), num_tensors=len(tensors), num_bytes=num_bytes)
 
 
 def named_parts(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:

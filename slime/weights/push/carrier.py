@@ -1,19 +1,20 @@
-"""What brings the buckets of a verified push to the engines, and what it carries.
+"""What brings the buckets of a verified push to the engines, what it carries, and the state of such a push.
 
-The push itself (order, digests, failures) and the carriers are extensions.
+The script of the push (order, digests, failures) and the carriers are extensions.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from slime.utils.errors import WeightSyncError
 from slime.weights.manifest import Manifest
-from slime.weights.push.engine import EngineProxy
+from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.state import Push, TrainerRanks
 
 
@@ -35,6 +36,61 @@ class Buckets(Protocol):
         """Return the digest of each bucket that this rank has walked over since the last time, or left out."""
 
 
+def _no_folder(engine: EngineProxy, folder: str) -> Pending:
+    raise WeightSyncError(f"this push is not one of folders, such as {folder}")
+
+
+@dataclass
+class CarriedPush(Push):
+    """A push whose buckets a carrier brings, as this rank sees it."""
+
+    read_folder: Callable[[EngineProxy, str], Pending] = _no_folder
+    """Has an engine load a checkpoint folder, as a part of this push."""
+    id: str = ""
+    """Names one attempt."""
+    num_attempts: int = 0
+    must_repeat: bool = False
+    """A broadcast broke: what the others of its group hold is unknown."""
+    leaves_out_constants: bool = False
+    """Every engine holds the constant buckets, so that this attempt does not send them."""
+    digests: dict[int, int] = field(default_factory=dict)
+    """Digest of each bucket that was sent, of all ranks once they have met."""
+    engine_seconds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, push: Push) -> CarriedPush:
+        """Return the same push, with which ``push`` shares its participants, failures, spans and metrics."""
+        return cls(**vars(push))
+
+    def in_turns(self, what: str, action: Callable[[], None], *, by_stage: bool) -> None:
+        """Let the ranks of each pipeline stage act, stage after stage, or all of them at once.
+
+        Two stages in flight would reach two engines in different orders, and both would wait for ever.
+        """
+        for turn in range(self.ranks.num_stages if by_stage else 1):
+            if (not by_stage or turn == self.ranks.stage) and not self.must_repeat:
+                action()
+            self.meet(what)
+
+    def meet(self, what: str, own: Any = None) -> list[Any]:
+        """Meet all ranks: all know then also whether to repeat, and the digests of what was sent.
+
+        Raises:
+            WeightSyncError: also where two ranks sent different bytes as the same bucket.
+        """
+        told = super().meet(what, (self.must_repeat, self.digests, own))
+        self.must_repeat = any(must_repeat for must_repeat, _, _ in told)
+        self.digests = {}
+        for rank, (_, digests, _) in enumerate(told):
+            for index, digest in digests.items():
+                if self.digests.setdefault(index, digest) != digest:
+                    raise WeightSyncError(
+                        f"trainer rank {rank} sent other bytes as bucket {index} than the ranks before it: their "
+                        "copies of a parameter differ"
+                    )
+        return [given for *_, given in told]
+
+
 class Carrier(ABC):
     """A way of buckets to the engines; it must have :meth:`open` and :meth:`send`, the rest has defaults.
 
@@ -51,14 +107,14 @@ class Carrier(ABC):
         self.ranks = ranks
 
     @abstractmethod
-    def open(self, push: Push, manifest: Manifest) -> None:
+    def open(self, push: CarriedPush, manifest: Manifest) -> None:
         """Have the paths to the engines that are still in the push; exclude those that do not come.  Collective.
 
         ``push.must_repeat`` asks for another call without the engines that were excluded.
         """
 
     @abstractmethod
-    def send(self, push: Push, index: int, flat: Tensor) -> None:
+    def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
         """Bring one bucket to all engines and wait until they have it; exclude those that do not take it.
 
         Every rank that sends in this turn calls it equally often, with ``NO_BUCKET`` where it has nothing to send.
@@ -69,19 +125,18 @@ class Carrier(ABC):
         """Learn which engines come next; return True where buckets may hold slices of tensors.  Collective."""
         return False
 
-    def prepare(self, push: Push, source: Buckets) -> Buckets:
+    def prepare(self, push: CarriedPush, source: Buckets) -> Buckets:
         """Do what can be done while the engines still serve, and return the buckets to send.  Collective."""
         return source
 
-    def write(self, push: Push, source: Buckets) -> Any:
-        """Write the weights where engines can read them, and ask none of them.
+    def write(self, push: CarriedPush, source: Buckets) -> Any:
+        """Write the weights where engines can read them, ask none of them, and return what these need to know.
 
-        Raises:
-            WeightSyncError: always, but over a disk.
+        None from a carrier that uses no disk.
         """
-        raise WeightSyncError("pushes of this run are not written to disk; use --update-weight-transport disk")
+        return None
 
-    def finish(self, push: Push, *, is_served: bool) -> None:  # noqa: B027  most carriers need none
+    def finish(self, push: CarriedPush, *, is_served: bool) -> None:  # noqa: B027  most carriers need none
         """Tidy up after a push; collective where engines serve it, local after an error."""
 
     def close(self) -> None:  # noqa: B027

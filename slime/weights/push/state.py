@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import Manifest
-from slime.weights.push.engine import EngineProxy, Pending
+from slime.weights.manifest import BucketEntry
 from slime.weights.push.participants import PUSH_FAILURES, ExcludedEngine, Participants, reason_of
 
 Span = tuple[str, float, float]
@@ -85,10 +84,6 @@ class TrainerRanks:
         return told[0]
 
 
-def _no_folder(engine: EngineProxy, folder: str) -> Pending:
-    raise WeightSyncError(f"this push is not one of folders, such as {folder}")
-
-
 @dataclass
 class Push:
     """A push under way, as this rank sees it."""
@@ -102,21 +97,9 @@ class Push:
     """``--check-weight-update-equal``: all weights are overwritten first, and compared afterwards."""
     is_resend: bool = False
     """The engines missed the last push."""
-    read_folder: Callable[[EngineProxy, str], Pending] = _no_folder
-    """Has an engine load a checkpoint folder, as a part of this push."""
-    id: str = ""
-    """Names one attempt."""
-    num_attempts: int = 0
-    must_repeat: bool = False
-    """A broadcast broke: what the others of its group hold is unknown."""
-    leaves_out_constants: bool = False
-    """Every engine holds the constant buckets, so that this attempt does not send them."""
     failures: list[Exception] = field(default_factory=list)
     """Errors of this rank that are no engine's fault; the next meeting raises it on all ranks."""
-    digests: dict[int, int] = field(default_factory=dict)
-    """Digest of each bucket that was sent, of all ranks once they have met."""
     spans: list[Span] = field(default_factory=list)
-    engine_seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -141,56 +124,30 @@ class Push:
                 self.failures.append(error)
         self.meet(what)
 
-    def in_turns(self, what: str, action: Callable[[], None], *, by_stage: bool) -> None:
-        """Let the ranks of each pipeline stage act, stage after stage, or all of them at once.
-
-        Two stages in flight would reach two engines in different orders, and both would wait for ever.
-        """
-        for turn in range(self.ranks.num_stages if by_stage else 1):
-            if (not by_stage or turn == self.ranks.stage) and not self.must_repeat:
-                action()
-            self.meet(what)
-
-    def meet(self, what: str) -> None:
-        """Meet all ranks: all know then who is excluded, whether to repeat, and the digests of what was sent.
+    def meet(self, what: str, own: Any = None) -> list[Any]:
+        """Meet all ranks: all know then who is excluded; return what every rank gives as ``own``.
 
         Raises:
-            WeightSyncError: a rank failed (the first failure of any is raised on all), no engine is left, or two
-                ranks sent different bytes as the same bucket.
+            WeightSyncError: a rank failed (the first failure of any is raised on all), or no engine is left.
         """
         text = reason_of(self.failures[0]) if self.failures else None
-        told = self.ranks.gather((text, self.participants.reasons, self.must_repeat, self.digests))
+        told = self.ranks.gather((text, self.participants.reasons, own))
         for rank, (reported, *_) in enumerate(told):
             if reported is not None:
                 raise WeightSyncError(f"trainer rank {rank} failed while {what}. {reported}") from next(
                     iter(self.failures), None
                 )
-        self.participants.merge([reasons for _, reasons, _, _ in told])
-        self.must_repeat = any(must_repeat for _, _, must_repeat, _ in told)
-        self.digests = _one_digest_each([digests for *_, digests in told])
+        self.participants.merge([reasons for _, reasons, _ in told])
         if self.participants.engines and not self.participants.good:
             listed = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in self.participants.excluded)
             raise WeightSyncError(f"no engine took weight version {self.version} ({what}). {listed}")
+        return [given for *_, given in told]
 
-    def report(self, manifest: Manifest) -> PushReport:
-        """Return what is told of the push once it is over."""
-        sent = [bucket for bucket in manifest.buckets if not (self.leaves_out_constants and bucket.is_constant)]
+    def report(self, sent: Sequence[BucketEntry], **more: Any) -> PushReport:
+        """Return the report of a push that sent these buckets; ``more`` are other fields of it."""
         return PushReport(
             int(self.version), len({part.name for bucket in sent for part in bucket.slices}), len(sent),
             sum(bucket.num_bytes for bucket in sent), self.participants.clock.elapsed_s,
-            num_engines=len(self.participants.good), num_attempts=self.num_attempts,
-            excluded=self.participants.excluded, spans=tuple(self.spans), engine_seconds=self.engine_seconds,
-            metrics=self.metrics,
+            num_engines=len(self.participants.good), excluded=self.participants.excluded, spans=tuple(self.spans),
+            metrics=self.metrics, **more,
         )  # fmt: skip
-
-
-def _one_digest_each(digests_of_ranks: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    merged: dict[int, int] = {}
-    for rank, digests in enumerate(digests_of_ranks):
-        for index, digest in digests.items():
-            if merged.setdefault(index, digest) != digest:
-                raise WeightSyncError(
-                    f"trainer rank {rank} sent other bytes as bucket {index} than the ranks before it: their copies "
-                    "of a parameter differ"
-                )
-    return merged

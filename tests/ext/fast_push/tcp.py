@@ -15,9 +15,8 @@ from torch import Tensor
 
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import Carrier
+from slime.weights.push.carrier import CarriedPush, Carrier
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
-from slime.weights.push.state import Push
 
 HEADER = struct.Struct("<qq")
 """Index of the bucket, and its bytes."""
@@ -26,7 +25,7 @@ HEADER = struct.Struct("<qq")
 class TcpCarrier(Carrier):
     """Rank 0, which has every bucket, sends it to ``engine.tcp_port`` of each engine on this host."""
 
-    def open(self, push: Push, manifest: Manifest) -> None:
+    def open(self, push: CarriedPush, manifest: Manifest) -> None:
         self.connections: dict[int, socket.socket] = {}
 
         def connect() -> None:
@@ -39,7 +38,7 @@ class TcpCarrier(Carrier):
 
         push.on_main_rank("connecting to the engines", connect)
 
-    def send(self, push: Push, index: int, flat: Tensor) -> None:
+    def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
         if index == NO_BUCKET or self.ranks.rank != 0:
             return
         for engine in push.participants.good:

@@ -175,7 +175,7 @@ class MiddleNeedsMemory(Layered):
 def test_zeros_on_which_the_loader_was_tried_after_a_push_are_no_weights():
     load, values = ModelLoad(MiddleNeedsMemory()), tensors()
     (problem,) = push(load, values)
-    assert "was tried on zeros for m.3.q" in problem
+    assert problem.startswith("1 tensors (m.3.q) were not loaded")
     for _ in range(2):
         assert push(load, values) == []
         assert_holds(load.model, values)

@@ -15,16 +15,19 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from slime.backends.sglang_utils import loader_report
 from slime.backends.sglang_utils.loader_report import flatten_reports
 from slime.ext.fast_push import engine_verbs, weight_receiver
 from slime.ext.fast_push.channel import WeightChannel
 from slime.ext.fast_push.messages import PUSH_REPORT, RECEIVER, encode
-from slime.ext.fast_push.weight_receiver import ReceivingRank, receive
+from slime.ext.fast_push.weight_receiver import ReceivingRank, read_bucket, receive
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.utils.net import get_free_port
+from slime.weights.manifest import Manifest, pack_whole
 from slime.weights.push import wire
+from slime.weights.stored_tensors import read_layout
 from slime.weights.tensor_slice import TensorSlice
 from tests.ext.fast_push.toy_models import Fused, Joined
 from tests.loaded_model.buckets import cut_buckets, digests, fill, manifest_of, whole_buckets
@@ -89,7 +92,6 @@ def handle_of(flat):
 def one_rank(monkeypatch):
     monkeypatch.setattr(weight_receiver, "gather_over_ranks", lambda own: [own])
     monkeypatch.setattr(weight_receiver, "position_among_ranks", lambda: 0)
-    monkeypatch.setattr(weight_receiver, "stored_plans", lambda: None)
     monkeypatch.setattr(weight_receiver, "_RANK", ReceivingRank())
     monkeypatch.setattr(ReceivingRank, "_map", lambda self, handle: BUFFERS[handle])
 
@@ -500,3 +502,12 @@ def test_what_is_no_report_of_a_loader_is_an_error_of_the_engine(monkeypatch, an
     monkeypatch.setattr(engine, "_request", lambda method, path, *_, **__: answer)
     with pytest.raises(EngineError, match="engine 0 answered begin_weight_update with .*no report of its loader"):
         engine.begin_weight_update("m", "p")
+
+
+@pytest.mark.parametrize("stored", [torch.zeros(2, 3, dtype=torch.float16), torch.zeros(3, 2), None])
+def test_a_bucket_takes_no_other_tensor_than_the_manifests(tmp_path, stored):
+    entries, bucket = pack_whole([("weight", (2, 3), torch.float32)])
+    save_file({"weight" if stored is not None else "other": torch.zeros(1) if stored is None else stored},
+              tmp_path / "model.safetensors")  # fmt: skip
+    with pytest.raises(WeightSyncError, match=r"weight should be float32 \[2, 3\], and on disk is"):
+        read_bucket(read_layout(tmp_path), bucket, Manifest(tuple(entries), (bucket,)), [0])

@@ -1,4 +1,4 @@
-"""Tensors found and read in safetensors files without decoding them, and buckets put together from them."""
+"""Tensors found and read in safetensors files without decoding them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.utils.errors import DataError, WeightSyncError
-from slime.weights.buckets import read_bucket
+from slime.utils.errors import DataError
 from slime.weights.hf_files import INDEX_FILE
-from slime.weights.manifest import Manifest, pack_whole
 from slime.weights.stored_tensors import STORED_DTYPES, MappedFile, read_bytes, read_header, read_layout
 
 TENSORS = {
@@ -79,25 +77,6 @@ def test_a_file_that_was_cut_off_is_refused(folder, keep):
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(DataError, match="holds no safetensors files"):
         read_layout(tmp_path)
-
-
-def test_a_bucket_is_put_together_from_files(folder):
-    entries, bucket = pack_whole([(name, tuple(t.shape), t.dtype) for name, t in TENSORS.items()])
-    manifest = Manifest(tuple(entries), (bucket,))
-    flat = read_bucket(read_layout(folder), bucket, manifest, range(len(entries)))
-    for piece in bucket.slices:
-        entry = manifest.by_name[piece.name]
-        data = bytes(flat[piece.offset : piece.offset + entry.num_bytes].tolist())
-        assert data == TENSORS[piece.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("stored", [torch.zeros(2, 3, dtype=torch.float16), torch.zeros(3, 2), None])
-def test_a_bucket_takes_no_other_tensor_than_the_manifests(tmp_path, stored):
-    entries, bucket = pack_whole([("weight", (2, 3), torch.float32)])
-    save_file({"weight" if stored is not None else "other": torch.zeros(1) if stored is None else stored},
-              tmp_path / "model.safetensors")  # fmt: skip
-    with pytest.raises(WeightSyncError, match=r"weight should be float32 \[2, 3\], and on disk is"):
-        read_bucket(read_layout(tmp_path), bucket, Manifest(tuple(entries), (bucket,)), [0])
 
 
 @pytest.mark.parametrize("file", ["..", "", "/etc/passwd", "a/../../b.safetensors", 5, None])

@@ -80,7 +80,7 @@ class PlainPush(Transport):
             self._on_main_rank(push, "asking for versions", lambda: steps.require_version(push))
         with push.step("continue"):
             self._on_main_rank(push, "letting the engines continue", lambda: steps.continue_generation(push))
-        report = push.report(self._source().manifest)
+        report = push.report(self._source().manifest.buckets)
         if self._ranks.rank == 0:
             logger.info(
                 "Pushed weight version %s to %d engines, unverified: %d tensors, %.1f MiB in %d buckets, %.2f s.",
@@ -106,7 +106,6 @@ class PlainPush(Transport):
                 self._group.broadcast(bucket, push.version, push.participants)
             except PUSH_FAILURES as error:
                 push.failures.append(error)
-        push.num_attempts = 1
         push.meet(f"sending the tensors of version {push.version}")
         _require_all(push)
         if torch.cuda.is_available():
