@@ -990,7 +990,7 @@ EDGES: tuple[Edge, ...] = (
         log="trainer: 'engine ... is excluded from the push', with the reason",
         outcome="as for every engine that does not take a push",
         tests=(
-            "tests/ext/disk_push/test_local_copy.py::test_a_version_that_never_shows_up_is_an_error_that_says_what_is_there",
+            "tests/ext/disk_push/test_local_copy.py::test_unfinished_versions_are_invisible_and_go_with_the_first_push",
         ),
     ),
     Edge(

@@ -59,13 +59,6 @@ def test_the_stream_is_the_defined_one_and_leads_from_old_to_new(old, new, encod
 
 
 @pytest.mark.parametrize("encoding", KINDS)
-@pytest.mark.parametrize("size", [0, 1, 100, 250])
-def test_equal_bytes_give_no_delta(size, encoding):
-    same = np.arange(size, dtype=np.uint8)
-    assert encode_delta(same, same.copy(), encoding=encoding, checksum="adler32") is None
-
-
-@pytest.mark.parametrize("encoding", KINDS)
 def test_every_flipped_bit_of_a_stream_is_found(encoding):
     old = np.arange(150, dtype=np.uint8)
     new = old.copy()
@@ -92,12 +85,6 @@ def test_a_delta_of_another_tensor_is_refused(encoding):
     if encoding == "xor":
         with pytest.raises(WeightSyncError, match="made for a larger|100 bytes early"):
             apply_delta(np.zeros(300, np.uint8), encoded.blob, encoding=encoding, checksum="adler32")
-
-
-def test_a_stream_that_ends_early_is_refused():
-    encoded = encode_delta(np.zeros(500, np.uint8), np.ones(500, np.uint8), encoding="xor", checksum="adler32")
-    with pytest.raises(WeightSyncError):
-        apply_delta(np.zeros(500, np.uint8), encoded.blob[:-8], encoding="xor", checksum="adler32")
 
 
 def test_wrong_names_and_sizes_are_refused():

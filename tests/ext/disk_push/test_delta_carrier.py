@@ -44,7 +44,3 @@ def test_old_versions_that_cannot_be_removed_do_not_end_a_push(tmp_path, monkeyp
     monkeypatch.setattr(disk, "prune_before", lambda root, number: (tmp_path / "model").rmdir())
     assert push_versions(tmp_path, keeps_files=False) == [True, False]
     assert "could not be removed: [Errno 39]" in caplog.text
-
-
-def test_the_same_holds_where_old_versions_are_kept(tmp_path) -> None:
-    assert push_versions(tmp_path, keeps_files=True) == [True, False]

@@ -55,14 +55,6 @@ def test_the_digest_of_a_bucket_is_that_of_its_pieces_and_not_of_what_lies_betwe
     assert walk(buckets) != {0: expected}
 
 
-def test_digests_that_the_source_took_itself_are_not_taken_again() -> None:
-    flat = torch.zeros(BUCKET_0.num_bytes, dtype=torch.uint8)
-    buckets = DigestedBuckets(OneBucket(flat))
-    buckets.record(0, torch.tensor([5, 6]))
-    assert walk(buckets) == {0: combine([5, 6])}
-    assert walk(buckets) != {0: combine([5, 6])}
-
-
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

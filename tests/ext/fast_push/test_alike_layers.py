@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from slime.ext.fast_push.alike_layers import trace_by_layers
-from slime.ext.fast_push.load_plan import LoadPlan
 from slime.ext.fast_push.load_trace import trace_load
 from slime.ext.fast_push.model_load import ModelLoad
 from tests.ext.fast_push.toy_models import parameter
@@ -163,24 +162,6 @@ def test_tensors_that_were_wrongly_left_out_fail_the_push_and_come_with_the_next
         assert_holds(load.model, values)
 
 
-class MiddleNeedsMemory(Layered):
-    """A layer that is not traced has q and k the other way round, and takes no tensor without memory."""
-
-    def load(self, number, kind, tensor):
-        if number == 3 and kind == "q" and tensor.is_meta:
-            raise RuntimeError("a kernel of the loader's own failed")
-        super().load(number, {"q": "k", "k": "q"}.get(kind, kind) if number == 3 else kind, tensor)
-
-
-def test_zeros_on_which_the_loader_was_tried_after_a_push_are_no_weights():
-    load, values = ModelLoad(MiddleNeedsMemory()), tensors()
-    (problem,) = push(load, values)
-    assert problem.startswith("1 tensors (m.3.q) were not loaded")
-    for _ in range(2):
-        assert push(load, values) == []
-        assert_holds(load.model, values)
-
-
 def test_layers_with_other_shapes_are_of_another_kind():
     values = tensors()
     model = Layered()
@@ -190,12 +171,6 @@ def test_layers_with_other_shapes_are_of_another_kind():
     trace = trace_by_layers(model, whole_buckets(values).tensors)
     assert {name.split(".")[1] for name in model.seen if name != "norm"} == {"0", "2", "5"}
     assert len(trace.writes) == NUM_LAYERS * 4 + 1 and not trace.failures
-
-
-def test_a_place_that_no_layer_fills_is_told_for_every_layer():
-    values = {name: value for name, value in tensors().items() if not name.endswith("e3")}
-    plan = LoadPlan(Layered(), whole_buckets(values))
-    assert plan.unwritten.keys() == {f"layers.{number}.experts" for number in range(NUM_LAYERS)}
 
 
 def test_partners_and_what_is_derived_are_concluded_too():

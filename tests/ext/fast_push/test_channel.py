@@ -41,20 +41,6 @@ def join(rank: int, port: int, timeout_s: float = 30.0, **options: object) -> We
     return WeightChannel("127.0.0.1", port, rank=rank, world_size=3, backend="gloo", timeout_s=timeout_s, **options)
 
 
-def test_everybody_gets_the_bytes_of_rank_0_again_and_again() -> None:
-    def work(rank: int, port: int) -> list[int]:
-        channel, sums = join(rank, port), []
-        for value in (3, 5):
-            buffer = torch.full((1000,), value if rank == 0 else 0, dtype=torch.uint8)
-            channel.broadcast(buffer)
-            sums.append(int(buffer.sum()))
-        channel.leave()
-        channel.leave()
-        return sums
-
-    assert members(work) == dict.fromkeys(range(3), [3000, 5000])
-
-
 def test_abandoning_frees_those_who_wait() -> None:
     all_joined = threading.Barrier(3)
 
@@ -95,10 +81,3 @@ def test_the_trainer_can_call_the_joining_off() -> None:
 
     errors = members(work, missing=(1,))
     assert all("abandoned the weight group before all had joined" in str(error) for error in errors.values())
-
-
-def test_another_backend_is_refused_by_name() -> None:
-    def work(rank: int, port: int) -> object:
-        return WeightChannel("127.0.0.1", port, rank=rank, world_size=1, backend="mpi", timeout_s=5)
-
-    assert "cannot use the backend 'mpi'" in str(members(work, world_size=1)[0])

@@ -12,9 +12,8 @@ from slime.ext.fast_push.kernels.tables import CopyTable
 from slime.ext.fast_push.load_plan import LoadPlan, unread_parameters
 from slime.ext.fast_push.load_trace import trace_load
 from slime.weights.manifest import Manifest, TensorEntry
-from slime.weights.tensor_slice import TensorSlice
 from tests.ext.fast_push.toy_models import Computing, Fused, Joined, parameter
-from tests.loaded_model.buckets import cut_buckets, fill, manifest_of, whole_buckets
+from tests.loaded_model.buckets import cut_buckets, fill, whole_buckets
 
 
 def load_by_plan(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor]) -> LoadPlan:
@@ -55,21 +54,6 @@ def test_whole_tensors_land_where_the_loader_puts_them(wire, held):
 def test_slices_land_where_the_whole_tensor_would(num_parts):
     model, tensors = Fused(), Fused.tensors()
     assert_loads_alike(model, cut_buckets(tensors, num_parts), tensors)
-
-
-def test_a_slice_of_rows_and_columns():
-    model, tensors = Fused(), Fused.tensors()
-    rest = [(name, TensorSlice.whole(t.shape)) for name, t in tensors.items() if name != "q"]
-    quarters = [("q", TensorSlice((r, c), (h, w))) for r, h in ((0, 5), (5, 3)) for c, w in ((0, 1), (1, 5))]
-    assert_loads_alike(model, manifest_of(tensors, [quarters[:1], rest + quarters[1:]]), tensors)
-
-
-def test_tracing_changes_nothing():
-    model = Fused()
-    model.load_weights(list(Fused.tensors().items()))
-    before = state(model)
-    LoadPlan(model, whole_buckets(Fused.tensors()))
-    assert all(torch.equal(value, before[name]) for name, value in state(model).items())
 
 
 def test_what_an_engine_keeps_does_not_count_as_unwritten_and_is_left_alone():
@@ -136,24 +120,6 @@ def test_elements_that_two_tensors_write_are_reported():
     tensors = Fused.tensors() | {"q2": torch.zeros(8, 6)}
     (problem,) = LoadPlan(Twice(), whole_buckets(tensors)).problems
     assert problem == "qkv: 24 of 48 elements are written more than once, by k, q, q2, v"
-
-
-def test_tied_parameters_are_one():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = parameter(4, 3)
-            self.head = self.embed
-
-        def load_weights(self, weights):
-            own = dict(self.named_parameters())
-            for name, tensor in weights:
-                if name in own:
-                    own[name].data.copy_(tensor)
-
-    tensors = {"embed": torch.rand(4, 3), "head": torch.rand(4, 3)}
-    plan = assert_loads_alike(Tied(), whole_buckets(tensors), tensors)
-    assert plan.problems == [] and plan.unwritten == {} and plan.unused == {"head"}
 
 
 def test_joined_tensors_are_followed_and_belong_together():
@@ -242,16 +208,6 @@ def test_a_loader_that_replaces_a_parameters_memory_does_so_itself():
     assert model.w.device.type == "cpu"
 
 
-def test_a_loader_that_fails_at_the_end_leaves_nothing_to_the_plan():
-    class Fails(Fused):
-        def load_weights(self, weights):
-            super().load_weights(weights)
-            raise KeyError("counted the tensors")
-
-    plan = LoadPlan(Fails(), whole_buckets(Fused.tensors()))
-    assert not plan.is_traced and plan.stock.keys() == Fused.tensors().keys()
-
-
 def test_a_failure_costs_no_other_tensor():
     class Picky(Joined):
         def load_weights(self, weights):
@@ -267,28 +223,6 @@ def test_a_failure_costs_no_other_tensor():
     trace = trace_load(Picky(), whole_buckets(tensors).tensors)
     assert trace.failures.keys() == {"bad1", "bad2", "bad3"}
     assert {write.name for write in trace.writes} == {"q_a", "kv_a"}
-
-
-def test_a_parameter_that_has_moved_voids_the_plan():
-    model = Fused()
-    plan = LoadPlan(model, whole_buckets(Fused.tensors()))
-    assert plan.fits(model)
-    model.o.data = model.o.data.clone()
-    assert not plan.fits(model)
-
-
-def test_distrusted_tensors_take_their_partners_along():
-    tensors = {"q_a": torch.rand(2, 4), "kv_a": torch.rand(3, 4)}
-    plan = LoadPlan(Joined(), whole_buckets(tensors))
-    plan.distrust(["q_a"], "it was wrong")
-    assert plan.writes == {} and plan.stock == dict.fromkeys(tensors, "it was wrong")
-
-
-def test_engine_made_scales_need_no_tensor():
-    model = Fused()
-    model.attn = nn.Module()
-    model.attn.k_scale = parameter(1)
-    assert LoadPlan(model, whole_buckets(Fused.tensors())).unwritten == {}
 
 
 def test_a_scale_whose_name_only_ends_like_an_engines_own_is_missed():

@@ -7,9 +7,8 @@ import torch
 
 from slime.ext.fast_push import model_load
 from slime.ext.fast_push.model_load import HeldTensors, ModelLoad
-from slime.weights.tensor_slice import TensorSlice
 from tests.ext.fast_push.toy_models import Computing, Fused, Joined, parameter
-from tests.loaded_model.buckets import cut_buckets, fill, manifest_of, whole_buckets
+from tests.loaded_model.buckets import cut_buckets, fill, whole_buckets
 
 
 def push(load, manifest, tensors):
@@ -60,15 +59,6 @@ def test_the_first_push_goes_through_the_models_loader_and_later_ones_do_not():
     assert loads == [3, 3, 3], "a trace, and one for each bucket of the first push"
 
 
-def test_another_layout_is_traced_and_proven_again():
-    model, tensors = Fused(), Fused.tensors()
-    load = ModelLoad(model)
-    push(load, whole_buckets(tensors), tensors)
-    assert push(load, cut_buckets(tensors), tensors) == []
-    assert model.num_loads == 2 + 2, "traced, and loaded when the second bucket made the tensors whole"
-    assert_holds(model, Fused, tensors)
-
-
 def test_parameters_that_have_moved_are_found_again():
     model, tensors = Fused(), Fused.tensors()
     load = ModelLoad(model)
@@ -94,16 +84,6 @@ def test_a_model_that_loads_otherwise_with_real_tensors_is_believed():
         assert push(load, whole_buckets(tensors), tensors) == []
         assert load.plan is not None and load.plan.stock.keys() == {"o"}
         assert_holds(model, Deceitful, tensors)
-
-
-def test_what_a_model_derives_follows_every_push():
-    model = Joined()
-    load = ModelLoad(model)
-    for factor in (1, 2, 3):
-        tensors = {name: tensor * factor for name, tensor in JOINED.items()}
-        push(load, whole_buckets(tensors, 2), tensors)
-        assert torch.equal(model.doubled, model.a.data * 2)
-        assert torch.equal(model.a.data, torch.cat([tensors["q_a"], tensors["kv_a"]]))
 
 
 class Deriving(torch.nn.Module):
@@ -262,28 +242,6 @@ def test_a_tensor_that_is_loaded_with_another_comes_though_nothing_of_it_is_kept
         assert torch.equal(load.model.a, tensors["gate"])
 
 
-class Doubling(Joined):
-    """Computes something of one of the two tensors that it joins, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.twice = parameter(2, 4)
-
-    def load_weights(self, weights):
-        weights = dict(weights)
-        super().load_weights(weights.items())
-        if "q_a" in weights:
-            self.twice.data.copy_(weights["q_a"] * 2)
-
-
-def test_what_is_joined_with_a_tensor_that_the_model_loads_goes_with_it():
-    load = ModelLoad(Doubling())
-    for factor in (1, 2, 3):
-        tensors = {name: tensor * factor for name, tensor in JOINED.items()}
-        assert push(load, whole_buckets(tensors, 2), tensors) == []
-        assert_holds(load.model, Doubling, tensors)
-
-
 class Crowded(Computing):
     """Has memory for the load itself, and none for a second one into copies."""
 
@@ -368,88 +326,3 @@ def test_too_much_to_hold_for_a_loader_that_computes_is_a_problem(monkeypatch):
 
 
 # --- tensors that wait for the rest of themselves, or for each other ------------------------------------------------
-
-TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(8.0).view(2, 4) + 100, "c": torch.tensor(7.0)}
-PAIR = {"a": frozenset(("a", "b")), "b": frozenset(("a", "b"))}
-
-
-def feed(manifest, groups=None, names=TENSORS, **settings):
-    """(held, what each bucket completed); a bucket's buffer is overwritten before the next comes."""
-    held = HeldTensors(manifest, groups or {}, **settings)
-    results = []
-    for bucket, flat in zip(manifest.buckets, fill(manifest, TENSORS), strict=True):
-        complete = held.add(bucket, flat, names)
-        results.append(
-            (
-                [name for name, _ in complete.direct],
-                {name: tensor.clone() for name, tensor in complete.assembled},
-                complete.refused,
-            )
-        )
-        flat.fill_(255)
-    return held, results
-
-
-def test_whole_tensors_are_given_at_once():
-    held, results = feed(whole_buckets(TENSORS))
-    assert results == [(["a", "b", "c"], {}, set())]
-    assert held.incomplete == []
-
-
-def test_pieces_become_a_tensor_with_the_last_of_them():
-    held, ((direct, _, _), (_, assembled, _)) = feed(cut_buckets(TENSORS, 2))
-    assert direct == ["c"]
-    assert torch.equal(assembled["a"], TENSORS["a"]) and torch.equal(assembled["b"], TENSORS["b"])
-    assert held.incomplete == []
-
-
-def test_partners_wait_for_each_other():
-    _, results = feed(whole_buckets(TENSORS, 3), PAIR)
-    assert [direct for direct, _, _ in results] == [[], [], ["c"]]
-    assert torch.equal(results[1][1]["a"], TENSORS["a"]) and torch.equal(results[1][1]["b"], TENSORS["b"])
-    _, results = feed(whole_buckets(TENSORS), PAIR)
-    assert results[0][0] == ["a", "b", "c"], "in one bucket they need not wait"
-
-
-def test_what_did_not_come_is_named():
-    manifest = manifest_of(
-        TENSORS,
-        [
-            [("a", TensorSlice((0, 0), (3, 2))), ("b", TensorSlice((0, 0), (2, 4))), ("c", TensorSlice((), ()))],
-            [("a", TensorSlice((0, 2), (3, 2)))],
-        ],
-    )
-    held = HeldTensors(manifest, PAIR)
-    held.add(manifest.buckets[0], fill(manifest, TENSORS)[0], TENSORS)
-    assert held.incomplete == ["a", "b"]
-
-
-def test_other_tensors_are_passed_over():
-    held, results = feed(cut_buckets(TENSORS, 2), names={"b"})
-    assert [list(assembled) for _, assembled, _ in results] == [[], ["b"]]
-
-
-def test_what_exceeds_the_limit_is_refused_in_every_bucket():
-    held, results = feed(cut_buckets(TENSORS, 2), limit_bytes=40)
-    assert [refused for _, _, refused in results] == [{"a"}, {"a"}], "48 bytes"
-    assert list(results[1][1]) == ["b"], "32 bytes"
-    assert held.incomplete == []
-
-
-def test_a_group_is_refused_as_a_whole():
-    _, results = feed(cut_buckets(TENSORS, 2), PAIR, limit_bytes=60)
-    assert [refused for _, _, refused in results] == [{"a", "b"}, {"a", "b"}], "48 + 32 bytes"
-
-
-def test_memory_is_free_again_when_a_tensor_is_complete():
-    halves = [
-        [("a", TensorSlice((0, 0), (3, 2)))],
-        [("a", TensorSlice((0, 2), (3, 2)))],
-        [("b", TensorSlice((0, 0), (1, 4)))],
-        [("b", TensorSlice((1, 0), (1, 4)))],
-    ]
-    tensors = {name: TENSORS[name] for name in "ab"}
-    held = HeldTensors(manifest_of(tensors, halves), {}, limit_bytes=48)
-    manifest = manifest_of(tensors, halves)
-    for bucket, flat in zip(manifest.buckets, fill(manifest, tensors), strict=True):
-        assert held.add(bucket, flat, tensors).refused == set()

@@ -71,12 +71,6 @@ def test_a_rank_holds_the_heads_of_its_groups() -> None:
     assert (value.slice.offsets, value.rows) == ((4, 0), (RowRuns(6, 4, 2, 8),))
 
 
-def test_a_bias_is_cut_as_its_matrix_is() -> None:
-    query, key, _ = found(f"{QKV}.bias", (16,), TensorSplit(0, 0, 2))
-    assert (query.slice.offsets, query.slice.sizes, query.rows) == ((0,), (8,), (RowRuns(0, 8, 4, 8),))
-    assert (key.slice.offsets, key.slice.sizes, key.rows) == ((0,), (4,), (RowRuns(4, 4, 2, 8),))
-
-
 def test_gate_and_up_are_cut_apart() -> None:
     gate, up = found(FC1, (4, 6), TensorSplit(0, 1, 3, is_gate_up=True))
     assert (gate.slice.offsets, gate.slice.sizes, gate.rows) == ((2, 0), (2, 6), (RowRuns(0, 2, 2, 0),))
@@ -89,11 +83,6 @@ def test_gate_and_up_in_one_tensor_make_two_slices_of_it() -> None:
     assert (gate.slice.offsets, up.slice.offsets) == ((2, 0), (8, 0))
 
 
-def test_a_matrix_whose_inputs_are_cut_makes_columns() -> None:
-    (held,) = found("decoder.layers.0.mlp.linear_fc2.weight", (6, 4), TensorSplit(1, 2, 3))
-    assert (held.slice.offsets, held.slice.sizes, held.whole_shape) == ((0, 8), (6, 4), (6, 12))
-
-
 def test_the_padding_of_the_vocabulary_belongs_to_no_tensor() -> None:
     first, last = (found("output_layer.weight", (4, 6), TensorSplit(0, rank, 2)) for rank in range(2))
     assert (first[0].slice.offsets, first[0].slice.sizes) == ((0, 0), (4, 6))
@@ -103,21 +92,6 @@ def test_the_padding_of_the_vocabulary_belongs_to_no_tensor() -> None:
 
 def test_an_output_layer_that_is_the_embedding_is_not_held_again() -> None:
     assert found("output_layer.weight", (8, 6), TensorSplit(), untie_embeddings_and_output_weights=False) == []
-
-
-def test_exchanged_halves_of_columns_are_two_slices() -> None:
-    right, left = found("mtp.layers.0.eh_proj.weight", (3, 12), TensorSplit(0, 1, 2), "mimo", mtp_num_layers=1)
-    assert (right.slice.offsets, right.slice.sizes, right.first_column) == ((3, 0), (3, 6), 6)
-    assert (left.slice.offsets, left.slice.sizes, left.first_column) == ((3, 6), (3, 6), 0)
-
-
-def test_the_turning_part_of_an_indexers_head_comes_first() -> None:
-    (held,) = found(
-        "decoder.layers.0.self_attention.wq_b.weight", (8, 3), TensorSplit(), "deepseek_v32",
-        dsa_indexer_head_dim=4, qk_pos_emb_head_dim=2,
-    )  # fmt: skip
-    assert (held.slice.offsets, held.slice.sizes) == ((0, 0), (8, 3))
-    assert indices(held) == [2, 3, 0, 1, 6, 7, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -168,19 +142,6 @@ def test_rows_stay_what_they_are_when_they_are_cut_anywhere() -> None:
             for end in range(begin + 1, count + 1):
                 pieces = [index for piece in rows.between(begin, end) for index in numbers(piece)]
                 assert pieces == numbers(rows)[begin:end]
-
-
-def test_a_slice_split_in_two_holds_the_same() -> None:
-    query, *_ = found(f"{QKV}.weight", (16, 6), TensorSplit(0, 1, 2))
-    upper, lower = query.between(0, 3), query.between(3, 8)
-    assert (upper.slice.offsets, upper.slice.sizes, lower.slice.offsets, lower.slice.sizes) == (
-        (8, 0),
-        (3, 6),
-        (11, 0),
-        (5, 6),
-    )
-    assert indices(upper) + indices(lower) == indices(query)
-    assert query.row_unit == 4
 
 
 def test_a_slice_is_on_blocks_when_its_edges_and_seams_are() -> None:

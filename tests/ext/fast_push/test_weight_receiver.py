@@ -17,8 +17,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.sglang_utils import loader_report
-from slime.backends.sglang_utils.loader_report import flatten_reports
 from slime.ext.fast_push import engine_verbs, weight_receiver
 from slime.ext.fast_push.channel import WeightChannel
 from slime.ext.fast_push.messages import PUSH_REPORT, RECEIVER, encode
@@ -207,17 +205,6 @@ def test_a_bucket_may_come_twice():
     assert_holds(engine.models[0], tensors)
 
 
-def test_buckets_that_came_at_once_are_not_loaded_again():
-    engine = InProcess(Fused())
-    tensors, manifest, flats = made()
-    engine.push(manifest, flats, "p", at_once=True)
-    overwritten = {index: [handle_of(torch.zeros_like(flat))] for index, flat in enumerate(flats)}
-    engine.receive_weight_buckets("p", overwritten)
-    answer = engine.acknowledge_weight_update("p")
-    assert answer["buckets"] == digests(manifest, flats) and not answer["problems"]
-    assert_holds(engine.models[0], tensors)
-
-
 def test_each_gpu_of_an_engine_begins_with_another_bucket(monkeypatch):
     engine = InProcess(Fused())
     engine.tp_size, engine.unfinished_push = 3, "p"
@@ -268,20 +255,6 @@ def test_a_buffer_of_the_wrong_size_is_a_problem():
     answer = engine.push(manifest, [flats[0], flats[1][:16]], "p")
     assert answer["buckets"][1] == ""
     assert "its buffer is [16] of torch.uint8" in answer["problems"][0]
-
-
-def test_a_loader_that_fails_is_a_problem_and_no_exception():
-    class Breaks(Fused):
-        def load_weights(self, weights):
-            weights = list(weights)
-            if weights[0][1].device.type != "meta":
-                raise RuntimeError("out of memory")
-            super().load_weights(weights)
-
-    engine = InProcess(Breaks())
-    _, manifest, flats = made()
-    problems = engine.push(manifest, flats, "p")["problems"]
-    assert problems == ["receive_weight_buckets failed: RuntimeError: out of memory"] * 2
 
 
 def test_the_ack_is_void_when_a_bucket_comes_after_it():
@@ -370,14 +343,6 @@ def test_buckets_arrive_over_a_group(monkeypatch):
     assert "in no weight group 'g'" in engine.acknowledge_weight_update("p")["problems"][0]
 
 
-def test_a_group_that_is_not_complete_in_time_is_an_error(monkeypatch):
-    monkeypatch.setattr(weight_receiver, "rank_in_engine", lambda: 0)
-    engine = InProcess(Fused())
-    engine.args.weight_update_timeout_s = 0.5
-    with pytest.raises(WeightSyncError, match="engine 0 could not join the weight group g"):
-        engine.join_weight_group("127.0.0.1", get_free_port(22000), 1, 2, "g", "gloo")
-
-
 def test_ranks_that_disagree_are_a_problem(monkeypatch):
     engine = InProcess(Fused())
     _, manifest, flats = made()
@@ -396,21 +361,6 @@ def test_ranks_that_disagree_are_a_problem(monkeypatch):
     names = [bucket.slices[0].name for bucket in manifest.buckets]
     differing = [f"rank 1 has received other bytes of {name} than the ranks before it" for name in names]
     assert problems[1:] == differing
-
-
-def test_other_questions_still_reach_the_model():
-    model = Fused()
-    model.__dict__["get_weights_by_name"] = lambda name, truncate_size, tp_size: [name, truncate_size, tp_size]
-    loader_report.answer_by_name(model, "mine", lambda: ["an answer"])
-    assert model.get_weights_by_name("mine") == ["an answer"]
-    assert model.get_weights_by_name("norm", 5, tp_size=2) == ["norm", 5, 2]
-
-
-def test_answers_that_the_server_nests_are_one_list():
-    """With attention data parallelism each of its ranks has an answer."""
-    assert flatten_reports([["a", "b"], [], ["c"]]) == ["a", "b", "c"]
-    assert flatten_reports(["a"]) == ["a"]
-    assert flatten_reports(None) == flatten_reports([[], []]) == []
 
 
 def with_constant_embedding(number=0):
@@ -455,16 +405,6 @@ def test_an_engine_that_lost_a_constant_bucket_says_so_and_serves_nothing_withou
     assert_holds(engine.models[0], tensors)
     engine.push(manifest, flats, "p3", order=[0])
     assert engine.held == ["", digests(manifest, flats)[1]]
-
-
-def test_a_constant_bucket_that_comes_again_is_judged_by_what_came():
-    engine = InProcess(Fused())
-    _, manifest, flats = with_constant_embedding()
-    engine.push(manifest, flats, "p0")
-    other = [flats[0], flats[1] ^ 1]
-    answer = engine.push(manifest, other, "p1")
-    assert engine.held[1] == digests(manifest, flats)[1]
-    assert answer["buckets"] == digests(manifest, other) != digests(manifest, flats)
 
 
 def test_a_constant_bucket_whose_memory_another_tensor_shares_is_never_held():

@@ -37,17 +37,6 @@ def test_tensors_are_split_into_numbered_shards_that_the_index_names(tmp_path, o
     assert not (folder / "model.safetensors").exists()  # the origin's weights are not assets
 
 
-def test_files_of_weights_are_readable_by_whoever_the_umask_admits(tmp_path, origin):
-    writer = HfFolderWriter(tmp_path / "out", assets_from=origin)
-    writer.add("a", torch.zeros(1))
-    before = os.umask(0o027)
-    try:
-        [file] = writer.close().glob("*.safetensors")
-    finally:
-        os.umask(before)
-    assert file.stat().st_mode & 0o777 == 0o640
-
-
 def test_weights_of_an_older_model_in_the_folder_are_removed(tmp_path, origin):
     out = tmp_path / "out"
     out.mkdir()
@@ -69,23 +58,6 @@ def test_a_folder_whose_writer_was_killed_is_no_model_and_its_next_writer_clears
         writer.add("a", torch.zeros(1))
     names = {"config.json", DIGEST_FILE, INDEX_FILE, "model-00001-of-00001.safetensors"}
     assert {path.name for path in out.iterdir()} == names
-
-
-def test_one_tensor_under_two_names_is_written_twice(tmp_path):
-    """As the embedding of a layer that predicts further tokens, of which safetensors would refuse the second."""
-    writer = HfFolderWriter(tmp_path / "out", assets_from=None)
-    shared = torch.arange(4.0)
-    for name in "ab":
-        writer.add(name, shared)
-    [file] = writer.close().glob("*.safetensors")
-    assert {name: tensor.tolist() for name, tensor in load_file(file).items()} == dict.fromkeys("ab", shared.tolist())
-
-
-def test_the_same_name_twice_is_refused(tmp_path):
-    writer = HfFolderWriter(tmp_path / "out", assets_from=None)
-    writer.add("a", torch.zeros(1))
-    with pytest.raises(DataError, match="tensor a was given twice"):
-        writer.add("a", torch.zeros(1))
 
 
 def test_writing_over_the_source_is_refused(origin):

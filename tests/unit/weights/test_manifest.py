@@ -39,14 +39,6 @@ def test_tensors_that_are_alike_share_their_shapes_and_slices_in_the_text_form()
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
-def test_tensors_that_engines_keep_are_named_and_in_no_bucket():
-    kept = (TensorEntry("visual.w", (2,), "bfloat16"),)
-    manifest = dataclasses.replace(two_halves(), kept=kept)
-    assert Manifest.from_json(manifest.to_json()) == manifest
-    assert manifest.id != two_halves().id
-    assert "visual.w" not in manifest.by_name
-
-
 def test_constant_buckets_are_named_in_the_text_form():
     plain = two_halves()
     manifest = dataclasses.replace(plain, buckets=(dataclasses.replace(plain.buckets[0], is_constant=True),))
@@ -71,14 +63,3 @@ def test_pieces_that_do_not_make_up_the_tensor_are_refused():
     tensor = TensorEntry("w", (4, 3), "float32")
     with pytest.raises(WeightSyncError, match="6 elements together"):
         Manifest((tensor,), (BucketEntry(24, (BucketSlice("w", 0, TensorSlice((0, 0), (2, 3))),)),))
-
-
-def test_a_piece_behind_the_end_of_its_bucket_is_refused():
-    tensor = TensorEntry("w", (4, 3), "float32")
-    with pytest.raises(WeightSyncError, match="ends beyond bucket 0"):
-        Manifest((tensor,), (BucketEntry(47, (BucketSlice("w", 0, TensorSlice((0, 0), (4, 3))),)),))
-
-
-def test_a_piece_of_an_unlisted_tensor_is_refused():
-    with pytest.raises(WeightSyncError, match="which the manifest lacks"):
-        Manifest((), (BucketEntry(48, (BucketSlice("w", 0, TensorSlice((0, 0), (4, 3))),)),))

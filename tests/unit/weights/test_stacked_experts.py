@@ -8,12 +8,10 @@ from slime.weights.stacked_experts import (
     ExpertStacker,
     Stack,
     by_expert,
-    expert_names,
     find_stacks,
     join_rows,
     place_of,
     row_of,
-    tensors_in,
 )
 
 GATE_UP, DOWN = "m.mlp.experts.gate_up_proj", "m.mlp.experts.down_proj"
@@ -81,15 +79,6 @@ def test_a_missing_expert_is_an_error_and_other_folders_keep_their_names():
     with pytest.raises(DataError, match="made of 2 experts"):
         stacker.finish()
     assert dict(ExpertStacker({}).stack(parts)).keys() == dict(parts).keys()
-
-
-def test_only_tensors_called_so_and_of_three_dimensions_are_stacks():
-    assert tensors_in(DOWN, {DOWN: Stack(2)}) == [name for e in (0, 1) for name in expert_names(DOWN, e)]
-    assert tensors_in(DOWN, {}) == [DOWN]
-    assert tensors_in("m.mlp.shared_expert.down_proj.weight", {DOWN: Stack(2)}) == [
-        "m.mlp.shared_expert.down_proj.weight"
-    ]
-    assert place_of("m.mlp.shared_expert.down_proj.weight") is None
 
 
 def test_rows_of_experts_are_joined_when_the_last_has_come_in_any_order():

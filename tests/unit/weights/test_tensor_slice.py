@@ -68,11 +68,6 @@ def test_clipped_copies_are_the_whole_copy(name):
     assert torch.equal(memory, expected)
 
 
-def test_a_slice_beside_the_copy_gives_nothing():
-    copy = copy_between(torch.zeros(2, 6), torch.zeros(12, 6)[3:5])
-    assert clip(copy, StridedSlice.whole((12, 6)), StridedSlice.packed(TensorSlice((6, 0), (6, 6)))) == []
-
-
 def test_a_diagonal_is_no_slice():
     copy = StridedCopy((6,), 0, (1,), 0, (7,))
     with pytest.raises(NotRectangularError):

@@ -36,7 +36,6 @@ MODES = {
         *("--hf-checkpoint", "{fp8}"),
         *("--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", "{root}/local"),
     ),
-    "fp8, whole": ("--hf-checkpoint", "{fp8}"),
     "overwrite": (
         *("--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", "{root}/local"),
         *("--update-weight-delta-encoding", "overwrite", "--update-weight-delta-checksum", "adler32"),
@@ -147,10 +146,10 @@ class Case:
 
 def deliver(written: Any, engines: list[DiskEngine]) -> list[tuple[int, str]]:
     """What the driver does when the trainer has ended; gives the excluded engines."""
-    from slime.weights.push.participants import Participants, PushClock
-    from slime.ext.fast_push.push import push_weights
-    from slime.weights.push.state import Push
     from slime.ext.disk_push.disk import FolderCarrier
+    from slime.ext.fast_push.push import push_weights
+    from slime.weights.push.participants import Participants, PushClock
+    from slime.weights.push.state import Push
 
     push = Push(str(written.number), Participants(engines, PushClock(30)))
     report = push_weights(push, written, FolderCarrier(push.ranks))
@@ -302,20 +301,17 @@ STORIES: dict[str, tuple[str, str, Callable[[Case], dict[str, Any]]]] = {
     **{
         f"{layout}, {mode}": (layout, mode, push_three_times)
         for layout, mode in (
-            ("tensors in two", "whole"), ("tensors in two", "xor"), ("two stages", "whole, through copies"),
-            ("two stages", "xor"), ("experts on two ranks", "overwrite"), ("experts on two ranks", "whole"),
-            ("experts on two ranks", "fp8, xor"), ("tensors in two", "fp8, whole"),
+            ("tensors in two", "whole"), ("two stages", "whole, through copies"), ("two stages", "xor"),
+            ("experts on two ranks", "overwrite"), ("experts on two ranks", "fp8, xor"),
         )
     },
     "a lost engine, whole": ("tensors in two", "whole", lose_an_engine_and_refill_it),
     "a lost engine, xor": ("two stages", "xor", lose_an_engine_and_refill_it),
     "missed versions": ("tensors in two", "xor", miss_versions),
     "failure, overwrite": ("experts on two ranks", "overwrite", fail_altogether),
-    "failure, whole": ("two stages", "whole", fail_altogether),
     "a trainer that ends": ("tensors in two", "whole", end_the_trainer),
     "growth": ("tensors in two", "overwrite", grow_beyond_the_model),
     "full disk, xor": ("two stages", "xor", fill_the_disk),
-    "full disk, whole": ("tensors in two", "whole", fill_the_disk),
 }  # fmt: skip
 
 
@@ -344,7 +340,7 @@ PUSHED = [name for name, (_, _, story) in STORIES.items() if story is push_three
 def test_engines_hold_what_the_trainer_gathers_after_every_push(told, name) -> None:
     mode = STORIES[name][1]
     steps = [
-        *(["pull_weights"] if mode not in ("whole", "fp8, whole") else []),
+        *(["pull_weights"] if mode != "whole" else []),
         "pause_generation",
         "flush_cache",
         "begin_weight_update",
@@ -369,11 +365,6 @@ def test_metrics_tell_the_bytes_on_the_wire_and_how_many_changed(told, name) -> 
         assert untrained == {wire: 0.0, density: 0.0}
         assert all(0.3 < values[density] < 1 and values[wire] > 50_000 for values in trained)
         assert told[name]["pulls"] == [(1,), (2,), (3,)]
-
-
-def test_the_wire_bytes_do_not_depend_on_the_layout(told) -> None:
-    one, other = (told[f"{layout}, whole"]["metrics"] for layout in ("tensors in two", "experts on two ranks"))
-    assert one == other
 
 
 def test_whole_versions_go_when_all_engines_serve_them(told) -> None:
@@ -403,10 +394,10 @@ def test_an_engine_that_missed_versions_catches_up(told) -> None:
 
 
 def test_a_version_that_no_engine_took_disappears_and_the_base_stays(told) -> None:
-    for name, versions in (("failure, overwrite", ["weight_v000001"]), ("failure, whole", [])):
-        assert "no engine took weight version 2 (committing version 2). engine 0: EngineError" in told[name]["message"]
-        assert told[name]["versions"] == versions
-    pull = told["failure, overwrite"]["pull"]
+    story = told["failure, overwrite"]
+    assert "no engine took weight version 2 (committing version 2). engine 0: EngineError" in story["message"]
+    assert story["versions"] == ["weight_v000001"]
+    pull = story["pull"]
     assert pull.seed != "", "this host had version 2, which never came to be"
     assert pull.applied == (1, 3)
 
@@ -420,9 +411,8 @@ def test_changes_that_outgrow_the_model_make_room_for_a_whole_copy(told) -> None
     assert pull.applied == (6,)
 
 
-@pytest.mark.parametrize("mode", ["xor", "whole"])
-def test_a_full_disk_fails_the_push_with_the_flag_and_leaves_what_was_there(told, mode) -> None:
-    story = told[f"full disk, {mode}"]
+def test_a_full_disk_fails_the_push_with_the_flag_and_leaves_what_was_there(told) -> None:
+    story = told["full disk, xor"]
     assert "trainer rank 1 failed while writing weight_v000002" in story["message"]
     assert "GiB are free" in story["message"]
     assert "--update-weight-disk-dir" in story["message"]

@@ -6,9 +6,8 @@ import itertools
 import random
 
 import pytest
-import torch
 
-from slime.ext.fast_push.kernels.copy_2d import Copy2D, as_lines, in_words, matrices, tile_index
+from slime.ext.fast_push.kernels.copy_2d import Copy2D, as_lines, in_words, matrices
 
 
 def places(found: list[Copy2D], src_size: int, dst_size: int) -> list[tuple[int, int]]:
@@ -48,20 +47,6 @@ def test_matrices_have_every_element_of_the_rectangle(seed: int):
     assert places([line for m in found for line in as_lines(m, 2, 4)], 2, 4) == wanted
 
 
-def test_dense_on_both_sides_is_one_row_whatever_the_dimensions():
-    (found,) = matrices((2, 3, 4), 0, (12, 4, 1), 2, 0, (12, 4, 1), 2)
-    assert (found.rows, found.columns) == (1, 24)
-
-
-def test_experts_that_lie_apart_are_one_matrix_each():
-    found = list(matrices((4, 8, 16), 0, (1000, 32, 1), 1, 0, (500, 24, 1), 1))
-    assert [(m.src, m.dst, m.rows, m.columns) for m in found] == [(i * 1000, i * 500, 8, 16) for i in range(4)]
-
-
-def test_nothing_comes_of_an_empty_rectangle():
-    assert not list(matrices((3, 0), 0, (1, 1), 1, 0, (1, 1), 1))
-
-
 def test_aligned_rows_become_words():
     words = in_words(Copy2D(32, (64, 1), 64, (32, 1), 5, 24), 2)
     assert words == [Copy2D(32, (32, 1), 64, (16, 1), 5, 12)]
@@ -71,22 +56,3 @@ def test_a_long_row_becomes_lines_and_a_rest():
     lines, rest = in_words(Copy2D(0, (0, 1), 16, (0, 1), 1, 2 * 1000), 4) or []
     assert (lines.rows, lines.columns, lines.src_strides) == (3, 512, (512, 1))
     assert (rest.src, rest.dst, rest.rows, rest.columns) == (3 * 2048, 16 + 3 * 2048, 1, 2000 - 1536)
-
-
-@pytest.mark.parametrize(
-    "matrix",
-    [
-        Copy2D(8, (64, 1), 64, (32, 1), 5, 24),
-        Copy2D(32, (60, 1), 64, (32, 1), 5, 24),
-        Copy2D(32, (64, 1), 64, (32, 1), 5, 23),
-        Copy2D(32, (64, 2), 64, (32, 1), 5, 24),
-    ],
-)
-def test_rows_that_are_not_whole_vectors_do_not(matrix: Copy2D):
-    assert in_words(matrix, 2) is None
-
-
-def test_tiles_know_their_descriptor():
-    owner, first = tile_index([3, 0, 2], torch.device("cpu"))
-    assert owner.tolist() == [0, 0, 0, 2, 2]
-    assert first.tolist() == [0, 3, 3]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, MissingTensorError
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
@@ -42,15 +41,6 @@ def test_padding_rows_of_the_vocabulary_are_zero_and_never_exported(tmp_path: Pa
     assert exported.shape[0] == 131
 
 
-def test_both_spellings_of_a_norm_are_exported() -> None:
-    shape_args = argparse_like()
-    weight = torch.ones(4)
-    names = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
-    for name in names:
-        converted = convert_to_hf(shape_args, "Qwen3Config", f"module.module.decoder.layers.12.{name}", weight)
-        assert [hf_name for hf_name, _ in converted] == ["model.layers.12.input_layernorm.weight"]
-
-
 def argparse_like() -> object:
     """The flags that layouts read, of a model with four heads of two in two groups."""
     from argparse import Namespace
@@ -80,11 +70,6 @@ def test_a_fused_qkv_is_split_by_groups() -> None:
     assert converted[prefix + "q_proj.weight"][:, 0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
     assert converted[prefix + "k_proj.weight"][:, 0].tolist() == [4, 5, 12, 13]
     assert converted[prefix + "v_proj.weight"][:, 0].tolist() == [6, 7, 14, 15]
-
-
-def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'FancyConfig'.*glm4, .*llama, .*qwen2, .*qwen3"):
-        convert_to_hf(argparse_like(), "FancyConfig", "output_layer.weight", torch.ones(8, 4))
 
 
 def test_an_unknown_model_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
@@ -135,23 +120,6 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     assert isinstance(caught.value, MissingTensorError)
 
 
-def test_a_tensor_without_a_place_in_the_model_is_an_error(tmp_path: Path) -> None:
-    write_hf_model(tmp_path, "qwen2.5")
-    args = parse(*hf_flags(tmp_path))
-    args.add_qkv_bias = False
-    start_single_process(args)
-    with pytest.raises(DataError, match="_proj.bias.*--add-qkv-bias"):
-        load_hf_weights(args, [get_model_provider(args)()], tmp_path)
-
-
-def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    write_hf_model(tmp_path, "qwen3")
-    args = parse(*hf_flags(tmp_path), "--vocab-size", "133")
-    start_single_process(args)
-    with pytest.raises(DataError, match="131 rows; --vocab-size is 133"):
-        load_hf_weights(args, [get_model_provider(args)()], tmp_path)
-
-
 def test_the_value_head_of_a_critic_keeps_its_values(tmp_path: Path) -> None:
     write_hf_model(tmp_path, "qwen3")
     args = parse(*hf_flags(tmp_path))
@@ -160,14 +128,6 @@ def test_the_value_head_of_a_critic_keeps_its_values(tmp_path: Path) -> None:
     before = critic.output_layer.weight.clone()
     load_hf_weights(args, [critic], tmp_path)
     assert torch.equal(critic.output_layer.weight, before)
-
-
-def test_only_a_folder_with_config_and_safetensors_counts_as_hugging_face(tmp_path: Path) -> None:
-    assert not supports_hf_weight_loading(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    assert not supports_hf_weight_loading(tmp_path)
-    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert supports_hf_weight_loading(tmp_path)
 
 
 def test_one_byte_tensors_with_scales_are_dequantized(tmp_path: Path) -> None:
@@ -184,12 +144,6 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         HfTensors(tmp_path)
 
 
-def test_a_shape_knows_multi_head_attention() -> None:
-    args = argparse_like()
-    args.group_query_attention = False  # type: ignore[attr-defined]
-    assert model_dims(args).num_query_groups == 4  # type: ignore[arg-type]
-
-
 def edit(folder: Path, **tensors: torch.Tensor) -> None:
     """Put tensors into the one file of a model; "__" in a name stands for a dot."""
     file = folder / "model.safetensors"
@@ -204,14 +158,6 @@ def test_a_weight_that_is_not_finite_is_named_with_its_place(tmp_path: Path, val
     weight[2, 3] = value
     edit(tmp_path, **{name: weight})
     with pytest.raises(DataError, match=rf"model\.safetensors: {name} is -?(nan|inf) at \[2, 3\], one of 1"):
-        load(tmp_path)
-
-
-def test_weights_of_whole_numbers_are_refused(tmp_path: Path) -> None:
-    write_hf_model(tmp_path, "qwen3")
-    name = "model.layers.0.self_attn.o_proj.weight"
-    edit(tmp_path, **{name: load_file(tmp_path / "model.safetensors")[name].int()})
-    with pytest.raises(DataError, match=rf"{name} is int32; a weight is a floating-point tensor"):
         load(tmp_path)
 
 
@@ -298,15 +244,3 @@ def test_two_files_with_one_tensor_are_an_error(tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "more.safetensors")
     with pytest.raises(DataError, match=r"model\.norm\.weight is stored twice, in .* and in .*"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "self_attn.o_proj"])
-def test_a_transposed_weight_is_named_with_its_shape(tmp_path: Path, name: str) -> None:
-    write_hf_model(tmp_path, "qwen3")
-    name = f"model.layers.1.{name}.weight"
-    weight = load_file(tmp_path / "model.safetensors")[name].t().contiguous()
-    edit(tmp_path, **{name: weight})
-    with pytest.raises(DataError) as caught:
-        load(tmp_path)
-    assert "\n" not in str(caught.value) and ("layers.1." in str(caught.value))
-    assert str(list(weight.shape)) in str(caught.value) or str(tuple(weight.shape)) in str(caught.value)

@@ -106,15 +106,6 @@ def test_the_export_has_the_copies_that_its_source_has(folder: Path) -> None:
     assert load_and_export(folder).keys() == source.keys()
 
 
-@pytest.mark.parametrize("absent", [{HEAD_COPY}, {EMBEDDING_COPY, HEAD_COPY}], ids=["one copy", "no copies"])
-def test_no_copy_is_made_up(folder: Path, tmp_path_factory: pytest.TempPathFactory, absent: set[str]) -> None:
-    other = tmp_path_factory.mktemp("without")
-    for file in folder.glob("*.json"):
-        (other / file.name).write_text(file.read_text())
-    write_tensors(other, {name: tensor for name, tensor in read_tensors(folder).items() if name not in absent})
-    assert load_and_export(other).keys() == read_tensors(other).keys()
-
-
 def test_a_copy_that_differs_is_reported_and_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = read_tensors(folder)
     write_tensors(folder, source | {HEAD_COPY: source[HEAD_COPY] + 1})

@@ -17,7 +17,6 @@ from slime.weights.file_digests import DIGEST_FILE, FolderDigests, check_in_back
 from slime.weights.hf_rewrite import run, tensor_file
 from slime.weights.hf_rewrite.run import rewrite_folder
 from slime.weights.hf_rewrite.target import JOURNAL, LOCK
-from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16
 from slime.weights.hf_rewrite.to_quantized import to_fp8
 from tests.unit.weights.hf_rewrite.checkpoints import files_of, read_folder, tensors_of, write_folder
 
@@ -104,18 +103,6 @@ def test_a_disk_that_fills_up_is_said_and_finished_shards_are_kept(tmp_path, sou
     assert rewrite_folder(to_fp8(), source, tmp_path / "out").shards_found > 0
 
 
-def test_a_shard_that_was_cut_off_afterwards_is_written_again(tmp_path, source, monkeypatch):
-    rewrite_folder(to_fp8(), source, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        broken_after(patch, 30, OSError(5, "input/output error"))
-        with pytest.raises(OSError):
-            rewrite_folder(to_fp8(), source, tmp_path / "out")
-    finished = sorted((tmp_path / "out").glob("model-*.safetensors"))
-    cut(finished[0], -1)
-    assert rewrite_folder(to_fp8(), source, tmp_path / "out").shards_found == len(finished) - 1
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
 def test_machines_may_share_the_shards_and_the_last_one_ends_the_folder(tmp_path, source):
     names = sorted(path.name for path in source.glob("*.safetensors"))
     first = rewrite_folder(to_fp8(), source, tmp_path / "out", only_files=names[2:])
@@ -125,30 +112,6 @@ def test_machines_may_share_the_shards_and_the_last_one_ends_the_folder(tmp_path
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     with pytest.raises(ConfigError, match="--files names lost.safetensors, no shards of"):
         rewrite_folder(to_fp8(), source, tmp_path / "other", only_files=["lost.safetensors"])
-
-
-def test_machines_may_begin_at_once_also_as_processes_of_one_number(tmp_path, source, monkeypatch):
-    """As those of two containers are; the second begins while the first writes the journal."""
-    names, out = sorted(path.name for path in source.glob("*.safetensors")), tmp_path / "out"
-    real, calls = os.fsync, []
-
-    def fsync(descriptor):
-        calls.append(descriptor)
-        if len(calls) == 1:
-            assert not rewrite_folder(to_fp8(), source, out, only_files=names[:2]).is_complete
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    assert rewrite_folder(to_fp8(), source, out, only_files=names[2:]).is_complete
-    rewrite_folder(to_fp8(), source, tmp_path / "whole")
-    assert files_of(out) == files_of(tmp_path / "whole")
-
-
-def test_a_conversion_that_was_killed_while_it_wrote_its_journal_is_taken_up(tmp_path, source):
-    left = tmp_path / "out" / f".{JOURNAL.lstrip('.')}.7.partial"
-    left.parent.mkdir()
-    left.write_text("{")
-    assert rewrite_folder(to_fp8(), source, left.parent).is_complete and not left.exists()
 
 
 def test_what_is_in_the_folder_already_is_not_mixed_with_or_lost(tmp_path, source, monkeypatch):
@@ -176,24 +139,6 @@ def test_what_is_in_the_folder_already_is_not_mixed_with_or_lost(tmp_path, sourc
     with pytest.raises(ConfigError, match="over its own source"):
         rewrite_folder(to_fp8(), source, source / "." / "", overwrite=True)
     assert read_folder(source).keys() == tensors_of("qwen3_moe").keys()
-
-
-def test_overwriting_leaves_no_shard_of_the_older_model(tmp_path, source):
-    out = write_folder(tmp_path / "out", tensors_of("qwen3"), shards=7)
-    rewrite_folder(to_fp8(), source, out, overwrite=True)
-    rewrite_folder(to_fp8(), source, tmp_path / "whole")
-    assert files_of(out) == files_of(tmp_path / "whole")
-
-
-def test_an_overwriting_conversion_is_taken_up_like_any_other(tmp_path, source, monkeypatch):
-    out = write_folder(tmp_path / "out", tensors_of("qwen3"), shards=7)
-    with monkeypatch.context() as patch:
-        broken_after(patch, 30, OSError(5, "input/output error"))
-        with pytest.raises(OSError):
-            rewrite_folder(to_fp8(), source, out, overwrite=True)
-    assert rewrite_folder(to_fp8(), source, out, overwrite=True).shards_found > 0
-    rewrite_folder(to_fp8(), source, tmp_path / "whole")
-    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path, source):
@@ -280,31 +225,6 @@ def test_folders_without_index_and_tensors_that_the_index_forgot_are_converted(t
     (source / INDEX).unlink()
     rewrite_folder(to_fp8(), source, tmp_path / "bare")
     assert files_of(tmp_path / "forgotten") == files_of(tmp_path / "bare") == files_of(tmp_path / "whole")
-
-
-def test_a_tensor_in_two_shards_is_refused_unless_the_index_decides(tmp_path, caplog):
-    source = write_folder(tmp_path / "plain", tensors_of("qwen3"), shards=2)
-    (source / "zz.safetensors").write_bytes((source / "model-00002-of-00002.safetensors").read_bytes())
-    rewrite_folder(to_fp8(), source, tmp_path / "out")
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
-    assert "zz.safetensors are not in" in caplog.text
-    (source / INDEX).unlink()
-    with pytest.raises(DataError, match="is in model-00002-of-00002.safetensors and in zz.safetensors"):
-        rewrite_folder(to_fp8(), source, tmp_path / "again")
-
-
-def test_folders_that_are_none_and_devices_that_are_not_there(tmp_path, source):
-    with pytest.raises(ConfigError, match="is no folder"):
-        rewrite_folder(to_fp8(), tmp_path / "lost", tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"has no \*\.safetensors"):
-        rewrite_folder(Fp8ToBf16(), tmp_path / "empty", tmp_path / "out")
-    for device, message in (("tpu", "is no device of torch"), ("meta", "is not supported")):
-        with pytest.raises(ConfigError, match=message):
-            rewrite_folder(to_fp8(), source, tmp_path / "out", device=device)
-    with pytest.raises(ConfigError, match="--max-workers is 0"):
-        rewrite_folder(to_fp8(), source, tmp_path / "out", workers=0)
 
 
 def test_other_programs_read_the_files(tmp_path):

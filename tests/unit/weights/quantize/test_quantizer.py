@@ -9,7 +9,6 @@ import torch
 
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import Quantizer, make_quantizer, quantized_names, read_format
-from slime.weights.quantize.block_fp8 import quantize_block
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, logical_names, read_weight
 from slime.weights.quantize.quantizer import IgnoredModules, warn_of_unlisted_weights
 
@@ -45,10 +44,6 @@ FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric
 ])  # fmt: skip
 def test_each_published_kind_has_its_format(config, expected):
     assert read_format(config) == expected
-
-
-def test_integer_scales_have_the_dtype_of_the_engine():
-    assert read_format(compressed("pack-quantized", INT4), scale_dtype=torch.float16).scale_dtype == torch.float16
 
 
 def test_blocks_have_powers_of_two_where_the_device_wants_them():
@@ -87,11 +82,6 @@ def test_only_fp8_blocks_can_be_made_of_slices():
 def test_what_cannot_be_made_is_refused_by_name_with_what_can(config, what):
     with pytest.raises(ConfigError, match=rf"quantized \(.*{what}.*pack-quantized int4.*--hf-checkpoint"):
         read_format(config)
-
-
-def test_a_block_size_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match=r"weight_block_size .* is \[128\]"):
-        read_format({**DEEPSEEK_V3, "weight_block_size": [128]})
 
 
 def test_an_fp8_list_holds_parts_of_paths():
@@ -151,32 +141,12 @@ def test_a_checkpoints_names_say_what_is_quantized(name):
     assert set(logical_names(sorted(stored))) == {UP, GATE, NORM}
 
 
-def test_what_is_not_quantized_passes_untouched():
-    quantizer = make_quantizer(DEEPSEEK_V3, {UP})
-    tensor = torch.ones(4)
-    ((name, same),) = quantizer.quantize(NORM, tensor)
-    assert name == NORM
-    assert same is tensor
-    assert not quantizer.is_quantized(NORM)
-
-
-def test_an_unquantized_checkpoint_needs_no_quantizer():
-    assert make_quantizer(None, ()) is None
-    assert make_quantizer({}, ()) is None
-
-
 def test_a_weight_that_the_checkpoint_does_not_have_is_refused():
     quantizer = make_quantizer(DEEPSEEK_V3, {UP}, known_names={UP, GATE})
     assert not quantizer.is_quantized(GATE)
     assert not quantizer.is_quantized("model.layers.0.self_attn.q_proj.bias")
     with pytest.raises(ConfigError, match="no tensor model.layers.1.mlp.up_proj.weight.*--mtp-num-layers"):
         quantizer.is_quantized("model.layers.1.mlp.up_proj.weight")
-
-
-def test_only_matrices_are_quantized():
-    quantizer = make_quantizer(DEEPSEEK_V3, {UP})
-    with pytest.raises(DataError, match=r"shape \[2, 3, 4\]"):
-        quantizer.outputs(UP, (2, 3, 4))
 
 
 def test_a_config_that_claims_what_the_names_do_not_show_is_refused():
@@ -213,13 +183,6 @@ def test_finite_weights_can_be_insisted_on():
 
 
 # Reading back
-
-
-def test_blocks_are_read_without_a_config_too():
-    quantized, scale = quantize_block(torch.ones(130, 130))
-    stored = {"w": quantized, "w_scale_inv": scale}
-    assert torch.equal(read_weight("w", stored.__getitem__, stored, None), torch.ones(130, 130, dtype=torch.bfloat16))
-    assert logical_names(stored) == ["w"]
 
 
 def test_eight_bit_floats_without_a_scale_are_refused():

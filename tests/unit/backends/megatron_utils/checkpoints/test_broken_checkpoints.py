@@ -95,14 +95,10 @@ def damage(path: Path, kind: str) -> None:
     middle = len(data) // 2
     if kind == "flipped":
         data[middle] ^= 1
-    elif kind == "zeros":
-        data[middle : middle + 4096] = bytes(len(data[middle : middle + 4096]))
     elif kind == "cut":
         del data[middle:]
     elif kind == "a byte short":
         del data[-1:]
-    elif kind == "empty":
-        data.clear()
     elif kind == "foreign":
         data[:] = b"#!/bin/sh\n" * (len(data) // 10 + 1)
     path.unlink()
@@ -111,18 +107,17 @@ def damage(path: Path, kind: str) -> None:
 
 
 @READERS
-@pytest.mark.parametrize("kind", ["flipped", "zeros", "cut", "empty", "foreign", "missing"])
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_damaged_shard_is_named(read, kind, index, good, folder):
-    path = shards(folder)[index]
+@pytest.mark.parametrize("kind", ["flipped", "cut", "missing"])
+def test_a_damaged_shard_is_named(read, kind, good, folder):
+    path = shards(folder)[1]
     damage(path, kind)
     message = error_of(read, good, folder)
     assert path.name in message
-    assert kind in ("missing", "cut", "empty", "foreign") or "decoder." in message or "embedding" in message
+    assert kind != "flipped" or "decoder." in message or "embedding" in message
 
 
 @READERS
-@pytest.mark.parametrize("kind", ["cut", "empty", "foreign", "missing"])
+@pytest.mark.parametrize("kind", ["cut", "foreign"])
 def test_a_damaged_shard_of_upstream_is_named_with_its_tensor(read, kind, good, folder):
     (folder / DIGEST_FILE).unlink()
     path = shards(folder)[0]
@@ -133,7 +128,7 @@ def test_a_damaged_shard_of_upstream_is_named_with_its_tensor(read, kind, good, 
 
 @READERS
 @pytest.mark.parametrize("has_digests", [True, False], ids=["with digests", "of upstream"])
-@pytest.mark.parametrize("kind", ["cut", "empty", "foreign", "missing"])
+@pytest.mark.parametrize("kind", ["cut", "foreign"])
 @pytest.mark.parametrize("name", ["common.pt", ".metadata"])
 def test_a_damaged_file_about_the_checkpoint_is_named(read, name, kind, has_digests, good, folder):
     if not has_digests:
@@ -149,7 +144,7 @@ def files_of_a_start(good: tuple[Namespace, Any], folder: Path, hf: Path) -> Non
 
 
 @pytest.mark.parametrize("has_digests", [True, False], ids=["with digests", "of upstream"])
-@pytest.mark.parametrize("kind", ["cut", "empty", "missing", "a byte short"])
+@pytest.mark.parametrize("kind", ["missing", "a byte short"])
 def test_a_start_finds_what_lacks_bytes_without_reading_a_weight(kind, has_digests, good, folder, tmp_path):
     save_hf_model_to_path(good[0], tmp_path / "hf", good[1])
     if not has_digests:
@@ -166,17 +161,8 @@ def test_a_start_finds_what_lacks_bytes_without_reading_a_weight(kind, has_diges
     files_of_a_start(good, folder, tmp_path / "hf")
 
 
-@pytest.mark.parametrize("has_digests", [True, False], ids=["with digests", "of upstream"])
-@pytest.mark.parametrize("kind", ["cut", "empty", "foreign", "missing", "flipped"])
-def test_a_damaged_format_file_is_named(kind, has_digests, good, folder):
-    if not has_digests:
-        (folder / DIGEST_FILE).unlink()
-    damage(folder / "metadata.json", kind)
-    assert "metadata.json" in error_of(in_the_trainer, good, folder)
-
-
 @pytest.mark.parametrize(
-    "content", ['{"sharded_backend": "zarr"}', "[1]", "{}", '{"sharded_backend": "torch_dist", "more": 1}', "5"]
+    "content", ['{"sharded_backend": "zarr"}', "[1]", '{"sharded_backend": "torch_dist", "more": 1}']
 )
 def test_another_format_is_refused(content, good, folder):
     (folder / DIGEST_FILE).unlink()
@@ -199,23 +185,6 @@ def test_damage_is_read_on_request(read, good, folder):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert len(read(good, folder, verify_checkpoint=False)) > 10
-
-
-def test_a_shard_of_another_checkpoint_is_refused_without_digests(good, folder):
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    (folder / DIGEST_FILE).unlink()
-    sizes = {place.relative_path: place for place in metadata.storage_data.values()}
-    place = sizes[shards(folder)[0].name]
-    file = io.BytesIO()
-    torch.save(torch.zeros(3, 3), file)
-    path = shards(folder)[0]
-    data = bytearray(path.read_bytes())
-    index = next(index for index, where in metadata.storage_data.items() if where is place)
-    metadata.storage_data[index] = type(place)(place.relative_path, len(data), len(file.getvalue()))
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    path.write_bytes(bytes(data) + file.getvalue())
-    message = error_of(in_the_converter, good, folder)
-    assert index.fqn in message and "[3, 3]" in message
 
 
 # Harm
@@ -302,7 +271,7 @@ ENTRIES = {
 SHAPES = (torch.Size([10**12, 10**6]), torch.Size([]), torch.Size([7, 7, 7]))
 
 
-@pytest.mark.parametrize("odd", [-1, 1.5, "x", (1,), None, *SHAPES], ids=str)
+@pytest.mark.parametrize("odd", [-1, "x", None, *SHAPES], ids=str)
 @pytest.mark.parametrize("part", ENTRIES)
 def test_metadata_that_says_something_else_is_named_before_a_tensor_is_read(part, odd, good, folder):
     (folder / DIGEST_FILE).unlink()
@@ -319,16 +288,7 @@ def test_metadata_that_says_something_else_is_named_before_a_tensor_is_read(part
 
 
 @READERS
-def test_a_tensor_of_another_dtype_than_is_said_is_refused(read, good, folder):
-    (folder / DIGEST_FILE).unlink()
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.state_dict_metadata[WORDS].properties.dtype = torch.int32
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert f"{WORDS} is" in error_of(read, good, folder)
-
-
-@READERS
-@pytest.mark.parametrize("name", ["../elsewhere.distcp", "/etc/hostname", "a/b.distcp", "..", ""])
+@pytest.mark.parametrize("name", ["../elsewhere.distcp", "/etc/hostname", ""])
 def test_a_shard_outside_of_the_folder_is_refused(read, name, good, folder):
     (folder / DIGEST_FILE).unlink()
     shutil.copy(shards(folder)[0], folder.parent / "elsewhere.distcp")
@@ -349,15 +309,6 @@ def test_a_shard_that_is_a_link_out_of_the_folder_is_refused(read, good, folder)
 
 
 @READERS
-def test_a_pipe_in_the_place_of_a_shard_is_named(read, good, folder):
-    (folder / DIGEST_FILE).unlink()
-    path = shards(folder)[0]
-    path.unlink()
-    os.mkfifo(path)
-    assert f"{path.name} is a folder, a pipe or a device" in error_of(read, good, folder)
-
-
-@READERS
 def test_a_shard_that_unpacks_to_more_than_it_has_is_refused(read, good, folder):
     (folder / DIGEST_FILE).unlink()
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -373,22 +324,6 @@ def test_a_shard_that_unpacks_to_more_than_it_has_is_refused(read, good, folder)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     (folder / "__9_9.distcp").write_bytes(content)
     assert "are not the tensor" in error_of(read, good, folder)
-
-
-@pytest.mark.parametrize("part", ["entry", "place", "name of a place"])
-def test_metadata_without_its_fields_is_named(part, good, folder):
-    (folder / DIGEST_FILE).unlink()
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    index, place = next(iter(metadata.storage_data.items()))
-    if part == "entry":
-        metadata.state_dict_metadata[WORDS] = object.__new__(type(metadata.state_dict_metadata[WORDS]))
-    elif part == "place":
-        metadata.storage_data[index] = object.__new__(type(place))
-    else:
-        metadata.storage_data[5] = place
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DataError, match=r"\.metadata"):
-        CheckpointReader(folder)
 
 
 def test_a_tensor_that_is_missing_or_misshapen_is_named(good, folder):
@@ -419,28 +354,11 @@ def convert(good: tuple[Namespace, Any], folder: Path, target: Path, *flags: str
     )
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "nan"])
-@pytest.mark.parametrize("flag", ["--vocab-size", "--chunk-size"])
-def test_sizes_that_are_none_are_refused_by_their_flag(flag, value, good, folder, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        convert(good, folder, tmp_path / "back", flag, value)
-    assert f"argument {flag}" in capsys.readouterr().err and not (tmp_path / "back").exists()
-
-
 @pytest.mark.parametrize("rows", [130, 132, 100_000])
 def test_a_vocabulary_that_the_copied_config_does_not_have_is_refused(rows, good, folder, tmp_path):
     with pytest.raises(ConfigError, match=rf"--vocab-size {rows}: .*config.json, which is copied, says 131"):
         convert(good, folder, tmp_path / "back", "--vocab-size", str(rows))
     assert convert(good, folder, tmp_path / "back", "--vocab-size", "131").is_dir()
-
-
-def test_folders_that_are_none_are_named_by_their_flag(good, folder, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--output-dir .*/file is no folder"):
-        convert(good, folder, tmp_path / "file", "--force")
-    with pytest.raises(ConfigError, match="--origin-hf-dir"):
-        convert(good, folder, tmp_path / "back", "--origin-hf-dir", str(tmp_path / "none"), "--model-name", "qwen3")
-    assert not (tmp_path / "back").exists()
 
 
 def test_a_weight_that_is_not_finite_is_not_converted(good, tmp_path):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.checkpoint import (
@@ -25,7 +24,6 @@ from slime.backends.megatron_utils.checkpoint import (
 from slime.backends.megatron_utils.checkpoints import checkpoint_writer
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.model import build_model
-from slime.utils.distributed_utils import FILE_TIMEOUT, init_file_group
 from slime.utils.errors import DataError
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_single_process, write_hf_model
 
@@ -160,17 +158,6 @@ def test_a_full_disk_is_named_and_leaves_only_the_checkpoint_before(room_bytes, 
     save(run, 2)  # with room it goes on
 
 
-def test_no_space_names_the_flags_that_help(run, monkeypatch):
-    from slime.weights import file_digests
-
-    def no_space(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(file_digests.os, "fsync", no_space)
-    with pytest.raises(DataError, match=r"no space left for .*(distcp|metadata|common).*--save.*--keep-last"):
-        save(run, 2)
-
-
 def test_only_the_newest_checkpoints_up_to_the_present_one_are_kept(run):
     args, _ = run
     first = save(run, 1)
@@ -217,11 +204,6 @@ def test_a_rank_that_waits_in_vain_for_the_files_of_another_says_so_and_leaves_n
     assert not (Path(args.save) / "iter_0000002").exists()
 
 
-def test_ranks_wait_longer_for_files_than_for_each_other_in_training(run):
-    for group in (init_file_group(), BackgroundSave(publish_checkpoint)._group):
-        assert group._get_backend(torch.device("cpu")).options._timeout == FILE_TIMEOUT
-
-
 def test_digests_cover_every_byte_of_a_checkpoint(run):
     from slime.weights.file_digests import DIGEST_FILE, FolderDigests, digest_of
 
@@ -234,13 +216,3 @@ def test_digests_cover_every_byte_of_a_checkpoint(run):
             assert begin == position and size > 0 and digest_of(data[begin : begin + size]) == digest
             position += size
         assert position == len(data)
-
-
-def test_torch_reads_the_files_as_ever(run):
-    import torch.distributed.checkpoint as dcp
-
-    folder = save(run, 6)
-    name = "decoder.final_layernorm.weight"
-    tensor = torch.empty(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[name].size)
-    dcp.load({name: tensor}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    assert torch.isfinite(tensor).all() and tensor.abs().sum() > 0

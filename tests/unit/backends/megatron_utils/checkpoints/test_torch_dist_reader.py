@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from slime.backends.megatron_utils.checkpoints.torch_dist_reader import TorchDistFolder, unstack
+from slime.backends.megatron_utils.checkpoints.torch_dist_reader import TorchDistFolder
 from slime.utils.errors import DataError
 
 
@@ -62,11 +62,6 @@ def test_a_piece_is_as_large_as_what_was_written_at_once_not_as_the_stack(tmp_pa
     assert [(part.slice.offsets, part.slice.sizes, part.num_bytes) for part in checkpoint.slices()] == [
         ((layer, 0), (1, 6), 12) for layer in range(4)
     ]
-
-
-def test_numbers_count_from_where_the_piece_begins():
-    names = [name for name, _ in unstack("mtp.layers.eh_proj.weight", torch.zeros(2, 3), (4, 0))]
-    assert names == ["mtp.layers.4.eh_proj.weight", "mtp.layers.5.eh_proj.weight"]
 
 
 def test_arguments_with_objects_of_other_programs_are_read_without_running_them(tmp_path, monkeypatch):
