@@ -2,7 +2,6 @@
 
     python benchmarks/weight_push.py                                       # tiny, on whatever there is
     python benchmarks/weight_push.py --models glm4-9b qwen3-30b-a3b qwen3-4b
-    python benchmarks/weight_push.py --sweep --models qwen3-30b-a3b        # tile shapes, warps, registers
 
 For each model with random bf16 weights in the trainer's layout, and for an FP8 (128 x 128 blocks) and a bf16 engine:
 
@@ -20,7 +19,6 @@ it.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
@@ -34,8 +32,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.model_shapes import MODELS, Output, outputs, random_parameters  # noqa: E402
-from slime.ext.fast_push.kernels.table_items import CastItem, CopyItem  # noqa: E402
-from slime.ext.fast_push.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned  # noqa: E402
+from slime.ext.fast_push.kernels.tables import CastItem, CastTable, CopyItem, CopyTable, DigestTable, as_unsigned  # noqa: E402  # noqa: E402
 from slime.weights.digest import digest_bytes  # noqa: E402
 from slime.weights.manifest import align  # noqa: E402
 from slime.weights.quantize.block_fp8 import num_blocks, quantize_block  # noqa: E402
@@ -291,71 +288,6 @@ def engine_items(bucket: Bucket, device: torch.device) -> list[CopyItem]:
     return items
 
 
-def sweep(name: str, found: list[Output], options: argparse.Namespace, copy_rate: float) -> None:
-    """The first buckets in many shapes of tiles."""
-    from slime.ext.fast_push.kernels.triton_cast import CastLaunch, CastShape
-    from slime.ext.fast_push.kernels.triton_copy import CopyLaunch, CopyShape
-    from slime.ext.fast_push.kernels.triton_digest import DigestLaunch, DigestShape
-
-    device = found[0].source.device
-    results: dict[str, list[int]] = {}
-
-    def line(what: str, size: int, run: Callable[[], object], check: DigestTable | None = None) -> None:
-        try:
-            if check is not None:
-                flat.zero_()
-            ms = milliseconds(run, device, options.repeats)
-            if check is not None:
-                results.setdefault(what.split()[0], check.run(flat).tolist())
-                if check.run(flat).tolist() != results[what.split()[0]]:
-                    what += " WRONG BYTES"
-        except Exception as error:  # one shape that does not compile must not end the sweep
-            print(f"{name} {what}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            return
-        print(
-            f"{name:14} {what:72} {ms:8.3f} ms {size / ms / 1e6:7.0f} GB/s {size / ms * 1e3 / copy_rate:5.2f}",
-            flush=True,
-        )
-
-    layers = [output for output in found if output.layer >= 0]
-    bucket = make_buckets(layers, True, options.bucket_mb << 20, device)[0]
-    flat = torch.empty(options.bucket_mb << 20, dtype=torch.uint8, device=device)
-    size = bucket.cast.bytes_read + bucket.cast.bytes_written
-    shapes = [
-        CastShape(num_warps=warps, max_registers=registers)
-        for warps, registers in ((8, None), (8, 64), (8, 80), (4, None), (4, 128), (16, None))
-    ]
-    for shape in shapes:
-        launch = CastLaunch(bucket.cast.items, torch.bfloat16, (BLOCK, BLOCK), shape=shape)
-        line(f"fp8 {shape}", size, lambda launch=launch: launch.run(flat), bucket.digest)
-        line(f"fp8 with digests {shape}", size, lambda launch=launch: launch.run_with_digests(flat), bucket.digest)
-
-    plain = make_buckets(layers, False, options.bucket_mb << 20, device)[0]
-    plain_size = plain.cast.bytes_read + plain.cast.bytes_written
-    for rows, columns, warps in ((8, 512, 8), (4, 512, 8), (8, 256, 8), (8, 256, 4), (4, 512, 4)):
-        shape = CastShape(rows=rows, columns=columns, num_warps=warps)
-        launch = CastLaunch(plain.cast.items, torch.bfloat16, (BLOCK, BLOCK), shape=shape)
-        line(f"bf16 {shape}", plain_size, lambda launch=launch: launch.run(flat), plain.digest)
-        line(
-            f"bf16 with digests {shape}", plain_size, lambda launch=launch: launch.run_with_digests(flat), plain.digest
-        )
-
-    bucket.cast.run(flat)
-    items = engine_items(bucket, device)
-    for rows, columns, warps in ((8, 256, 4), (8, 128, 4), (4, 256, 4), (4, 512, 4), (8, 256, 8), (4, 256, 2)):
-        shape = CopyShape(rows=rows, columns=columns, num_warps=warps)
-        copy = CopyLaunch(items, shape)
-        size = 2 * bucket.cast.bytes_written
-        line(f"engine copy {shape}", size, lambda copy=copy: copy.copy(flat))
-        line(f"engine compare {shape}", size, lambda copy=copy: copy.count_differences(flat))
-
-    lengths = bucket.digest.lengths
-    for words, warps in itertools.product((1024, 2048, 4096), (4, 8)):
-        shape = DigestShape(words=words, num_warps=warps)
-        digest = DigestLaunch(bucket.digest.offsets, lengths, device, shape)
-        line(f"digest {shape}", sum(lengths), lambda digest=digest: digest.run(flat))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tiny"], choices=sorted(MODELS))
@@ -365,7 +297,6 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=int, default=1024, help="MiB of a bucket")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sweep", action="store_true", help="try tile shapes instead")
     options = parser.parse_args()
     device = torch.device(options.device)
     copy_rate = copy_bandwidth(device)
@@ -373,18 +304,11 @@ def main() -> None:
     print(f"{where}, torch {torch.__version__}; device copy {copy_rate / 1e9:,.0f} GB/s read and written")
     report = Report(copy_rate)
     for name in options.models:
-        layers = options.layers
-        if options.sweep and layers is None:
-            layers = 3 if MODELS[name].experts else 8  # more than a bucket
-        found = outputs(MODELS[name], random_parameters(device, torch.bfloat16), layers)
-        if options.sweep:
-            sweep(name, found, options, copy_rate)
-        else:
-            for engine in options.engines:
-                compare(name, found, engine == "fp8", options, report)
+        found = outputs(MODELS[name], random_parameters(device, torch.bfloat16), options.layers)
+        for engine in options.engines:
+            compare(name, found, engine == "fp8", options, report)
         del found
-    if not options.sweep:
-        report.print()
+    report.print()
 
 
 if __name__ == "__main__":

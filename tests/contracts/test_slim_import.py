@@ -72,7 +72,7 @@ NEEDS_MORE = (
     "slime.ext.fast_push.kernels.triton_cast",
     "slime.ext.fast_push.kernels.triton_copy",
     "slime.ext.fast_push.kernels.triton_digest",
-    "slime.ext.fast_push.kernels.triton_fp8",
+    "slime.ext.fast_push.kernels.triton_cast",
     "slime.weights.kernels.triton_int4",
     "slime.ext.fast_push.kernels.triton_tiles",
     # old paths of modules that live in a backend

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.ext.fast_push.kernels.table_items import CastItem, CopyItem
-from slime.ext.fast_push.kernels.tables import CastTable, CopyTable, DigestTable, as_unsigned
+from slime.ext.fast_push.kernels.tables import CastItem, CastTable, CopyItem, CopyTable, DigestTable, as_unsigned
 from slime.weights.digest import digest_bytes
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.ext.fast_push.kernels.table_cases import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slime.backends.sglang_utils.loader_report import is_own_scale
 from slime.ext.fast_push.alike_layers import trace_by_layers
-from slime.ext.fast_push.kernels.table_items import CopyItem
+from slime.ext.fast_push.kernels.tables import CopyItem
 from slime.ext.fast_push.load_trace import LoadTrace, Write
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
 from slime.weights.tensor_slice import (

@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import HostWeights, is_gate_up, sent_dtype
-from slime.ext.fast_push.kernels.table_items import CastItem, Kind
+from slime.ext.fast_push.kernels.tables import CastItem, Kind
 from slime.ext.fast_push.shard_layout import (
     RowRuns,
     ShardLayout,

@@ -3,8 +3,7 @@
 A push handles tens of thousands of matrices, most of them small; a launch for each would take longer than the work.
 Here the list is made once, as a table on the device, and every later push runs it again:
 
-    tables       the three kinds of tables, and the choice between kernels and torch
-    table_items  what a row of a table says, and the work on it in torch
+    tables       the three kinds of tables, what a row of one says, and the work on it in torch
     triton_*     the kernels
 
 On CPU tensors, and wherever Triton does not cover a case, the same classes work in plain torch; both ways give the

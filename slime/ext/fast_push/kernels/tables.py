@@ -3,28 +3,158 @@
 CastTable     live parameters -> a flat bucket: copied, cast or quantized
 CopyTable     a flat bucket -> an engine's parameters, and the comparison of both
 DigestTable   64-bit digests of segments of a bucket: those of ``slime.weights.digest.digest_bytes``
+
+Items say what a row of a table is.  What the kernels write is compared with the functions in torch below, and what no
+kernel covers is done by them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from slime.ext.fast_push.kernels.table_items import (
-    CastItem,
-    CopyItem,
-    check_bucket,
-    check_cast,
-    check_copy,
-    differing_bytes,
-    run_in_torch,
-    source_view,
-)
 from slime.weights.digest import MASK_64, as_signed, digest_bytes
-from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
+from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, FP8, num_blocks, quantize_block
+
+Kind = Literal["copy", "cast", "fp8_block", "fp8_block_ue8m0"]
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class CastItem:
+    """One matrix of a bucket and where it comes from.
+
+    Row ``r`` of the matrix is row ``r // row_run * run_stride + r % row_run`` of ``source``: rows that a layer keeps
+    interleaved (q, k and v of every group of heads) are one item.  A matrix whose rows simply follow each other has
+    ``row_run >= rows``, and its ``run_stride`` does not matter.
+    """
+
+    source: Tensor
+    """``[source_rows, columns]``: a view of a live parameter, its last dimension contiguous.  The table reads this
+    memory at every run; a parameter that has moved needs a new table."""
+    row_run: int
+    """Rows that lie one after the other."""
+    run_stride: int
+    """Rows of ``source`` from the start of one run to the start of the next."""
+    rows: int
+    out_offset: int
+    """First byte in the bucket; a multiple of the element size."""
+    kind: Kind
+    """``copy``: the bytes as they are.  ``cast``: to the table's ``out_dtype``.  ``fp8_block``: as
+    :func:`~slime.weights.quantize.block_fp8.quantize_block`; ``fp8_block_ue8m0``: the same with scales that are powers
+    of two."""
+    scale_offset: int | None = None
+    """First byte of the fp32 scales ``[ceil(rows / block rows), ceil(columns / block columns)]``, row-major; only for
+    the two kinds that have scales."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrix."""
+        return self.source.size(1)
+
+    @property
+    def is_fp8(self) -> bool:
+        """True when the elements are written as FP8 with block scales."""
+        return self.kind in ("fp8_block", "fp8_block_ue8m0")
+
+    def segments(self, out_dtype: torch.dtype, block: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return offset and bytes of what is written: the matrix, then its scales if it has any."""
+        found = [(self.out_offset, self.rows * self.columns * _out_dtype(self, out_dtype).itemsize)]
+        if self.scale_offset is not None:
+            found.append((self.scale_offset, 4 * math.prod(num_blocks(self.rows, self.columns, block))))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class CopyItem:
+    """One rectangle of an engine's parameters and where in the bucket its elements are."""
+
+    dst: Tensor
+    """Any view of a live parameter, any strides.  The table writes this memory at every copy; a parameter that has
+    moved needs a new table."""
+    src_offset: int
+    """First byte of element 0 in the bucket; a multiple of the source's element size."""
+    src_strides: tuple[int, ...]
+    """Elements in the bucket from one index of ``dst`` to the next, for each of its dimensions."""
+    src_dtype: torch.dtype
+    """Dtype in the bucket; elements are cast when ``dst`` has another."""
+
+    @property
+    def end(self) -> int:
+        """The first byte after the last element."""
+        if self.dst.numel() == 0:
+            return self.src_offset
+        last = sum((size - 1) * stride for size, stride in zip(self.dst.shape, self.src_strides, strict=True))
+        return self.src_offset + (last + 1) * self.src_dtype.itemsize
+
+
+def _check_bucket(bucket: Tensor, num_bytes: int, device: torch.device | None) -> None:
+    """Refuse anything but a flat uint8 tensor of at least ``num_bytes``, on ``device`` unless that is None."""
+    if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
+        raise ValueError(f"a bucket is a flat uint8 tensor; got {bucket.dtype} of shape {list(bucket.shape)}")
+    if bucket.numel() < num_bytes:
+        raise ValueError(f"the bucket has {bucket.numel()} bytes; the items of this table need {num_bytes}")
+    if device is not None and bucket.device != device:
+        raise ValueError(f"the bucket is on {bucket.device}; the tensors of this table on {device}")
+
+
+def _out_dtype(item: CastItem, out_dtype: torch.dtype) -> torch.dtype:
+    if item.is_fp8:
+        return FP8
+    return item.source.dtype if item.kind == "copy" else out_dtype
+
+
+def _rows_of(item: CastItem) -> Tensor:
+    """Return the item's matrix, ``[rows, columns]``; a view where the rows follow each other."""
+    if item.row_run >= item.rows:
+        return item.source[: item.rows]
+    row = torch.arange(item.rows, device=item.source.device)
+    return item.source[row // item.row_run * item.run_stride + row % item.row_run]
+
+
+def run_in_torch(item: CastItem, out: Tensor, out_dtype: torch.dtype, block: tuple[int, int]) -> None:
+    """Write one item into the bucket, in plain torch: what the kernels are compared with."""
+    matrix = _rows_of(item).detach()
+    if item.is_fp8:
+        assert item.scale_offset is not None  # checked
+        quantized, scale = quantize_block(matrix, block, ue8m0=item.kind == "fp8_block_ue8m0")
+        _write(out, item.out_offset, quantized)
+        _write(out, item.scale_offset, scale)
+    else:
+        _write(out, item.out_offset, matrix.to(_out_dtype(item, out_dtype)))
+
+
+def _write(out: Tensor, offset: int, values: Tensor) -> None:
+    data = values.contiguous().view(-1).view(torch.uint8)
+    out[offset : offset + data.numel()].copy_(data)
+
+
+def differing_bytes(item: CopyItem, flat: Tensor) -> Tensor:
+    """Count the differing bytes of one item, in plain torch."""
+    held, expected = item.dst.detach(), source_view(item, flat)
+    if held.device.type == "cpu" and held.dtype == expected.dtype and _are_equal(held, expected):
+        return torch.zeros((), dtype=torch.int64)
+    expected = expected.to(device=held.device, dtype=held.dtype)
+    return (held.contiguous().view(-1).view(torch.uint8) != expected.contiguous().view(-1).view(torch.uint8)).sum()
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare the bytes of two tensors of one shape and dtype without temporary ones."""
+    if all(t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in (one, other)):
+        return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
+    word = _WORDS[one.element_size()]
+    return torch.equal(one.view(word), other.view(word))
+
+
+def source_view(item: CopyItem, flat: Tensor) -> Tensor:
+    """Return the item's elements in the bucket, as a view of the shape of ``dst``."""
+    data = flat[item.src_offset : item.end].view(item.src_dtype)
+    return data.as_strided(tuple(item.dst.shape), item.src_strides)
 
 
 class CastTable:
@@ -38,9 +168,6 @@ class CastTable:
         device: of the bucket; None for that of the items.  A GPU reads pinned host memory over the bus.
         segments: offset and bytes of what :meth:`run_with_digests` gives digests of; None for every matrix and every
             array of scales, in the order of the items.
-
-    Raises:
-        ValueError: an item does not fit its source, its offsets are not aligned, or devices differ.
     """
 
     def __init__(
@@ -56,19 +183,7 @@ class CastTable:
         self.items = tuple(items)
         self.out_dtype = out_dtype
         self.block = block
-        for index, item in enumerate(self.items):
-            check_cast(index, item, out_dtype)
-        devices = {item.source.device for item in self.items}
-        if len(devices) > 1:
-            raise ValueError(f"the items of one table lie on {sorted(map(str, devices))}; one table, one device")
-        self.device = device or (devices.pop() if devices else None)
-        for index, item in enumerate(self.items):
-            source = item.source
-            if source.device != self.device and not (source.device.type == "cpu" and source.is_pinned()):
-                raise ValueError(
-                    f"item {index} is on {source.device}, which {self.device} cannot read; only host memory that is "
-                    "pinned can be read from there"
-                )
+        self.device = device or (self.items[0].source.device if self.items else None)
         own = [segment for item in self.items for segment in item.segments(out_dtype, block)]
         self.segments = own if segments is None else list(segments)
         self.num_bytes = max((offset + size for offset, size in (*own, *self.segments)), default=0)
@@ -93,7 +208,7 @@ class CastTable:
         Raises:
             ValueError: ``out`` is too small, not flat bytes, or on another device.
         """
-        check_bucket(out, self.num_bytes, self.device)
+        _check_bucket(out, self.num_bytes, self.device)
         if self._launch is not None:
             self._launch.run(out)
             return
@@ -109,7 +224,7 @@ class CastTable:
         Raises:
             ValueError: as :meth:`run`.
         """
-        check_bucket(out, self.num_bytes, self.device)
+        _check_bucket(out, self.num_bytes, self.device)
         if self._launch is not None:
             return self._launch.run_with_digests(out)
         self.run(out)
@@ -123,19 +238,11 @@ class CopyTable:
     Args:
         items: destinations on one device; no element is in two of them.
         use_triton: None takes Triton for CUDA tensors; True is for tests of the kernels in Triton's interpreter.
-
-    Raises:
-        ValueError: strides and dimensions of an item differ in number, an offset is not aligned, or devices differ.
     """
 
     def __init__(self, items: Sequence[CopyItem], *, use_triton: bool | None = None) -> None:
         self.items = tuple(items)
-        for index, item in enumerate(self.items):
-            check_copy(index, item)
-        devices = {item.dst.device for item in self.items}
-        if len(devices) > 1:
-            raise ValueError(f"the items of one table lie on {sorted(map(str, devices))}; one table, one device")
-        self.device = devices.pop() if devices else None
+        self.device = self.items[0].dst.device if self.items else None
         self.num_bytes = max((item.end for item in self.items), default=0)
         """Bytes that the bucket must have."""
         self.bytes_read = sum(item.dst.numel() * item.src_dtype.itemsize for item in self.items)
@@ -159,7 +266,7 @@ class CopyTable:
         Raises:
             ValueError: ``flat`` is too small or not flat bytes.
         """
-        check_bucket(flat, self.num_bytes, None)
+        _check_bucket(flat, self.num_bytes, None)
         if self._launch is not None:
             self._launch.copy(flat)
             return
@@ -175,7 +282,7 @@ class CopyTable:
         Raises:
             ValueError: as :meth:`copy`.
         """
-        check_bucket(flat, self.num_bytes, None)
+        _check_bucket(flat, self.num_bytes, None)
         if self._launch is not None:
             return self._launch.count_differences(flat)
         counts = torch.zeros(len(self.items), dtype=torch.int64, device=self.device)
@@ -188,13 +295,10 @@ class DigestTable:
     """Digests of the same segments of one bucket after another.
 
     Args:
-        offsets: first byte of each segment; others than multiples of 8 are slow on a GPU.
+        offsets: first byte of each segment; on a GPU a multiple of 8.
         lengths: bytes of each segment.
         device: where the buckets lie.
         use_triton: None takes Triton on CUDA; True is for tests of the kernel in Triton's interpreter.
-
-    Raises:
-        ValueError: the two lists differ in length, or a number is negative.
     """
 
     def __init__(
@@ -205,8 +309,6 @@ class DigestTable:
         *,
         use_triton: bool | None = None,
     ) -> None:
-        if len(offsets) != len(lengths) or min((*offsets, *lengths), default=0) < 0:
-            raise ValueError(f"{len(offsets)} offsets and {len(lengths)} lengths; there are as many, none negative")
         self.offsets = list(offsets)
         self.lengths = list(lengths)
         self.device = torch.device(device)
@@ -228,7 +330,7 @@ class DigestTable:
         Raises:
             ValueError: ``flat`` is too small or not flat bytes.
         """
-        check_bucket(flat, self.num_bytes, None)
+        _check_bucket(flat, self.num_bytes, None)
         if self._launch is not None:
             return self._launch.run(flat)
         values = [digest_bytes(flat[begin : begin + size]) for begin, size in zip(self.offsets, self.lengths)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -11,22 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from slime.ext.fast_push.kernels.copy_2d import is_aligned, tile_index
-from slime.ext.fast_push.kernels.triton_tiles import on_device
+from slime.ext.fast_push.kernels.triton_copy import on_device
 from slime.weights import digest
 
 GOLDEN = tl.constexpr(digest.GOLDEN)
 MULTIPLIER_1 = tl.constexpr(digest.MULTIPLIER_1)
 MULTIPLIER_2 = tl.constexpr(digest.MULTIPLIER_2)
 WORD_BYTES = tl.constexpr(digest.WORD_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class DigestShape:
-    """Tile sizes of the kernel; the defaults were the fastest on an H100."""
-
-    words: int = 2048
-    """Of 64 bits, for one program."""
-    num_warps: int = 4
+TILE_WORDS, NUM_WARPS = 2048, 4
+"""Words of 64 bits, and warps, of one program: the fastest on an H100."""
 
 
 @triton.jit
@@ -75,24 +67,16 @@ def _digest_kernel(flat, owner, segments, sums, UNIT: tl.constexpr, TILE: tl.con
 class DigestLaunch:
     """The table of one list of segments on a device."""
 
-    def __init__(
-        self, offsets: Sequence[int], lengths: Sequence[int], device: torch.device, shape: DigestShape | None = None
-    ) -> None:
-        self.shape = shape or DigestShape()
+    def __init__(self, offsets: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        if any(offset % WORD_BYTES.value for offset in offsets):
+            raise ValueError(f"segments start at multiples of {WORD_BYTES.value} bytes")
         self.device = device
-        self.in_torch = [
-            (index, offset, length)
-            for index, (offset, length) in enumerate(zip(offsets, lengths))
-            if offset % WORD_BYTES.value
-        ]
-        """Segments that do not start at a word; a bucket that keeps to ``manifest.ALIGNMENT`` has none."""
-        aligned = [
-            (0, 0) if offset % WORD_BYTES.value else (offset, length) for offset, length in zip(offsets, lengths)
-        ]
-        self.unit = 16 if is_aligned(*(offset for offset, _ in aligned)) else WORD_BYTES.value
-        tiles = [-(-length // (self.shape.words * WORD_BYTES.value)) for _, length in aligned]
+        self.unit = 16 if is_aligned(*offsets) else WORD_BYTES.value
+        tiles = [-(-length // (TILE_WORDS * WORD_BYTES.value)) for length in lengths]
         segments = torch.tensor(
-            [[0, offset // self.unit, length] for offset, length in aligned], dtype=torch.int64, device=device
+            [[0, offset // self.unit, length] for offset, length in zip(offsets, lengths)],
+            dtype=torch.int64,
+            device=device,
         )
         self.owner, segments[:, 0] = tile_index(tiles, device)
         self.segments = segments
@@ -110,9 +94,7 @@ class DigestLaunch:
                     self.segments,
                     sums,
                     UNIT=self.unit,
-                    TILE=self.shape.words,
-                    num_warps=self.shape.num_warps,
+                    TILE=TILE_WORDS,
+                    num_warps=NUM_WARPS,
                 )
-        for index, offset, length in self.in_torch:
-            sums[index] = digest.as_signed(digest.digest_bytes(flat[offset : offset + length]))
         return sums

@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from slime.ext.fast_push.kernels.table_items import CastItem, CopyItem
-from slime.ext.fast_push.kernels.tables import CastTable, as_unsigned
+from slime.ext.fast_push.kernels.tables import CastItem, CastTable, CopyItem, as_unsigned
 from slime.weights.digest import digest_bytes
 from slime.weights.manifest import align
 from slime.weights.quantize.block_fp8 import num_blocks
@@ -62,7 +61,7 @@ def cast_items(device: str, block: int, out_dtype: torch.dtype, *, kinds: tuple[
         for dtype in FLOATS:
             add(kind, dtype, block, 2 * block)  # whole blocks
             add(kind, dtype, block + 5, block + 16)  # cut off, whole vectors
-            add(kind, dtype, block - 3, block + 7, offset=4)  # cut off anywhere
+            add(kind, dtype, block - 3, block + 7, offset=8)  # cut off anywhere
         add(kind, torch.bfloat16, 3, 1)
         add(kind, torch.bfloat16, block, 2 * block, pad=32)  # some columns of a wider matrix
         add(kind, torch.bfloat16, block, block, pad=6)
@@ -76,7 +75,7 @@ def cast_items(device: str, block: int, out_dtype: torch.dtype, *, kinds: tuple[
         add(source, dtype, 7, 33, pad=2)
     add("copy", torch.bfloat16, 40, 64, run=8, stride=24)
     add("copy", torch.bfloat16, 21, 64, run=8, stride=24)  # the last run is cut off
-    add("copy", torch.bfloat16, 9, 10, run=1, stride=3, offset=2)
+    add("copy", torch.bfloat16, 9, 10, run=1, stride=3, offset=8)
     add("copy", torch.bfloat16, 1, 1)
     for dtype in (*FLOATS, torch.float64):
         add("cast", dtype, 19, 300)
