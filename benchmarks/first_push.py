@@ -110,8 +110,7 @@ def sent_weights(args: Namespace, model: torch.nn.Module, options: argparse.Name
 def make_source(weights: Any, meter: Meter) -> Any:
     """Make what a trainer's rank makes once, and return the buckets."""
     from slime.ext.fast_push.acknowledgements import DigestedBuckets
-    from slime.ext.fast_push.shard_buckets import ShardBuckets
-    from slime.ext.fast_push.shard_slices import ShardSlices
+    from slime.ext.fast_push.shard_buckets import ShardBuckets, ShardSlices
 
     meter.add("slices of its parameters (in the next row again)", lambda: ShardSlices(weights))
     shards = meter.add("slices, told to all ranks, in buckets", lambda: ShardBuckets(weights))

@@ -72,7 +72,7 @@ def iter_units(
 def plan_buckets(
     units: Iterable[list[tuple[str, tuple[int, ...], torch.dtype]]], bucket_bytes: int
 ) -> tuple[list[TensorEntry], list[BucketEntry]]:
-    """Lay whole tensors into flat buckets of at most ``bucket_bytes``; a larger unit has a bucket of its own.
+    """Lay whole tensors into flat buckets of at most ``bucket_bytes``; a larger unit gets its own bucket.
 
     Args:
         units: name, shape and dtype of tensors; a unit is never parted.

@@ -33,7 +33,6 @@ def mix(word: int, position: int) -> int:
 
     Args:
         word: unsigned, 64 bits.
-        position: of the word in its segment, from zero.
     """
     value = (word + (position + 1) * GOLDEN) & MASK_64
     value = ((value ^ value >> 30) * MULTIPLIER_1) & MASK_64

@@ -153,9 +153,6 @@ class FolderDigests:
     def write(self, *, flag: str = "--save") -> None:
         """Write ``digests.json``, and wait until it is on disk.
 
-        Args:
-            flag: where the folder comes from, for the error.
-
         Raises:
             DataError: it cannot be written.
         """
@@ -189,10 +186,7 @@ class FolderDigests:
         """Compare the digest of a piece of a file that was read.
 
         Args:
-            name: of the file.
-            begin: first byte of the piece.
             data: its bytes.
-            what: the tensor that it holds, for the error.
 
         Raises:
             DataError: the bytes are not those that were written.
@@ -219,12 +213,7 @@ def _canonical(files: Mapping[str, Sequence[Piece]]) -> bytes:
 
 
 def pieces_of(path: Path, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Return the digests of a file that has just been written, from the tensors in memory.
-
-    Args:
-        path: the file; its header is read.
-        tensors: what was written, on the CPU and contiguous.
-    """
+    """Return the digests of a file that has just been written, from the tensors in memory."""
     return _pieces(path, lambda stored: _bytes(tensors[stored.name]))
 
 
@@ -247,7 +236,6 @@ def check_headers(folder: Path, *, verify: bool = True) -> None:
 
     Args:
         folder: of a model; one whose weights are in other files passes.
-        verify: compare with the digests, if there are any.
 
     Raises:
         DataError: a file is missing, cut or damaged, or is not what the index says.

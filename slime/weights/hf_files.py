@@ -50,7 +50,6 @@ class HfFolderWriter:
     Args:
         target: the folder; it is made, and weight files of an older model in it are removed.
         assets_from: model folder whose config and tokenizer are copied; must be another folder.
-        shard_bytes: a shard is closed before it grows beyond this.
         save_workers: threads that write shards while the next is filled; each holds one in memory.
 
     Raises:
@@ -137,7 +136,7 @@ class HfFolderWriter:
 
     def _save(self, shard: int, tensors: dict[str, Tensor], path: Path) -> None:
         save_tensors(path, tensors)
-        self._syncs.append(self._sync_pool.submit(sync_to_disk, path))  # goes on while the next shard is filled
+        self._syncs.append(self._sync_pool.submit(sync_to_disk, path))  # runs while the next shard is filled
         self._pieces[shard] = pieces_of(path, tensors)
 
     def close(self) -> Path:

@@ -43,7 +43,7 @@ class BucketSlice:
     slice: TensorSlice
 
     def view(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the slice in the bucket ``flat`` (uint8) as a tensor of its own sizes."""
+        """Return the slice in the bucket ``flat`` (uint8) as a tensor of the slice's sizes."""
         size = self.slice.num_elements * dtype.itemsize
         return flat[self.offset : self.offset + size].view(dtype).view(self.slice.sizes)
 
@@ -171,7 +171,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that :meth:`to_json` wrote; its :attr:`id` is that of the text."""
+        """Return the manifest that :meth:`to_json` wrote; its :attr:`id` names the text."""
         content = json.loads(text)
         constants = set(content.get("constants", ()))
         kinds = [(tuple(shape), dtype) for shape, dtype in content["kinds"]]

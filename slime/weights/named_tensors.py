@@ -27,7 +27,6 @@ def check_finite(tensor: Tensor, what: str) -> None:
 
     Args:
         tensor: any; only floating-point ones of 16 bits and more are looked at.
-        what: file and name, for the error.
 
     Raises:
         DataError: with the place of the first such element.
@@ -82,7 +81,6 @@ def pushed_dtype(engine_dtypes: Iterable[str], trainer_dtype: torch.dtype) -> to
 
     Args:
         engine_dtypes: ``EngineProxy.dtype`` of each; "" for the trainer's.
-        trainer_dtype: also where there is no engine yet.
     """
     dtypes = [parse_dtype(name) or trainer_dtype for name in engine_dtypes]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else trainer_dtype

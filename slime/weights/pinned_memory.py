@@ -1,4 +1,4 @@
-"""Host memory from and to which an accelerator copies directly, while the caller goes on."""
+"""Host memory from and to which an accelerator copies directly, while the caller continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def host_bytes(num_bytes: int, *, is_pinned: bool) -> Tensor:
     GiB.  Here all threads of torch touch them, and the pages are huge where the system has such.
 
     Args:
-        num_bytes: at least 0.
         is_pinned: needs CUDA; the memory is released with the last tensor in it.
     """
     if not is_pinned or num_bytes == 0:

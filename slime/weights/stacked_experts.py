@@ -1,4 +1,4 @@
-"""Folders that hold all experts of a layer in one tensor, seen as if each had tensors of its own.
+"""Folders that hold all experts of a layer in one tensor, seen as if each expert had its own tensors.
 
 Published Qwen3.5 checkpoints are laid out so:
 
@@ -131,7 +131,7 @@ class ExpertStacker:
                 yield name, tensor
                 continue
             held = self._matrices.setdefault(place.stack, {})
-            # A copy: what is given may be a buffer that is filled anew.
+            # A copy: the caller may fill the buffer again.
             held[place.expert, place.half or 0] = tensor.detach().to("cpu", copy=True)
             stack, num_parts = self._stacks[place.stack], len(expert_names(place.stack, 0))
             if len(held) == stack.num_experts * num_parts:
@@ -170,7 +170,7 @@ def tensors_in(name: str, stacks: Mapping[str, Stack]) -> list[str]:
 def find_stacks(shapes: Mapping[str, Sequence[int]]) -> dict[str, Stack]:
     """Return the stacks among the tensors of a folder, given their shapes.
 
-    A stack with biases beside it is gpt-oss's, whose experts have no names of their own.
+    A stack with biases beside it is gpt-oss's, whose experts have no names.
     """
     return {
         name: Stack(int(shape[0]), _is_transposed(name, shapes))

@@ -1,4 +1,4 @@
-"""The state of one trainer rank as one run of bytes on its host, from which a rank in its place goes on."""
+"""The state of one trainer rank as one run of bytes on its host, from which its successor continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StateCopy:
 
     rollout_id: int
     header: bytes
-    """Pickled: the tensors' places, and the other values.  A rank reads only what a rank of its own job has made."""
+    """Pickled: the tensors' places, and the other values.  A rank reads only what a rank of the same job has made."""
     data: Tensor
     """[num_bytes], uint8: all tensors, one after the other."""
 
@@ -43,9 +43,6 @@ class StateCopy:
         """Copy ``tensors`` to the host; they may change when this returns.
 
         Args:
-            rollout_id: after which the state is so.
-            tensors: on any device, of any shape and dtype.
-            values: what can be pickled.
             room: ``data`` of a copy that is not needed any more, taken where it has the size; pinned with CUDA.
         """
         places, size = [], 0

@@ -186,8 +186,6 @@ def clip(copy: StridedCopy, whole: StridedSlice, part: StridedSlice) -> list[Str
 
     Args:
         copy: reads from a tensor with the layout of ``whole``.
-        whole: the tensor.
-        part: a slice of the tensor, kept elsewhere.
 
     Raises:
         NotRectangularError: the copy reads something other than slices.

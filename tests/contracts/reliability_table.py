@@ -929,7 +929,7 @@ EDGES: tuple[Edge, ...] = (
         waits="Trainer and engines for each other in a broadcast of weights",
         code=(
             "slime.ext.fast_push.channel.WeightChannel",
-            "slime.ext.fast_push.groups.WeightGroup",
+            "slime.ext.fast_push.distributed.WeightGroup",
             "slime.backends.megatron_utils.update_weight.engine_group.EngineGroup",
             "slime.backends.megatron_utils.update_weight.updater.WeightUpdater",
         ),

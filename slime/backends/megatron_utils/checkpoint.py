@@ -137,8 +137,6 @@ def save_checkpoint(
 
     Args:
         args: complete flags; ``--save`` says where, ``--no-save-optim`` and ``--no-save-rng`` what not.
-        iteration: of the folder's name.
-        model: this rank's chunks.
         optimizer: None where nothing was trained.
         opt_param_scheduler: None without an optimizer.
         background: copies the state, writes it during training, and publishes it (``--async-save``).
@@ -190,7 +188,6 @@ def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last:
 
     Args:
         save_dir: ``--save``.
-        iteration: of a save whose files are on disk.
         keep_last: then remove all but so many checkpoints, the newest up to this one; None keeps all.
     """
     content = str(iteration).encode()

@@ -268,9 +268,6 @@ class DeltaBase:
     def commit(self, workers: int = 1) -> None:
         """Make what was encoded last the base: the engines serve it.
 
-        Args:
-            workers: threads, each for one tensor at a time.
-
         Raises:
             WeightSyncError: a tensor did not become what it should; the base is of no use any more.
         """

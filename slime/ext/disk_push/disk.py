@@ -4,7 +4,7 @@
     send      every engine reads the folder: it holds all buckets, so there is one of these steps
     finish    old versions go
 
-With ``--update-weight-local-checkpoint-dir`` each host copies the version to a disk of its own first, once for all its
+With ``--update-weight-local-checkpoint-dir`` each host copies the version to its own disk first, once for all its
 engines.  With ``--release-train`` the trainer only writes (:meth:`DiskCarrier.write`), and the driver pushes the
 :class:`WrittenVersion` through a :class:`FolderCarrier` when the trainer has ended.
 """
@@ -65,7 +65,7 @@ class DiskOptions:
     model: Path
     """``--hf-checkpoint``: version 0, and the assets of every whole version."""
     has_copies: bool
-    """Every host makes a copy of its own first (``--update-weight-local-checkpoint-dir``)."""
+    """Every host makes its own copy first (``--update-weight-local-checkpoint-dir``)."""
     keeps_files: bool
     """``--update-weight-disk-keep-files``."""
     goes_on: bool
@@ -117,7 +117,7 @@ class WrittenVersion:
     bucket_digests: Mapping[int, int]
     """Of every bucket of the manifest."""
     has_copies: bool
-    """Every host makes a copy of its own first (``--update-weight-local-checkpoint-dir``)."""
+    """Every host makes its own copy first (``--update-weight-local-checkpoint-dir``)."""
     repacks: bool
     """The engines repack quantised weights around a push."""
     metrics: Mapping[str, float]
@@ -143,7 +143,7 @@ class FolderCarrier(Carrier):
     _folders: Mapping[int, str] = {}
     """The folder that each engine reads, by its index; on rank 0."""
     _must_rebuild = False
-    """Copies of hosts are made anew, however good they look."""
+    """Hosts make their copies again, however good they look."""
 
     def prepare(self, push: CarriedPush, source: Buckets) -> Buckets:
         """Bring the version to all hosts."""
@@ -192,7 +192,7 @@ class DiskCarrier(FolderCarrier):
         self.written: WrittenVersion | None = None
         """The version in the folder, ready to be read once more."""
         self._is_doubted = False
-        """An engine did not hold what it read, or may not: the copy of its host is made anew when it is refilled."""
+        """An engine did not hold what it read, or may not: its host makes the copy again when it is refilled."""
         self._num_changed = 0
         """Bytes of this rank's share that differ from the version before."""
 
@@ -372,10 +372,6 @@ class Shares:
     """Gives each tensor to the process with the fewest bytes so far.
 
     Every process sees the same tensors in the same order, so all come to the same result without a word.
-
-    Args:
-        num_members: processes.
-        member: this one.
     """
 
     def __init__(self, num_members: int, member: int) -> None:

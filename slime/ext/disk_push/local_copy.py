@@ -2,7 +2,7 @@
 
 One copy serves all engines of a host; the first that asks does the work, under a file lock.  The state file says which
 version the copy has.  Before the first byte changes the state says "dirty", and says so until everything is verified
-and on disk: a copy whose maker was killed in the middle is made anew, never served.
+and on disk: a copy whose maker was killed in the middle is made again, never served.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ class LocalCopy:
 
     Args:
         folder: on a disk of this host; nothing else may live there.
-        source: the shared folder of versions.
-        model: the folder of version 0.
         timeout_s: how long to wait for another process that works on the copy, and for a version to become visible.
-        workers: threads that copy files or apply changes.
 
     Raises:
         ConfigError: ``folder`` is the model or the shared folder itself, whose files would be changed.
@@ -85,10 +82,6 @@ class LocalCopy:
 
     def pull(self, target: int, *, rebuild: bool = False) -> PullReport:
         """Bring the copy to version ``target``.
-
-        Args:
-            target: the version; 0 is the model.
-            rebuild: make the copy anew, whatever its state says.
 
         Raises:
             WeightSyncError: ``target`` cannot be reached, is older than what is held, or a checksum is wrong (the
@@ -130,7 +123,7 @@ class LocalCopy:
             return None  # never made, or by another program: made again
 
     def mark_dirty(self, why: str) -> None:
-        """Let the next pull make the copy anew."""
+        """Let the next pull make the copy again."""
         self._write_state(0, "", dirty=why)
 
     def _write_state(self, number: int, chain: str, *, dirty: str = "") -> None:
@@ -165,7 +158,7 @@ class LocalCopy:
                 )
             time.sleep(POLL_S)
 
-    # Making it anew
+    # Making it again
 
     def _copy(self, seed: Path, version: Version | None) -> int:
         """Make the copy equal to ``seed``, the folder of ``version`` (None: the model): every file copied, others
@@ -274,7 +267,6 @@ def pull_weights(engine: WeightVerbs, target_version: int, rebuild: bool = False
     Args:
         engine: whose actor this is; stock SGLang has no endpoint for it.
         target_version: a version in ``--update-weight-disk-dir``; 0 is ``--hf-checkpoint`` itself.
-        rebuild: make the copy again, however good it looks.
 
     Raises:
         WeightSyncError: the version cannot be reached, or its bytes are not what their checksums say.

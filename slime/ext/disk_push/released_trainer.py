@@ -47,7 +47,7 @@ class ReleasedTrainGroup(RayTrainGroup):
         return super().async_train(rollout_id, rollout_data, external_data)
 
     def update_weights(self) -> dict[str, float]:
-        """Hand the weights over, have the engines take room for them, and go on as the base class does."""
+        """Hand the weights over, have the engines take room for them, and continue as the base class does."""
         if self.args.debug_train_only:
             return {}
         self._hand_over_weights()

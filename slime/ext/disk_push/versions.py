@@ -7,7 +7,7 @@
 Version 0 is the model that the engines started from, in its own folder.  A version is written by several processes:
 
     rank 0:       begin_version(...)                       makes the folder of the unfinished version
-    every rank:   PartWriter(folder, rank).add(...) ...    its own tensors, into files of its own
+    every rank:   PartWriter(folder, rank).add(...) ...    its own tensors, into its own files
     rank 0:       finalize_version(...)                    names the files, writes the index, renames the folder
 
 A reader sees nothing before the last rename.  Everything is on disk (fsync) by then, as a network file system needs.
@@ -141,8 +141,6 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
     """Return the way to version ``target``: from what is held if possible, else from the newest whole version.
 
     Args:
-        root: the folder of versions.
-        target: where to arrive; 0 is the model itself.
         held: number and chain of the local version; None when there is none that can be trusted.
 
     Raises:
@@ -199,7 +197,7 @@ def _finalized(root: str | Path, number: int) -> list[Path]:
 
 def remove_version(folder: Path) -> None:
     """Take one version away; a reader sees it whole or not at all.  What is gone already is fine."""
-    # A name of its own: of a namesake removed before, what a reader has open may still be there.
+    # A new name: a namesake removed before may still be there while a reader has it open.
     trash = folder.with_name(f".{folder.name}.part-{secrets.token_hex(4)}")
     try:
         folder.rename(trash)
@@ -289,13 +287,7 @@ def begin_version(final: Path) -> Path:
 
 
 class PartWriter:
-    """Writes the tensors of one process into files of its own.
-
-    Args:
-        folder: of the unfinished version.
-        writer: number of this process; no two may share one.
-        shard_bytes: a file is closed before it grows beyond this.
-    """
+    """Writes the tensors of one process into its own files."""
 
     def __init__(self, folder: Path, writer: int, *, shard_bytes: int = SHARD_BYTES) -> None:
         self._folder, self._writer, self._shard_bytes = folder, writer, shard_bytes
@@ -333,9 +325,6 @@ def finalize_version(
 
     Args:
         unfinished: what :func:`begin_version` made.
-        final: its final name.
-        parts: the files of every writer.
-        metadata: of the index.
         first: number of the first file: 0 for changes, 1 for a whole model.
 
     Raises:

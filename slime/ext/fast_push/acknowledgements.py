@@ -22,7 +22,6 @@ class DigestedBuckets:
     """A source whose buckets are digested as they pass; nothing waits for the device before :meth:`digests`.
 
     Args:
-        source: of the buckets.
         kept: tensors that the engines keep as they have them.
     """
 
@@ -79,9 +78,6 @@ def check_acknowledgements(
 
     Args:
         answers: of ``acknowledge_weight_update``, by engine.
-        push_id: of this attempt.
-        sent: digest of each bucket.
-        manifest: of the push.
 
     Raises:
         WeightSyncError: the trainer did not send some bucket.

@@ -45,7 +45,6 @@ class BucketShare:
     """The share of one rank in one bucket.
 
     Args:
-        positions: of the slices, in the order of the manifest.
         segments: first byte and number of bytes of every slice of the bucket.
         device: where the bytes are digested.
     """
@@ -67,11 +66,7 @@ class BucketShare:
 
 
 class EngineShares:
-    """The shares of all ranks of an engine in the buckets of one manifest, which all of them know alike.
-
-    Args:
-        manifest: of pushes.
-    """
+    """The shares of all ranks of an engine in the buckets of one manifest, which all of them know alike."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest

@@ -46,10 +46,7 @@ class WeightChannel:
     """One member of the group.  Invariant: a member that met an error has left; only a new group helps.
 
     Args:
-        rank: 0 is the trainer.
-        world_size: 1 + the GPUs of all engines.
         backend: ``nccl`` or ``gloo``; the current device is used for ``nccl``.
-        timeout_s: deadline of joining, and of each broadcast.
         is_cancelled: asked while the others have not joined yet; true abandons the group.
 
     Raises:

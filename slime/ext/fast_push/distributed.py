@@ -1,21 +1,175 @@
-"""Push to engines on GPUs of their own: each pipeline stage broadcasts its parameters over a process group.
+"""Push to engines on GPUs of other machines or processes: each pipeline stage broadcasts its parameters.
 
 The sender of a stage is its rank 0 of data and tensor parallelism; its group holds that rank and all GPUs of all
 engines.  Stages take turns.
+
+A broadcast needs all members, so one dead engine holds up the rest.  The group is then abandoned, which sets the
+others free; those to blame are excluded; and the push is repeated over a new group without them.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from slime.ext.fast_push.groups import WeightGroup
+from slime.backends.megatron_utils.update_weight.engine_group import FAREWELL_S, MeetingPlace, OnThread
+from slime.ext.fast_push import engine_verbs as verbs
+from slime.ext.fast_push.channel import WeightChannel
+from slime.ext.fast_push.messages import loader_of
+from slime.utils import net
+from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import Manifest
 from slime.weights.push.carrier import CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
+from slime.weights.push.participants import PUSH_FAILURES, Participants, reason_of, start_all, wait_together
 from slime.weights.push.state import TrainerRanks
+
+logger = logging.getLogger(__name__)
+
+TRAINERS_SHARE = 0.75
+"""Of the time that engines have to answer: the trainer gives up first, which frees those that wait for another."""
+LEAVING_SHARE, MIN_LEAVING_S = 0.1, 1.0
+"""Time to leave a broken group, as a share of the push's deadline: an abandoned engine is free at once."""
+COLLATERAL = "weight group"
+"""Part of every error of a ``WeightChannel``: its cause may be another member."""
+
+
+class WeightGroup:
+    """The engines that one trainer rank reaches by broadcast, in one group of which that rank is rank 0."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.engines: list[EngineProxy] = []
+        """Those that shall be in it."""
+        self.members: list[EngineProxy] = []
+        """Those that are; they follow in order, one rank for each GPU."""
+        self._channel: WeightChannel | None = None
+
+    def join(self, push: CarriedPush) -> None:
+        """Have a group of just the engines that are still in the push, or ask for another try without some of them."""
+        wanted = [engine for engine in self.engines if push.participants.is_good(engine)]
+        self.form(wanted, push.participants)
+        if wanted and not self.is_whole:
+            push.must_repeat = True
+
+    def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
+        """Broadcast a bucket; once a broadcast broke, nothing more until the push is repeated."""
+        if push.must_repeat or push.failures or not self.is_whole:
+            return
+        try:
+            self.broadcast(push.id, index, flat, push.participants)
+            push.must_repeat = not self.is_whole
+        except PUSH_FAILURES as error:
+            push.failures.append(error)  # walk on through the buckets: the other ranks gather with this one
+
+    @property
+    def is_whole(self) -> bool:
+        """True when a bucket can be broadcast."""
+        return self._channel is not None
+
+    def form(self, engines: Sequence[EngineProxy], participants: Participants) -> None:
+        """Have a group of just these engines; those that do not come are excluded, and the group is not whole."""
+        wanted = list(engines)
+        if self._channel is not None and wanted == self.members:
+            return
+        self.leave(participants)
+        self.members = wanted
+        if not wanted:
+            return
+        place = MeetingPlace(wanted)
+        timeout_s = participants.clock.step_s
+        given_up = threading.Event()
+        joining = OnThread(
+            lambda: WeightChannel(
+                place.address, place.port, rank=0, world_size=place.world_size, backend=place.backend,
+                timeout_s=timeout_s * TRAINERS_SHARE, is_cancelled=given_up.is_set,
+            ),
+            WeightChannel.leave,
+        )  # fmt: skip
+        requests = start_all(
+            wanted,
+            lambda engine: engine.run(verbs.join_weight_group, *place.arguments(engine, self.name), loader_of(engine)),
+        )
+        failures = wait_together(requests, timeout_s, given_up.set)
+        if failures:
+            joining.drop()
+            self._blame(failures, participants, "joining the weight group")
+            self.members = []
+            return
+        channel = joining.result(timeout_s * TRAINERS_SHARE)
+        if not isinstance(channel, WeightChannel):
+            given_up.set()
+            joining.drop()
+            raise WeightSyncError(
+                f"the trainer could not join the weight group {self.name} at "
+                f"{net.format_host_port(place.address, place.port)}, though all {len(wanted)} engines did: {channel}"
+            )
+        self._channel = channel
+
+    def broadcast(self, push_id: str, bucket_index: int, flat: Tensor, participants: Participants) -> None:
+        """Let all engines of the group load a bucket; after a failure the group is not whole."""
+        channel = self._channel
+        assert channel is not None, self.name
+        requests = start_all(
+            self.members, lambda engine: engine.run(verbs.receive_weight_bucket, push_id, bucket_index, self.name)
+        )
+        timeout_s = participants.clock.step_s
+        failures: dict[int, BaseException] = {}
+        is_broken = False
+
+        def give_up() -> None:
+            channel.abandon()
+            channel.leave()
+
+        try:
+            work = channel.start_broadcast(flat)
+            freeing = threading.Timer(timeout_s * TRAINERS_SHARE, give_up)
+            freeing.start()
+            failures = wait_together(requests, timeout_s, give_up)
+            freeing.cancel()
+            if not failures:
+                channel.wait(work, timeout_s)
+        except WeightSyncError as error:  # ours; which of the engines is to blame is seen when they leave
+            channel.abandon()
+            is_broken = True
+            failures = failures or wait_together(requests, timeout_s)
+            logger.warning("bucket %d was not broadcast in group %s: %s", bucket_index, self.name, error)
+        if failures or is_broken:
+            self._channel = None
+            channel.leave()
+            self._blame(failures, participants, f"broadcasting bucket {bucket_index}")
+            self.members = []
+
+    def _blame(self, failures: dict[int, BaseException], participants: Participants, what: str) -> None:
+        """Exclude those that broke the group.
+
+        An engine that does not even leave it is dead or hangs.  Otherwise those with their own error are to
+        blame, and when all errors come from the group itself, the one whose error came first.
+        """
+        before, clock = len(participants.reasons), participants.clock
+        leaving = start_all(self.members, lambda engine: engine.run(verbs.leave_weight_group, self.name))
+        timeout_s = min(clock.step_s, max(clock.timeout_s * LEAVING_SHARE, MIN_LEAVING_S))
+        for index, error in wait_together(leaving, timeout_s).items():
+            participants.exclude(index, f"{reason_of(failures.get(index, error))} (while {what})")
+        if len(participants.reasons) > before:
+            return
+        guilty = [index for index, error in failures.items() if COLLATERAL not in str(error)]
+        for index in guilty or list(failures)[:1]:
+            participants.exclude(index, f"{reason_of(failures[index])} (while {what})")
+
+    def leave(self, participants: Participants | None = None) -> None:
+        """Leave the group, if there is one; within a push, engines that are not in it (any more) are not told."""
+        if self._channel is None:
+            return
+        channel, self._channel = self._channel, None
+        members = [e for e in self.members if participants is None or e in participants.good]
+        requests = start_all(members, lambda engine: engine.run(verbs.leave_weight_group, self.name))
+        channel.leave()
+        wait_together(requests, FAREWELL_S if participants is None else participants.clock.step_s)
 
 
 class DistributedCarrier(Carrier):
@@ -28,7 +182,7 @@ class DistributedCarrier(Carrier):
         self._group = WeightGroup(f"slime-pp_{ranks.stage}")
 
     def connect(self, engines: Sequence[EngineProxy]) -> bool:
-        """Do nothing: the groups form at the next push; until then the sources keep those of engines that stay."""
+        """Do nothing: the groups form at the next push; the sources keep the engines that stay."""
         self._group.engines = list(engines) if self.ranks.is_source else []
         return bool(engines)
 

@@ -51,11 +51,7 @@ def begin_weight_update(
     The engine checks that it can place every tensor of the manifest and that these fill all its parameters.
 
     Args:
-        engine: that is asked.
-        manifest_id: of the manifest.
-        push_id: of this attempt.
         manifest_json: the manifest itself, for an engine that does not know it.
-        loader: name under which the server has our loader.
 
     Returns:
         As ``buckets`` of ``acknowledge_weight_update``: digests of the constant buckets where the engine's memory
@@ -87,9 +83,6 @@ def receive_weight_bucket(engine: WeightVerbs, push_id: str, bucket_index: int, 
     ``acknowledge_weight_update`` tells problems with it; one that was loaded before does no harm.
 
     Args:
-        engine: that is asked.
-        push_id: of the push begun last.
-        bucket_index: position in the manifest's buckets.
         group_name: see ``join_weight_group``.
 
     Raises:
@@ -105,8 +98,6 @@ def receive_weight_buckets(engine: WeightVerbs, push_id: str, payloads: Mapping[
     GPU ``k`` begins with the ``k``-th of them, so that not all read the memory of one GPU.
 
     Args:
-        engine: that is asked.
-        push_id: of the push begun last.
         payloads: position in the manifest's buckets -> handles to the flat buffer, one for each of the engine's GPUs;
             they stay open until the push is acknowledged.
 

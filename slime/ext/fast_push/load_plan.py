@@ -52,12 +52,11 @@ class PlannedItem:
 class LoadPlan:
     """The copies by which one model object loads the tensors of one manifest.
 
-    Invariant: an element of a parameter is written by at most one copy, but for tensors named in :attr:`problems`.
+    Invariant: an element of a parameter is written by at most one copy, except for tensors named in :attr:`problems`.
     The plan points into the parameters' memory and is void when that moves; see :meth:`fits`.
 
     Args:
         model: with a ``load_weights``; its parameters are not changed.
-        manifest: the tensors that a push brings.
         trace: of its loader on them; None has it run.
     """
 

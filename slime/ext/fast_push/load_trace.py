@@ -54,7 +54,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Fill:
-    """Elements that the loader sets to a value of its own, such as the padding of a vocabulary."""
+    """Elements that the loader sets to a constant, such as the padding of a vocabulary."""
 
     target: Tensor
     value: Tensor

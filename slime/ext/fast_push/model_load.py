@@ -59,9 +59,7 @@ class HeldTensors:
     kept as a whole or refused as a whole, when the first slice of it comes.
 
     Args:
-        manifest: the tensors of the push.
         groups: tensor to all the tensors that must be loaded together with it; one alone when it is missing.
-        limit_bytes: of the copies.
     """
 
     def __init__(
@@ -136,11 +134,7 @@ class HeldTensors:
 
 
 class ModelLoad:
-    """The state of the current push in one model: the buckets it has loaded, and how.
-
-    Args:
-        model: an SGLang model on its device.
-    """
+    """The state of the current push in one model: the buckets it has loaded, and how."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -278,7 +272,7 @@ class ModelLoad:
         return names & plan.stock.keys() if self._is_proven else names - plan.unused
 
     def _table(self, index: int, names: Set[str] | None = None) -> tuple[CopyTable, list[PlannedItem]]:
-        """Return the copies of a bucket, or only those of some of its tensors; that of all is kept."""
+        """Return the copies of a bucket, or of some of its tensors; the table of all is kept."""
         plan, _ = self._begun()
         bucket = plan.manifest.buckets[index]
         if names is not None and not all(p.name in names for p in bucket.slices if p.name in plan.writes):

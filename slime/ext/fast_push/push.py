@@ -3,8 +3,8 @@
     pause, flush -> begin -> buckets -> every engine acknowledges digests of what it holds -> commit -> continue
 
 No engine serves the new version before the commit, and only engines that hold exactly what was sent are asked to
-commit.  An engine that fails at any step is excluded and named in the report, and the others go on.  Where its failure
-broke a broadcast, the buckets are sent again without it under a new push id.
+commit.  An engine that fails at any step is excluded and named in the report, and the others continue.  Where its
+failure broke a broadcast, the buckets are sent again without it under a new push id.
 
 All trainer ranks run the script in step; a failure on one is raised on all, so that none waits for one that is gone.
 """
@@ -42,8 +42,6 @@ def push_weights(asked: Push, source: Buckets, carrier: Carrier, plain: BucketSo
 
     Args:
         asked: new; afterwards, also after an error, its participants say which engines were excluded and why.
-        source: the buckets of the weights.
-        carrier: carries them.
         plain: whole tensors, gathered independently of ``source``, for every engine to compare with what it holds.
 
     Raises:
@@ -196,10 +194,7 @@ def run_check(
     """Let engines run one of the weight checks; one that is gone is excluded.
 
     Args:
-        push: under way.
         loader: the check, as ``load_format``.
-        text: tensors for it; none by default.
-        engines: those to ask; all by default.
 
     Raises:
         WeightSyncError: the check found something.
@@ -228,7 +223,7 @@ def compare(push: CarriedPush, plain: BucketSource, *, by_stage: bool) -> None:
             try:
                 run_check(push, COMPARE, text, engines)
             except PUSH_FAILURES as error:
-                push.failures.append(error)  # go on through the buckets: the other ranks gather with this one
+                push.failures.append(error)  # walk on through the buckets: the other ranks gather with this one
 
     push.in_turns(f"comparing the tensors of version {push.version}", walk, by_stage=by_stage)
 

@@ -87,8 +87,6 @@ class RepackedLayer:
     """One layer in either form.
 
     Args:
-        name: of the layer in its model.
-        layer: in the served form.
         blank: a copy from before SGLang's step, without parameters.
         forms: of the parameters before that step; None for one that is None.
     """
@@ -132,7 +130,7 @@ class RepackedLayer:
             self._own[name] = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
         data = self._own[name]
         every_byte = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
-        every_byte.fill_(NAN_BYTE)  # what no tensor fills shall not pass for that of the last push
+        every_byte.fill_(NAN_BYTE)  # what no tensor fills must not look like the last push
         return data
 
     def repack(self) -> None:

@@ -3,7 +3,7 @@
 Nothing here knows a model family.  What an export does to a parameter is found out by exporting numbers that say where
 they came from: ``convert_to_hf`` is given, instead of the parameter, the index of every element along one dimension,
 and so are the parts that tensor parallelism joins.  What comes out tells for each row and column of each HF tensor
-which rank holds it, in which row and column of its own part.
+which rank holds it, in which row and column of its part.
 
 An export that moves whole rows and whole columns is described by :class:`ShardSlice`; any other is left to the senders
 that gather (``gather.py``).
@@ -42,7 +42,7 @@ class RowRuns:
     stride: int
 
     def between(self, begin: int, end: int) -> Iterator[RowRuns]:
-        """Return the rows ``begin .. end`` of these; a split through a run makes runs of their own of it."""
+        """Return the rows ``begin .. end`` of these; a split through a run makes two runs of it."""
         while begin < end:
             number, offset = divmod(begin, self.run)
             first = self.first + number * self.stride + offset
@@ -134,7 +134,6 @@ class ShardLayout:
     """Finds the slices of one parameter after the other; what is alike is worked out once.
 
     Args:
-        args: complete Megatron flags.
         model_name: as ``convert_to_hf`` takes it.
     """
 
@@ -160,8 +159,6 @@ class ShardLayout:
 
         Args:
             name: in the whole model, with the number of the expert.
-            part_shape: of what this rank holds.
-            split: what it is a part of.
 
         Returns:
             in the order of ``convert_to_hf``; None when the export does more than move rows and columns.

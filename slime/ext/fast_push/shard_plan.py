@@ -38,7 +38,7 @@ class SliceHeader:
     """Rows: a split leaves multiples of it on both sides where it can."""
 
     def __reduce__(self) -> tuple[type[SliceHeader], tuple[Any, ...]]:
-        """Be pickled as a call: dataclasses take three times as long by themselves, and all ranks are told."""
+        """Be pickled as a call: dataclasses take three times as long by themselves, and all ranks get it."""
         return SliceHeader, (self.name, self.whole_shape, self.dtype, self.slice, self.row_unit)
 
 
@@ -79,8 +79,8 @@ class _Share:
 class ShardPlan:
     """Tensors, buckets, and per rank which buckets are its own.
 
-    ``buckets[rank][turn]`` is what the rank sends in a turn; ranks of one group have the same number of turns but for
-    the last ones.
+    ``buckets[rank][turn]`` is what the rank sends in a turn; ranks of one group have the same number of turns, except
+    for the last ones.
     """
 
     manifest: Manifest
@@ -90,7 +90,7 @@ class ShardPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of every rank's buffer: that of the largest bucket of any rank, rounded up."""
+        """Size of every rank's buffer: the largest bucket of any rank, rounded up."""
         return align(max((bucket.num_bytes for owned in self.buckets for bucket in owned), default=0))
 
     def num_turns(self, ranks: Iterable[int]) -> int:
@@ -108,7 +108,6 @@ def plan_shards(
     """Share the slices among the ranks and lay each rank's into buckets.
 
     Args:
-        held: slices of every rank.
         bucket_bytes: the largest bucket; ``--update-weight-buffer-size``.
         quantizer: what is quantized; None for nothing.
         groups: ranks that send at the same time, in the order in which the groups send; None for all at once.  Buckets

@@ -1,7 +1,7 @@
 """Push to engines on the trainer's own GPUs: buckets are mapped (CUDA IPC; shared memory on a CPU), not copied.
 
-The handles of the ranks of one host are told to all of these; the first rank of each engine hands them to it, one for
-each of its GPUs: the buffer of the rank on the same GPU where that has the bucket, that of any rank otherwise.
+The ranks of one host exchange their handles; the first rank of each engine hands them to it, one for
+each of its GPUs: the buffer of the rank on the same GPU where that has the bucket, otherwise the buffer of any rank.
 Engines outside the trainer's range get every bucket by broadcast from rank 0.
 """
 
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from slime.backends.megatron_utils import sglang
 from slime.ext.fast_push import engine_verbs as verbs
-from slime.ext.fast_push.groups import WeightGroup
+from slime.ext.fast_push.distributed import WeightGroup
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
 from slime.weights.buckets import NO_BUCKET
@@ -107,7 +107,7 @@ class SharedMemoryCarrier(Carrier):
     def _exchange_handles(self, index: int, flat: Tensor) -> Handles:
         """Return the handles that each GPU of the neighbourhood opens: one for each, because torch counts them.
 
-        A handle is told once, and good for every bucket that comes to lie in its buffer.
+        A handle travels once, and is good for every bucket that comes to lie in its buffer.
         """
         assert self._neighbours is not None and flat.storage_offset() == 0
         if flat.is_cuda:

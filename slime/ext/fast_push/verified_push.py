@@ -42,12 +42,7 @@ MakeCarrier = Callable[[Namespace, TrainerRanks], Carrier]
 
 
 class VerifiedPush(Transport):
-    """Pushes in two phases from one trainer rank.
-
-    Args:
-        carrier: moves the buckets.
-        ranks: of the trainer.
-    """
+    """Pushes in two phases from one trainer rank."""
 
     def __init__(self, carrier: Carrier, ranks: TrainerRanks) -> None:
         self.carrier, self._ranks = carrier, ranks

@@ -65,7 +65,6 @@ def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str
     """Return the names of the parameters of tensors that a push replaces: by its message, or by the last push.
 
     Args:
-        model: an SGLang model.
         named_tensors: as for :func:`fill_with_nan`.
     """
     kept = [entry for message in decode(named_tensors) for entry in Manifest.from_json(message["manifest"]).kept]
@@ -114,7 +113,6 @@ def differing_names(
 
     Args:
         model: has a ``load_weights``; holds the same afterwards.
-        named_tensors: HF names and whole tensors.
         only: parameters that they go to, when that is known; it bounds the memory taken.
 
     Raises:

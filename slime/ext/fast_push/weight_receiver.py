@@ -5,7 +5,7 @@ once for each model object: with speculative decoding first for the draft model,
 the process (mapping a buffer, receiving a broadcast, digests) is done for the first of them, what concerns a model
 for each; a message's ``id`` tells repetitions from new ones.
 
-The digest of a bucket is that of the bytes that arrived.  That the model holds these bytes is checked on the device
+The digest of a bucket is taken from the bytes that arrived.  That the model holds these bytes is checked on the device
 right after each load (``ModelLoad``), after the engine's own casts; both together are what is acknowledged.
 """
 
@@ -398,13 +398,10 @@ def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
 def read_bucket(
     layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifest: Manifest, positions: Iterable[int]
 ) -> Tensor:
-    """Return the bucket with the bytes of some slices, on the host, in pinned memory where there is a GPU.
+    """Return the bucket with the bytes of some slices, on the host, in pinned memory on a machine with a GPU.
 
     Args:
         layout: what ``read_layout`` found in the folder of the version.
-        bucket: of the manifest; its slices are whole tensors.
-        manifest: of the push.
-        positions: of the slices to read.
 
     Raises:
         WeightSyncError: the folder has another tensor under a name, or none, or the bucket wants a part of one; a

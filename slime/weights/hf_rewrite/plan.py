@@ -228,7 +228,7 @@ def make_plan(rewrite: Rewrite, source: HfSource) -> list[FilePlan]:
 
 
 def make_index(plans: list[FilePlan]) -> dict[str, Any]:
-    """Return ``model.safetensors.index.json`` of the result; its total size is that of the tensors' bytes."""
+    """Return ``model.safetensors.index.json`` of the result; its total size counts the tensors' bytes."""
     return {
         "metadata": {"total_size": sum(plan.data_bytes for plan in plans)},
         "weight_map": dict(sorted((name, plan.name) for plan in plans for name in plan.outputs)),

@@ -61,10 +61,7 @@ def rewrite_folder(
     """Convert a model folder; a run that was interrupted is taken up by the same call.
 
     Args:
-        rewrite: what becomes of the tensors.
-        source_folder: the model that is read.
         target_folder: a new or empty folder, or one with an unfinished run of the same conversion.
-        workers: threads.
         device: where tensors are converted; None is CUDA where there is any, all GPUs in turn.
         overwrite: replace a model in ``target_folder``.
         only_files: shards of the source to convert, all by default.

@@ -1,7 +1,7 @@
 """The folder that a conversion writes: whose it is, what is finished in it, and whether the rest fits the disk.
 
 While a conversion is under way the folder holds its journal, ``.conversion.json``: the settings, and names, sizes and
-times of the source's files.  Another conversion does not go on with it, and nobody takes it for a model: config.json
+times of the source's files.  No other conversion continues it, and nobody takes it for a model: config.json
 and the index come last.
 """
 
@@ -47,9 +47,7 @@ class Target:
         """Take the folder, begin or take up the journal, and clear what an interrupted run left half-written.
 
         Args:
-            settings: of the conversion.
             overwrite: remove a model or another conversion that is there.
-            is_shared: other machines may write other shards of it.
 
         Raises:
             ConfigError: the folder is another's, in use, or holds something else.
@@ -139,7 +137,7 @@ class Target:
                 + (f" ({found.get('settings')}; now {wanted['settings']})" if part == "settings" else "")
                 + "; repeat that command, choose another folder, or pass --overwrite to start over"
             )
-        # A partial journal is that of a machine that begins at this moment, or of a process killed when it did.
+        # A partial journal belongs to a machine that begins at this moment, or to a process killed when it did.
         names = sorted(path.name for path in self.folder.iterdir())
         others = [name for name in names if name != LOCK and not name.startswith(f"{JOURNAL}.")]
         if others:
@@ -181,7 +179,7 @@ class Target:
 
 
 def partial_path(path: Path) -> Path:
-    """Return a path of its own at which a file is written before it is renamed to ``path``."""
+    """Return an unused path at which a file is written before it is renamed to ``path``."""
     return path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
 
 

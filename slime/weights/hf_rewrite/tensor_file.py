@@ -58,11 +58,7 @@ def read_rows(
     """Return ``count`` rows of a tensor from ``first`` on (all that follow by default), on the CPU.
 
     Args:
-        descriptor: the open file.
-        stored: the tensor.
-        first: the first row.
-        count: number of rows.
-        pin: into pinned memory, which a GPU copies from while this thread goes on.
+        pin: into pinned memory, which a GPU copies from while this thread continues.
 
     Raises:
         DataError: the file ends before the tensor does.
@@ -101,7 +97,7 @@ class RowReader:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Return a stream of this worker, whose work on a GPU does not wait for that of the others."""
+        """Return a stream of this worker, whose work on a GPU does not wait for the other workers."""
         if self._device.type != "cuda":
             yield
             return

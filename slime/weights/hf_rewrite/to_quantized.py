@@ -1,6 +1,6 @@
 """Plain weights into a format of ``slime.weights.quantize.formats``: FP8 or packed integers.
 
-The maths is that of the weights that a trainer pushes, so that both give the same bytes.  :func:`to_fp8` and
+The maths is the same as in a trainer's push, so that both give the same bytes.  :func:`to_fp8` and
 :func:`to_int4` serve the tools: they check the flags and give the quantization entry of config.json.
 """
 
@@ -98,7 +98,7 @@ class ToQuantized:
         return self.is_quantized(stored.name, stored.shape)
 
     def _plan_stack(self, stored: StoredTensor, stacks: Mapping[str, Stack]) -> TensorPlan:
-        """Give every expert tensors of its own: quantized weights have no stacked form."""
+        """Give every expert its own tensors: quantized weights have no stacked form."""
         stack, num_parts = stacks[stored.name], len(expert_names(stored.name, 0))
         num_rows, num_columns = reversed(stored.shape[1:]) if stack.is_transposed else stored.shape[1:]
         shape = (num_rows // num_parts, num_columns)
@@ -226,8 +226,6 @@ def to_int4(
     """Round to nearest four-bit integers, in compressed-tensors' packed form.
 
     Args:
-        group_size: columns that share a scale.
-        is_symmetric: without zero points.
         ignore_rules: modules that stay as they are: ``re:`` and a regular expression, a name, or the front part of
             names.
         scale_dtype: in which engines hold the unquantized weights of this model.
@@ -271,7 +269,6 @@ def ignored_by_int4(names: Collection[str], ignore_rules: Sequence[str] = ()) ->
     Regular expressions stay what they are: they are meant for the modules into which engines join these, too.
 
     Args:
-        names: of all tensors of the plain model.
         ignore_rules: as :func:`to_int4` has them.
     """
     rules = (*ignore_rules, *PLAIN_IN_INT4)

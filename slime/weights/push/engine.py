@@ -48,7 +48,7 @@ class EngineProxy(ABC):
     def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> Pending:
         """Call ``function(actor, *arguments)`` where the engine's actor runs: a request that only an extension knows.
 
-        The answer is that of the first node; with ``on_all_nodes`` every node of the engine runs it.
+        The first node gives the answer; with ``on_all_nodes`` every node of the engine runs it.
         """
 
     def pause_generation(self) -> Pending:
@@ -118,9 +118,6 @@ class EngineProxy(ABC):
         """Run requests that begin from now on with an adapter; the one before goes when its requests have ended.
 
         Args:
-            weight_version: names it.
-            config: the content of PEFT's adapter_config.json.
-            tensors: by PEFT's names.
             is_handle: they lie in one buffer of shared memory instead, as :data:`IN_ONE_BUFFER` says.
         """
         return self.start("load_adapter", weight_version, config, tensors, is_handle)

@@ -42,7 +42,7 @@ def reason_of(error: BaseException) -> str:
 class PushClock:
     """The deadline of one push.
 
-    No engine gets more than half of the time that is left: when one is late, enough remains to go on without it.
+    No engine gets more than half of the time that is left: when one is late, enough remains to continue without it.
     """
 
     timeout_s: float
@@ -101,13 +101,7 @@ class Participants:
         call: Callable[[EngineProxy], Pending],
         engines: Iterable[EngineProxy] | None = None,
     ) -> dict[int, Any]:
-        """Ask engines at once, exclude those that give no answer, and return the answers by index.
-
-        Args:
-            what: what was asked, as in "while ...".
-            call: starts the request.
-            engines: those to ask; all good ones by default.
-        """
+        """Ask engines at once, exclude those that give no answer, and return the answers by index."""
         asked = self.good if engines is None else list(engines)
         requests = start_all(asked, call)
         answers: dict[int, Any] = {}
@@ -148,8 +142,6 @@ def wait_together(
     """Wait for all requests at once, because one that fails may keep the others from ending.
 
     Args:
-        requests: by engine.
-        timeout_s: of each.
         on_failure: called at the first failure, to set the others free.
 
     Returns:

@@ -44,7 +44,6 @@ def quantize_block(
     Args:
         weight: ``[M, N]`` of bf16, fp16 or fp32; neither needs to be a multiple of the block.
         block: rows and columns of a block.
-        ue8m0: scales are powers of two.
         name: the tensor's name; given, a NaN or an infinity in it is an error (which waits for the device).
 
     Returns:
@@ -117,7 +116,6 @@ def dequantize_block(
         quantized: ``[M, N]``, one byte each.
         scale: ``[ceil(M / rows), ceil(N / columns)]``, any floating-point dtype.
         block: rows and columns of a block.
-        dtype: of the result.
 
     Raises:
         DataError: the scales are not as many as the blocks.
@@ -210,7 +208,6 @@ def transform_scale_ue8m0(scale: Tensor, *, mn: int) -> Tensor:
 
     Args:
         scale: ``[ceil(mn / 128), K]`` fp32, powers of two.
-        mn: rows of the weight.
 
     Returns:
         int32 of shape ``[mn, ceil(K / 4)]``, column-major, its columns 16 bytes aligned.

@@ -64,7 +64,6 @@ class WeightFormat(ABC):
         """Return the tensors that represent the weight.
 
         Args:
-            name: of the weight, for messages.
             weight: ``[M, N]`` of bf16, fp16 or fp32.
             check_finite: a NaN or an infinity is an error; costs a wait for the device.
 
@@ -230,8 +229,6 @@ def read_weight(
 
     Args:
         name: one of :func:`logical_names`.
-        get: reads a stored tensor.
-        stored_names: all that there are.
         weight_format: what the checkpoint's config says; None guesses from the names and shapes.
 
     Raises:
@@ -315,7 +312,6 @@ def is_quantized_offline(name: str, shape: Sequence[int] | None = None) -> bool:
 
     Args:
         name: HF name of a tensor of an unquantized checkpoint.
-        shape: where known; only matrices are quantized.
     """
     if shape is not None and len(shape) != 2:
         return False
@@ -324,9 +320,6 @@ def is_quantized_offline(name: str, shape: Sequence[int] | None = None) -> bool:
 
 def modules_to_not_convert(names: Iterable[str]) -> list[str]:
     """Return the modules that a quantized config must name, so that engines build them unquantized.
-
-    Args:
-        names: of all tensors of the unquantized checkpoint.
 
     Returns:
         Module names in full, sorted, without those of norms, which no engine would quantize; a vision tower also as a

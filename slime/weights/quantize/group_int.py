@@ -37,10 +37,6 @@ def quantize_group(
 
     Args:
         weight: ``[M, N]`` of bf16, fp16 or fp32.
-        num_bits: 4 or 8.
-        groups: in a row; they divide N.
-        is_symmetric: without zero points.
-        scale_dtype: of the scales.
         name: the tensor's name; given, a NaN or an infinity in it is an error (which waits for the device).
 
     Returns:
@@ -116,7 +112,6 @@ def pack(values: Tensor, num_bits: int, order: tuple[int, ...] | None = None) ->
 
     Args:
         values: uint8 ``[..., n]``, below ``2 ** num_bits``.
-        num_bits: 4 or 8.
         order: the place in its word of each of the numbers that share one; None keeps their order.
 
     Returns:

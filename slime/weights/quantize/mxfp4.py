@@ -24,7 +24,6 @@ def dequantize(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
     """Return ``X`` in bf16, which holds every product of a number and its scale exactly.
 
     Args:
-        name: of the weight, for messages.
         blocks: [.., rows, G, 16].
         scales: [.., rows, G].
 

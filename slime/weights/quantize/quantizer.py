@@ -45,7 +45,6 @@ class Quantizer:
     """Quantizes the weights that a checkpoint has quantized, in the checkpoint's format.
 
     Args:
-        weight_format: the format.
         quantized_names: ``X.weight`` of all quantized weights.
         known_names: ``X.weight`` of everything that the checkpoint has, quantized or not; a weight that is not among
             them is an error, because nobody can tell how engines hold it.  None trusts ``quantized_names`` alone.
@@ -92,7 +91,6 @@ class Quantizer:
         """Return a tensor as it is sent: itself, or its quantized form.
 
         Args:
-            name: HF name.
             tensor: whole, in the dtype in which it would travel unquantized.
 
         Raises:
@@ -115,10 +113,8 @@ def make_quantizer(
     """Return the quantizer for a checkpoint; None for an unquantized one.
 
     Args:
-        quantization_config: of its HF config.
         quantized_names: ``X.weight`` of all that is quantized: :func:`quantized_names`, or what a converter chooses.
         known_names: as :class:`Quantizer` has it.
-        dtype: in which engines hold unquantized weights.
         ue8m0: scales of fp8 blocks are powers of two, even where the config does not ask for them.
 
     Raises:
@@ -133,10 +129,6 @@ def make_quantizer(
 
 def quantized_names(stored_names: Collection[str], weight_format: WeightFormat) -> frozenset[str]:
     """Return ``X.weight`` of all weights that a checkpoint has quantized.
-
-    Args:
-        stored_names: of the tensors in its files.
-        weight_format: what its config says.
 
     Raises:
         ConfigError: there are none.
@@ -200,7 +192,6 @@ def read_format(
     """Return the format of a quantized checkpoint; None for an unquantized one.
 
     Args:
-        quantization_config: of the HF config.
         scale_dtype: of the scales of integers: the one in which engines hold unquantized weights.
         ue8m0: scales of fp8 blocks are powers of two, even where the config does not ask for them.
 

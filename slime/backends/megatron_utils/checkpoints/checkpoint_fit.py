@@ -63,12 +63,8 @@ def check_fit(
     Tensors of MTP layers that the model does not have are left unread.
 
     Args:
-        args: complete flags of this run.
-        folder: of the checkpoint, for messages.
         saved: on rank 0, :func:`saved_shapes` of the folder; elsewhere not looked at.
-        model_state: sharded state of this rank's chunks.
         saved_args: the arguments in the checkpoint, or None.
-        flag: that named the checkpoint.
         unread: names on disk that this rank leaves unread on purpose.
 
     Raises:

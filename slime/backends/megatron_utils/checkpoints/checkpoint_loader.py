@@ -26,7 +26,6 @@ def load_sharded(state: dict[str, Any], reader: CheckpointReader, *, validate_ac
 
     Args:
         state: sharded tensors and objects that are asked for; tensors are read in place.
-        reader: of the checkpoint.
         validate_access_integrity: check that the ranks ask for each tensor exactly once.
 
     Raises:

@@ -48,7 +48,6 @@ class CheckpointReader(dcp.FileSystemReader):
     """One checkpoint folder, ``iter_0000012`` or ``release``; torch and Megatron read through it.  Thread-safe.
 
     Args:
-        folder: the checkpoint.
         verify: compare digests where there are any (``--no-verify-checkpoint``).
     """
 

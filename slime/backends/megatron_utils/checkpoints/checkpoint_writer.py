@@ -73,11 +73,7 @@ def write_checkpoint(
 
     Args:
         state: sharded tensors and objects, and values that are equal on all ranks.
-        folder: on a file system that all ranks share.
-        background: go on at once; it writes what the tensors hold now.
-        planner: resolves tensors in a way of its own.
-        writer_threads: files that a rank writes at a time.
-        resplit: cuts what this rank writes into other pieces.
+        background: return at once; it writes what the tensors hold now.
 
     Raises:
         DataError: the shards of the ranks do not make up whole tensors, or a rank could not write.
@@ -87,7 +83,7 @@ def write_checkpoint(
         shards = resplit(shards)
     content = io.BytesIO()
     if dist.get_rank() == 0:
-        torch.save(common, content)  # now: the scheduler goes on while a thread writes
+        torch.save(common, content)  # now: the scheduler moves while a thread writes
     if background is not None:
         background.start(shards, content.getvalue(), folder)
         return
@@ -133,7 +129,7 @@ class HostPlanner(MCoreSavePlanner):
         return tensor
 
     def on_host(self, value: Tensor) -> Tensor:
-        """Return the tensor itself where it is on the host, else a copy with memory of its own."""
+        """Return the tensor itself where it is on the host, else a copy in new memory."""
         return value if value.is_cpu else value.detach().cpu()
 
 
@@ -189,9 +185,7 @@ class _FileWriter(dcp.FileSystemWriter):
     """torch's writer, with digests, and with the causes of what failed in its threads.
 
     Args:
-        folder: of the checkpoint, empty.
         common: content of ``common.pt``, on rank 0.
-        threads: files at a time.
     """
 
     def __init__(self, folder: Path, common: bytes, threads: int) -> None:

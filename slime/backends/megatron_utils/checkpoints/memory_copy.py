@@ -40,13 +40,9 @@ logger = logging.getLogger(__name__)
 def copy_state(
     rollout_id: int, model: list[torch.nn.Module], optimizer: Any, scheduler: Any, last: StateCopy | None = None
 ) -> StateCopy:
-    """Copy this rank's state to the host; training may go on when this returns.
+    """Copy this rank's state to the host; training may continue when this returns.
 
     Args:
-        rollout_id: that was trained on last.
-        model: this rank's chunks.
-        optimizer: of the model.
-        scheduler: of the optimizer.
         last: the copy before, which is not needed any more: its memory is used again.
     """
     started = time.monotonic()
@@ -99,7 +95,7 @@ def restore_state(
         wrapped.start_param_sync(force_sync=True)
     load_schedule(args, values, scheduler)
     set_generators(values["rng_state"])
-    logger.info("went on from the copy of the state after rollout %d", copy.rollout_id)
+    logger.info("continued from the copy of the state after rollout %d", copy.rollout_id)
     return copy.rollout_id
 
 

@@ -42,7 +42,7 @@ STATE_NAMES = (MASTER, *MOMENTS)
 """Per parameter: the fp32 master weight and Adam's two moments."""
 
 GROUP_NUMBERS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr")
-"""Settings that a parameter group takes from a checkpoint; its kernel is that of this run."""
+"""Settings that a parameter group takes from a checkpoint; this run chooses the kernel."""
 
 
 class Bucket(NamedTuple):
@@ -87,9 +87,6 @@ def load_optimizer_state(
     The weights must have been loaded before: fp32 master weights are views of them.
 
     Args:
-        optimizer: a fresh one.
-        model_state: the sharded state of the live model.
-        reader: of the checkpoint.
         keep_learning_rates: the bounds of the learning rate stay those of this run's flags.
 
     Raises:
@@ -139,7 +136,7 @@ def own_tensors(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
 
 
 def own_settings(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return what :func:`own_tensors` lacks: the numbers of the parameter groups, the loss scaler."""
+    """Return what :func:`own_tensors` leaves out: the numbers of the parameter groups, the loss scaler."""
     return [
         (
             [

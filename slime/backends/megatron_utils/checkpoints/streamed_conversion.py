@@ -42,7 +42,6 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
     """Write ``{--save}/release`` from the Hugging Face folder ``source``.  Collective.
 
     Args:
-        args: complete flags; the parallel groups exist.
         source: folder with ``config.json`` and safetensors.
 
     Returns:
@@ -122,7 +121,7 @@ class _Weights:
 
     @torch.no_grad()
     def read(self, view: Tensor) -> Tensor:
-        """Return the values that belong into ``view``, in memory of their own; itself where it is no parameter's."""
+        """Return the values that belong into ``view``, in new memory; ``view`` itself if it is in no parameter."""
         span = self._find(view.data_ptr())
         if span is None:
             return view

@@ -48,10 +48,6 @@ class TorchDistFolder:
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
         """Read what the folder says of itself.
 
-        Args:
-            folder: the checkpoint.
-            verify: compare digests where there are any.
-
         Raises:
             DataError: it is no complete checkpoint, or damaged.
         """

@@ -57,7 +57,7 @@ def weight_map_of(args: Namespace, path: str | Path) -> WeightMap:
 def keep_fp32(args: Namespace, model: Sequence[torch.nn.Module]) -> None:
     """Hold in fp32, and mark for pushes, what ``--hf-checkpoint`` has in fp32 beside a narrower dtype of its config.
 
-    Where the whole folder is in fp32, the precision of the run counts, but for what every engine holds in fp32.
+    Where the whole folder is in fp32, the precision of the run counts, except for what every engine holds in fp32.
     """
     folder = str(args.hf_checkpoint or "")
     dtypes = stored_dtypes(folder)
@@ -81,7 +81,6 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
     """Fill this rank's parameters from a HF checkpoint.  Not a collective.
 
     Args:
-        args: complete Megatron flags.
         model: this rank's chunks, wrapped or not; the value head of a critic keeps its values.
         path: folder with ``config.json`` and safetensors; block-quantized fp8 is dequantized.
 

@@ -112,7 +112,6 @@ class HfTensors:
         """Read the headers.
 
         Args:
-            folder: the model.
             verify: compare what is read with the digests beside it, if there are any.
 
         Raises:
@@ -266,7 +265,6 @@ def in_layout_of(
     Args:
         source: the folder whose config goes with them; None, or one without safetensors, changes nothing.
         is_left_out: True for the name of a tensor that is copied from ``source`` unless it comes.
-        tensors: with names as pushes have them.
         verify: compare what is read of ``source`` with its digests.
 
     Raises:

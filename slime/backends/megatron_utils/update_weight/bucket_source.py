@@ -70,7 +70,7 @@ class _Others:
 
 @dataclass(frozen=True)
 class _Walk:
-    """A walk over some of the parameters, whose tensors are in buckets of their own."""
+    """A walk over some of the parameters, whose tensors have their own buckets."""
 
     only: Container[str] | None
     turn: range
@@ -87,7 +87,7 @@ class GatheredBuckets:
     The constant ones come last.
 
     Args:
-        weights: what to send; a tensor larger than ``bucket_bytes`` has a bucket of its own.
+        weights: what to send; a tensor larger than ``bucket_bytes`` gets its own bucket.
         across_stages: all ranks get the tensors of all pipeline stages.
         only: names of the parameters to send (``Shard.name``), the same on all ranks; None for all.
     """
@@ -154,7 +154,6 @@ class GatheredBuckets:
 
         Args:
             buffer: memory of at least :attr:`buffer_bytes` for all of them; by default its own, which stays.
-            with_constants: also the constant ones.
         """
         if buffer is None:
             if self._buffer is None:

@@ -36,12 +36,7 @@ class CastLoss:
 
 
 class CastLossEstimate:
-    """Sample of this rank's weights as they were pushed last; only of those that the cast makes narrower.
-
-    Args:
-        model: this rank's chunks.
-        dtype: of the push.
-    """
+    """Sample of this rank's weights as they were pushed last; only of those that the cast makes narrower."""
 
     def __init__(self, model: Sequence[torch.nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -34,11 +34,7 @@ POLL_S = 0.02
 
 
 class EngineGroup:
-    """Engines in one group; rank 0 is this process, and the engines follow in order, one rank for each GPU.
-
-    Args:
-        name: what the engines call the group.
-    """
+    """Engines in one group; rank 0 is this process, and the engines follow in order, one rank for each GPU."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -61,7 +57,7 @@ class EngineGroup:
             return
         place = MeetingPlace(wanted)
         timeout_s = participants.clock.step_s
-        # Torch takes a name once, and may have that of a broken group still, here or in an engine.
+        # Torch takes a name once, and may still know the name of a broken group, here or in an engine.
         self._group_name = name = f"{self.name}-{uuid4().hex[:8]}"
         with nccl_errors_left_to_us():
             joining = OnThread(
@@ -159,7 +155,6 @@ class OnThread:
     """A call that waits for engines, on a thread and the caller's stream: one that refuses ends all waits at once.
 
     Args:
-        call: as to join a group, once all have come.
         undo: gets what the call returned where that was too late.
     """
 

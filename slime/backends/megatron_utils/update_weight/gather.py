@@ -36,8 +36,6 @@ def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Te
     """Join ``value``, this rank's part, with those of the other tensor-parallel ranks.
 
     Args:
-        shard: says how the parameter is split.
-        value: its elements, already in the dtype to be sent.
         is_gated: the MLP's first matrix holds gate and up, each split on its own.
     """
     group = tensor_parallel_group(shard)
@@ -85,7 +83,6 @@ def iter_full_tensors(
     """Yield global name and full tensor of every parameter, as transforms of the model serve it.
 
     Args:
-        model: this rank's chunks.
         dtype: floating-point parameters are cast to it, except for those that stay fp32; None leaves them.
         host_weights: where the values are while the parameters are asleep.
         across_stages: give all ranks the parameters of all pipeline stages; otherwise each its own stage's.

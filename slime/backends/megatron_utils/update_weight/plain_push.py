@@ -7,7 +7,7 @@ Read on in ``bucket_source`` (tensor shards to flat buckets; ``gather`` joins th
 ``slime.backends.sglang_utils.weight_verbs``.
 
 Nothing is compared, and no engine is left out: where one fails, the push fails and names it, and all stay paused,
-since they hold old and new weights at once.  The verified push, an extension, goes on without that engine.
+since they hold old and new weights at once.  The verified push, an extension, continues without that engine.
 """
 
 from __future__ import annotations

@@ -32,11 +32,9 @@ class WeightUpdater:
     only.
 
     Args:
-        args: the run's arguments.
-        model: this rank's chunks.
         weights_getter: host copies to send instead of the model's own weights; None sends these.
         hf_config: of ``--hf-checkpoint``: the quantization of the engines' weights.
-        first_version: versions count on from here, so that those of a resumed run stay above what its buffer holds.
+        first_version: versions continue from here, so that a resumed run stays above the versions in its buffer.
         make_transport: makes the way to the engines; None makes the plain one.
     """
 

@@ -47,9 +47,7 @@ def matrices(
     destination make a matrix and the others a list.
 
     Args:
-        shape: extents; nothing is yielded when one is zero.
         src, dst: address or offset of the first element, in bytes.
-        src_strides, dst_strides: elements, one for each dimension.
         src_size, dst_size: bytes of an element.
     """
     if math.prod(shape) == 0:
@@ -132,9 +130,6 @@ def is_aligned(*num_bytes: int) -> bool:
 
 def tile_index(tiles: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the index of the descriptor that each program works on.
-
-    Args:
-        tiles: of each descriptor.
 
     Returns:
         int32 ``[sum(tiles)]``, the descriptor of every tile, and int64 ``[descriptors]``, its first tile.

@@ -162,10 +162,9 @@ class CastTable:
 
     Args:
         items: of parameters on one device, or in pinned host memory.
-        out_dtype: of the items that are cast.
         block: rows and columns that share a scale.
         use_triton: None takes Triton for CUDA tensors; True is for tests of the kernels in Triton's interpreter.
-        device: of the bucket; None for that of the items.  A GPU reads pinned host memory over the bus.
+        device: of the bucket; None for the items' device.  A GPU reads pinned host memory over the bus.
         segments: offset and bytes of what :meth:`run_with_digests` gives digests of; None for every matrix and every
             array of scales, in the order of the items.
     """
@@ -297,7 +296,6 @@ class DigestTable:
     Args:
         offsets: first byte of each segment; on a GPU a multiple of 8.
         lengths: bytes of each segment.
-        device: where the buckets lie.
         use_triton: None takes Triton on CUDA; True is for tests of the kernel in Triton's interpreter.
     """
 

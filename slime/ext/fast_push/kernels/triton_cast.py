@@ -15,7 +15,7 @@ A block of FP8 is read once, its largest magnitude found, divided and written; t
 * Hopper rounds to e4m3 as torch does, to nearest even.  Before Hopper, and in Triton's interpreter, ``div_rn`` and
   integer arithmetic take the place of both.
 
-Rows of bf16 in whole vectors, which is nearly every byte of a push, have a path of their own that handles pairs of
+Rows of bf16 in whole vectors, which is nearly every byte of a push, have their own path, which handles pairs of
 elements as words: fewer registers, so more tiles in flight, and fewer instructions.
 
 A NaN or an infinity in a block gives NaN, with whatever sign; everything finite is equal to the bit.
@@ -84,7 +84,7 @@ def _round_to_e4m3(value):
     magnitude = bits & 0x7FFFFFFF
     # 20 of 23 bits of the mantissa go, to nearest even; the exponent's bias falls from 127 to 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 the spacing is 2**-9, which is that of fp32 from 2**14 on: the addition rounds.
+    # Below 2**-6 the spacing is 2**-9, as in fp32 from 2**14 on: the addition rounds.
     small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, small, tl.minimum(normal, 0x7E))
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
@@ -151,7 +151,7 @@ def quantize_block_of(
 
     Of the descriptor's fields, those of strides of columns and of the target's rows hold: rows of a run, rows from run
     to run, offset of the scales.  LAST is twice the segment of the digest, and one for scales that are powers of two;
-    POSITION is that of the first word in the segment.
+    POSITION is the place of the first word in the segment.
     """
     _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, last, _ = descriptor
     first = tile // across * BLOCK_ROWS

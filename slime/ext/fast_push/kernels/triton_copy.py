@@ -140,10 +140,7 @@ def move_tile(  # noqa: C901 - one branch for each form
     """Copy or cast one tile of a descriptor; with COMPARE only count the bytes that would change.
 
     Args:
-        descriptor: as loaded.
-        tile: number of the tile in the descriptor.
         base_src, base_dst: pointers to bytes, of element (0, 0).
-        FORMS: bit mask of the forms that occur.
 
     Returns:
         Bytes that differ; 0 without COMPARE.
@@ -220,7 +217,6 @@ def move_descriptors(
     Args:
         matrix: of elements of the two dtypes, which have a form.
         tile: rows and columns of a tile, in words or elements.
-        last: what the field LAST holds.
     """
     words = in_words(matrix, src_dtype.itemsize) if src_dtype == dst_dtype else None
     parts = words or as_lines(matrix, src_dtype.itemsize, dst_dtype.itemsize)

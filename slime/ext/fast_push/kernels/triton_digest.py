@@ -54,7 +54,7 @@ def _digest_kernel(flat, owner, segments, sums, UNIT: tl.constexpr, TILE: tl.con
     word = tl.load(words + index, mask=is_paired, other=0)
     total = tl.sum(tl.where(is_paired, mix(word, index.to(tl.uint64)), 0))
     if begin + TILE > num_paired:
-        # The bytes after the last pair, filled up with zeros: in the last tile, or in one of their own.
+        # The bytes after the last pair, filled up with zeros: in the last tile, or in a tile after it.
         rest_word = num_paired + tl.arange(0, 2)
         byte = tl.arange(0, WORD_BYTES)
         where = rest_word[:, None] * WORD_BYTES + byte[None, :]

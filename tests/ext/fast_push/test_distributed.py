@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.ext.fast_push import groups
-from slime.ext.fast_push.groups import WeightGroup
+from slime.ext.fast_push.distributed import WeightGroup
 from slime.ext.fast_push.messages import RECEIVER
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.push.participants import Participants, PushClock
