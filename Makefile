@@ -29,7 +29,7 @@ test: install
 # one by one, because pytest drops a file that is named beside a folder around it.
 SUITE = tests/e2e $(DIST_IN_SUITE) $(filter-out tests/dist/ tests/e2e/ tests/real/ tests/__pycache__/,$(wildcard tests/*/))
 DIST_IN_SUITE = $(addprefix tests/dist/test_,matrix.py train_step_layouts.py log_probs_tp.py) \
-	$(addprefix tests/ext/fast_push/dist/test_,weight_push.py shard_buckets.py draft_models.py)
+	$(addprefix tests/ext/fast_push/dist/test_,push_matrix.py shard_buckets.py draft_models.py)
 test-dist: install
 	@$(PYTEST) tests/dist/test_*.py tests/ext/*/dist/test_*.py tests/e2e/test_nodes_script.py tests/mutations/test_mutations.py
 

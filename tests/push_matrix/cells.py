@@ -54,7 +54,7 @@ SERVED = (
 """All that the installed SGLang can build on a CPU."""
 FAST: dict[str, Any] = {
     "families": ("qwen3_moe",),
-    "chosen": {"layouts": ("TP2 EP2 SP",), "sizes": (1,), "quantizations": QUANTIZATIONS},
+    "chosen": {"layouts": ("TP2 EP2 SP", "PP2 EP2"), "sizes": (1,), "quantizations": QUANTIZATIONS},
 }
 FP8_BLOCK = (4, 4)
 """Divides the tiny models' sizes, halved too, as 128 does those of real ones."""

@@ -82,11 +82,8 @@ class Job:
 @pytest.mark.parametrize(
     ("checkpoint", "trainer", "engine"),
     [
-        ("bfloat16", "float32", "float32"),
         ("bfloat16", "float32", ""),
-        ("float32", "bfloat16", "bfloat16"),
         ("float32", "float32", "bfloat16"),
-        ("bfloat16", "bfloat16", "bfloat16"),
     ],
 )
 def test_what_is_pushed_has_the_precision_of_the_engines(

@@ -32,7 +32,7 @@ from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ext.fast_push import engine_verbs
 from slime.ext.fast_push.flags import PLUGIN
-from slime.ext.fast_push.messages import COMPARE, FILL_WITH_NAN, FIND_NAN, WEIGHT_LOADERS
+from slime.ext.fast_push.messages import FILL_WITH_NAN, FIND_NAN, WEIGHT_LOADERS
 from slime.rollout.engine_request import append_output, request_payload
 from slime.utils.errors import WeightSyncError
 from slime.utils.processing_utils import full_pixels, load_processor
@@ -271,21 +271,6 @@ def test_a_corrupt_bucket_shows_in_its_digest_and_a_missing_one_is_not_committed
     assert answer["buckets"] == sent
     engine_verbs.commit_weight_update(engine, "repaired", "31")
     engine.continue_generation()
-    assert running.error_against(0) < 1e-5
-
-
-def test_a_changed_element_is_named_and_nothing_is_loaded(running: Running) -> None:
-    running.push(0, "1")
-    changed = running.named_tensors(0)
-    tensors = dict(changed)
-    tensors["model.language_model.layers.1.self_attn.k_proj.weight"].view(-1)[3] += 0.25
-    tensors["model.visual.blocks.0.mlp.linear_fc1.weight"].view(-1)[5] = 1.0
-    with pytest.raises(WeightSyncError) as caught:
-        running.engine.check(COMPARE, [by_value(changed)])
-    message = str(caught.value)
-    assert "2 problems" in message
-    assert "model.language_model.layers.1.self_attn.k_proj.weight (shape [64, 128]): 1 elements" in message
-    assert "model.visual.blocks.0.mlp.linear_fc1.weight" in message
     assert running.error_against(0) < 1e-5
 
 

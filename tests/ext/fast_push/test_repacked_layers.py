@@ -14,7 +14,6 @@ from slime.ext.fast_push.repacked_layers import (
     has_repacked_layers,
     is_unpacked,
     refusal,
-    reload,
     repack,
     unpack,
     watch_repacking,
@@ -109,25 +108,6 @@ def test_a_layer_is_repacked_with_other_weights_where_it_lies(step: Step) -> Non
         assert not is_unpacked(model)
         assert {name: p.data_ptr() for name, p in model.named_parameters()} == addresses
         assert all(torch.equal(wanted[name], tensor) for name, tensor in served(model).items())
-
-
-def test_a_checkpoint_is_loaded_again_as_at_the_start() -> None:
-    model, wanted = start(transpose), served(start(transpose, seed=1))
-    reload(lambda *_: pytest.fail("the model is not unpacked"), model, checkpoint(1), torch.device("cpu"))
-    assert all(torch.equal(wanted[name], tensor) for name, tensor in served(model).items())
-    plain, calls = start(lambda layer: None), []
-    reload(lambda *arguments: calls.append(arguments), plain, "weights", torch.device("cpu"))
-    assert calls == [(plain, "weights", torch.device("cpu"))]
-
-
-def test_a_layer_that_stays_as_it_was_loaded_is_left_alone() -> None:
-    model = start(lambda layer: None)
-    assert not has_repacked_layers(model)
-    unpack(model)
-    assert not is_unpacked(model)
-    plain = Model(transpose, is_quantized=False)
-    load(plain, 0)
-    assert not has_repacked_layers(plain)
 
 
 def counting() -> Step:

@@ -61,37 +61,11 @@ def indices(held: ShardSlice) -> list[int]:
     return [index for rows in held.rows for index in numbers(rows)]
 
 
-def test_a_rank_holds_the_heads_of_its_groups() -> None:
-    # A group has the rows q q q q k k v v; rank 1 of two holds groups 2 and 3.
-    query, key, value = found(f"{QKV}.weight", (16, 6), TensorSplit(0, 1, 2))
-    assert query.name == "model.layers.3.self_attn.q_proj.weight"
-    assert (query.slice.offsets, query.slice.sizes, query.whole_shape) == ((8, 0), (8, 6), (16, 6))
-    assert query.rows == (RowRuns(first=0, count=8, run=4, stride=8),)
-    assert (key.slice.offsets, key.rows) == ((4, 0), (RowRuns(4, 4, 2, 8),))
-    assert (value.slice.offsets, value.rows) == ((4, 0), (RowRuns(6, 4, 2, 8),))
-
-
-def test_gate_and_up_are_cut_apart() -> None:
-    gate, up = found(FC1, (4, 6), TensorSplit(0, 1, 3, is_gate_up=True))
-    assert (gate.slice.offsets, gate.slice.sizes, gate.rows) == ((2, 0), (2, 6), (RowRuns(0, 2, 2, 0),))
-    assert (up.slice.offsets, up.slice.sizes, up.rows) == ((2, 0), (2, 6), (RowRuns(2, 2, 2, 0),))
-
-
-def test_gate_and_up_in_one_tensor_make_two_slices_of_it() -> None:
-    gate, up = found(FC1, (4, 6), TensorSplit(0, 1, 3, is_gate_up=True), "glm4")
-    assert gate.name == up.name == "model.layers.3.mlp.gate_up_proj.weight"
-    assert (gate.slice.offsets, up.slice.offsets) == ((2, 0), (8, 0))
-
-
 def test_the_padding_of_the_vocabulary_belongs_to_no_tensor() -> None:
     first, last = (found("output_layer.weight", (4, 6), TensorSplit(0, rank, 2)) for rank in range(2))
     assert (first[0].slice.offsets, first[0].slice.sizes) == ((0, 0), (4, 6))
     assert (last[0].slice.offsets, last[0].slice.sizes) == ((4, 0), (1, 6))
     assert found("output_layer.weight", (2, 6), TensorSplit(0, 3, 4)) == []
-
-
-def test_an_output_layer_that_is_the_embedding_is_not_held_again() -> None:
-    assert found("output_layer.weight", (8, 6), TensorSplit(), untie_embeddings_and_output_weights=False) == []
 
 
 @pytest.mark.parametrize(
