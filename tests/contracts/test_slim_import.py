@@ -72,9 +72,7 @@ NEEDS_MORE = (
     "slime.ext.fast_push.kernels.triton_cast",
     "slime.ext.fast_push.kernels.triton_copy",
     "slime.ext.fast_push.kernels.triton_digest",
-    "slime.ext.fast_push.kernels.triton_cast",
-    "slime.weights.kernels.triton_int4",
-    "slime.ext.fast_push.kernels.triton_tiles",
+    "slime.ext.low_precision.triton_int4",
     # old paths of modules that live in a backend
     "slime.utils.routing_replay",
     "slime.utils.reloadable_process_group",

@@ -1,4 +1,4 @@
-"""The compiled kernels of ``slime.weights.kernels`` against the torch path of the same tables, byte for byte."""
+"""The compiled kernels of ``slime.ext.fast_push.kernels`` against the torch path of the same tables, byte for byte."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def rounded_to_int4(weight: Tensor, group_size: int, *, use_triton: bool | None 
     if use_triton is None:
         use_triton = weight.is_cuda and group_size & (group_size - 1) == 0
     if use_triton:
-        from slime.weights.kernels.triton_int4 import launch_rounding
+        from slime.ext.low_precision.triton_int4 import launch_rounding
 
         return launch_rounding(weight, group_size)
     rows = weight.reshape(-1, weight.size(-1))

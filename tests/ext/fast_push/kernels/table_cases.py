@@ -1,4 +1,4 @@
-"""Items of every kind, dtype, alignment and shape for the tables of ``slime.weights.kernels``.
+"""Items of every kind, dtype, alignment and shape for the tables of ``slime.ext.fast_push.kernels``.
 
 The same cases run in plain torch, in Triton's interpreter (small blocks on a CPU) and compiled (128 x 128 on a GPU).
 """
