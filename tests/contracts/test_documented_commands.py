@@ -24,7 +24,7 @@ OF_TRAINING = {"train.py", "train_async.py"}
 """Their flags are those of ``test_pages.py``."""
 PASSES_ON = {"tools/plan.py"}
 """Words that it does not know are those of train.py."""
-WITHOUT_WORDS = {"tests.loaded_model.formats", "tests.contracts.reliability_page"}
+WITHOUT_WORDS = {"tests.contracts.reliability_page"}
 """Programs that take no words, or names alone; importing them does nothing."""
 
 

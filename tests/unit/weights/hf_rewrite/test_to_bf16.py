@@ -11,7 +11,7 @@ from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16, Int4ToBf16
 from slime.weights.hf_rewrite.to_quantized import to_fp8, to_int4
 from slime.weights.quantize import read_format
 from slime.weights.quantize.block_fp8 import dequantize_block, quantize_block
-from slime.weights.quantize.formats import GroupInt, read_weight
+from slime.weights.quantize.formats import read_weight
 from tests.unit.weights.hf_rewrite.checkpoints import read_folder, same_bytes, tensors_of, write_folder
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -139,17 +139,3 @@ def test_packed_integers_need_their_parts_and_their_config(tmp_path):
     lacking = write_folder(tmp_path / "lacking", tensors, 1, config)
     with pytest.raises(DataError, match=r"lacks 1 tensors .* model\.layers\.0\.mlp\.up_proj\.weight_scale"):
         rewrite_folder(Int4ToBf16(), lacking, tmp_path / "again")
-
-
-def test_a_row_that_does_not_fill_its_last_word_keeps_its_length(tmp_path):
-    weights = {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": True}
-    entry = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": weights}},
-    }
-    parts = GroupInt(4, None, True).quantize(UP, torch.randn(6, 12), check_finite=True)
-    tensors = {UP.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
-    source = write_folder(tmp_path / "int4", tensors, 1, {"quantization_config": entry})
-    rewrite_folder(Int4ToBf16(), source, tmp_path / "bf16")
-    assert same_bytes(read_folder(tmp_path / "bf16")[UP], GroupInt(4, None, True).dequantize(UP, parts))

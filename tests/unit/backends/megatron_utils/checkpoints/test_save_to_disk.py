@@ -106,24 +106,6 @@ def test_a_checkpoint_that_counts_survives_the_loss_of_all_that_was_not_synced(
     assert load_checkpoint(Namespace(**{**vars(args), "load": str(left)}), again) == 5
 
 
-def test_the_lossy_disk_loses_what_is_not_synced(tmp_path, monkeypatch):
-    root = tmp_path / "root"
-    root.mkdir()
-    disk = LossyDisk(root, monkeypatch)
-    for name in ("synced", "not"):
-        with (root / name).open("w") as file:
-            file.write(name)
-            file.flush()
-            if name == "synced":
-                os.fsync(file.fileno())
-    descriptor = os.open(root, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-    (root / "late").write_text("late")
-    left = disk.after_a_power_cut(tmp_path / "left")
-    assert {path.name: path.read_text() for path in left.iterdir()} == {"synced": "synced", "not": ""}
-
-
 @contextmanager
 def full_disk(room_bytes: int) -> Iterator[None]:
     """No file of this process may grow beyond ``room_bytes``; Python ignores the signal, so that writes fail."""
@@ -136,7 +118,7 @@ def full_disk(room_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("room_bytes", [0, 700, 20_000])
+@pytest.mark.parametrize("room_bytes", [0, 20_000])
 def test_a_full_disk_is_named_and_leaves_only_the_checkpoint_before(room_bytes, in_background, run):
     args, _ = run
     before = save(run, 1)
