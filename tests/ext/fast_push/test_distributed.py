@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime.ext.fast_push import groups
+from slime.ext.fast_push import distributed
 from slime.ext.fast_push.distributed import WeightGroup
 from slime.ext.fast_push.messages import RECEIVER
 from slime.utils.errors import EngineError, WeightSyncError
@@ -102,7 +102,7 @@ def test_an_engine_that_cannot_join_ends_the_push_though_the_trainer_still_joins
         def leave(self) -> None:
             left.set()
 
-    monkeypatch.setattr(groups, "WeightChannel", Channel)
+    monkeypatch.setattr(distributed, "WeightChannel", Channel)
     group, engines = WeightGroup("slime"), [Engine(0, joins=Answer(EngineError("no GPU peer access")))]
     participants = Participants(engines, CLOCK)
     started_s = time.monotonic()
@@ -125,7 +125,7 @@ def test_a_group_that_the_trainer_joins_too_late_is_left(monkeypatch: pytest.Mon
         def leave(self) -> None:
             left.set()
 
-    monkeypatch.setattr(groups, "WeightChannel", Late)
+    monkeypatch.setattr(distributed, "WeightChannel", Late)
     engines = [Engine(0)]
     with pytest.raises(WeightSyncError, match="though all 1 engines did: it took more than"):
         WeightGroup("slime").form(engines, Participants(engines, PushClock(0.2)))
