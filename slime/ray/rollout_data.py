@@ -6,18 +6,19 @@ Hooks may replace the reward normalisation and the whole conversion; their resul
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 from slime.arguments.schedule import schedule_config
 from slime.rollout.on_policy_distillation import teacher_name
 from slime.train_data.columns import RankBatch, TrainBatch
-from slime.train_data.convert import samples_to_train_data
+from slime.train_data.convert import check_columns, is_finite, samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
-from slime.train_data.split import check_columns, is_finite, split_by_rank
+from slime.train_data.split import split_by_rank
 from slime.utils.errors import DataError, HookError
 from slime.utils.misc import call_hook
 from slime.utils.types import Sample
@@ -132,9 +133,10 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
     teachers = None
     if args.use_opd and args.opd_teachers is not None:
         teachers = [teacher_name(args, sample) for sample in samples]
-    return samples_to_train_data(
-        samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p, routed=routed, teacher_names=teachers
-    )
+    with _plug_ins_named(args):
+        return samples_to_train_data(
+            samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p, routed=routed, teacher_names=teachers
+        )
 
 
 def schedule_config_of(args: Namespace, parallel: Mapping[str, int]) -> ScheduleConfig:
@@ -151,8 +153,15 @@ def split_for_ranks(args: Namespace, batch: TrainBatch, parallel: Mapping[str, i
         global_batch_size=args.global_batch_size,
         rollout_indices=batch.rollout_ids,
     )
-    try:
+    with _plug_ins_named(args):
         return split_by_rank(batch, schedule)
+
+
+@contextmanager
+def _plug_ins_named(args: Namespace) -> Iterator[None]:
+    """Add the plug-ins that may have set it to an error about a sample."""
+    try:
+        yield
     except DataError as error:
         if plug_ins := plug_ins_of_samples(args):
             raise DataError(f"{error}. A plug-in may have set it: {plug_ins}") from error

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
+
+import torch
 
 from slime.train_data.columns import COLUMNS, Ints, TrainBatch
 from slime.train_data.routed_experts import RoutedShape, routed_rows, rows_needed
@@ -28,6 +32,9 @@ def samples_to_train_data(
 ) -> TrainBatch:
     """Return the columns of one rollout's samples.
 
+    This is the one check of what a rollout hands to the trainer; ``split`` checks the values of tokens, masks and
+    log-probs when it makes tensors of them.
+
     Args:
         samples: flat, in the order in which they will be scheduled.
         raw_rewards: reward of each sample as the grader gave it.
@@ -42,7 +49,8 @@ def samples_to_train_data(
     if not samples:
         raise DataError("a rollout gave no samples to train on; check the filters and the rollout function")
     for sample in samples:
-        _check_lengths(sample)
+        entries = {"loss_mask": sample.loss_mask} | {name: read(sample) for name, read in _PER_TOKEN.items()}
+        _check_lengths(f"sample {sample.index}", sample.tokens, sample.response_length, entries)
     loss_masks = [_loss_mask(sample) for sample in samples]
     rollout_ids = _rollout_ids(samples)
     optional: dict[str, Any] = _optional_columns(samples)
@@ -63,7 +71,7 @@ def samples_to_train_data(
         optional["rollout_routed_experts"] = [
             _present(sample, "rollout_routed_experts", sample.rollout_routed_experts) for sample in samples
         ]
-    return TrainBatch(
+    batch = TrainBatch(
         tokens=[sample.tokens for sample in samples],
         response_lengths=[sample.response_length for sample in samples],
         rewards=list(rewards),
@@ -79,6 +87,88 @@ def samples_to_train_data(
         teacher_names=teacher_names,
         **optional,
     )
+    _check_numbers(batch)
+    return batch
+
+
+def check_columns(batch: TrainBatch) -> None:
+    """Check what a converter of the user's made, as ``samples_to_train_data`` checks samples.
+
+    Raises:
+        DataError: names the sample and the column.
+    """
+    num_samples = _count(batch.tokens)
+    for name, _, values in batch.columns():
+        count = _count(values)
+        if num_samples is None or count != num_samples:
+            raise DataError(
+                f"column {name!r} of the train data has {count if count is not None else type(values).__name__} "
+                f"entries for {num_samples} samples; every column is a list with one entry per sample; check the "
+                "converter given by --custom-convert-samples-to-train-data-path"
+            )
+    per_token = {name: values for name, column, values in batch.columns() if column.span == "response"}
+    for position, (tokens, response) in enumerate(zip(batch.tokens, batch.response_lengths, strict=True)):
+        entries = {name: values[position] for name, values in per_token.items()}
+        _check_lengths(sample_name(batch, position), tokens, response, entries)
+    _check_numbers(batch)
+
+
+def _check_lengths(sample: str, tokens: Any, response: Any, per_token: Mapping[str, Any]) -> None:
+    num_tokens = _count(tokens)
+    if num_tokens is None or not isinstance(response, Integral) or not 0 <= response < num_tokens:
+        raise DataError(
+            f"{sample} has response_length {str(response)[:80]} and {_shown(num_tokens, tokens)} tokens; tokens hold "
+            "the prompt and the response, and at least one prompt token; check --custom-generate-function-path or "
+            "--rollout-function-path"
+        )
+    for name, values in per_token.items():
+        count = _count(values)
+        if values is not None and count != response:
+            raise DataError(
+                f"{sample} has {_shown(count, values)} entries in {name} and response_length {response}; there must "
+                "be one for each response token; Sample.append_response_tokens keeps them together"
+            )
+
+
+def _check_numbers(batch: TrainBatch) -> None:
+    for position, reward in enumerate(batch.rewards):
+        sample = sample_name(batch, position)
+        if not isinstance(reward, Real | torch.Tensor) or not is_finite(reward):
+            raise DataError(
+                f"{sample} has the reward {str(reward)[:200]!r} ({type(reward).__name__}); what is trained on must be "
+                "a finite number"
+            )
+        total = None if batch.rollout_mask_sums is None else batch.rollout_mask_sums[position]
+        is_sum = total is None or (isinstance(total, Real | torch.Tensor) and is_finite(total) and total >= 0)
+        if not isinstance(batch.rollout_ids[position], Integral | str) or not is_sum:
+            raise DataError(
+                f"{sample} has {str(batch.rollout_ids[position])[:80]!r} in rollout_ids and {str(total)[:80]!r} in "
+                "rollout_mask_sums; these are a whole number and a finite one"
+            )
+
+
+def sample_name(batch: TrainBatch, position: int) -> str:
+    """Return the words that name a sample in an error: its index where it has one, else its position."""
+    index = batch.sample_indices[position] if batch.sample_indices is not None else None
+    return f"sample {index}" if index is not None else f"sample {position} of the train data"
+
+
+def is_finite(value: Any) -> bool:
+    """Return True when a number, or a tensor of one, is finite as a float."""
+    try:
+        return math.isfinite(value)
+    except (ValueError, OverflowError, RuntimeError):  # a tensor of several; a whole number of 400 digits
+        return False
+
+
+def _count(values: Any) -> int | None:
+    """Return the length of a list, an array or a tensor; None of anything else."""
+    is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping | set)
+    return len(values) if is_list and getattr(values, "ndim", 1) > 0 else None
+
+
+def _shown(count: int | None, value: Any) -> str:
+    return str(count) if count is not None else f"{str(value)[:80]!r} for"
 
 
 def rollout_mask_sums(loss_masks: Sequence[Ints], rollout_ids: Sequence[int]) -> list[int]:
@@ -123,24 +213,6 @@ def _loss_mask(sample: Sample) -> list[int]:
     if sample.loss_mask is None:
         return [1] * sample.response_length
     return list(sample.loss_mask)
-
-
-def _check_lengths(sample: Sample) -> None:
-    response = sample.response_length
-    if not 0 <= response < len(sample.tokens):
-        raise DataError(
-            f"sample {sample.index} has response_length {response} and {len(sample.tokens)} tokens; tokens hold the "
-            "prompt and the response, and at least one prompt token; check --custom-generate-function-path or "
-            "--rollout-function-path"
-        )
-    entries = {"loss_mask": sample.loss_mask} | {name: read(sample) for name, read in _PER_TOKEN.items()}
-    for name, values in entries.items():
-        if values is not None and (not hasattr(values, "__len__") or len(values) != response):
-            count = f"{len(values)} entries" if hasattr(values, "__len__") else repr(values)[:200]
-            raise DataError(
-                f"sample {sample.index} has {count} in {name} and response_length {response}; there "
-                "must be one for each response token; Sample.append_response_tokens keeps them together"
-            )
 
 
 def _optional_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:

@@ -103,8 +103,6 @@ def _identified(
 ) -> list[Hashable]:
     """Return a group id for every sample."""
     ids = list(group_ids) if group_ids is not None else [None] * num_samples
-    if len(ids) != num_samples:
-        raise DataError(f"{len(ids)} group ids for {num_samples} samples; there must be one for each sample")
     named = [group_id for group_id in ids if group_id is not None]
     nameless = num_samples - len(named)
     if nameless == 0:

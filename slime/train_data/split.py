@@ -1,24 +1,21 @@
 """A rollout's ``TrainBatch`` and a schedule to one ``RankBatch`` for each data-parallel rank.
 
-Lengths are checked where a batch is made, by ``convert`` or, of a converter of the user's, by ``check_columns``;
-values are checked here, as tensors.
+Lengths and rewards have been checked by ``convert``; values are checked here, as tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 
 from slime.train_data.columns import RankBatch, TrainBatch
-from slime.train_data.convert import rollout_mask_sums
+from slime.train_data.convert import rollout_mask_sums, sample_name
 from slime.train_data.schedule import DPSchedule
 from slime.utils.errors import DataError
 from slime.utils.sglang_meta import MAX_LOG_PROB
@@ -30,7 +27,6 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
     Raises:
         DataError: a value cannot be trained on.
     """
-    check_rewards(batch.rewards, batch)
     if batch.rollout_mask_sums is None:
         batch = replace(batch, rollout_mask_sums=rollout_mask_sums(batch.loss_masks, batch.rollout_ids))
     total_lengths = [len(tokens) for tokens in batch.tokens]
@@ -57,87 +53,6 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
         }
         ranks.append(RankBatch.from_dict(columns))
     return ranks
-
-
-def check_columns(batch: TrainBatch) -> None:
-    """Check that each column has an entry for each sample, of the sample's length where it covers its tokens.
-
-    Raises:
-        DataError: one has not.
-    """
-    num_samples = _count(batch.tokens)
-    for name, _, values in batch.columns():
-        if num_samples is None or _count(values) != num_samples:
-            count = _count(values)
-            raise DataError(
-                f"column {name!r} of the train data has {count if count is not None else type(values).__name__} "
-                f"entries for {num_samples} samples; every column is a list with one entry per sample; check the "
-                "converter given by --custom-convert-samples-to-train-data-path"
-            )
-    for position, (tokens, response, mask) in enumerate(
-        zip(batch.tokens, batch.response_lengths, batch.loss_masks, strict=True)
-    ):
-        num_tokens, num_masked = _count(tokens), _count(mask)
-        is_whole = isinstance(response, Integral) and num_tokens is not None and num_masked == response < num_tokens
-        if not is_whole or response < 0:
-            raise DataError(
-                f"sample {position} of the train data has {_shown(num_tokens, tokens)} tokens, response length "
-                f"{str(response)[:80]} and {_shown(num_masked, mask)} entries in its loss mask; the mask has one "
-                "entry per response token, and there is at least one prompt token"
-            )
-        for name in ("rollout_log_probs", "teacher_log_probs"):
-            if (column := getattr(batch, name)) is not None and _count(column[position]) != response:
-                raise DataError(
-                    f"sample {position} of the train data has {_shown(_count(column[position]), column[position])} "
-                    f"entries in {name} and response length {response}; there is one for each response token"
-                )
-        total = None if batch.rollout_mask_sums is None else batch.rollout_mask_sums[position]
-        is_sum = total is None or (isinstance(total, Real | torch.Tensor) and is_finite(total) and total >= 0)
-        if not isinstance(batch.rollout_ids[position], Integral | str) or not is_sum:
-            raise DataError(
-                f"sample {position} of the train data has {str(batch.rollout_ids[position])[:80]!r} in rollout_ids "
-                f"and {str(total)[:80]!r} in rollout_mask_sums; these are a whole number and a finite one"
-            )
-
-
-def _count(values: Any) -> int | None:
-    """Return the length of a list, an array or a tensor; None of anything else."""
-    is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping | set)
-    return len(values) if is_list and getattr(values, "ndim", 1) > 0 else None
-
-
-def _shown(count: int | None, value: Any) -> str:
-    return str(count) if count is not None else f"{str(value)[:80]!r} for"
-
-
-def sample_name(batch: TrainBatch, position: int) -> str:
-    """Return the words that name a sample in an error: its index where it has one, else its position."""
-    index = batch.sample_indices[position] if batch.sample_indices is not None else None
-    return f"sample {index}" if index is not None else f"sample {position} of the train data"
-
-
-def is_finite(value: Any) -> bool:
-    """Return True when a number, or a tensor of one, is finite as a float."""
-    try:
-        return math.isfinite(value)
-    except (ValueError, OverflowError, RuntimeError):  # a tensor of several; a whole number of 400 digits
-        return False
-
-
-def check_rewards(rewards: Any, batch: TrainBatch) -> None:
-    """Check the rewards that advantages are made of.
-
-    Raises:
-        DataError: one of them is no finite number.
-    """
-    if isinstance(rewards, torch.Tensor):
-        rewards = rewards.tolist()
-    for position, reward in enumerate(rewards):
-        if not isinstance(reward, Real | torch.Tensor) or not is_finite(reward):
-            raise DataError(
-                f"{sample_name(batch, position)} has the reward {str(reward)[:200]!r} ({type(reward).__name__}); what "
-                "is trained on must be a finite number"
-            )
 
 
 def _as_column(

@@ -21,9 +21,9 @@ from slime.backends.megatron_utils.cp_utils import local_responses
 from slime.backends.megatron_utils.layers.vision import ImageBatch
 from slime.backends.megatron_utils.models import has_tower
 from slime.train_data.columns import COLUMNS, RankBatch
+from slime.train_data.convert import sample_name
 from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, packed_length, take_micro_batch
-from slime.train_data.split import sample_name
 from slime.utils.errors import DataError
 from slime.utils.json_file import read_model_config
 from slime.utils.processing_utils import full_pixels

@@ -24,7 +24,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from slime.flags.reward import RewardConfig
-from slime.train_data.split import is_finite
+from slime.train_data.convert import is_finite
 from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.types import Sample
 
@@ -151,22 +151,19 @@ def is_one_each(rewards: Any, samples: Sequence[Sample]) -> bool:
 def problem_with_reward(config: RewardConfig, reward: Any) -> str | None:
     """Return why training cannot use a reward; None when it can.
 
-    What is neither a number nor a dict is left to ``--custom-reward-post-process-path``, which may know it.
+    What is neither a number nor a dict is left to ``--custom-reward-post-process-path``, which may know it; a number
+    in the place of a dict comes from a grader without entries, as an evaluation set may have.
     """
-    if isinstance(reward, Real) and not is_finite(reward):
-        return f"the reward is {reward}; it must be finite"
-    keys = _reward_keys(config)
-    if not keys or reward is None:
-        return None
-    if isinstance(reward, Real):
-        return None  # of a grader without entries, as an evaluation set may have
-    if config.reward_key is None and config.custom_reward_post_process_path:
-        return None  # training reads no entry
-    if not isinstance(reward, Mapping):
-        return f"the reward is {str(reward)[:200]!r}; with --reward-key {keys[0]} it must be an object with that key"
-    values = [reward[key] for key in keys if key in reward]
-    if not values:
-        return f"the reward has {', '.join(map(str, reward)) or 'no entries'}; --reward-key wants {' or '.join(keys)}"
+    keys, values = _reward_keys(config), [reward]
+    reads_entry = config.reward_key is not None or not config.custom_reward_post_process_path
+    if keys and reads_entry and reward is not None and not isinstance(reward, Real):
+        if not isinstance(reward, Mapping):
+            shown = str(reward)[:200]
+            return f"the reward is {shown!r}; with --reward-key {keys[0]} it must be an object with that key"
+        values = [reward[key] for key in keys if key in reward]
+        if not values:
+            entries = ", ".join(map(str, reward)) or "no entries"
+            return f"the reward has {entries}; --reward-key wants {' or '.join(keys)}"
     for value in values:
         if isinstance(value, Real) and not is_finite(value):
             return f"the reward is {value}; it must be finite"

@@ -139,7 +139,7 @@ def parse(words: str) -> Namespace:
         ({"loss_mask": [7]}, "sample 0 has 7 in its loss mask; it may have 0 and 1 only"),
         ({"loss_mask": [0.5]}, r"sample 0 has \[0.5\] in loss_masks; these must be whole numbers"),
         ({"loss_mask": ["1"]}, "a loss mask holds .*; it may have 0 and 1 only"),
-        ({"loss_mask": 7}, "sample 0 has 7 in loss_mask and response_length 1"),
+        ({"loss_mask": 7}, "sample 0 has .7. for entries in loss_mask and response_length 1"),
         ({"rollout_log_probs": [float("nan")]}, "sample 0 has nan in rollout_log_probs, at a trained token"),
         ({"rollout_log_probs": ["x"]}, r"sample 0 has \['x'\] in rollout_log_probs; these must be numbers"),
         ({"tokens": [1.5, 2, 3]}, r"sample 0 has \[1.5, 2, 3\] in tokens; these must be whole numbers"),

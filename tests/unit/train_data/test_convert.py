@@ -7,9 +7,9 @@ import torch
 from ray import cloudpickle
 
 from slime.train_data.columns import COLUMNS, TrainBatch
-from slime.train_data.convert import samples_to_train_data
+from slime.train_data.convert import check_columns, samples_to_train_data
 from slime.train_data.schedule import DPSchedule
-from slime.train_data.split import check_columns, split_by_rank
+from slime.train_data.split import split_by_rank
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -183,7 +183,7 @@ def test_mask_sums_are_added_when_a_converter_leaves_them_out():
     [
         ("my_scalar", 3, "column 'my_scalar' .* int entries"),
         ("rewards", [1.0], "column 'rewards' .* 1 entries for 4 samples"),
-        ("loss_masks", [[1]] * 4, "sample 0 of the train data"),
+        ("loss_masks", [[1]] * 4, "sample 0 has 1 entries in loss_masks"),
     ],
 )
 def test_column_that_does_not_fit_the_samples_is_refused(name, value, message):

@@ -10,9 +10,9 @@ import torch
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, check_samples
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.train_data.columns import TrainBatch
-from slime.train_data.convert import samples_to_train_data
+from slime.train_data.convert import check_columns, samples_to_train_data
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
-from slime.train_data.split import check_columns, split_by_rank
+from slime.train_data.split import split_by_rank
 from slime.utils.errors import DataError, HookError, SlimeError
 from slime.utils.types import Sample
 from tests.unit.utils.test_hostile_input import ODD
