@@ -86,12 +86,6 @@ def test_each_request_sends_the_tokens_so_far_and_what_is_left_of_the_limit(talk
     assert PARAMS["max_new_tokens"] == 200
 
 
-def test_a_policy_that_never_ends_is_cut_after_its_last_turn(talk, ask):
-    sample = played(talk(policy)[0], ask("?"), max_turns=2)
-    assert sample.status is Sample.Status.TRUNCATED
-    assert sample.response.endswith("ask 2<|im_end|>") and sample.loss_mask[-1] == 1
-
-
 def test_an_observation_without_room_behind_it_is_left_out(talk, ask):
     first = len(build_tokenizer().encode("ask 1")) + 1
     observation = build_tokenizer().encode(observation_text(build_tokenizer(), "one", "tool"))
@@ -100,13 +94,6 @@ def test_an_observation_without_room_behind_it_is_left_out(talk, ask):
         assert sample.status is Sample.Status.TRUNCATED
         assert sample.response_length == (response or limit)
         GenerateState.clear_instances()
-
-
-def test_the_context_limit_counts_the_prompt(talk, ask):
-    num_prompt = len(build_tokenizer().encode(ask("?").prompt))
-    sample = played(talk(policy, rollout_max_context_len=num_prompt + 4)[0], ask("?"))
-    assert sample.status is Sample.Status.TRUNCATED
-    assert (len(sample.tokens), sample.response) == (num_prompt + 4, "ask ")
 
 
 async def aborted_in_its_second_turn(engine, call):
@@ -190,15 +177,6 @@ def search(number: int) -> str:
     raise TimeoutError("the server is busy")
 
 
-async def search_slowly(number: int) -> str:
-    """Ask a server that does not answer it.
-
-    Args:
-        number: any.
-    """
-    return search(number)
-
-
 def leave(number: int) -> str:
     """End the process.
 
@@ -273,30 +251,10 @@ def test_the_calls_of_a_turn_are_answered_at_the_same_time_each_by_a_message(tal
     assert sample.status is Sample.Status.COMPLETED and sample.reward is None
 
 
-@pytest.mark.parametrize(
-    ("call", "answer"),
-    [
-        (call_text("double", n=1), "Error: TypeError: missing a required argument: 'number'"),
-        (call_text("double", number=None), "Error: TypeError: unsupported operand"),
-        (call_text("halve", number=1), "Error: this call cannot be read; the tools are double."),
-        ("<tool_call>{double</tool_call>", "Error: this call cannot be read; the tools are double."),
-    ],
-)
-def test_the_policy_is_told_what_was_wrong_with_its_call(talk, ask, call, answer):
-    sample = generated(talk(turns(call, "done"), rollout_tools=[f"{HERE}.double"])[0], ask("?"))
-    assert f"<|im_start|>tool\n{answer}" in sample.response and sample.response.endswith("done<|im_end|>")
-
-
 def test_a_tool_that_takes_too_long_is_answered_with_that(talk, ask):
     BARRIER.clear()
     args = talk(turns(call_text("slow", number=1), "done"), rollout_tools=[f"{HERE}.slow"], turn_timeout_s=0.05)[0]
     assert "Error: TimeoutError: no answer within 0.05 s (--turn-timeout-s)" in generated(args, ask("?")).response
-
-
-@pytest.mark.parametrize("tool", ["search", "search_slowly"])
-def test_a_timeout_of_the_tool_s_own_is_not_taken_for_the_flag_s(talk, ask, tool):
-    args = talk(turns(call_text(tool, number=1), "done"), rollout_tools=[f"{HERE}.{tool}"])[0]
-    assert "Error: TimeoutError: the server is busy" in generated(args, ask("?")).response
 
 
 @pytest.mark.parametrize(
@@ -456,12 +414,3 @@ def test_an_environment_that_breaks_costs_its_sample_and_no_other(talk, at, mess
     assert whole.status is Sample.Status.COMPLETED and whole.reward > 0
     assert Breaks.closed == closed + 2
     FAILURES.succeeded()
-
-
-def test_a_class_without_step_is_refused():
-    args = Namespace(rollout_environment=f"{HERE}.Namespace", apply_chat_template=False)
-    with pytest.raises(ConfigError, match="has no reset and no step"):
-        check_tools_and_environment(args)
-    args = Namespace(rollout_environment=GUESS, apply_chat_template=True)
-    with pytest.raises(ConfigError, match="--apply-chat-template has rendered by then"):
-        check_tools_and_environment(args)

@@ -11,9 +11,7 @@ import pytest
 from slime.ext.ledger.frames import (
     Kind,
     read_folder,
-    read_segment,
     segment_files,
-    segment_path,
 )
 from tests.ext.ledger.test_ledger import Process, died_in_rollout_1
 from tests.ext.ledger.test_segments import frame, open_writer
@@ -69,15 +67,6 @@ def test_the_check_fails_and_says_where(ledger, tmp_path, capsys):
             assert tool([str(folder), "--check"]) == 1
             assert f"BROKEN  damaged, {path.name} at byte" in capsys.readouterr().out
             flip(path, offset, 0x10)
-
-
-@pytest.mark.parametrize("at", ["begin", "middle", "end"])
-def test_a_page_of_zeros_is_damage_and_no_unfinished_record(tmp_path, at):
-    path = segment_path(tmp_path, 0)
-    data = b"".join(frame(number) for number in range(100))
-    offset = {"begin": 0, "middle": 4096, "end": len(data) - 4096}[at]
-    path.write_bytes(data[:offset] + bytes(4096) + data[offset + 4096 :])
-    assert [record.kind for record in read_segment(path)][-1] is Kind.DAMAGED
 
 
 def test_a_segment_that_is_cut_or_gone_is_found_unless_it_is_the_one_of_a_kill(tmp_path):

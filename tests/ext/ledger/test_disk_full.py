@@ -59,18 +59,6 @@ def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> None:
         time.sleep(0.01)
 
 
-def test_the_thread_of_a_ledger_without_room_tells_whoever_writes_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)
-    with full_disk(10):
-        writer = open_writer(tmp_path, timeout_s=0.1)
-        writer.put(1)
-        with pytest.raises(DataError, match=r"cannot be written .*--rollout-ledger-dir"):
-            writer.flush()
-        with pytest.raises(DataError, match="--no-rollout-ledger"):
-            writer.put(2)
-    assert numbers(tmp_path) == []
-
-
 def test_a_segment_that_cannot_be_begun_is_tried_again_and_the_old_one_stays(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)
     writer = open_writer(tmp_path, is_threaded=False)
@@ -84,16 +72,6 @@ def test_a_segment_that_cannot_be_begun_is_tried_again_and_the_old_one_stays(tmp
     writer.put(2)
     writer.close()
     assert numbers(tmp_path) == [1, 2] and writer.number == 1
-
-
-def test_a_segment_that_can_never_be_begun_ends_the_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)
-    writer = open_writer(tmp_path, timeout_s=0.05, is_threaded=False)
-    writer.put(1)
-    moved = move_away(tmp_path)
-    with pytest.raises(DataError, match="cannot be written"):
-        writer.rotate()
-    assert numbers(moved) == [1]
 
 
 def move_away(folder: Path) -> Path:

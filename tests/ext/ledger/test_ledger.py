@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -12,16 +11,12 @@ from typing import Any
 import pytest
 
 from slime.compose import parts
-from slime.ext.ledger import journal
-from slime.ext.ledger import ledger as ledger_module
 from slime.ext.ledger.frames import segment_files
-from slime.ext.ledger.ledger import TRACKER, Ledger, position_path
-from slime.ext.ledger.records import SAMPLE_FLAGS
+from slime.ext.ledger.ledger import TRACKER, Ledger
 from slime.flags.reward import reward_config
 from slime.ray.save_lock import lock_folders
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.plain_values import read_state
 from slime.rollout.rm_hub.policy import grade_by_policy
 from slime.rollout.run_state import CheckpointPosition
 from slime.utils.errors import ConfigError
@@ -168,18 +163,6 @@ def test_samples_of_rows_that_have_changed_since_are_not_used(tmp_path, caplog, 
     assert set(process.generated) == {0, 1, 2} and "it ran with another content of prompt_data" in caplog.text
 
 
-def test_samples_of_an_earlier_version_that_knew_fewer_flags_are_used(tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    with monkeypatch.context() as patch:
-        patch.setitem(journal._FINGERPRINT_FLAGS, SAMPLE_FLAGS, ("rollout_temperature", "one_that_is_gone"))
-        patch.setattr(ledger_module, "RolloutDataSource", int)  # then the rows are not written down
-        died_in_rollout_1(tmp_path, one_that_is_gone=1)
-    process = Process(tmp_path)
-    assert process.rollout(0) == [0, 1] and process.generated == []
-    assert "is of an earlier version: apply_chat_template, " in caplog.text
-    assert "content of prompt_data" in caplog.text and "cannot be compared" in caplog.text
-
-
 def test_with_other_batch_flags_groups_are_used_and_rollouts_are_not(tmp_path):
     died_in_rollout_1(tmp_path)
     process = Process(tmp_path, rollout_batch_size=7)
@@ -263,16 +246,6 @@ def test_a_damaged_sample_is_generated_again(tmp_path, caplog):
     assert "damaged" in caplog.text
 
 
-def test_without_save_or_with_the_flag_there_is_no_ledger(tmp_path):
-    save = {"save": str(tmp_path)}
-    for flags in ({"save": None}, *(save | {name: True} for name in OFF)):
-        assert parts(Flags(**flags)).observers == ()
-    assert parts(Flags(**save)).observers == (Ledger,)
-
-
-OFF = ("no_rollout_ledger", "debug_train_only", "debug_rollout_only")
-
-
 class Flags(Namespace):
     """Flags of a job; what is not given is None."""
 
@@ -286,14 +259,6 @@ def test_a_ledger_that_another_job_writes_is_refused_wherever_the_flag_is(tmp_pa
         lock_folders(parts(Flags(save=f"{tmp_path}/b", rollout_ledger_dir=f"{tmp_path}/a/ledger")).outputs, {})
     for lock in locks:
         lock.release()
-
-
-def test_the_position_lies_beside_the_data_position(tmp_path):
-    process = Process(tmp_path)
-    process.rollout(0)
-    process.save(0)
-    assert position_path(str(tmp_path), 0).parent == tmp_path / "rollout"
-    assert position_path(str(tmp_path), 0).is_file()
 
 
 # ------------------------------------------------------------------------------------------ the reader tool
@@ -440,14 +405,3 @@ def test_a_reward_that_the_grader_could_not_give_is_taken_away_after_a_checkpoin
     process.ledger.make_samples(2, lambda: RolloutFnTrainOutput([]))
     groups = {group[0].group_index: group for group in process.source.get_samples(3)}
     assert [(s.tokens, s.reward, s.metadata) for s in groups[3]] == [([7, 8], None, {})] * 2
-
-
-def test_a_position_of_an_earlier_version_is_found_beside_its_checkpoint(tmp_path):
-    in_flight_after_a_checkpoint(tmp_path / "a")
-    path = position_path(str(tmp_path / "a"), 0)
-    position = read_state(path, what="It")
-    del position["run"]
-    path.with_suffix(".pkl").write_bytes(pickle.dumps(position))
-    path.unlink()
-    shutil.move(tmp_path / "a", tmp_path / "b")
-    assert sorted(groups_of(Process(tmp_path / "b", start=1), 4)) == [2, 3, 4, 5]

@@ -17,7 +17,7 @@ from slime.rollout import plain_values
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 from tests.ext.ledger.test_ledger import Process
-from tests.unit.rollout.test_positions import Payload, check_flips_and_cuts
+from tests.unit.rollout.test_positions import Payload
 from tests.unit.utils.test_outside_file import KINDS, deadline  # noqa: F401  a fixture
 from tests.unit.utils.test_redaction import PLACES, assert_absent
 
@@ -31,10 +31,6 @@ def position(tmp_path: Path) -> Path:
     process.save(0)
     process.die()
     return position_path(str(tmp_path / "run"), 0)
-
-
-def test_a_flip_of_any_byte_and_any_cut_of_a_position_is_an_error(position: Path) -> None:
-    check_flips_and_cuts(position)
 
 
 @pytest.mark.parametrize(

@@ -68,40 +68,6 @@ def test_a_tail_cut_at_any_byte_loses_only_the_record_that_it_cuts(tmp_path):
     assert [record.head["number"] for record in read_segment(path)] == [1, 2]
 
 
-def test_a_damaged_head_ends_the_reading_and_a_damaged_blob_is_named(tmp_path):
-    data = bytearray(frame(1) + frame(2))
-    data[-1] ^= 1
-    path = segment_path(tmp_path, 0)
-    path.write_bytes(data)
-    first, second = read_segment(path)
-    assert [record.kind for record in read_segment(path, verify_blobs=True)][2] is Kind.DAMAGED
-    assert first.read_blob() == b"\1" * 100
-    with pytest.raises(DataError, match="damaged at byte"):
-        second.read_blob()
-    data[len(frame(1)) + 25] ^= 1
-    path.write_bytes(data)
-    assert [record.kind for record in read_segment(path)] == [Kind.TRAINED, Kind.DAMAGED]
-
-
-def test_every_process_begins_a_segment_of_its_own(tmp_path):
-    first, second = open_writer(tmp_path), open_writer(tmp_path)
-    assert (first.number, second.number, next_number(tmp_path)) == (0, 1, 2)
-    second.put(2)
-    first.put(1)
-    first.close()
-    second.close()
-    assert numbers(tmp_path) == [1, 2]
-
-
-def test_a_queue_that_is_full_is_written_by_whoever_fills_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(segments_module, "MAX_WAITING", 10)
-    writer = open_writer(tmp_path, is_threaded=False)
-    for number in range(25):
-        writer.put(number)
-    assert len(numbers(tmp_path)) == 22
-    writer.close()
-
-
 def test_a_full_disk_is_waited_for_and_nothing_is_written_twice(tmp_path, monkeypatch, caplog):
     writer = open_writer(tmp_path, is_threaded=False)
     monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)

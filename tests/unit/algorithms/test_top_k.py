@@ -44,26 +44,10 @@ def test_the_whole_vocabulary_gives_the_reverse_kl_and_its_gradient():
     torch.testing.assert_close(leaf.grad, again.grad, atol=1e-8, rtol=1e-8)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 6])
-def test_it_is_a_divergence_that_grows_with_the_tokens_kept(k):
-    student, teacher = both(seed=k)
-    value = on_top(student, teacher, k)
-    assert (value > 0).all()
-    assert (value <= on_top(student, teacher, k + 1) + 1e-9).all()  # a finer partition tells more apart
-    torch.testing.assert_close(on_top(teacher, teacher, k), torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0)
-
-
 def test_the_gradient_is_that_of_the_formula():
     student, teacher = both()
     logits = student.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda z: on_top(z.log_softmax(-1), teacher, 3), (logits,))
-
-
-def test_certainty_gives_finite_numbers():
-    certain = torch.tensor([[0.0, -50.0]], requires_grad=True)
-    value = reverse_kl_on_top(certain, torch.tensor([[-50.0, 0.0]]))
-    value.sum().backward()
-    assert value.isfinite().all() and certain.grad.isfinite().all()
 
 
 def test_the_largest_logits_leave_out_the_padding():

@@ -6,20 +6,18 @@ import asyncio
 import json
 import os
 import subprocess
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
-from examples.geo3k_vlm_multi_turn import env_geo3k, rollout
+from examples.geo3k_vlm_multi_turn import rollout
 from examples.geo3k_vlm_multi_turn.base_env import BaseInteractionEnv
 from examples.vision_shapes import model
 from slime.arguments import parse_args
 from slime.rollout.multi_turn import converse
 from slime.rollout.sglang_rollout import GenerateState, generate
-from slime.utils.processing_utils import full_pixels, join_images, load_tokenizer, open_image
+from slime.utils.processing_utils import load_tokenizer, open_image
 from slime.utils.types import Sample
 from tests.e2e.vision_jobs import write_rows
 from tests.unit import talking_engine
@@ -89,15 +87,6 @@ def test_a_token_of_a_picture_that_the_policy_drew_ends_the_conversation(see, dr
     assert sample.status is Sample.Status.TRUNCATED and len(payloads) == 1
 
 
-def test_a_call_that_cannot_be_read_is_answered():
-    env = env_geo3k.build_env(Sample(label="4"), Namespace())
-    assert env.step("\\boxed{4}")[1]
-    for turn, said in (("<tool_call>{</tool_call>", "a call is"), (call("4", "other"), "no tool other")):
-        observation, is_done, _ = env.step(turn)
-        assert said in observation["obs_str"] and not is_done
-        assert env.format_observation(observation)["role"] == "tool"
-
-
 def test_an_image_of_a_tool_goes_to_engine_and_trainer_behind_that_of_the_prompt(see):
     args, payloads = see(lambda prompt: ["look", "done"][prompt.count("assistant") - 1])
     shown = BaseInteractionEnv().format_observation({"obs_str": "here", "images": [picture("blue", (64, 32))]})
@@ -123,20 +112,6 @@ def test_an_image_of_a_tool_goes_to_engine_and_trainer_behind_that_of_the_prompt
     asyncio.run(converse(args, sample, PARAMS, observe, max_turns=1))
     assert len(sample.multimodal_inputs["images"]) == 1 and sample.tokens.count(model.IMAGE_ID) == 6
     assert first.multimodal_inputs["images"][0].size == (32, 48)
-
-
-def test_pixels_in_bytes_and_as_floats_are_joined_as_floats():
-    small = {
-        "pixel_values": torch.tensor([[0, 255]], dtype=torch.uint8),
-        "pixel_range": torch.tensor([127.5, 127.5]),
-        "image_grid_thw": torch.tensor([[1, 1, 1]]),
-    }
-    other = {"pixel_values": torch.tensor([[0.25, 0.5]]), "image_grid_thw": torch.tensor([[1, 1, 1]])}
-    joined = join_images(small, other)
-    assert torch.equal(joined["pixel_values"], torch.cat([full_pixels(small), other["pixel_values"]]))
-    assert "pixel_range" not in joined and len(joined["image_grid_thw"]) == 2
-    assert torch.equal(join_images(small, small)["pixel_values"], torch.tensor([[0, 255]] * 2, dtype=torch.uint8))
-    assert join_images(None, small) == small and join_images(small, None) == small
 
 
 @pytest.mark.parametrize("name", ["geo3k_vlm", "geo3k_vlm_multi_turn"])

@@ -11,23 +11,16 @@ import pytest
 import torch
 import yaml
 
-from tests.matrix.pool import run_ranks
-
 REPO = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(REPO / "tests/unit/backends/megatron_utils"))
 
-from megatron_case import parse, start_parallel, start_single_process  # noqa: E402
+from megatron_case import parse, start_single_process  # noqa: E402
 from test_loss import MODEL_FLAGS, make_args, make_batch, make_logits, run  # noqa: E402
 
 from examples.train_infer_mismatch_helper.mis import (  # noqa: E402
     KEYS,
-    compute_mis_weights,
-    compute_mis_weights_with_cp,
     config_from_args,
 )
-from slime.arguments.overlay import apply_overlay  # noqa: E402
-from slime.arguments.parser import build_parser  # noqa: E402
-from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp  # noqa: E402
 from slime.utils.errors import ConfigError  # noqa: E402
 
 PATH = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
@@ -38,13 +31,6 @@ def test_the_yaml_file_names_every_setting():
     assert set(YAML) == set(KEYS)
     config = config_from_args(Namespace(**YAML))
     assert (config.tis_bounds, config.rs_bounds) == ((0.5, 2.0), (0.99, 1.01))
-
-
-@pytest.mark.parametrize("name", ["mis.yaml", "mis-async.yaml"])
-def test_no_setting_is_taken_for_a_misspelt_flag(name, caplog):
-    path = str(REPO / "examples/train_infer_mismatch_helper" / name)
-    apply_overlay(Namespace(custom_config_path=path), build_parser(with_engine_flags=False))
-    assert "which is no flag" not in caplog.text
 
 
 def test_a_misspelt_setting_is_refused_and_those_of_vanilla_tis_are_not():
@@ -113,31 +99,3 @@ SETTINGS = [
         "rs_veto_threshold": 0.6,
     },
 ]
-
-
-def compare_with_whole() -> list[bool]:
-    """On every rank: its part of what the whole responses give."""
-    start_parallel(parse(*MODEL_FLAGS, "--context-parallel-size", 2, "--actor-num-gpus-per-node", 2))
-    data = columns()
-    lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
-
-    def local(column: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [slice_log_prob_with_cp(values, *length) for values, length in zip(column, lengths, strict=True)]
-
-    equal = []
-    for settings in SETTINGS:
-        args = Namespace(use_tis=True, tis_upper_bound=1.3, **settings)
-        whole = {name: data[name] for name in ("train_log_probs", "rollout_log_probs", "loss_masks")}
-        weights, masks, metrics = compute_mis_weights(args, **whole)
-        loss = torch.cat(local([torch.arange(1.0, n + 1) for n in data["response_lengths"]]))
-        parts = {name: local(data[name]) for name in ("train_log_probs", "rollout_log_probs")}
-        found = compute_mis_weights_with_cp(args, pg_loss=loss, **{**data, **parts})
-        equal.append(torch.allclose(found[0], loss * torch.cat(local(weights))))
-        equal.append(all(torch.equal(a, b) for a, b in zip(found[1], masks, strict=True)))
-        equal += [torch.allclose(found[2]["mis_" + name], torch.cat(local(metrics[name]))) for name in metrics]
-    return equal
-
-
-def test_two_context_parallel_ranks_have_the_parts_of_the_whole():
-    for equal in run_ranks(compare_with_whole, 2):
-        assert len(equal) > 30 and all(equal)

@@ -68,18 +68,6 @@ def test_settings_change_the_team_and_args_stay_as_they_were(talk):
     assert vars(args) == before and params == PARAMS
 
 
-def test_what_cannot_be_read_is_a_question_mark_to_the_judge(talk):
-    args, engine = talk(lambda prompt: "\\boxed{5}" if "answers ? ? ?" in prompt else "hm")
-    samples = asyncio.run(example.generate_with_multi_agents(args, question(), dict(PARAMS)))
-    assert samples[3].reward == 1.0
-
-
-def test_an_evaluation_gets_the_judges_sample_alone(talk):
-    args, engine = talk(policy, custom_generate_function_path=PATH)
-    sample = asyncio.run(generate_and_rm(args, question(), dict(PARAMS), evaluation=True))
-    assert isinstance(sample, Sample) and sample.metadata["role"] == "judge" and sample.reward == 1.0
-
-
 def test_an_interrupted_team_begins_anew(talk, monkeypatch):
     args, engine = talk(policy, custom_generate_function_path=PATH)
     plain = example.generate
@@ -97,12 +85,6 @@ def test_an_interrupted_team_begins_anew(talk, monkeypatch):
     monkeypatch.setattr(example, "generate", plain)
     (samples,) = asyncio.run(generate_and_rm_group(args, [entry], dict(PARAMS)))
     assert [s.reward for s in samples] == [1.0] * 4
-
-
-def test_seeds_of_deterministic_inference_differ_between_solvers(talk):
-    args, engine = talk(policy)
-    asyncio.run(example.generate_with_multi_agents(args, question(), PARAMS | {"sampling_seed": 42}))
-    assert sorted(p["sampling_params"]["sampling_seed"] for p in engine.payloads[:3]) == [1042, 2042, 3042]
 
 
 def test_rewards_are_normalised_within_prompt_and_role(talk):

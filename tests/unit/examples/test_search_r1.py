@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from examples.tiny_tools import task
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.async_utils import run
@@ -60,25 +59,6 @@ def test_scores_are_those_of_the_formula(server):
     assert scores[0] == pytest.approx((rarity_a + rarity_b) * 2.2 / (1 + norm(2)))
     assert scores[1] == pytest.approx(rarity_a * 2 * 2.2 / (2 + norm(4)))
     assert set(scores) == {0, 1}
-
-
-def test_every_question_of_the_tiny_task_is_answered_by_its_two_searches(server):
-    people = task.make_people(7)
-    retriever = server.Retriever(task.facts(people))
-    for person in people:
-        turns = [turn["content"] for turn in task.search_turns(person)]
-        for query, found in ((turns[0], turns[1]), (turns[2], turns[3])):
-            words = query.removeprefix("<search>").removesuffix("</search>")
-            assert retriever.search(words, 1) == [found]
-
-
-def test_the_best_documents_come_first_and_strangers_not_at_all(server, corpus):
-    retriever = server.Retriever.of_file(corpus)
-    assert len(retriever.documents) == 4
-    assert retriever.search("code Lum", 1) == ["code of Lum is 74"]
-    assert retriever.search("code", 5) == ["code of Lum is 74", "code of Zof is 11"]
-    assert retriever.search("nobody", 5) == []
-    assert server.Retriever([]).search("code", 1) == []
 
 
 @pytest.mark.parametrize(("label", "reward"), [("74", 1.0), ("11", 0.1)])

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.tiny_arithmetic import make_task, model, reward, summary, task
-from examples.tiny_arithmetic.hf_accuracy import Accuracy
+from examples.tiny_arithmetic import make_task, model, reward, task
 from examples.tiny_arithmetic.tokenizer import END, END_ID, VOCAB_SIZE, build_tokenizer
 from slime.utils.types import Sample
 
@@ -33,15 +32,6 @@ def test_a_question_its_answer_and_its_worked_answer() -> None:
     assert task.operands_of(task.question(operands)) == operands
 
 
-def test_a_slip_is_carried_on() -> None:
-    operands = (1, 1, 1, 1, 1)
-    steps = task.worked_answer(operands, random.Random(0), slip_rate=1.0).split()
-    sums = [int(steps[0]), *(int(step[1]) for step in steps[1:5])]
-    for before, after in zip(sums, sums[1:]):
-        assert (after - before - 1) % 10 in (1, 2, 8, 9)
-    assert steps[5] == f"\\boxed{{{sums[-1]}}}"
-
-
 def test_the_operands_of_sft_grpo_and_eval_are_disjoint_and_none_occurs_twice(made: Path) -> None:
     sets = {
         "sft": [row["messages"][0]["content"] for row in rows(made, "sft")],
@@ -54,25 +44,6 @@ def test_the_operands_of_sft_grpo_and_eval_are_disjoint_and_none_occurs_twice(ma
     assert not operands["sft"] & operands["eval"]
     assert not operands["grpo"] & operands["eval"]
     assert len(sets["eval"]) >= 500
-
-
-def test_every_label_is_right(made: Path) -> None:
-    for name in ("grpo", "eval"):
-        for row in rows(made, name):
-            assert row["label"] == str(sum(task.operands_of(row["prompt"])) % 10)
-
-
-def test_the_curriculum_ends_in_a_weak_teacher(made: Path) -> None:
-    replies = [row["messages"][1]["content"] for row in rows(made, "sft")]
-    clean, weak = replies[: make_task.CURRICULUM[0].num_rows], replies[make_task.CURRICULUM[0].num_rows :]
-    assert all(" " in reply for reply in clean)
-    assert 0.35 < sum(" " in reply for reply in weak) / len(weak) < 0.45
-
-
-def test_the_same_seed_makes_the_same_files(made: Path, tmp_path: Path) -> None:
-    make_task.make_task(tmp_path, seed=2026)
-    for name in ("data/sft.jsonl", "data/grpo.jsonl", "data/eval.jsonl", "hf/model.safetensors", "hf/config.json"):
-        assert (tmp_path / name).read_bytes() == (made / name).read_bytes()
 
 
 def test_the_tokenizer_gives_back_ascii_and_knows_the_end_of_a_turn(made: Path) -> None:
@@ -124,51 +95,8 @@ def test_grades(response: str, points: float, why: str) -> None:
     assert reward.grade(answered(response)) == points, why
 
 
-def test_a_truncated_response_earns_nothing() -> None:
-    assert reward.grade(answered("\\boxed{0}", Sample.Status.TRUNCATED)) == 0.0
-
-
 def test_the_plug_in_takes_one_sample_or_a_list() -> None:
     args = Namespace()
     right, wrong = answered("\\boxed{0}"), answered("\\boxed{1}")
     assert asyncio.run(reward.reward(args, right)) == 1.0
     assert asyncio.run(reward.reward(args, [right, wrong])) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "word"),
-    [
-        (Accuracy(0.35, 0.65, 0.10, 0.45), None),
-        (Accuracy(0.73, 0.65, 0.80, 0.45), "weak policy"),
-        (Accuracy(0.40, 0.40, 0.44, 0.45), "guess"),
-        (Accuracy(0.60, 0.62, 0.10, 0.95), "hardly ever"),
-    ],
-)
-def test_an_unfit_warm_start_is_called_so(accuracy: Accuracy, word: str | None) -> None:
-    reason = accuracy.why_unfit()
-    assert reason is None if word is None else word in (reason or "")
-
-
-def test_the_summary_shows_both_evaluations_of_step_zero(tmp_path: Path) -> None:
-    killed_before_its_first_checkpoint = [
-        {"run/start": "a"},
-        {"eval/step": 0, "eval/held_out": 0.2},
-        {"train/step": 0, "train/loss": 0.0},
-    ]
-    records = [
-        *killed_before_its_first_checkpoint,
-        {"run/start": "a"},
-        {"eval/step": 0, "eval/held_out": 0.3, "eval/held_out_greedy": 0.4},
-        {"rollout/step": 0, "rollout/raw_reward": 0.31, "perf/time_step_s": 4.0},
-        {"train/step": 0, "train/loss": 0.0},
-        {"eval/step": 0, "eval/held_out": 0.5, "eval/held_out_greedy": 0.9},
-        {"rollout/step": 1, "rollout/raw_reward": 0.6},
-        {"eval/step": 1, "eval/held_out": 0.93, "eval/held_out_greedy": 1.0},
-    ]
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert summary.eval_curve(records, summary.SAMPLED) == [(0, 0.3), (1, 0.5), (2, 0.93)]
-    text = summary.summarise(run)
-    assert "accuracy, held-out, temperature 1:  30.0% -> 93.0% after 2 steps" in text
-    assert (run / "curves.png").stat().st_size > 5000

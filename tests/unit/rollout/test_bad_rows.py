@@ -3,15 +3,12 @@ odd and legitimate is accepted."""
 
 import gzip
 import json
-import resource
 import threading
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from slime.rollout import prompt_dataset, trial_child
 from slime.rollout.prompt_dataset import Dataset, TemplateCheck, check_prompt_file
@@ -184,16 +181,6 @@ def test_a_label_that_a_grader_cannot_compare_with_is_refused_in_any_row(tmp_pat
         assert check(path, grader=other) == 2
 
 
-def test_labels_that_graders_compare_with_are_accepted(tmp_path):
-    path = tmp_path / "data.jsonl"
-    for label in ("42", 42, 0, 0.5, 10**40, "\\boxed{1}"):
-        path.write_text(json.dumps({"input": "a", "label": label}))
-        assert check(path, grader="math") == 1
-    path.write_text(json.dumps({"input": "a", "label": ["1", 2]}))
-    assert check(path, grader="deepscaler") == 1
-    assert "is ['1', 2]" in refusal(check, path, grader="math")
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -216,21 +203,6 @@ def test_files_that_are_something_else_or_cut(tmp_path, content, expected):
     path.write_bytes(content)
     text = refusal(check, path)
     assert str(path) in text and expected in text, text
-
-
-def test_names_and_ranges_of_no_use(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(GOOD * 3)
-    assert "Decompress it first" in refusal(check, f"{path}.gz")
-    assert "there is no file" in refusal(check, tmp_path / "nothing.jsonl")
-    (tmp_path / "folder.jsonl").mkdir()
-    assert "there is no file" in refusal(check, tmp_path / "folder.jsonl")
-    assert "selects no row (rows 2:1)" in refusal(check, f"{path}@[2:1]")
-    assert "selects no row (rows 5:)" in refusal(check, f"{path}@[5:]")
-    assert check(f"{path}@[1:{'9' * 5000}]") == 2
-    assert check(f"{path}@[-{'9' * 30}:]") == 3
-    path.write_bytes(b"\xef\xbb\xbf" + GOOD)
-    assert check(path) == 1, "a byte order mark of UTF-8 is passed over"
 
 
 def test_a_line_without_an_end_is_not_read_into_memory(tmp_path, monkeypatch):
@@ -267,31 +239,6 @@ def test_values_of_no_use_in_parquet(tmp_path, rows, expected):
     write_parquet(path, rows)
     text = refusal(check, path, grader="math")
     assert f"{path} {expected}" in text
-
-
-def test_a_parquet_file_with_any_byte_flipped_is_refused_or_read_and_never_ends_in_a_traceback(tmp_path):
-    """With page checksums a flip in the data is found; any other is refused, or changes no row."""
-    rows = [{"input": f"prompt {i} " * 5, "label": str(i)} for i in range(50)]
-    path = tmp_path / "data.parquet"
-    write_parquet(path, rows, write_page_checksum=True, compression="snappy")
-    whole = path.read_bytes()
-    found = 0
-    for offset in range(0, len(whole), 7):
-        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
-        try:
-            check(path)
-        except DataError as error:
-            assert "\n" not in str(error)
-            found += 1
-    assert found > len(whole) / 7 * 0.5
-    for size in (0, 3, 8, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        assert "cannot be read as parquet" in refusal(check, path)
-    path.write_bytes(GOOD)
-    assert "cannot be read as parquet" in refusal(check, path)
-    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["input", "input"])
-    pq.write_table(table, path)
-    assert "two columns 'input'" in refusal(check, path)
 
 
 # ------------------------------------------------------------------------------------------ chat templates
@@ -349,22 +296,6 @@ def test_roles_that_the_template_leaves_out_or_does_not_name_are_refused(tmp_pat
 
 @pytest.mark.parametrize("run", [tried, rendered])
 @pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ raise_exception('no system') }}", "no system"),
-        ("{% for a in range(10**12) %}{% endfor %}", "too big"),
-        ("{{ 1 // 0 }}", "division"),
-        ("{{ messages[7].content.x }}", "no element 7"),
-        ("{% for m in messages %}", "Unexpected end of template"),
-    ],
-)
-def test_templates_that_fail(tmp_path, run, template, expected):
-    text = refusal(run, write_chat(tmp_path, "user"), template)
-    assert "line 1: the chat template cannot render the prompt" in text and expected in text
-
-
-@pytest.mark.parametrize("run", [tried, rendered])
-@pytest.mark.parametrize(
     "thing",
     [
         *(
@@ -384,50 +315,6 @@ def test_a_template_that_prints_an_object_is_refused(tmp_path, run, thing):
     text = refusal(run, write_chat(tmp_path, "user"), ANY_ROLE + "{{ " + thing + " }}")
     assert "line 1: the chat template cannot render the prompt (it prints an object of the program, " in text
     assert "chat_template.jinja" in text
-
-
-@pytest.mark.parametrize("run", [tried, rendered])
-def test_objects_that_a_row_or_the_template_spells_out_are_text(tmp_path, run):
-    path = tmp_path / "data.jsonl"
-    said = "type(3) is <class 'int'>, and <function f at 0x7f00> has \"quotes\" and 'others'\n"
-    path.write_text(json.dumps({"input": [{"role": "user", "content": said}], "label": "1"}))
-    assert run(path, ANY_ROLE + "<function=x><tools></tools><class 'str'>{{ messages[0] }}") == 1
-
-
-BOOM = "{{ 'x' * (messages|length * 10) ** EXPONENT }}"  # nothing that jinja works out when it compiles
-EXPLODES = "{{ messages[0].content }}{% if 'boom' in messages[0].content %}" + BOOM + "{% endif %}"
-
-
-@pytest.mark.parametrize(
-    ("exponent", "says"), [(7, "its text has 10,000,004 characters"), (10, "it takes more than 2 GiB")]
-)
-def test_a_template_that_explodes_on_a_later_row_is_refused_there(tmp_path, exponent, says):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"input": text, "label": "1"}) + "\n" for text in ("hi", "boom")))
-    template = EXPLODES.replace("EXPONENT", str(exponent))
-    assert tried(path, template) == 2
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    text = refusal(rendered, path, template)
-    assert "line 2: the chat template cannot render the prompt" in text and says in text
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
-
-
-@pytest.mark.parametrize("breaks", ["panic", "hang"])
-def test_a_tokenizer_that_breaks_on_a_later_row_names_it(tmp_path, monkeypatch, breaks):
-    regex, word = {"panic": ("(a+)+$", "a" * 40 + "b"), "hang": ("x", "x" * 10)}[breaks]
-    fast = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    fast.pre_tokenizer = pre_tokenizers.Split(Regex(regex), "isolated")
-    tokenizer, stop = PreTrainedTokenizerFast(tokenizer_object=fast), threading.Event()
-    if breaks == "hang":
-        monkeypatch.setattr(PreTrainedTokenizerFast, "encode", lambda *_, **__: stop.wait(60))
-        monkeypatch.setattr(prompt_dataset.map_with_deadline, "__kwdefaults__", {"timeout_s": 0.2})
-    assert breaks == "hang" or prompt_dataset.encode(tokenizer, "hi") == [0]
-    try:
-        text = refusal(prompt_dataset.encode, tokenizer, word, "Sample 3")
-    finally:
-        stop.set()
-    says = {"panic": "breaks on it", "hang": "is still at work after 0 s"}[breaks]
-    assert f"Sample 3: the tokenizer {says}" in text and "tokenizer.json" in text
 
 
 def test_a_template_that_never_ends_has_a_deadline(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from slime.rollout import data_source as data_source_module
 from slime.rollout import plain_values
-from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first, state_path
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, state_path
 from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.types import Sample
@@ -91,12 +91,6 @@ def test_samples_of_a_group_share_pictures_in_lists_of_their_own(make_args):
     assert second.multimodal_inputs == {"images": [picture], "videos": None}
 
 
-def test_more_groups_than_rows_take_several_epochs(make_args):
-    source = RolloutDataSource(make_args())
-    assert names(source.get_samples(12)) == [f"q{i}" for i in [0, 1, 2, 3, 4] * 2 + [0, 1]]
-    assert source.epoch_id == 2
-
-
 def test_every_epoch_is_a_permutation_and_epochs_differ(make_args):
     source = RolloutDataSource(make_args(rollout_shuffle=True))
     epochs = [names(source.get_samples(5)) for _ in range(3)]
@@ -123,17 +117,6 @@ def test_returned_groups_come_first_and_in_order(make_args):
     assert names(source.get_samples(2)) == ["q1", "q0"]
     assert names(source.get_samples(3)) == ["q2", "q3", "q4"]
     assert source.get_buffer_length() == 0
-
-
-def test_finished_surplus_is_taken_back_as_it_is(make_args):
-    source = RolloutDataSourceWithBuffer(make_args())
-    [group] = source.get_samples(1)
-    for sample in group:
-        sample.status, sample.reward = Sample.Status.COMPLETED, 1.0
-    source.add_samples([group])
-    [again] = source.get_samples(1)
-    assert again is group
-    assert [sample.reward for sample in again] == [1.0, 1.0]
 
 
 def test_only_whole_groups_are_taken_back(make_args):
@@ -177,13 +160,6 @@ def test_a_buffer_filter_that_would_train_a_group_twice_is_stopped(make_args, mo
         with_filter(make_args, monkeypatch, keeps_what_it_returns).get_samples(1)
     with pytest.raises(HookError, match="my.filter returned 3 groups; .* at most 2"):
         with_filter(make_args, monkeypatch, returns_everything).get_samples(2)
-
-
-def test_pop_first_removes_what_it_returns():
-    buffer = [[Sample(index=i)] for i in range(3)]
-    assert [group[0].index for group in pop_first(None, None, buffer, 2)] == [0, 1]
-    assert [group[0].index for group in buffer] == [2]
-    assert len(pop_first(None, None, buffer, 9)) == 1
 
 
 def rollout(source):
@@ -239,23 +215,6 @@ def test_a_resume_without_its_file_is_an_error_that_names_it(make_args):
         RolloutDataSourceWithBuffer(args).load()
 
 
-def test_a_first_start_has_nothing_to_load(make_args):
-    for start in (None, 0):
-        source = RolloutDataSourceWithBuffer(make_args(start_rollout_id=start))
-        source.load()
-        source.load(-1)
-        assert names(source.get_samples(1)) == ["q0"]
-
-
-def test_a_torn_file_is_an_error_that_names_it(make_args):
-    args = make_args()
-    path = state_path(args.load, 0)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"half")
-    with pytest.raises(DataError, match="global_dataset_state_dict_0.pt cannot be read"):
-        RolloutDataSourceWithBuffer(args).load(0)
-
-
 def test_a_save_that_fails_leaves_the_old_file(make_args, monkeypatch):
     source = RolloutDataSourceWithBuffer(make_args())
     source.save(0)
@@ -275,11 +234,6 @@ def test_a_save_that_fails_leaves_the_old_file(make_args, monkeypatch):
     path = state_path(source.args.save, 0)
     assert not path.with_name(path.name + ".tmp").exists()
     assert plain_values.read_state(path, what="It")["sample_offset"] == 0
-
-
-def test_saving_needs_a_folder(make_args):
-    with pytest.raises(ConfigError, match="--save is not set"):
-        RolloutDataSourceWithBuffer(make_args(save=None)).save(0)
 
 
 def test_a_state_without_a_buffer_and_of_other_data_loads_with_a_warning(make_args, caplog):
@@ -304,8 +258,3 @@ def test_a_buffer_of_groups_of_another_size_is_refused_when_it_is_loaded(make_ar
     again = RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=3, load=source.args.save))
     again.load(1)
     assert [len(group) for group in again.get_samples(1)] == [3]
-
-
-def test_details_hold_the_tokenizer(make_args, tmp_path):
-    RolloutDataSource(make_args(dump_details=str(tmp_path / "details")))
-    assert (tmp_path / "details" / "tokenizer").is_dir()

@@ -152,13 +152,6 @@ def empty_router():
     handle.stop()
 
 
-def test_without_any_worker_the_error_says_so(empty_router, monkeypatch):
-    monkeypatch.setattr(direct_workers, "_ATTEMPTS", 2)
-    monkeypatch.setattr(direct_workers, "_RETRY_WAIT_S", 0.01)
-    with pytest.raises(EngineError, match="No worker answered in 2 attempts .* lists no worker"):
-        send(empty_router, [[1]])
-
-
 def test_without_any_worker_a_request_waits_where_engines_are_replaced(empty_router, workers, monkeypatch):
     monkeypatch.setattr(direct_workers, "_RETRY_WAIT_S", 0.01)
     monkeypatch.setattr(direct_workers, "_ATTEMPTS", 2)

@@ -134,25 +134,3 @@ def test_an_answer_with_impossible_numbers_is_asked_for_again_or_ends_the_run(mo
         bad = iter([value])
         with pytest.raises(EngineError, match=rf"sample 3 cannot be used \(request \w+.*http://.*{field}"):
             ask(flags(engine, use_fault_tolerance=False))
-
-
-def test_the_time_for_another_answer_begins_with_the_first_bad_one_however_late_it_came(monkeypatch):
-    clock, asked = Namespace(now_s=0.0), []
-    meta_info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 7, None]]}
-
-    async def send(config, payload, session_id):
-        asked.append(clock.now_s)
-        clock.now_s += 1000.0
-        return {"text": "", "meta_info": meta_info} if len(asked) == good else "{"
-
-    monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.0)
-    monkeypatch.setattr(engine_request, "send", send)
-    monkeypatch.setattr(engine_request, "time", Namespace(monotonic=lambda: clock.now_s))
-    engine = Namespace(host="127.0.0.1", port=1)
-    good = 2
-    assert ask(flags(engine)).response_length == 1 and len(asked) == 2
-    good = 9
-    asked.clear()
-    with pytest.raises(EngineError, match="cannot be used"):
-        ask(flags(engine))
-    assert len(asked) == 2

@@ -7,7 +7,6 @@ import pytest
 from slime.rollout.eval_config import (
     EvalDatasetConfig,
     build_eval_dataset_configs,
-    ensure_dataset_list,
     eval_datasets_from_args,
 )
 from slime.utils.errors import ConfigError
@@ -115,25 +114,9 @@ def test_a_malformed_file_says_what_is_wrong(tmp_path, text, message):
         eval_datasets_from_args(make_args(eval_config=str(path)))
 
 
-def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match="--eval-config: no.yaml is not a file"):
-        eval_datasets_from_args(make_args(eval_config="no.yaml"))
-
-
 def test_overrides_and_grader_are_put_over_the_metadata_of_a_copy():
     config = EvalDatasetConfig(name="a", path="p", rm_type="math", metadata_overrides={"x": 1})
     metadata = {"x": 0, "y": 2}
     assert config.inject_metadata(metadata) == {"x": 1, "y": 2, "rm_type": "math"}
     assert metadata == {"x": 0, "y": 2}
     assert EvalDatasetConfig(name="a", path="p").inject_metadata(None) == {}
-
-
-def test_equal_cache_keys_read_equal_rows():
-    one = EvalDatasetConfig(name="a", path="p", input_key="q", temperature=0.1)
-    assert one.cache_key == EvalDatasetConfig(name="a", path="p", input_key="q", temperature=0.9).cache_key
-    assert one.cache_key != EvalDatasetConfig(name="a", path="p", input_key="r").cache_key
-
-
-def test_entries_by_name_become_a_list():
-    assert ensure_dataset_list({"a": {"path": "p"}}) == [{"name": "a", "path": "p"}]
-    assert ensure_dataset_list(None) == []

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.rollout import eval_data, sglang_rollout
-from slime.rollout.config import rollout_config
 from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DeadlineError, EngineError
 from slime.utils.http_utils import close_http_client
-from slime.utils.types import Sample
 from tests.unit.rollout import fake_cluster
 from tests.unit.rollout.fake_cluster import FakeCluster, FakeTokenizer, Plan, make_args, prompt_of, write_prompts
 
 HOOKS = fake_cluster.__name__
-Evaluate = Callable[..., dict[str, dict[str, list[Any]]]]
 
 
 @pytest.fixture
@@ -117,19 +113,6 @@ def test_metadata_overrides_and_grader_of_the_data_set_reach_the_samples(cluster
         assert data["d"]["rewards"] == [0.0]  # 1 by the function of the run
 
 
-def test_a_dict_reward_is_reported_by_its_key(cluster, tmp_path):
-    config = dataset(tmp_path, "d", ["a"], custom_rm_path=None, rm_type="dapo")
-    assert evaluate(cluster, config, custom_rm_path=None, eval_reward_key="acc")["d"]["rewards"] == [False]
-    assert evaluate(cluster, config, custom_rm_path=None, reward_key="score")["d"]["rewards"] == [-1.0]
-    with pytest.raises(ConfigError, match="no entry 'typo'; it has score, acc, pred"):
-        evaluate(cluster, config, custom_rm_path=None, eval_reward_key="typo")
-
-
-def test_a_fanned_out_answer_reports_each_of_its_samples(cluster, tmp_path):
-    config = dataset(tmp_path, "d", ["a"], custom_generate_function_path=f"{HOOKS}.fan_out")
-    assert len(evaluate(cluster, config)["d"]["samples"]) == 2
-
-
 def test_group_rm_is_refused(cluster, tmp_path):
     with pytest.raises(ConfigError, match="--group-rm"):
         evaluate(cluster, dataset(tmp_path, "d", ["a"]), group_rm=True)
@@ -150,12 +133,6 @@ def test_the_deadline_ends_an_evaluation(cluster, tmp_path):
         evaluate(cluster, dataset(tmp_path, "d", ["a"]), rollout_timeout_s=0.3)
 
 
-def test_the_first_answer_that_fails_ends_an_evaluation(cluster, tmp_path):
-    cluster.plans |= {"a": Plan(hold_after=1), "b": Plan(breaks=1000, length=100)}
-    with pytest.raises(EngineError, match="broken off 3 times"):
-        evaluate(cluster, dataset(tmp_path, "d", ["a", "b"], max_response_len=100), rollout_timeout_s=60.0)
-
-
 def test_answers_to_one_prompt_are_one_group_in_every_data_set(cluster, tmp_path):
     data = evaluate(
         cluster,
@@ -165,27 +142,3 @@ def test_answers_to_one_prompt_are_one_group_in_every_data_set(cluster, tmp_path
     assert [sample.group_index for sample in data["first"]["samples"]] == [0, 0, 1, 1]
     assert [sample.group_index for sample in data["second"]["samples"]] == [0, 1, 2]
     assert [sample.index for sample in data["first"]["samples"]] == [0, 1, 2, 3]
-
-
-def test_answers_to_one_prompt_share_its_pictures_so_that_these_are_processed_once(monkeypatch):
-    picture, config = object(), EvalDatasetConfig(name="d", path="p", n_samples_per_eval_prompt=2)
-    prompt = Sample(prompt="a", multimodal_inputs={"images": [picture]})
-    monkeypatch.setattr(eval_data, "_load_dataset", lambda *_: Namespace(samples=[prompt]))
-    requests = eval_data.requests_of(Namespace(), rollout_config(Namespace()), config, None)
-    [(first, _), (second, _)] = requests
-    assert first.multimodal_inputs["images"][0] is second.multimodal_inputs["images"][0] is picture
-    assert first.multimodal_inputs is not second.multimodal_inputs and first.metadata is not second.metadata
-
-
-def test_a_grader_that_fails_costs_an_evaluation_one_answer(cluster, tmp_path):
-    config = dataset(tmp_path, "d", ["a", "b"], custom_rm_path=f"{HOOKS}.position_reward")
-    config.custom_rm_path = "tests.unit.rollout.test_eval_rollout.fails_on_b"
-    data = evaluate(cluster, config)["d"]
-    assert data["rewards"] == [1.0, 0.0]
-    assert "reward_error" in data["samples"][1].metadata and "reward_error" not in data["samples"][0].metadata
-
-
-async def fails_on_b(args: Any, sample: Any, **kwargs: Any) -> float:
-    if sample.prompt == "b":
-        raise ZeroDivisionError
-    return 1.0

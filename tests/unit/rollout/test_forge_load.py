@@ -6,9 +6,9 @@ from argparse import Namespace
 
 import pytest
 
-from slime.observability.dumps import load_rollout_dump, save_rollout_dump
+from slime.observability.dumps import save_rollout_dump
 from slime.rollout.forge_load import generate_rollout
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 
 
@@ -24,14 +24,6 @@ def arguments(template: str | None) -> Namespace:
     return Namespace(load_forge_rollout_data=template, reward_key=None, eval_reward_key=None, trust_debug_data=False)
 
 
-@pytest.mark.parametrize("is_trusted", [False, True])
-def test_a_dump_that_was_cut_is_named(is_trusted, tmp_path):
-    path = save_rollout_dump(str(tmp_path / "0.pt"), 0, samples(0, 0))
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(DataError, match="0.pt .*copy it again"):
-        load_rollout_dump(str(path), 0, is_trusted=is_trusted)
-
-
 def test_each_rollout_gets_its_file_and_later_ones_the_first(tmp_path):
     template = str(tmp_path / "{rollout_id}.pt")
     save_rollout_dump(template, 0, samples(0, 0, 1, 1))
@@ -40,18 +32,6 @@ def test_each_rollout_gets_its_file_and_later_ones_the_first(tmp_path):
     assert [[s.group_index for s in group] for group in generate_rollout(args, 0, None).samples] == [[0, 0], [1, 1]]
     assert [[s.group_index for s in group] for group in generate_rollout(args, 1, None).samples] == [[2, 2]]
     assert generate_rollout(args, 7, None).samples == generate_rollout(args, 0, None).samples
-
-
-def test_one_literal_file_serves_all_rollouts(tmp_path):
-    path = str(tmp_path / "data.pt")
-    save_rollout_dump(path, 0, samples(0, 0))
-    assert len(generate_rollout(arguments(path), 5, None).samples) == 1
-
-
-def test_samples_without_a_group_stand_alone(tmp_path):
-    path = str(tmp_path / "data.pt")
-    save_rollout_dump(path, 0, samples(None, None))
-    assert [len(group) for group in generate_rollout(arguments(path), 0, None).samples] == [1, 1]
 
 
 def test_an_evaluation_is_reported_under_one_name(tmp_path):
@@ -73,10 +53,3 @@ def test_a_reward_without_the_entry_of_the_flag_is_named(tmp_path):
     args.reward_key = "score"
     with pytest.raises(ConfigError, match="forge_eval has no entry 'score'; it has acc.*--eval-reward-key"):
         generate_rollout(args, 0, None, evaluation=True)
-
-
-def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="--load-forge-rollout-data is not given"):
-        generate_rollout(arguments(None), 0, None)
-    with pytest.raises(DataError, match="--load-forge-rollout-data: .*does not exist"):
-        generate_rollout(arguments(str(tmp_path / "{rollout_id}.pt")), 0, None)

@@ -159,26 +159,6 @@ def test_no_trained_token_is_older_than_the_bound(start_job, max_staleness, inte
     assert [m["rollout/staleness/groups_regenerated"] for m in job.metrics] == [0] * 8
 
 
-def test_the_reported_staleness_is_what_the_weight_versions_say(start_job):
-    job = start_job(script=Script(length=straggling, seconds_per_token=0.001), max_staleness=2, rollout_batch_size=4)
-    job.run_ahead(6)
-    by_rollout = {
-        k: [s for (r, _, _), s in zip(job.trained, job.staleness(), strict=True) if r == k] for k in range(6)
-    }
-    assert [m["rollout/staleness/max"] for m in job.metrics] == [max(by_rollout[k]) for k in range(6)]
-    assert [m["rollout/staleness/mean"] for m in job.metrics] == [sum(by_rollout[k]) / 4 for k in range(6)]
-
-
-def test_without_a_bound_stragglers_may_grow_old_and_are_trained_all_the_same(start_job):
-    held = Script(length=lambda r: 400 if r.text.endswith(" 0") else 2, seconds_per_token=0.001)
-    job = start_job(script=held)
-    job.run_ahead(8, train_s=0.03)
-    while 0 not in job.trained_names():
-        job.train(99, job.generate(len(job.metrics)))
-    assert max(job.staleness()) > 2
-    assert set(job.trained_names().values()) == {1}
-
-
 def test_the_producer_stops_when_groups_could_only_be_trained_too_late(start_job):
     job = start_job(200, Script(length=2), max_staleness=3, rollout_batch_size=4)
     job.generate(0)
@@ -194,13 +174,6 @@ def test_the_producer_stops_when_groups_could_only_be_trained_too_late(start_job
     job.generate(2)
     time.sleep(0.3)
     assert len(job.engine.payloads) == 5 * 4 * 2, "the push made room for one batch"
-
-
-def test_nothing_is_generated_that_no_rollout_will_train(start_job):
-    job = start_job(200, Script(length=2), num_rollout=3, rollout_batch_size=4)
-    job.run_ahead(3)
-    assert len(job.engine.payloads) == 3 * 4 * 2
-    assert job.source.sample_group_index == 3 * 4
 
 
 def test_a_push_keeps_the_tokens_drawn_so_far_and_the_group_goes_on_with_the_new_weights(start_job):
@@ -224,14 +197,6 @@ def test_a_push_keeps_the_tokens_drawn_so_far_and_the_group_goes_on_with_the_new
     assert earlier[:2] == [5, 5], "the continuation sends what was drawn"
 
 
-def test_the_data_source_is_left_alone_between_two_rollouts(start_job):
-    job = start_job(200, Script(length=2), rollout_batch_size=4)
-    job.generate(0)
-    before = job.source.state_dict()
-    time.sleep(0.3)
-    assert job.source.state_dict() == before
-
-
 def test_groups_of_an_earlier_job_that_are_too_old_are_drawn_again(start_job, caplog):
     one_group = {"sglang_server_concurrency": 2}  # the next one cannot be finished before that which is drawn again
     job = start_job(script=Script(length=4), max_staleness=1, **one_group)
@@ -244,15 +209,6 @@ def test_groups_of_an_earlier_job_that_are_too_old_are_drawn_again(start_job, ca
     assert output.metrics["rollout/staleness/groups_regenerated"] == 1
     assert output.metrics["rollout/staleness/tokens_discarded"] == 6
     assert "--max-staleness" in caplog.text
-
-
-def test_groups_that_are_too_old_can_be_masked_instead(start_job):
-    job = start_job(script=Script(length=4), max_staleness=1, stale_group_policy="mask")
-    job.engine.weight_version = "9"
-    job.source.add_samples([finished_group(job, "5"), finished_group(job, "8")])
-    output = job.generate(0)
-    assert [[sample.remove_sample for sample in group] for group in output.samples] == [[True, True], [False, False]]
-    assert output.metrics["rollout/staleness/samples_masked"] == 2
 
 
 @pytest.mark.parametrize("policy", ["regenerate", "mask"])
@@ -307,22 +263,6 @@ def test_staleness_zero_needs_the_loop_that_pushes_before_it_generates(start_job
         other.run_ahead(3)
 
 
-def test_dropped_groups_are_counted_and_replaced(start_job):
-    path = f"{__name__}.drop_every_third"
-    job = start_job(script=Script(length=2), max_staleness=1, num_rollout=4, dynamic_sampling_filter_path=path)
-    job.run_ahead(4)
-    dropped = sum(m.get("rollout/dynamic_filter/drop_third", 0) for m in job.metrics)
-    assert dropped == sum(m["rollout/groups/dropped"] for m in job.metrics) > 0
-    assert all(name % 3 for name in job.trained_names())
-    assert len(job.trained) == 4 * 2
-
-
-def drop_every_third(args: Any, group: list[Sample]) -> Any:
-    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-
-    return DynamicFilterOutput(keep=group[0].group_index % 3 != 0, reason="third")
-
-
 def test_every_group_issued_is_trained_or_still_there(start_job):
     job = start_job(300, Script(length=straggling, seconds_per_token=0.001), max_staleness=2, rollout_batch_size=4)
     job.run_ahead(7)
@@ -349,46 +289,7 @@ def test_a_rollout_that_takes_too_long_says_which_engine_holds_requests(start_jo
     assert job.engine.url in str(caught.value)
 
 
-def test_requests_in_flight_keep_to_the_engines_concurrency(start_job):
-    job = start_job(200, Script(length=3, seconds_per_token=0.003), sglang_server_concurrency=8, rollout_batch_size=4)
-    job.run_ahead(4)
-    assert job.engine.max_in_flight <= 8
-
-
-def test_a_batch_of_more_groups_than_requests_at_a_time_is_collected(start_job):
-    job = start_job(rollout_batch_size=4, n_samples_per_prompt=1, sglang_server_concurrency=2, rollout_timeout_s=20.0)
-    assert len(job.generate(0).samples) == 4
-    assert job.engine.max_in_flight <= 2
-
-
-def test_it_does_not_evaluate(start_job):
-    job = start_job()
-    with pytest.raises(ValueError, match="--eval-function-path"):
-        generate_rollout_fully_async(job.args, 0, job.source, evaluation=True)
-
-
-def test_hooks_at_the_end_see_the_batch_and_everything_finished(start_job):
-    fake_cluster.CALLS.clear()
-    job = start_job(
-        script=Script(length=2),
-        rollout_sample_filter_path=f"{__name__}.note_batch",
-        rollout_all_samples_process_path=f"{__name__}.note_all",
-    )
-    NOTED.clear()
-    output = job.generate(0)
-    assert NOTED[0] == [group[0].index for group in output.samples]
-    assert set(NOTED[0]) <= set(NOTED[1])
-
-
 NOTED: list[list[int]] = []
-
-
-def note_batch(args: Any, groups: list[Any]) -> None:
-    NOTED.append([group[0].index for group in groups])
-
-
-def note_all(args: Any, groups: list[Any], get_samples: Any) -> None:
-    NOTED.append([group[0].index for group in groups])
 
 
 def test_an_execution_may_fan_out_and_begins_again_after_a_push(start_job):
@@ -423,24 +324,6 @@ async def any_reward(args: Any, sample: Any, **kwargs: Any) -> Any:
     return [1.0] * len(sample) if isinstance(sample, list) else 1.0
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"custom_generate_function_path": f"{__name__}.without_metadata"},
-        {"rollout_sample_hook_path": [f"{__name__}.leave_no_metadata"]},
-        {"data_source_path": f"{__name__}.BareSource"},
-    ],
-    ids=lambda flags: next(iter(flags)),
-)
-def test_a_plug_in_may_leave_samples_without_metadata(start_job, monkeypatch, flags):
-    if "data_source_path" in flags:
-        monkeypatch.setitem(globals(), "RolloutDataSourceWithBuffer", BareSource)
-    job = start_job(script=Script(length=2), **flags)
-    for rollout_id in range(2):
-        output = generate_rollout(job.args, rollout_id, job.source)
-        assert all(sample.metadata is not None for sample in leaf_samples(output.samples))
-
-
 class BareSource(RolloutDataSourceWithBuffer):
     """A data source that leaves metadata out."""
 
@@ -454,10 +337,6 @@ def leave_no_metadata(args: Any, samples: Any, *rest: Any, **facts: Any) -> Any:
     for sample in leaf_samples(samples):
         sample.metadata = None
     return samples if isinstance(samples, Sample) else True
-
-
-async def without_metadata(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    return leave_no_metadata(args, await generate(args, sample, sampling_params))
 
 
 def test_a_place_that_becomes_free_while_groups_are_started_is_taken_at_once(start_job, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from argparse import Namespace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +17,10 @@ from slime.rollout.engine_request import (
     append_checked,
     append_output,
     decoder_of,
-    drew_image,
 )
 from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
 from slime.rollout.sglang_streaming_rollout import _cut_off
-from slime.utils.async_utils import run
-from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.errors import DataError, HookError
 from slime.utils.processing_utils import check_image_tokens
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import FakeTokenizer
@@ -83,11 +80,6 @@ def test_a_custom_function_gets_the_evaluation_flag_only_if_it_asks(monkeypatch)
     assert call(monkeypatch, with_flag, Sample()).reward == 2.0
 
 
-def test_an_answered_sample_is_not_generated_again(monkeypatch):
-    sample = Sample(status=Sample.Status.TRUNCATED, reward=0.5)
-    assert call(monkeypatch, None, sample) is sample
-
-
 def test_earlier_tokens_of_an_answered_sample_are_masked_when_it_comes_back(monkeypatch):
     sample = Sample(status=Sample.Status.COMPLETED, reward=0.5, response_length=3, loss_mask=[1, 1, 1])
     call(monkeypatch, None, sample, partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
@@ -109,13 +101,6 @@ def test_a_custom_function_that_returns_nothing_is_refused(monkeypatch):
 
     with pytest.raises(HookError, match="returned NoneType"):
         call(monkeypatch, nothing, Sample())
-
-
-def test_a_prompt_is_tokenised_once_and_then_continued():
-    sample = Sample(prompt="ab")
-    assert _prepare_prompt_ids(sample, FakeTokenizer(), None) == [97, 98]
-    sample.tokens, sample.response_length = [97, 98, 1000], 1
-    assert _prepare_prompt_ids(sample, FakeTokenizer(), None) == [97, 98, 1000]
 
 
 def test_a_multimodal_prompt_goes_through_the_processor_and_keeps_its_pixels():
@@ -148,16 +133,6 @@ def test_what_is_no_image_is_refused_before_it_is_left_out_of_the_request(kind):
         _payload(config, sample, [7], {})
 
 
-def test_tokens_of_pictures_count_where_the_policy_drew_them():
-    glm = SimpleNamespace(image_token_id=8, video_token_id=9, video_start_id=7)
-    sample = Sample(tokens=[8, 8, 1, 2, 8], response_length=3)
-    assert drew_image(sample, glm) and not drew_image(sample, None)
-    sample.loss_mask = [1, 1, 0]  # a tool showed it
-    assert not drew_image(sample, glm)
-    sample.tokens[-2] = 7
-    assert drew_image(sample, glm) and not drew_image(sample, SimpleNamespace(image_token_id=8))
-
-
 def test_an_engine_that_counts_other_tokens_for_images_is_refused():
     stop, abort = {"type": "stop"}, {"type": "abort"}
     check_image_tokens("Sample 1", {"image_data": ["x"]}, {"prompt_tokens": 4, "finish_reason": stop}, 4)
@@ -183,11 +158,6 @@ def test_siblings_share_the_pixels_of_one_run_of_the_processor():
     assert first["pixel_values"] is second["pixel_values"] and first is not second
 
 
-def test_messages_that_were_never_rendered_are_refused():
-    with pytest.raises(DataError, match="--apply-chat-template"):
-        _prepare_prompt_ids(Sample(prompt=[{"role": "user", "content": "a"}]), FakeTokenizer(), None)
-
-
 def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
     monkeypatch.setattr("slime.rollout.engine_request.encode_image_for_rollout_engine", lambda image: f"data:{image}")
     sample = Sample(prompt="a", response="b", multimodal_inputs={"images": ["img"]})
@@ -199,18 +169,6 @@ def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
         "text": "ab",
         "image_data": ["data:img"],
     }
-
-
-@pytest.mark.parametrize("output", ["busy", {"text": "x"}, {"text": "x", "meta_info": {}}])
-def test_an_answer_without_its_parts_is_an_error(output):
-    with pytest.raises(EngineError, match="meta_info|finish_reason"):
-        append_output(Namespace(), Sample(), output)
-
-
-def test_an_answer_aborted_before_its_first_token_leaves_the_sample_as_it_was():
-    sample = Sample(prompt="a", tokens=[97])
-    append_output(Namespace(), sample, {"text": "", "meta_info": {"finish_reason": {"type": "abort"}}})
-    assert sample.status is Sample.Status.ABORTED and sample.tokens == [97] and sample.response_length == 0
 
 
 def test_a_model_is_served_at_its_router_or_the_default_one():
@@ -242,20 +200,6 @@ def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
     assert set(before.values()) == {"a", "b", "c"}
     assert all(after[key] == before[key] for key in keys if before[key] != "c")
     direct_workers.WorkerPicker.clear_instances()
-
-
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
-def test_a_generate_function_cannot_end_the_loop(monkeypatch, error):
-    async def leaves(args, sample, sampling_params):
-        raise error
-
-    monkeypatch.setattr(sglang_rollout, "GenerateState", FakeState)
-    monkeypatch.setattr(sglang_rollout, "load_function", lambda path: leaves)
-    call = generate_and_rm(Namespace(**MINIMAL), Sample(index=3, group_index=1), {}, evaluation=True)
-    with pytest.raises(
-        HookError, match="--custom-generate-function-path plugin.generate, called for sample 3 of group 1, raised"
-    ):
-        run(call, timeout_s=20)
 
 
 def answered(tokenizer, ids, kind):

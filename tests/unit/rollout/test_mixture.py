@@ -4,7 +4,6 @@ import json
 from argparse import Namespace
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from slime.rollout import data_source as data_source_module
@@ -78,12 +77,6 @@ def test_a_schedule_goes_from_weight_to_weight_over_the_prompts_taken(open_sourc
     assert shares(prompts[10:]) == {"b": 20}
 
 
-def test_samples_say_where_they_come_from(open_source):
-    [group] = open_source().get_samples(1)
-    assert [sample.metadata for sample in group] == [{"source_name": "a", "source_row": 0}] * 2
-    assert group[0].label == 0 and group[1].index == 1
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("stop", [1, 7, 23])
 def test_a_restart_goes_on_with_the_next_prompt(open_source, shuffle, stop):
@@ -112,19 +105,6 @@ def test_prompts_that_are_always_or_never_solved_are_left_out_for_some_epochs(op
     assert source.dataset.take_metrics()["rollout/mixture/a/prompts"] == 0
 
 
-def test_rewards_may_be_numbers_of_numpy(open_source):
-    source = open_source(a=1, b=0, curriculum={"skip_epochs": 1})
-    rewards = {"a0": (1, 1), "a1": (0, 0), "a2": (0, 1), "a3": (1, 0)}
-    assert solve(source, lambda prompt: np.float32(rewards[prompt]), 6) == ["a0", "a1", "a2", "a3", "a2", "a3"]
-
-
-def test_of_rewards_that_are_dicts_the_entry_of_reward_key_counts(open_source):
-    source = open_source(a=1, b=0, curriculum={"skip_epochs": 1}, reward_key="score")
-    score = {"a0": (1, 1), "a1": (0, 0), "a2": (0, 1), "a3": (1, 0)}
-    prompts = solve(source, lambda prompt: [{"score": s, "acc": True} for s in score[prompt]], 6)
-    assert prompts == ["a0", "a1", "a2", "a3", "a2", "a3"]
-
-
 def test_an_answer_that_was_not_graded_says_nothing_about_its_prompt(open_source):
     source = open_source(a=1, b=0, curriculum={"skip_epochs": 2}).dataset
     first, second = [Sample(reward=1.0, metadata={"source_name": "a", "source_row": 0}) for _ in range(2)]
@@ -133,12 +113,6 @@ def test_an_answer_that_was_not_graded_says_nothing_about_its_prompt(open_source
     assert source.take_metrics()["rollout/mixture/a/pass_rate"] == 1.0
     source.finished([second])
     assert "rollout/mixture/a/pass_rate" not in source.take_metrics()
-
-
-def test_a_data_set_whose_every_prompt_is_left_out_comes_again(open_source):
-    source = open_source(a=1, b=0, curriculum={"skip_epochs": 3})
-    assert solve(source, lambda prompt: (0, 0), 9) == ["a0", "a1", "a2", "a3"] * 2 + ["a0"]
-    assert source.dataset.state_dict()["a"]["epoch"] == 8
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -178,11 +152,6 @@ def test_other_data_is_refused_and_other_weights_are_not(open_source, tmp_path):
     again = RolloutDataSourceWithBuffer(source.args)
     with pytest.raises(DataError, match="--accept-other-data"):
         again.load_state_dict(state)
-
-
-def test_weights_that_all_end_at_zero_are_an_error(open_source):
-    with pytest.raises(DataError, match="after 10 prompts every weight is 0"):
-        taken(open_source(a={0: 1, 10: 0}, b=0), 12)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from slime.rollout import control_client
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
 from slime.rollout.rm_hub import async_rm
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, DataError, GraderError
+from slime.utils.errors import DataError, GraderError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault, Script
@@ -59,11 +59,6 @@ def test_the_log_probs_of_the_response_become_the_teachers(teacher, response_len
     assert samples[0].teacher_log_probs == pytest.approx(expected[5 - response_length :])
 
 
-def test_a_list_of_samples_gives_a_list_of_answers(teacher):
-    answers = run(reward_func(arguments(teacher), [sample(), sample(1)]))
-    assert len(answers) == 2 and len(teacher.payloads) == 2
-
-
 def test_the_key_of_evaluations_is_not_looked_for_in_the_teachers_answer(teacher):
     module = reward_func.__module__
     hooks = {"custom_rm_path": f"{module}.reward_func", "custom_reward_post_process_path": f"{module}.post_process"}
@@ -82,13 +77,6 @@ def test_a_teacher_with_other_tokens_is_noticed():
     wrong = sample()
     wrong.reward = {"meta_info": {"input_token_logprobs": entries}}
     with pytest.raises(DataError, match="read token 99.*where sample 4 has 15"):
-        post_process_rewards(Namespace(), [wrong])
-
-
-def test_a_server_that_gives_no_log_probs_is_noticed():
-    wrong = sample()
-    wrong.reward = {"meta_info": {}}
-    with pytest.raises(DataError, match="no input_token_logprobs for sample 4"):
         post_process_rewards(Namespace(), [wrong])
 
 
@@ -113,13 +101,6 @@ def test_a_teacher_that_goes_on_failing_is_named(teacher):
         run(reward_func(arguments(teacher), sample()))
 
 
-def test_a_teacher_that_refuses_is_asked_once(teacher):
-    teacher.script.max_context = 2
-    with pytest.raises(GraderError, match="refused with status 400"):
-        run(reward_func(arguments(teacher), sample()))
-    assert len(teacher.payloads) == 1
-
-
 @pytest.mark.parametrize("status", [503, 400])
 def test_credentials_of_the_teacher_are_not_written_down(teacher, caplog, status):
     teacher.script.faults = [Fault("status", status=status, times=99)]
@@ -127,11 +108,6 @@ def test_credentials_of_the_teacher_are_not_written_down(teacher, caplog, status
     with pytest.raises(GraderError, match=r"The teacher http://\(secret\)@") as caught:
         run(reward_func(arguments(teacher, rm_url=url), sample()))
     assert "hidden" not in f"{caught.value}{caplog.text}"
-
-
-def test_the_address_is_needed(teacher):
-    with pytest.raises(ConfigError, match="--rm-url"):
-        run(reward_func(arguments(teacher, rm_url=None), sample()))
 
 
 @pytest.mark.parametrize(("key", "names"), [(None, ["math", "code", "math"]), ("task", ["code", "math", "math"])])
@@ -153,12 +129,6 @@ def test_each_sample_asks_its_own_teacher(teacher, key, names):
     assert (len(teacher.payloads), len(other.payloads)) == (2, 1)
 
 
-def test_a_sample_without_a_teacher_is_named():
-    args = Namespace(opd_type="sglang", opd_teachers=["math=http://a"], opd_teacher_key=None, rollout_temperature=1.0)
-    with pytest.raises(DataError, match="teacher of sample 4: its data set is 'unknown'.*--opd-teachers has math"):
-        run(reward_func(args, sample()))
-
-
 def test_the_teachers_likeliest_tokens_are_asked_for_and_kept(teacher):
     args = arguments(teacher, opd_top_k=2)
     one = sample()
@@ -172,10 +142,3 @@ def test_the_teachers_likeliest_tokens_are_asked_for_and_kept(teacher):
     one.reward["meta_info"]["input_top_logprobs"] = top[:-1]
     with pytest.raises(DataError, match="2 likeliest tokens of --opd-top-k"):
         post_process_rewards(args, [Sample(**{**vars(one), "tokens": one.tokens})])
-
-
-def test_a_sample_without_an_answer_has_tokens_of_no_weight(caplog):
-    lost = sample()
-    lost.reward = 0
-    post_process_rewards(Namespace(opd_top_k=2), [lost])
-    assert lost.remove_sample and lost.metadata["teacher_top"] == [[[0, 1], [0.0, 0.0]]] * 3

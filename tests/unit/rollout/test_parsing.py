@@ -7,7 +7,6 @@ import pytest
 from slime.backends.sglang_utils import cpu_shim
 from slime.rollout import parsing
 from slime.rollout.parsing import opens_reasoning, parse_model_output, parse_tool_uses, parse_xml_tool_uses
-from slime.utils.errors import ConfigError
 from tests.unit.talking_engine import make_tokenizer
 
 
@@ -63,26 +62,6 @@ def test_sglangs_parsers_take_no_tool_that_was_not_offered(sglang):
     assert (parsed.tool_uses, parsed.ill_formed) == ([], True)
 
 
-def test_sglangs_reasoning_parser_is_used_by_its_name(sglang):
-    parsed = parse_model_output("<think>\nwhy\n</think>\n\nso", reasoning_parser_name="qwen3")
-    assert (parsed.reasoning, parsed.text.strip(), parsed.ill_formed) == ("why", "so", False)
-
-
-def test_without_sglang_the_built_in_parsers_take_over(monkeypatch):
-    monkeypatch.setattr(parsing, "_tool_parts", lambda: None)
-    monkeypatch.setattr(parsing, "_reasoning_part", lambda: None)
-    raw = f"<think>why</think>so {HERMES}"
-    parsed = parse_model_output(raw, tools_schema=TOOLS, tool_parser_name="qwen25", reasoning_parser_name="qwen3")
-    assert (parsed.reasoning, parsed.text, parsed.tool_uses) == ("why", "so", [USE])
-
-
-def test_a_parser_that_does_not_exist_is_named(sglang):
-    with pytest.raises(ConfigError, match="qwen25"):
-        parse_tool_uses("x", TOOLS, "nobody")
-    with pytest.raises(ConfigError, match="qwen3"):
-        parse_model_output("x", reasoning_parser_name="nobody")
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -127,10 +106,6 @@ def test_a_prompt_opens_reasoning_when_an_open_mark_ends_it():
         prompt = tokenizer.encode(f"<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n{end}")
         assert opens_reasoning(tokenizer, prompt) is is_open, end
     assert not opens_reasoning(tokenizer, [])
-
-
-def test_a_call_where_no_tool_was_offered_is_text():
-    assert parse_model_output(HERMES).text == HERMES
 
 
 def test_values_take_the_type_of_the_schema_and_stay_text_where_they_do_not_fit():
@@ -201,19 +176,6 @@ HOSTILE = {
 FRAMES = ["{}", "<tool_call>{}</tool_call>", "<tool_call><function=add>{}</function></tool_call>"]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("frame", FRAMES)
-def test_the_work_of_parsing_grows_with_the_length_of_what_a_model_wrote_and_no_faster(name, frame):
-    """The scans over the text are counted, not the time: a search that fails is not begun again."""
-
-    def scanned(size: int) -> int:
-        text, total = CountedText(frame.format(HOSTILE[name] * (size // len(HOSTILE[name])))), CountedText.scanned
-        parse_xml_tool_uses(text, TOOLS)
-        return CountedText.scanned - total
-
-    assert scanned(40_000) <= 4.5 * max(scanned(10_000), 10_000)
-
-
 class CountedText(str):
     """A text that counts the characters that ``find`` looks at."""
 
@@ -239,15 +201,3 @@ def test_a_call_nested_without_end_and_numbers_that_json_does_not_have_are_ill_f
         assert parsed.tool_uses == [] and parsed.ill_formed, written[:80]
     long = f"<tool_call><function=add><parameter=a>{'[' * 100_000}</parameter></function></tool_call>"
     assert parse_tool_uses(long, TOOLS).tool_uses == [{"name": "add", "input": {"a": "[" * 100_000}}]
-
-
-@pytest.mark.parametrize("written", ["[1, 2]", '"x"', "null", '{"a": NaN}', '{"a": "\\ud800"}'])
-def test_arguments_that_are_no_object_of_json_are_ill_formed_for_sglang_s_parsers_too(sglang, written):
-    text = f'<tool_call>\n{{"name": "add", "arguments": {written}}}\n</tool_call>'
-    assert parse_tool_uses(text, TOOLS, "qwen25") == (text, [], True)
-    assert parse_tool_uses(text, TOOLS) == (text, [], True)
-
-
-def test_sglang_s_parsers_are_not_asked_about_more_calls_than_a_turn_has(sglang):
-    text = "<tool_call>" * (parsing.MAX_CALLS + 1)
-    assert parse_tool_uses(text, TOOLS, "glm45") == (text, [], True)

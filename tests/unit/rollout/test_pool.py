@@ -13,11 +13,11 @@ import pytest
 from slime.rollout import pool as pool_module
 from slime.rollout.base_types import Group
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.pool import DROPS_BEFORE_WARNING, MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
+from slime.rollout.pool import MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
 from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.run_state import GroupObserver, RunState, use_run
 from slime.rollout.waiting import LongWait
-from slime.utils.errors import DataError, EngineError, HookError
+from slime.utils.errors import EngineError, HookError
 from slime.utils.types import Sample
 
 
@@ -67,21 +67,11 @@ def finished(index: int = 0, **fields: Any) -> Sample:
     return Sample(**values | fields)
 
 
-def drops_all(args: Any, group: Group, **kwargs: Any) -> DynamicFilterOutput:
-    return DynamicFilterOutput(keep=False, reason="all")
-
-
 def drops_odd(args: Any, group: Group, **kwargs: Any) -> DynamicFilterOutput:
     return DynamicFilterOutput(keep=group[0].index % 2 == 0, reason="odd")
 
 
 # ------------------------------------------------------------------------------------------ policy
-
-
-def test_a_group_of_the_wrong_size_is_refused():
-    policy = GroupPolicy(args_with(n_samples_per_prompt=2))
-    with pytest.raises(DataError, match="a group of 1 samples; --n-samples-per-prompt is 2"):
-        policy.admit([Sample()], 0)
 
 
 def test_what_the_data_source_gives_is_counted_by_how_far_it_is():
@@ -133,15 +123,6 @@ def test_a_group_is_stuck_unless_a_push_came_or_where_pushes_come_it_grew(pushes
             policy.count_no_progress([sample], before, (None, moment))
     else:
         assert policy.count_no_progress([sample], before, (None, moment)) == 0
-
-
-def test_a_filter_that_keeps_nothing_is_said_now_and_then(caplog):
-    policy = GroupPolicy(args_with(dynamic_sampling_filter_path=f"{__name__}.drops_all"))
-    for _ in range(DROPS_BEFORE_WARNING * 2 * 2):
-        assert not policy.keeps([finished()], num_outstanding=10)
-    warnings = [record.message for record in caplog.records if "kept none" in record.message]
-    assert len(warnings) == 2
-    assert "drops_all has dropped 16 groups" in warnings[0]
 
 
 # ------------------------------------------------------------------------------------------ pool

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file
-from slime.rollout.prompt_files import read_file, split_path
+from slime.rollout.prompt_files import split_path
 from slime.utils.data import get_source
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -65,22 +65,6 @@ def test_a_path_may_end_in_a_slice_of_rows(path, name, rows):
     assert split_path(path) == (name, rows)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "expected"),
-    [("", [0, 1, 2, 3]), ("@[1:3]", [1, 2]), ("@[-1:]", [3]), ("@[:-3]", [0]), ("@[3:99]", [3])],
-)
-def test_the_slice_counts_rows_and_not_blank_lines(write, tmp_path, suffix, expected):
-    rows = numbered(4)
-    path = write(rows[0], "\n", rows[1], "   \n", rows[2], rows[3])
-    wanted = [f"q{i}" for i in expected]
-    assert [row["input"] for row in read_file(path + suffix)] == wanted
-    assert check_prompt_file(path + suffix, "input") == len(expected)
-    table = str(tmp_path / "data.parquet")
-    pq.write_table(pa.Table.from_pylist(rows), table)
-    assert [row["input"] for row in read_file(table + suffix)] == wanted
-    assert check_prompt_file(table + suffix, "input") == len(expected)
-
-
 def test_a_row_becomes_a_sample(write):
     tools = [{"name": "add"}]
     row = {"input": "3+4?", "label": 7, "metadata": {"source_name": "sums"}, "tools": json.dumps(tools)}
@@ -101,11 +85,6 @@ def test_the_chat_template_gets_messages_tools_and_its_arguments(write):
     dataset = read(path, tool_key="tools", apply_chat_template=True, apply_chat_template_kwargs={"think": False})
     assert prompts(dataset) == ["user:hi tools=['t'] {'think': False}", "user:ho tools=None {'think': False}"]
     assert dataset[0].metadata == {"a": 1, "tools": ["t"]}
-
-
-def test_messages_stay_messages_without_a_template(write):
-    messages = [{"role": "user", "content": "hi"}]
-    assert read(write({"input": messages}))[0].prompt == messages
 
 
 def test_prompts_beyond_the_length_are_left_out_in_order_and_messages_are_kept(write, caplog):
@@ -182,20 +161,6 @@ def test_bad_lines_are_named_by_the_check_and_by_the_data_set(write, lines, mess
         check_prompt_file(path, "input")
     with pytest.raises(DataError, match=message):
         read(path)
-
-
-def test_text_that_is_not_utf8_is_named_by_its_line(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b'{"input": "a"}\n{"input": "\xff"}\n')
-    with pytest.raises(DataError, match="line 2 is not JSON"):
-        check_prompt_file(str(path), "input")
-
-
-def test_a_label_key_is_needed_in_every_row(write):
-    path = write({"input": "a", "label": 1}, {"input": "a"})
-    assert check_prompt_file(path, "input") == 2
-    with pytest.raises(DataError, match="line 2 has no key 'label', which --label-key names"):
-        check_prompt_file(path, "input", label_key="label")
 
 
 @pytest.mark.parametrize(
@@ -309,11 +274,3 @@ def test_an_image_that_cannot_be_used_is_found_before_the_run_with_its_row(write
     assert sample.multimodal_inputs["images"][0].size == (4, 4)
     with pytest.raises(DataError, match=r"data.parquet.* 2: The image \(40 bytes\)"):
         Dataset(str(path), None, object(), None, prompt_key="input", multimodal_keys=keys)
-
-
-@pytest.mark.parametrize("kind", ["audio", "input_audio", "audio_url", "video_url"])
-def test_sound_and_films_in_messages_are_refused_and_not_passed_over(write, kind):
-    prompt = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": kind, kind: "x"}]}]
-    with pytest.raises(DataError, match=f"a part of type {kind}; models see images alone"):
-        Dataset(write({"input": prompt}), None, object(), None, prompt_key="input")
-    assert len(Dataset(write({"input": prompt}), None, None, None, prompt_key="input").samples) == 1, "a text model"

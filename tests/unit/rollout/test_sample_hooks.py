@@ -50,12 +50,6 @@ def test_hooks_see_every_leaf_of_a_fan_out(hooks):
     assert (nested[0].index, nested[1][0].index) == (10, 11)
 
 
-def test_without_hooks_a_sample_is_untouched():
-    sample = Sample()
-    assert apply(None, sample) is sample
-    assert asyncio.run(sample_hooks.apply_rollout_sample_hooks(Namespace(), sample)) is sample
-
-
 def test_a_hook_that_returns_something_else_is_named(hooks):
     hooks["my.hook"] = lambda args, sample: [sample]
     with pytest.raises(

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime.rollout import sft_rollout
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import DataError
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
@@ -43,14 +43,6 @@ class Source:
 
 def turn(role, content, **more):
     return {"role": role, "content": content, **more}
-
-
-def test_a_data_source_may_leave_metadata_out(args):
-    source = Source(*[[turn("user", "a"), turn("assistant", "b")]] * 2)
-    groups = source.get_samples(2)
-    groups[0][0].metadata = None
-    source.get_samples = lambda num: groups
-    assert [group[0].metadata for group in sft_rollout.generate_rollout(args, 0, source)] == [{}, {}]
 
 
 def test_a_conversation_becomes_a_finished_sample_from_its_first_trained_token_on(args):
@@ -100,14 +92,6 @@ def test_images_are_tokens_that_are_not_trained(args, monkeypatch):
 def test_rows_that_train_nothing_are_refused(args, prompt, message):
     with pytest.raises(DataError, match=message):
         sft_rollout.generate_rollout(args, 0, Source(prompt, prompt))
-
-
-def test_several_samples_of_a_row_and_evaluation_are_refused(args):
-    args.n_samples_per_prompt = 4
-    with pytest.raises(ConfigError, match="--n-samples-per-prompt is 4"):
-        sft_rollout.generate_rollout(args, 0, Source())
-    with pytest.raises(ConfigError, match="--eval-function-path"):
-        sft_rollout.generate_rollout(args, 0, Source(), evaluation=True)
 
 
 def test_arguments_of_the_template_hold_for_the_conversation(args, tmp_path):

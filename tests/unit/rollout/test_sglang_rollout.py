@@ -130,12 +130,6 @@ def test_prompts_come_in_waves_until_the_target_is_met(start_job):
     assert len(job.cluster.requests) == 12
 
 
-def test_no_more_requests_run_than_the_concurrency_allows(start_job):
-    job = start_job(list("abcd"), rollout_batch_size=4, over_sampling_batch_size=4, sglang_server_concurrency=1)
-    assert len(job.rollout().samples) == 4
-    assert job.cluster.max_at_once == 1
-
-
 # ------------------------------------------------------------------------------------------ early stop and partial
 
 
@@ -185,19 +179,6 @@ def test_the_next_rollout_continues_a_partial_response_where_it_stopped(start_jo
     assert sample.loss_mask == mask and sample.rollout_log_probs == [-0.5] * 4
     assert sample.weight_versions == ["1", "2"] and sample.metadata["start_rollout_id"] == 0
     assert job.count("continued") == 2 and job.source.get_buffer_length() == 0
-
-
-def test_a_sample_that_failed_for_good_is_not_asked_for_when_its_group_goes_on(start_job):
-    job = start_job(["a"], partial_rollout=True, rollout_batch_size=1, over_sampling_batch_size=1)
-    [[failed, cut]] = job.source.get_samples(1)
-    for sample in (failed, cut):
-        sample.tokens, sample.response, sample.response_length = [97, 1], "b", 1
-        sample.rollout_log_probs, sample.status = [-0.5], Sample.Status.ABORTED
-    failed.status, failed.remove_sample, failed.reward = Sample.Status.FAILED, True, 0.0
-    job.source.add_samples([[failed, cut]])
-    assert job.rollout(1).samples == [[failed, cut]]
-    assert failed.status is Sample.Status.FAILED and failed.response == "b" and failed.reward == 0.0
-    assert cut.status is Sample.Status.COMPLETED and len(job.cluster.requests) == 1
 
 
 def test_finished_surplus_is_handed_back_and_taken_later_without_a_request(start_job):
@@ -262,23 +243,6 @@ def test_groups_that_do_not_come_back_from_an_abort_end_the_run_and_a_deaf_engin
     assert len(asked) >= 2 and f"Engine {job.cluster.engine_urls[0]} did not take the abort" in caplog.text
 
 
-def test_samples_that_never_started_come_back_untouched(start_job):
-    held = {prompt: Plan(hold_after=2) for prompt in "bc"}
-    job = start_job(
-        ["a", "b", "c"],
-        held,
-        rollout_batch_size=1,
-        over_sampling_batch_size=3,
-        sglang_server_concurrency=3,
-        partial_rollout=True,
-    )
-    job.rollout()
-    lengths = sorted(sample.response_length for sample in leaf_samples(job.source.buffer))
-    assert len(job.source.buffer) == 2 and set(lengths) <= {0, 2} and 0 in lengths
-    never = [s for s in leaf_samples(job.source.buffer) if s.response_length == 0]
-    assert all("start_rollout_id" not in s.metadata for s in never)
-
-
 def test_the_abort_reaches_the_engines_when_every_connection_is_busy(start_job):
     held = {"b": Plan(hold_after=2)}
     job = start_job(["a", "b"], held, rollout_batch_size=1, sglang_server_concurrency=2, partial_rollout=True)
@@ -287,15 +251,6 @@ def test_the_abort_reaches_the_engines_when_every_connection_is_busy(start_job):
 
 
 # ------------------------------------------------------------------------------------------ filter
-
-
-def test_dull_groups_are_dropped_counted_and_replaced(start_job):
-    job = start_job(["dull1", "a", "dull2", "b", "c", "d"], dynamic_sampling_filter_path=NONZERO_STD)
-    output = job.rollout()
-    assert prompts_of(output.samples)[0] == "a" and len(output.samples) == 2
-    assert output.metrics["rollout/dynamic_filter/drop_zero_std_1.0"] == 2
-    assert job.count("dropped") == 2
-    assert job.count("issued") - job.count("kept") - job.count("dropped") == job.count("discarded")
 
 
 def test_the_filter_with_fallback_keeps_dull_groups_rather_than_fetch_more(start_job):
@@ -327,16 +282,6 @@ def test_group_rm_grades_each_group_once_after_all_its_samples(start_job):
     assert [s.reward for s in leaf_samples(groups)] == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_group_rm_leaves_an_aborted_group_without_rewards_until_it_is_finished(start_job):
-    held = {"b": Plan(hold_after=2, holds=2)}
-    job = start_job(["a", "b"], held, rollout_batch_size=1, group_rm=True, partial_rollout=True)
-    job.rollout(0)
-    assert fake_cluster.CALLS == [[0, 1]]
-    job.args.over_sampling_batch_size = 1
-    assert [s.reward for s in job.rollout(1).samples[0]] == [0.0, 1.0]
-    assert fake_cluster.CALLS == [[0, 1], [2, 3]]
-
-
 # ------------------------------------------------------------------------------------------ fan-out
 
 
@@ -353,16 +298,6 @@ def test_a_fanned_out_execution_passes_filter_rewards_and_order(start_job):
     assert [[len(entry) for entry in group] for group in groups] == [[2, 2], [2, 2]]
     assert [s.reward for s in leaf_samples(groups[0])] == [0.0, 0.0, 1.0, 1.0]
     assert {len(call) for call in fake_cluster.CALLS} == {2}, "one call per execution"
-
-
-def test_group_rm_gets_the_samples_of_a_fanned_out_group_flat(start_job):
-    job = start_job(
-        ["a"], rollout_batch_size=1, over_sampling_batch_size=1, group_rm=True,
-        custom_generate_function_path=f"{HOOKS}.fan_out",
-    )  # fmt: skip
-    groups = job.rollout().samples
-    assert fake_cluster.CALLS == [[0, 0, 1, 1]]
-    assert [s.reward for s in leaf_samples(groups)] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_an_interrupted_fan_out_starts_again_from_its_prompt(start_job):
@@ -386,13 +321,6 @@ def test_an_interrupted_fan_out_starts_again_from_its_prompt(start_job):
 # ------------------------------------------------------------------------------------------ routing and seeds
 
 
-def test_each_sample_of_a_group_has_its_own_seed_when_deterministic(start_job):
-    job = start_job(["a", "b"], sglang_enable_deterministic_inference=True)
-    job.rollout()
-    seeds = Counter((prompt_of(b), b["sampling_params"]["sampling_seed"]) for b in job.cluster.requests)
-    assert seeds == {("a", 42): 1, ("a", 43): 1, ("b", 42): 1, ("b", 43): 1}
-
-
 def test_the_routing_key_is_the_session_and_stays_with_the_sample(start_job):
     held = {"a": Plan(hold_after=1, holds=2)}
     job = start_job(["b", "a"], held, rollout_batch_size=1, partial_rollout=True, router_policy="consistent_hashing")
@@ -403,12 +331,6 @@ def test_the_routing_key_is_the_session_and_stays_with_the_sample(start_job):
     job.args.over_sampling_batch_size = 1
     job.rollout(1)
     assert {headers["X-SMG-Routing-Key"] for headers in job.cluster.headers} == sessions
-
-
-def test_without_consistent_hashing_no_routing_key_is_sent(start_job):
-    job = start_job(["a", "b"])
-    job.rollout()
-    assert not any("X-SMG-Routing-Key" in headers for headers in job.cluster.headers)
 
 
 @pytest.mark.parametrize("policy", [None, "round_robin", "consistent_hashing"])
@@ -431,12 +353,6 @@ def test_a_prefill_worker_cannot_be_asked_directly(start_job):
 # ------------------------------------------------------------------------------------------ failures
 
 
-def test_a_request_is_sent_again_when_its_engine_fails_for_a_while(start_job):
-    job = start_job(["a", "b"], {"a": Plan(statuses=[500, 503])})
-    assert prompts_of(job.rollout().samples) == ["a", "b"]
-    assert len(job.cluster.requests) == 6
-
-
 def test_an_engine_that_stays_dead_ends_the_rollout_with_an_error(start_job, monkeypatch):
     monkeypatch.setattr(http_utils, "RETRY_WAIT_S", 0.0)
     job = start_job(["a", "b"], {"a": Plan(statuses=[500] * 1000), "b": Plan(hold_after=1)})
@@ -451,12 +367,6 @@ def test_a_group_that_the_engine_breaks_off_is_continued(start_job):
     assert prompts_of(groups) == ["a", "b"]
     assert {s.response_length for s in leaf_samples(groups)} == {4}
     assert job.count("resubmitted") == 1
-
-
-def test_a_group_that_is_always_broken_off_ends_the_rollout(start_job):
-    job = start_job(["a", "b"], {"a": Plan(length=100, breaks=1000)}, rollout_max_response_len=100)
-    with pytest.raises(EngineError, match="sample 0 came back unfinished 3 times"):
-        job.rollout()
 
 
 def test_the_deadline_names_what_is_done_and_which_engine_is_busy(start_job):
@@ -503,25 +413,6 @@ def test_the_deadline_names_the_plug_in_that_took_the_time(start_job, flag, plug
         job.rollout()
 
 
-async def time_out(args: Any, *rest: Any, **more: Any) -> Any:
-    raise TimeoutError
-
-
-@pytest.mark.parametrize("flag", ["rollout_sample_hook_path", "custom_generate_function_path"])
-def test_a_timeout_of_a_plug_in_keeps_its_name(start_job, flag):
-    path = f"{__name__}.time_out"
-    with pytest.raises(TimeoutError) as caught:
-        start_job(["a"], **{flag: path}).rollout()
-    assert f"--{flag.replace('_', '-')} {path}, called for sample" in caught.value.__notes__[0]
-
-
-def test_a_data_source_without_groups_is_refused(start_job):
-    job = start_job(["a", "b"])
-    job.source.get_samples = lambda num: []  # type: ignore[method-assign]
-    with pytest.raises(DataError, match="gave no groups"):
-        job.rollout()
-
-
 def test_a_group_of_the_wrong_size_is_refused(start_job):
     job = start_job(["a", "b"])
     job.source.get_samples = lambda num: [[Sample(prompt="a")]]  # type: ignore[method-assign]
@@ -562,21 +453,6 @@ def test_a_replaced_name_is_used_at_the_next_call(start_job, monkeypatch, name):
     monkeypatch.setattr(sglang_rollout, name, replacement)
     job.rollout()
     assert len(seen) == (2 if name == "generate_and_rm_group" else 4)
-
-
-def test_a_group_that_cancels_itself_in_an_abort_is_an_error_that_says_so(start_job, monkeypatch):
-    original = sglang_rollout.generate_and_rm_group
-
-    async def cancels_itself(args: Any, group: list[Sample], *rest: Any, **options: Any) -> Any:
-        if group[0].prompt == "a":
-            return await original(args, group, *rest, **options)
-        while not GenerateState(args).aborted:
-            await asyncio.sleep(0.01)
-        raise asyncio.CancelledError
-
-    monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", cancels_itself)
-    with pytest.raises(HookError, match=r"A group was cancelled, and not by the rollout\."):
-        start_job(list("ab"), rollout_batch_size=1, over_sampling_batch_size=2).rollout()
 
 
 def test_engines_that_stay_busy_after_the_abort_hold_the_rollout_up_no_longer_than_a_minute(monkeypatch, caplog):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from slime.rollout import direct_workers, sglang_rollout, sglang_streaming_rollout
+from slime.rollout import sglang_rollout, sglang_streaming_rollout
 from slime.rollout.config import rollout_config
 from slime.rollout.control_client import abort_engines
 from slime.rollout.direct_workers import WorkerPicker
@@ -16,7 +16,7 @@ from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils import http_utils
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, EngineError
+from slime.utils.errors import EngineError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault, Script
@@ -116,26 +116,6 @@ def test_a_stream_that_breaks_goes_on_where_it_broke(serve):
     assert 0 < kept < 40 and second["sampling_params"]["max_new_tokens"] == 1000 - kept
 
 
-@pytest.mark.parametrize("is_over", [False, True])
-@pytest.mark.parametrize("limit", [1000, 9])
-def test_a_stream_that_breaks_after_its_last_event_was_the_answer(serve, monkeypatch, is_over, limit):
-    engine, args = serve(Script(length=30))
-    post = sglang_streaming_rollout.post_for_events
-
-    async def cut_off_at_the_end(*request: Any) -> AsyncIterator[bytes]:
-        async for event in post(*request):
-            if event == b"[DONE]":
-                GenerateState(args).aborted = is_over
-                raise EngineError("POST was cut off")
-            yield event
-
-    params = PARAMS | {"max_new_tokens": limit}
-    whole = run(generate(args, Sample(index=0, prompt="abc"), dict(params)))
-    monkeypatch.setattr(sglang_streaming_rollout, "post_for_events", cut_off_at_the_end)
-    sample = run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(params)))
-    assert fields(sample) == fields(whole) and len(engine.payloads) == 2
-
-
 def test_a_stream_that_stops_is_left_at_its_deadline_and_goes_on_where_it_stopped(serve, monkeypatch, caplog):
     monkeypatch.setattr(http_utils, "POST_TIMEOUT_S", 1.0)
     engine, args = serve(Script(length=30, hold_after=10, holds=1))
@@ -161,34 +141,6 @@ def test_streams_that_break_without_an_end_are_an_error_after_as_many_tries_as_o
     assert asked[0] == asked[1] == rollout_config(args).request_retries + 1 >= 61
 
 
-@pytest.mark.parametrize("kind", ["garbage", "empty"])
-def test_what_is_no_stream_is_asked_again(serve, kind):
-    engine, args = serve(Script(length=5, faults=[Fault(kind, requests=[0])]))
-    sample = run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
-    assert sample.response_length == 5 and len(engine.payloads) == 2
-
-
-def test_a_request_that_is_at_fault_is_not_repeated(serve):
-    engine, args = serve(Script(length=5, max_context=2))
-    with pytest.raises(EngineError, match="longer than the model's context"):
-        run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
-    assert len(engine.payloads) == 1
-
-
-def test_workers_that_only_a_router_can_ask_are_an_error_at_once(serve, monkeypatch):
-    _, args = serve(Script(length=5))
-    listed: list[str] = []
-
-    async def list_workers(url: str) -> list[dict[str, Any]]:
-        listed.append(url)
-        return [{"url": "http://a", "worker_type": "prefill"}]
-
-    monkeypatch.setattr(direct_workers, "list_workers", list_workers)
-    with pytest.raises(EngineError, match="prefill or decode"):
-        run(generate_streaming(args, Sample(index=0, prompt="abc"), PARAMS | {"logit_bias": {"5": 1.0}}))
-    assert len(listed) == 1
-
-
 def test_a_cancelled_request_keeps_what_had_arrived(serve):
     engine, args = serve(Script(length=30, hold_after=10))
     sample = Sample(index=0, prompt="abc")
@@ -202,9 +154,3 @@ def test_a_cancelled_request_keeps_what_had_arrived(serve):
 
     run(cancel())
     assert (sample.status, sample.response_length) == (Sample.Status.ABORTED, 10)
-
-
-def test_events_that_do_not_repeat_what_came_before_are_refused(serve):
-    _, args = serve(Script(), sglang_incremental_streaming_output=True)
-    with pytest.raises(ConfigError, match="--sglang-incremental-streaming-output"):
-        run(generate_streaming(args, Sample(index=0, prompt="abc"), dict(PARAMS)))

@@ -71,15 +71,6 @@ def test_the_clock_knows_it_too_when_each_rollout_is_pushed_before_the_next_begi
         assert clock.trained_at(rollout_id) == trained == in_engines
 
 
-def test_the_clock_may_begin_later_than_the_process():
-    """Rollouts that the ledger repeats do not ask the rollout function."""
-    events = loop(2, 4, 8, ahead=True)
-    clock = VersionClock(rollout_config(Namespace(update_weights_interval=2)), first_rollout_id=4)
-    for rollout_id, in_engines, _ in events[3:]:
-        clock.observe(in_engines, rollout_id)
-        assert [clock.trained_at(k) for k, _, _ in events] == [trained for _, _, trained in events]
-
-
 def test_the_last_rollout_for_a_version_is_the_last_one_within_the_bound():
     clock = VersionClock(rollout_config(Namespace(update_weights_interval=3)))
     clock.observe(5, 7)
@@ -87,14 +78,6 @@ def test_the_last_rollout_for_a_version_is_the_last_one_within_the_bound():
         for version in range(3, 9):
             last = clock.last_rollout_within(version, limit)
             assert clock.trained_at(last) - version <= limit < clock.trained_at(last + 1) - version
-
-
-def test_engines_without_numbers_have_no_clock():
-    clock = VersionClock(rollout_config(Namespace(update_weights_interval=1)))
-    clock.observe(None, 0)
-    assert clock.trained_at(0) is None
-    bound = StalenessBound(rollout_config(Namespace(max_staleness=1)))
-    assert not bound.is_too_old(drawn("1"), 100)
 
 
 def test_an_engine_that_does_not_tell_its_version_has_none_until_it_is_asked_again(monkeypatch):

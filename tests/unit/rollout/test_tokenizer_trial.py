@@ -80,16 +80,3 @@ def test_a_template_that_makes_no_prompt_is_refused_with_the_row(folder, templat
         DataError, match=f"line 1: the chat template cannot render the prompt .{says}.*chat_template.j"
     ):
         tried(folder(template=template), flavour="vanilla")
-
-
-def test_a_tokenizer_that_is_none_is_left_to_whoever_loads_it(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    tried(str(tmp_path), has_template=False)
-    with pytest.raises(ConfigError, match="No tokenizer can be loaded from"):
-        tried(str(tmp_path))
-
-
-def test_the_process_ends_with_the_block(folder):
-    with pytest.raises(ValueError), TokenizerTrial(folder(), has_template=True, trusts_code=False) as trial:
-        raise ValueError
-    assert trial._process.returncode is not None

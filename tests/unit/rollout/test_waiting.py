@@ -22,15 +22,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_short_wait_writes_nothing():
-    stream, clock = io.StringIO(), Clock()
-    wait = LongWait("rollout 3", 8, timeout_s=60.0, stream=stream, clock=clock)
-    clock.now_s = 14.0
-    wait.show(4)
-    wait.close()
-    assert stream.getvalue() == ""
-
-
 def test_a_long_wait_writes_a_line_every_interval():
     stream, clock = io.StringIO(), Clock()
     wait = LongWait("rollout 3", 8, timeout_s=60.0, stream=stream, clock=clock)

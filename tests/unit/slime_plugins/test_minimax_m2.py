@@ -77,13 +77,6 @@ def test_flags_of_another_model_are_refused(remove: str | None, add: list[str], 
         parse(*flags, *add)
 
 
-def test_the_spec_follows_from_the_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MINIMAX_M2))
-    flags = model_args("minimax-m2")
-    assert flags[0] == "--spec"
-    assert parse("--hf-checkpoint", str(tmp_path), *flags[3:]).spec == flags[1:3]
-
-
 @pytest.mark.parametrize("key", ["use_qk_norm", "use_routing_bias", "rotary_dim", "scoring_func"])
 def test_a_config_of_which_an_engine_would_build_another_model_is_refused(key: str) -> None:
     check_engine_keys(MINIMAX_M2)

@@ -45,26 +45,6 @@ def test_first_fit_equals_the_plain_scan_on_random_lengths(seed):
     assert first_fit(lengths, capacity) == plain_first_fit(lengths, capacity)
 
 
-def test_first_fit_of_many_lengths_looks_at_few_bins():
-    class Counted(int):
-        comparisons = 0
-
-        def __gt__(self, other):
-            Counted.comparisons += 1
-            return int(self) > other
-
-        def __lt__(self, other):
-            Counted.comparisons += 1
-            return int(self) < other
-
-    rng = random.Random(0)
-    lengths = [Counted(min(32768, int(rng.lognormvariate(7.5, 1.0)) + 10)) for _ in range(4096)]
-    bins = first_fit(lengths, 32768)
-    # the plain scan makes about bins / 2 comparisons a length; the tree one per level
-    assert len(bins) > 300
-    assert Counted.comparisons < 4096 * 14
-
-
 @pytest.mark.parametrize(
     ("weights", "k", "equal_size", "parts"),
     [
@@ -115,24 +95,6 @@ def test_differencing_equals_the_plain_algorithm_ties_included(seed):
     weights = [rng.randint(1, largest) for _ in range(k * rng.randint(1, 12))]
     for equal_size in (False, True):
         assert karmarkar_karp(weights, k, equal_size=equal_size) == plain_karmarkar_karp(weights, k, equal_size)
-
-
-def test_differencing_into_many_parts_compares_each_weight_a_few_times():
-    class Counted(int):
-        comparisons = 0
-
-        def __lt__(self, other):
-            Counted.comparisons += 1
-            return int(self) < int(other)
-
-        def __add__(self, other):
-            return Counted(int(self) + int(other))
-
-    rng = random.Random(0)
-    weights = [Counted(int(rng.lognormvariate(7.5, 1.0)) + 10) for _ in range(8192)]
-    karmarkar_karp(weights, 700)
-    # sorting k subsets at each merge would be about 8192 * 700 comparisons
-    assert Counted.comparisons < 8192 * 40
 
 
 @pytest.mark.parametrize(("count", "k", "equal_size"), [(2, 3, False), (5, 2, True)])

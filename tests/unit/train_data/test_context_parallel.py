@@ -28,13 +28,6 @@ def test_ten_tokens_on_two_ranks_by_hand():
     assert slice_response(torch.arange(6), 10, 6, CPRank(1, 2)).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_slices_keep_trailing_dimensions():
-    values = torch.arange(20).view(5, 2, 2)
-    both = [slice_zigzag(values, CPRank(rank, 2)) for rank in range(2)]
-    assert both[0].shape == both[1].shape == (4, 2, 2)
-    assert torch.equal(torch.cat([both[0][:2], both[1]])[:5], values[[0, 1, 2, 3, 4]])
-
-
 CASES = [(total, response) for total in (2, 3, 5, 8, 13, 40) for response in {0, 1, total // 2, total - 1}]
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import (
-    DPSchedule,
     ScheduleConfig,
     build_dp_schedule,
     capacity_utilisation,
@@ -144,14 +143,6 @@ def test_dynamic_packing_without_a_token_limit_is_refused():
         config(max_tokens_per_gpu=None)
 
 
-def test_packing_efficiency_counts_padding_of_sequences_and_of_the_stream():
-    schedule = DPSchedule([[0, 1]], [[[0, 1]]], [1], [2])
-    assert packing_efficiency(schedule, [5, 7], cp_size=1, pad_multiple=1) == 1.0
-    assert packing_efficiency(schedule, [5, 7], cp_size=1, pad_multiple=8) == 12 / 16
-    # cp 2: 5 -> 8, 7 -> 8, so 8 tokens a rank, padded to 16 a rank
-    assert packing_efficiency(schedule, [5, 7], cp_size=2, pad_multiple=16) == 12 / 32
-
-
 def test_reference_distribution_fills_its_micro_batches():
     rng = random.Random(0)
     lengths = [min(32768, int(rng.lognormvariate(7.5, 1.0)) + 10) for _ in range(8192)]
@@ -159,16 +150,6 @@ def test_reference_distribution_fills_its_micro_batches():
     schedule = build_dp_schedule(settings, lengths, global_batch_size=8192, rollout_indices=range(8192))
     assert capacity_utilisation(schedule, lengths, capacity_tokens=settings.capacity_tokens) > 0.97
     assert packing_efficiency(schedule, lengths, cp_size=2, pad_multiple=128) > 0.995
-
-
-@pytest.mark.parametrize("balance", [{}, {"balance_data": True}, {"balance_data": True, "balance_by_flops": True}])
-def test_two_thousand_samples_of_the_reference_distribution_use_97_percent_of_the_budget(balance):
-    rng = random.Random(0)
-    lengths = [min(32768, int(rng.lognormvariate(7.5, 1.0)) + 10) for _ in range(2048)]
-    settings = config(dp_size=16, cp_size=2, max_tokens_per_gpu=16384, **balance)
-    schedule = build_dp_schedule(settings, lengths, global_batch_size=2048, rollout_indices=range(2048))
-    assert round(capacity_utilisation(schedule, lengths, capacity_tokens=settings.capacity_tokens), 3) == 0.972
-    assert packing_efficiency(schedule, lengths, cp_size=2, pad_multiple=128) > 0.99
 
 
 def test_a_sample_above_the_budget_stands_alone_and_whole():

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slime.rollout import control_client, rm_hub
 from slime.rollout.rm_hub import async_rm, batched_async_rm
-from slime.utils.errors import ConfigError, GraderError
+from slime.utils.errors import GraderError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 
@@ -112,35 +112,16 @@ def test_a_function_of_the_user_gets_the_sample_as_it_is(model, monkeypatch):
     assert asyncio.run(async_rm(args(custom_rm_path="mine.same", hf_checkpoint=model), given)) == 0.5
 
 
-def test_a_million_end_tokens_are_stripped_soon(model):
-    sample = Sample(response="Paris" + "<|eot|>\n" * 1_000_000, label="Paris")
-    assert asyncio.run(async_rm(args(rm_type="f1", hf_checkpoint=model), sample)) == 1.0
-
-
-def test_random_gives_zero_or_one():
-    assert asyncio.run(async_rm(args(rm_type="random"), Sample())) in (0, 1)
-
-
 @pytest.mark.parametrize("rm_type", [None, "maths", "boxed_maths"])
 def test_an_unknown_grader_is_refused_with_the_known_names(rm_type):
     with pytest.raises(NotImplementedError, match="remote_rm, gym, deepscaler, dapo, math, f1, gpqa, ifbench, random"):
         asyncio.run(async_rm(args(rm_type=rm_type), Sample()))
 
 
-def test_arguments_that_lack_the_flags_count_as_unset():
-    with pytest.raises(NotImplementedError):
-        asyncio.run(async_rm(Namespace(), Sample()))
-
-
 def test_a_batch_is_one_call_of_a_custom_function_and_else_one_each():
     samples = [Sample(response="\\boxed{1}", label="1"), Sample(response="\\boxed{2}", label="1")]
     assert asyncio.run(batched_async_rm(args(custom_rm_path=CUSTOM), samples)) == [2, 2]
     assert asyncio.run(batched_async_rm(args(rm_type="math"), samples)) == [1, 0]
-
-
-def test_a_batch_with_a_function_of_its_own_is_graded_by_it():
-    parts = [Sample(custom_rm_path=CUSTOM), Sample(custom_rm_path=CUSTOM)]
-    assert asyncio.run(batched_async_rm(args(custom_rm_path="training.only"), parts)) == [-1, -1]
 
 
 def serve(
@@ -195,8 +176,3 @@ def test_a_failing_reward_server_is_asked_again_after_a_growing_wait(monkeypatch
 def test_a_reward_server_that_always_fails_is_an_error(monkeypatch):
     with pytest.raises(GraderError, match="failed 2 times"):
         serve([web.Response(status=500), web.Response(status=500)], {"max_retries": 2}, monkeypatch)
-
-
-def test_a_missing_reward_server_is_an_error():
-    with pytest.raises(ConfigError, match="--rm-url"):
-        asyncio.run(async_rm(args(rm_type="remote_rm"), Sample()))

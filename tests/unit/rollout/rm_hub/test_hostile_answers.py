@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import re
-import unicodedata
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import sympy
 from sympy.parsing import sympy_parser
 
-from slime.rollout.rm_hub import _GRADERS, async_rm, gym, math_dapo_utils, math_utils, policy, symbolic
+from slime.rollout.rm_hub import async_rm, policy, symbolic
 from slime.rollout.rm_hub.symbolic import SymbolicWorker
-from slime.rollout.rm_hub.symbolic_worker import UnreadableError, read_expression
+from slime.rollout.rm_hub.symbolic_worker import read_expression
 from slime.utils.types import Sample
 
 AS_FULL_WIDTH = {ord(letter): ord(letter) + 0xFEE0 for letter in map(chr, range(33, 127))}
@@ -65,18 +62,6 @@ def worker() -> Iterator[SymbolicWorker]:
     worker.close()
 
 
-def test_text_that_python_would_run_is_letters_or_nothing(worker, tmp_path, monkeypatch):
-    """The parser itself, without the filter in front of it; in this process, where a program could write."""
-    monkeypatch.setattr("builtins.eval", lambda *code: pytest.fail(f"eval of {code}"))
-    canary = tmp_path / "canary"
-    for code in CODE:
-        with contextlib.suppress(UnreadableError):
-            letters = read_expression(code.replace("{canary}", str(canary)))  # "sympify(x)" is a product of letters
-            assert letters.free_symbols and all(len(symbol.name) == 1 for symbol in letters.free_symbols)
-        assert worker.answer_to({"expression": code}) == {"is_zero": False}
-    assert not canary.exists()
-
-
 @pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1", "gpqa", "boxed_f1"])
 def test_code_as_an_answer_and_as_a_label_is_a_wrong_answer(rm_type, tmp_path):
     canary = tmp_path / "canary"
@@ -93,16 +78,6 @@ def wrong(rm_type: str, response: str, label: Any) -> bool:
     reward = asyncio.run(async_rm(Namespace(rm_type=rm_type, custom_rm_path=None, rm_timeout_s=60.0), sample))
     assert not sample.metadata.get("reward_error"), sample.metadata
     return reward in (0, {"score": -1.0, "acc": False, "pred": reward["pred"] if isinstance(reward, dict) else ""})
-
-
-def test_no_letter_of_unicode_reaches_a_name(worker):
-    """One letter of every class that Python maps to ASCII is a symbol that is not the ASCII one."""
-    letters = [chr(code) for code in range(128, 0x1FFFF) if chr(code).isalpha()]
-    letters = [letter for letter in letters if unicodedata.normalize("NFKC", letter) in ("x", "e", "p")]
-    assert len(letters) > 30
-    for letter in letters:
-        assert read_expression(f"{letter}+1") == sympy.Symbol(letter) + 1
-        assert worker.answer_to({"expression": f"({letter})-(x)"}) == {"is_zero": False}
 
 
 def test_random_expressions_are_read_as_sympys_own_parser_reads_them():
@@ -129,20 +104,6 @@ def test_random_expressions_are_read_as_sympys_own_parser_reads_them():
         text = term(rng.randint(0, 3))
         theirs = sympy_parser.parse_expr(text.replace("^", "**"), transformations=transformations)
         assert read_expression(text) == theirs, text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "(" * 50 + "x" + ")" * 50, "9^" * 50 + "9", "x" * 2001, "10^10001", "9^99999", "(10^9)^9999", "1e99999",
-        "5000!", "(9^9)!", "7!!!!!!", "1.2.3.", "x..y", "x=1", "x<y", "(x;y)", "1,2", "()", "", "+", "sqrt", "sqrt()",
-        "sqrt(x", "ln x", "x_1", "²", "x٣", "½", "x\ny", "x#y", "\0", "\ud800", "x\u0301", "\u202e1",
-    ],
-)  # fmt: skip
-def test_what_the_grammar_or_its_bounds_exclude_is_unreadable(text):
-    with pytest.raises((UnreadableError, TypeError)):
-        value = read_expression(text)
-        pytest.fail(f"{text[:40]!r} was read as {value}")
 
 
 def test_the_process_of_the_graders_has_no_secret_and_no_right(worker, monkeypatch):
@@ -239,15 +200,6 @@ def test_a_monstrous_text_is_a_wrong_answer_and_soon(rm_type, name, monkeypatch)
     assert policy.FAILURES.total == 0
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_a_monstrous_answer_to_a_gym_question_is_found_soon(name):
-    text = LONG[name][-200_000:]
-    for response in (text, f"{text}<answer>3</answer>{text}", f"<answer>{text}"):
-        said = gym.answer_of(response)
-        assert isinstance(said, str)
-    assert gym.answer_of(f"{'<answer>' * 9}3</answer><answer>") == "<answer>" * 8 + "3"
-
-
 @pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "gpqa"])
 def test_the_answer_at_the_end_of_a_long_thought_counts(rm_type):
     thought = "Let x be 3, \\boxed{8} no: \\frac{1}{2} {([ </think> (B) is wrong. " * 10_000
@@ -257,40 +209,3 @@ def test_the_answer_at_the_end_of_a_long_thought_counts(rm_type):
         async_rm(Namespace(rm_type=rm_type, custom_rm_path=None), Sample(response=response, label=label))
     )
     assert (reward["score"] if rm_type == "dapo" else reward) == 1
-
-
-@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1", "gpqa", "boxed_f1"])
-@pytest.mark.parametrize("num", [40, 150, 300])
-def test_nested_fractions_are_a_wrong_answer(rm_type, num):
-    for begin, end in (("\\frac{", "}{2}"), ("\\frac{1}{1+", "}"), ("\\sqrt{", "}"), ("(", ")")):
-        nested = begin * num + "1" + end * num
-        assert wrong(rm_type, f"</think>\\boxed{{{nested}}}\nAnswer: {nested}", "31/7")
-        assert wrong(rm_type, "</think>\\boxed{31/7}\nAnswer: 31/7", nested)
-
-
-def test_a_text_that_is_nested_too_deep_for_a_grader_is_an_empty_one(monkeypatch):
-    def recursive(sample: Sample) -> float:
-        return recursive(sample) if sample.response else 0.25
-
-    monkeypatch.setitem(_GRADERS, "f1", recursive)
-    monkeypatch.setattr(policy, "FAILURES", policy.FailureCount())
-    for _ in range(3):
-        args = Namespace(rm_type="f1", custom_rm_path=None, rm_max_failures=2)
-        sample = Sample(response="x", label="x")
-        assert asyncio.run(async_rm(args, sample)) == 0.25 and sample.response == "x"
-    assert policy.FAILURES.total == 0
-
-
-def test_long_answers_are_compared_by_their_spelling_only(monkeypatch):
-    monkeypatch.setattr(math_utils, "_symbolic_form", lambda text: pytest.fail("read as an expression"))
-    row = ", ".join(map(str, range(900)))
-    assert math_utils.grade_answer_verl(f"\\boxed{{{row}}}", row)
-    assert not math_utils.grade_answer_verl(f"\\boxed{{{row}}}", row + "1")
-    assert math_utils.extract_answer("\\boxed{" + "1" * math_utils.MAX_ANSWER_LENGTH + "}") is None
-    assert math_dapo_utils.compute_score("Answer: 1", "1" * 3000)["score"] == -1.0
-
-
-@pytest.mark.parametrize("text", ["a$b$c", "$x$", "$a$b$c$", "a$b", "a$b$c\nd", "$$", "$$$", "x$1$\n", "", "5"])
-def test_dapo_takes_the_first_formula_between_dollars(text):
-    expected = re.sub(r"^.*?\$(.*?)\$.*$", r"$\1$", text).replace("$", "").strip()
-    assert math_dapo_utils.normalize_final_answer(text) == expected

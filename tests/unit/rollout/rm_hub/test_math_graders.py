@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
 from functools import partial
 
-import psutil
 import pytest
 
 from slime.rollout.rm_hub import math_dapo_utils, math_utils, symbolic
@@ -154,24 +152,6 @@ def test_an_expression_that_never_ends_is_wrong_and_the_next_one_is_graded():
         assert worker.answer_to({"expression": "(((("}) == {"is_zero": False}
     finally:
         worker.close()
-
-
-def test_a_child_that_reads_nothing_ends_at_the_limit():
-    worker = SymbolicWorker(time_limit_s=0.2)
-    try:
-        assert worker.answer_to({"expression": "x-x"}) == {"is_zero": True}
-        process = worker._process
-        for stopped in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
-            stopped.suspend()
-        assert worker.answer_to({"expression": "1+" * 2**19 + "1"}) is None, "more than a pipe holds"
-        assert process.returncode == -signal.SIGKILL
-    finally:
-        worker.close()
-
-
-@pytest.mark.parametrize("answer", ["__import__", "a.b", "x'", "lambda:0", "2^10^10^10", "x" * 2000, "{", "\\frac"])
-def test_odd_answers_are_wrong_and_do_no_harm(answer):
-    assert math_utils.grade_answer_sympy(answer, "7.5") is False
 
 
 def test_a_process_of_the_graders_that_does_not_start_is_an_error_and_not_a_wrong_answer(monkeypatch):

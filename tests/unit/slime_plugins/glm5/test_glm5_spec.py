@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
-from slime.backends.megatron_utils.model_provider import freeze_indexer, get_model_provider
+from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.models import FAMILIES
 from slime.backends.megatron_utils.models.index_sharing import PipelineSplitError
 from slime.utils.errors import ConfigError
@@ -121,18 +121,6 @@ def test_stages_that_begin_with_a_skip_layer_are_refused_on_every_rank(full_size
         parse_full(full_size, "--pipeline-model-parallel-size", "8", "--actor-num-gpus-per-node", "8")
 
 
-def test_virtual_stages_must_begin_with_a_computing_layer_too(full_size: Path) -> None:
-    flags = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 --actor-num-gpus-per-node 2"
-    with pytest.raises(PipelineSplitError):
-        parse_full(full_size, *flags.split())
-    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}
-    args = Namespace(**(vars(parse_full(full_size)) | sizes))
-    config = transformer_config_from_args(args)
-    assert sorted(first_layers_of_stages(config, 0)) == [1, 14, 27, 40, 53, 66]
-    with pytest.raises(PipelineSplitError):
-        get_glm5_spec(args, config, vp_stage=0)
-
-
 def test_only_computing_layers_have_an_indexer_and_it_is_not_trained(tmp_path: Path) -> None:
     model = build_tiny(write_tiny(tmp_path))
     assert layers_with_indexer(model) == [1, 2, 3, 7]
@@ -180,32 +168,12 @@ def test_a_choice_is_shared_within_a_micro_batch_and_not_across(tmp_path: Path) 
     assert not torch.equal(first[1].chosen_keys[3], second[1].chosen_keys[3])
 
 
-def test_a_skip_layer_without_its_source_says_what_is_missing(tmp_path: Path) -> None:
-    model = build_tiny(write_tiny(tmp_path))
-    _, params = pack([torch.randint(131, (4,))])
-    with pytest.raises(AssertionError, match="layer 5 attends to the keys of layer 3"):
-        model.decoder.layers[4].self_attention(torch.zeros(4, 1, 48), packed_seq_params=params)
-
-
 def test_the_sizes_of_the_indexer_come_from_the_hf_config(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, deepseek_v32.CASE)
     args = parse("--hf-checkpoint", folder, *deepseek_v32.CASE.flags(folder))
     assert (args.dsa_indexer_n_heads, args.dsa_indexer_head_dim, args.dsa_indexer_topk) == (16, 20, 9)
     with pytest.raises(ConfigError, match="--dsa-indexer-topk is 8; index_topk is 9"):
         parse("--hf-checkpoint", folder, *deepseek_v32.CASE.flags(folder), "--dsa-indexer-topk", 8)
-
-
-@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32"])
-def test_what_the_hf_config_leaves_out_is_what_its_class_says(model_type: str) -> None:
-    from transformers import AutoConfig
-
-    known = AutoConfig.for_model(model_type)
-    settings = indexer_settings(FAMILIES[model_type].completed({"model_type": model_type}))
-    assert (settings.num_heads, settings.head_dim, settings.topk) == (
-        known.index_n_heads,
-        known.index_head_dim,
-        known.index_topk,
-    )
 
 
 def test_the_indexers_rotary_pairs_follow_the_config_unless_the_environment_overrides(
@@ -231,30 +199,6 @@ def test_context_parallelism_needs_the_contiguous_cut_and_only_sparse_attention_
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["DeepseekV3ForCausalLM"]}))
     with pytest.raises(ConfigError, match="only DeepseekV32ForCausalLM and GlmMoeDsaForCausalLM"):
         parse("--hf-checkpoint", folder, *flags)
-
-
-def test_a_sparse_model_is_not_built_from_dense_layers(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path)
-    without_spec = [flag for flag in TINY.flags(folder) if flag not in glm5.SPARSE[:3]]
-    assert parse("--hf-checkpoint", folder, *without_spec).spec == [*glm5.SPARSE[1:3]]
-
-
-def test_megatrons_own_experiments_with_sparse_attention_are_refused(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path)
-    for flags in (["--dsa-indexer-loss-coeff", 0.1], ["--experimental-attention-variant", "dsa"]):
-        with pytest.raises(ConfigError, match=str(flags[0])):
-            parse("--hf-checkpoint", folder, *TINY.flags(folder), *flags)
-
-
-def test_freezing_the_indexer_needs_one(tmp_path: Path) -> None:
-    model = build_tiny(write_tiny(tmp_path))
-    model.requires_grad_(True)
-    freeze_indexer(model)
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    assert len(frozen) == 4 * 5 and all("self_attention." in name for name in frozen)
-    dense = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 8".split()
-    with pytest.raises(ConfigError, match="no parameter of the model's attention belongs to an indexer"):
-        freeze_indexer(get_model_provider(parse(*dense))())
 
 
 def test_the_block_is_the_usual_one_but_for_its_attention(tmp_path: Path) -> None:

@@ -39,13 +39,6 @@ def brute_force(query: Tensor, weight: Tensor, key: Tensor, lengths: tuple[int, 
     return result
 
 
-def test_a_stream_knows_where_its_sequences_begin() -> None:
-    stream = PackedStream.from_offsets(torch.tensor([0, 2, 5]))
-    assert stream.start_T.tolist() == [0, 0, 2, 2, 2]
-    assert stream.positions(1, 3).tolist() == [1, 0, 1]
-    assert (stream.num_tokens, stream.max_length) == (5, 3)
-
-
 def test_scores_are_weighted_rectified_products() -> None:
     query = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])
     key = torch.tensor([[3.0, -1.0], [-1.0, 1.0]])
@@ -60,21 +53,6 @@ def test_every_row_gets_the_best_keys_of_its_own_sequence(block: int, monkeypatc
     indices = choose_keys(query, weight, key, stream, first_row=0, topk=TOPK)
     assert indices.shape == (sum(LENGTHS), TOPK) and indices.dtype == torch.int32
     assert chosen_sets(indices) == brute_force(query, weight, key, LENGTHS, TOPK)
-
-
-def test_a_row_with_few_keys_attends_to_all_of_them_and_pads_with_minus_one() -> None:
-    query, weight, key, stream = make_case()
-    indices = choose_keys(query, weight, key, stream, first_row=0, topk=TOPK)
-    assert sorted(indices[3].tolist()) == [-1, -1, -1, -1, 1, 2, 3]  # third token of the second sequence
-    assert (indices >= 0).sum(1)[:8].tolist() == [1, 1, 2, 3, 4, 5, 6, 7]
-
-
-def test_a_topk_beyond_the_longest_sequence_is_dense_causal_attention() -> None:
-    query, weight, key, stream = make_case()
-    indices = choose_keys(query, weight, key, stream, first_row=0, topk=2048)
-    assert indices.shape == (sum(LENGTHS), max(LENGTHS))
-    starts = stream.start_T.tolist()
-    assert chosen_sets(indices) == [set(range(starts[row], row + 1)) for row in range(sum(LENGTHS))]
 
 
 @pytest.mark.parametrize("parts", [2, 4])

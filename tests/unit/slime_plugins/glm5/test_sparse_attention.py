@@ -85,21 +85,6 @@ def test_a_query_without_keys_gives_zeros_and_no_gradient() -> None:
     assert not grad[4].any() and grad.isfinite().all()
 
 
-def test_the_order_of_the_list_does_not_matter() -> None:
-    query, key, indices, _ = make_case()
-    shuffled = indices[:, torch.randperm(indices.shape[1])]
-    first, second = (sparse_attention(query, key, x, scale=SCALE, value_dim=VALUE_DIM) for x in (indices, shuffled))
-    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
-
-
-def test_gathered_keys_never_exceed_a_block() -> None:
-    rows, listed, width = 4096, 64, 48
-    query = torch.randn(rows, 1, width)
-    blocks = list(module._row_blocks(query, torch.zeros(rows, listed, dtype=torch.int32)))
-    assert sum(block.stop - block.start for block in blocks) == rows
-    assert max(block.stop - block.start for block in blocks) * listed * width <= module._BLOCK_ELEMENTS["cpu"]
-
-
 def run_kernels_in_the_interpreter() -> None:
     """In a process with TRITON_INTERPRET=1: the kernels on CPU tensors, against fp64."""
     from slime_plugins.models.glm5 import sparse_kernels

@@ -69,29 +69,12 @@ def test_chunks_give_what_a_token_at_a_time_gives(lengths):
     torch.testing.assert_close(out, token_by_token(*given, offsets), atol=1e-12, rtol=1e-12)
 
 
-def test_the_chunk_s_size_does_not_matter():
-    given, offsets = inputs(70), [0, 66, 70]
-    expected = chunked_delta_rule(*given, rows_of(offsets, chunk=1))
-    for chunk in (2, 16, 64, 100):
-        torch.testing.assert_close(chunked_delta_rule(*given, rows_of(offsets, chunk)), expected)
-
-
 def test_a_sequence_does_not_see_what_it_is_packed_with():
     parts = [inputs(length, seed=length) for length in (6, 1, 11)]
     packed = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
     together = chunked_delta_rule(*packed, rows_of([0, 6, 7, 18])).split([6, 1, 11])
     for part, out in zip(parts, together, strict=True):
         torch.testing.assert_close(out, chunked_delta_rule(*part, rows_of([0, len(part[0])])))
-
-
-def test_the_past_does_not_see_the_future():
-    given, rows = inputs(10), rows_of([0, 10])
-    before = chunked_delta_rule(*given, rows)
-    changed = [tensor.clone() for tensor in given]
-    for tensor in changed:
-        tensor[7:] *= 0.5
-    after = chunked_delta_rule(*changed, rows)
-    assert torch.equal(before[:7], after[:7]) and not torch.allclose(before[7:], after[7:])
 
 
 def test_gradients_are_finite_differences():
@@ -127,17 +110,6 @@ def test_bf16_is_computed_in_fp32():
     exact = chunked_delta_rule(*(tensor.float() for tensor in given), rows)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, exact.bfloat16())
-
-
-def test_a_kernel_is_given_a_batch_of_one_and_a_key_head_for_each_value_head():
-    given, rows = inputs(9), rows_of([0, 4, 9])
-
-    def kernel(*, q, k, v, g, beta, cu_seqlens, use_qk_l2norm_in_kernel):
-        assert use_qk_l2norm_in_kernel and cu_seqlens.dtype == torch.int64
-        tensors = [q[0], k[0], v[0][:, :, None], g[0][..., None], beta[0][..., None]]
-        return token_by_token(*tensors, cu_seqlens.tolist())[None, :, :, 0], None
-
-    torch.testing.assert_close(delta_rule.by_kernel(kernel, *given, rows), chunked_delta_rule(*given, rows))
 
 
 def test_the_kernels_are_not_asked_for_without_cuda(monkeypatch):

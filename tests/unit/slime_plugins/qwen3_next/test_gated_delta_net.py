@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -70,8 +69,3 @@ def test_recomputed_is_the_same():
     assert torch.equal(out, kept)
     for gradient, parameter in zip(kept_gradients, [hidden_in, *layer.parameters()], strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-
-
-def test_without_packing_it_says_what_it_needs():
-    with pytest.raises(AssertionError, match="packed_seq_params"):
-        attention()(torch.randn(4, 1, 32))

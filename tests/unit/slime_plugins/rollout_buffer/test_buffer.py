@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from slime.utils.errors import ConfigError
 from slime_plugins.rollout_buffer import buffer as buffer_module
 from slime_plugins.rollout_buffer.buffer import RolloutBuffer, create_app
 from slime_plugins.rollout_buffer.registry import load_generators
-from tests.unit.utils.test_hostile_input import DEEP, DIGITS, ODD
 
 JSON = {"Content-Type": "application/json"}
 
@@ -50,13 +48,6 @@ def test_an_item_that_cannot_be_used_is_refused_when_it_is_written(broken):
     client = TestClient(create_app())
     body = json.dumps(item("a") | broken)  # httpx refuses to send Infinity
     assert client.post("/buffer/write", content=body, headers=JSON).status_code == 422
-
-
-def test_bodies_that_are_no_objects_and_unknown_tasks_are_refused():
-    client = TestClient(create_app())
-    assert client.post("/buffer/write", content=b"nonsense", headers=JSON).status_code == 422
-    refused = client.post("/start_rollout", json={"task_type": "chess"})
-    assert refused.status_code == 422 and "math" in refused.json()["detail"]
 
 
 OWN = """
@@ -106,12 +97,6 @@ def test_a_new_start_keeps_complete_groups_and_plays_the_others_again():
     assert buffer.waiting() == {}
 
 
-def test_a_generator_file_without_its_two_names_is_refused(tmp_path):
-    (tmp_path / "half_generator.py").write_text("TASK_TYPE = 'half'")
-    with pytest.raises(ConfigError, match="run_rollout"):
-        load_generators([tmp_path])
-
-
 def test_a_transform_that_fails_loses_nothing(tmp_path):
     (tmp_path / "bad_generator.py").write_text(
         "TASK_TYPE = 'bad'\ndef run_rollout(data): pass\ndef transform_group(group, task_type): raise ValueError\n"
@@ -135,19 +120,6 @@ def test_a_buffer_with_a_secret_answers_nobody_else(tmp_path):
     client.headers["Authorization"] = f"Bearer {file.read_text().strip()}"
     assert client.get("/status").json()["items"] == 0
     assert client.post("/buffer/write", json=item("a")).json()["success"]
-
-
-@pytest.mark.parametrize("path", ["/buffer/write", "/start_rollout"])
-def test_no_body_is_a_failure_of_the_buffer(path):
-    with TestClient(create_app()) as client:
-        for data in ("", DEEP, f'{{"reward": {DIGITS}}}', "[1]", '{"a": NaN}', '{"reward": 1, "reward": 2}', b"\xff"):
-            assert client.post(path, content=data, headers=JSON).status_code == 422
-        keys = ("instance_id", "messages", "reward") if path == "/buffer/write" else ("task_type", "skip_instance_ids")
-        for key in (*keys, "num_repeat_per_sample"):
-            for odd in (*ODD.values(), 10**400, None):
-                if key not in ("instance_id", "messages"):
-                    body = item("a") | {"task_type": "none of these"} | {key: odd}
-                    assert client.post(path, json=body).status_code in (200, 422), (key, odd)
 
 
 def test_the_generators_of_a_buffer_with_a_secret_send_it_to_engines_and_buffer(tmp_path):
@@ -194,13 +166,6 @@ def test_a_start_names_no_file_beyond_those_of_the_operator(tmp_path):
     with TestClient(create_app(data_folders=[tmp_path / "none", inside])) as client:
         start = {"input_file": f"{inside}/new.jsonl@[0:1]", "remote_engine_url": "", "remote_buffer_url": ""}
         assert client.post("/start_rollout", json=start).json()["message"] == "Rollout started"
-
-
-def test_a_body_beyond_the_limit_is_refused_while_it_comes(monkeypatch):
-    monkeypatch.setattr(buffer_module, "MAX_BODY_BYTES", 1000)
-    client = TestClient(create_app())
-    assert client.post("/buffer/write", json=item("a" * 2000)).status_code == 413
-    assert client.post("/buffer/write", json=item("a")).status_code == 200
 
 
 def test_the_service_does_not_listen_beyond_loopback_without_a_secret():

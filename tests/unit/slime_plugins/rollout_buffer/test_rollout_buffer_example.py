@@ -13,7 +13,7 @@ from aiohttp import web
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.aiohttp_threaded import run_app_in_thread
-from slime.utils.errors import ConfigError, DeadlineError
+from slime.utils.errors import DeadlineError
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
@@ -112,14 +112,6 @@ def test_three_prompts_are_played_graded_grouped_and_trained(args, engine, servi
     assert {body["max_tokens"] for body in resumed} == {40}
 
 
-def test_an_answer_that_was_aborted_at_its_last_token_is_not_continued(engine):
-    engine.num_drawn = 64
-    data = {"remote_engine_url": f"http://127.0.0.1:{engine.server.port}", "remote_buffer_url": "", "max_tokens": "64"}
-    player = Worker(data, concurrency=1)
-    assert asyncio.run(player.answer([{"role": "user", "content": "1+1"}])) == ("<think>hm</think> It is ", "length")
-    assert [body["max_tokens"] for body in engine.bodies] == [64]
-
-
 def test_an_answer_that_was_cut_within_a_character_goes_on_before_it_with_the_arguments_of_the_template(engine):
     engine.first = "It is \ufffd"
     data = {"remote_engine_url": f"http://127.0.0.1:{engine.server.port}", "remote_buffer_url": ""}
@@ -166,14 +158,6 @@ def test_a_service_without_data_ends_the_rollout_at_its_deadline(args, engine, s
     open(args.prompt_data, "w").close()
     with pytest.raises(DeadlineError, match="did not fill within 0 s; 0 of 4 items"):
         rollout_buffer_example.generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-
-
-def test_evaluation_and_a_missing_address_are_refused(args):
-    source = RolloutDataSourceWithBuffer(args)
-    with pytest.raises(ConfigError, match="--eval-function-path"):
-        rollout_buffer_example.generate_rollout(args, 0, source, evaluation=True)
-    with pytest.raises(ConfigError, match="--rollout-buffer-url"):
-        rollout_buffer_example.generate_rollout(args, 0, source)
 
 
 def test_instances_repeat_carry_their_epoch_and_can_be_skipped(args):
