@@ -115,7 +115,7 @@ def check_columns(batch: TrainBatch) -> None:
 
 def _check_lengths(sample: str, tokens: Any, response: Any, per_token: Mapping[str, Any]) -> None:
     num_tokens = _count(tokens)
-    if num_tokens is None or not isinstance(response, Integral) or not 0 <= response < num_tokens:
+    if num_tokens is None or not isinstance(response, Integral) or not 0 <= int(response) < num_tokens:
         raise DataError(
             f"{sample} has response_length {str(response)[:80]} and {_shown(num_tokens, tokens)} tokens; tokens hold "
             "the prompt and the response, and at least one prompt token; check --custom-generate-function-path or "
