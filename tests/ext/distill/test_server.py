@@ -12,12 +12,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from slime.ext.distill import server as megatron_server
-from slime.ext.distill.scorer import Scores
 from slime.ext.distill.server import MegatronServer
 from slime.utils.errors import DataError
 
 SECRET = "s3cret"
-KEYS = ["", "Bearer", "Bearer s3cre", "Bearer s3crets", "s3cret", "Basic s3cret"]
+KEYS = ["", "Bearer s3cre", "s3cret"]
 OPEN = {("GET", "/healthz"), ("GET", "/detect"), ("GET", "/info"), ("GET", "/get_loads"), ("POST", "/generate")}
 """For everybody, as docs/security.md says: health, and log-probs with what describes them."""
 
@@ -62,13 +61,6 @@ def test_without_the_secret_nothing_but_log_probs_and_their_description_is_reach
     assert {route for route, status in found.items() if status != 401} == OPEN
     assert all(found[route] == 418 for route in OPEN)
     assert {("POST", "/update_weights_from_disk"), ("POST", "/unload_model"), ("GET", "/nothing")} <= found.keys()
-
-
-def test_the_secret_opens_every_route():
-    found = statuses(make(SECRET), f"Bearer {SECRET}")
-    assert {route for route, status in found.items() if status == 418} == OPEN | {
-        ("POST", "/update_weights_from_disk")
-    }
 
 
 @pytest.mark.parametrize("is_own_host", [True, False])
@@ -122,41 +114,3 @@ def test_a_request_that_waits_behind_a_failed_load_gets_no_log_probs():
         server.stop()
         worker.join(30)
     assert (status, message) == (503, "the weights of /new were not loaded: /new is no checkpoint")
-
-
-class QuickScorer:
-    """A model whose weights are loaded at once; scores are always the same."""
-
-    tokens_at_once = 8
-
-    def load(self, folder: str) -> None:
-        pass
-
-    def score(self, sequences: Any) -> list[Any]:
-        return [Scores([-1.0], [], []) for _ in sequences]
-
-
-def test_scores_name_the_weights_that_gave_them_though_others_were_loaded_since():
-    config = Namespace(megatron_server_update_timeout_s=30.0)
-    server = MegatronServer(QuickScorer(), config, vocab_size=8, max_length=4, has_top=True, secret=None, info={})
-
-    async def ask() -> str:
-        async with TestClient(TestServer(server.application())) as client:
-            score = asyncio.create_task(client.post("/generate", json={"input_ids": [1, 2], "logprob_start_len": 0}))
-            while server._queue.qsize() < 1:
-                await asyncio.sleep(0.01)
-            load = asyncio.create_task(client.post("/update_weights_from_disk", json={"model_path": "/new"}))
-            while server._queue.qsize() < 2:
-                await asyncio.sleep(0.01)
-            server.stop()
-            server._work()  # both are done before this loop answers
-            assert (await load).status == 200
-            return (await (await score).json())["meta_info"]["weight_version"]
-
-    assert asyncio.run(asyncio.wait_for(ask(), 60)) == "0"
-
-
-def test_a_list_of_another_length_is_refused_by_its_name():
-    server = MegatronServer(None, None, vocab_size=8, max_length=4, has_top=True, secret=None, info={})
-    with pytest.raises(DataError, match="top_logprobs_num: a list of 1 values is given for 2 sequences"):
-        server._sequences({"input_ids": [[1], [2]], "top_logprobs_num": [1]})

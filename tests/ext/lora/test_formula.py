@@ -21,18 +21,6 @@ def test_rows_meet_the_matrix_of_their_part_and_rows_without_one_stay() -> None:
     assert merged(weight, A, B, PART_OF_ROW, scale=0.5).tolist() == [[16, 31], [3.5, 6], [1, 1]]
 
 
-def test_one_part_is_the_plain_product() -> None:
-    weight = torch.zeros(3, 2)
-    assert merged(weight, A[:1], B, None, scale=2.0).tolist() == [[6, 12], [10, 20], [14, 28]]
-
-
-def test_each_expert_has_its_own() -> None:
-    weight, a, b = torch.zeros(2, 3, 2), torch.stack([A, -A]), torch.stack([B, B])
-    first, second = merged(weight, a, b, PART_OF_ROW, scale=1.0)
-    assert torch.equal(first, -second)
-    assert torch.equal(first, merged(weight[0], A, B, PART_OF_ROW, scale=1.0))
-
-
 def test_a_bf16_weight_is_rounded_once() -> None:
     weight, a = torch.full((1, 1), 256.0, dtype=torch.bfloat16), torch.full((1, 2, 1), 1.0, dtype=torch.bfloat16)
     b = torch.full((1, 2), 0.5, dtype=torch.bfloat16)  # 256 + 0.5 + 0.5, and bf16 holds every second number here

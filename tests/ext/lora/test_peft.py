@@ -21,10 +21,9 @@ from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_p
 from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.ext.lora.frozen_base import hold_quantized, value_of
-from slime.ext.lora.layers import _with_dense_gradient
-from slime.ext.lora.peft_folder import TENSOR_FILE
+from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
 from slime.ext.lora.state import load_peft, save_peft
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import DataError
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data, reference_loss
 from tests.matrix.case import FamilyCase, load_cases
@@ -229,13 +228,6 @@ def test_a_base_in_fewer_bits_is_that_of_its_export(family: str, precision: str,
     assert float((actual - plain).abs().max()) > 1e-3
 
 
-def test_a_target_that_the_family_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
-    case = load_cases(["qwen3"])["qwen3"]
-    case.write_checkpoint(tmp_path)
-    with pytest.raises(ConfigError, match=r"'qproj', which no linear layer .* down_proj, gate_proj, k_proj, o_proj"):
-        lora_args(case, tmp_path, "qproj")
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [("r", "r and lora_alpha are 5 and 6"), ("use_dora", "use_dora"), ("target", "no adapter, such as .*k_proj")],
@@ -264,41 +256,18 @@ def test_a_folder_that_means_something_else_is_refused(change: str, says: str, t
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[("init_lora_weights", one) for one in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")],
-        *[
-            (one, True)
-            for one in ("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "use_bdlora")
-        ],
-        *[("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}), ("bias", "all"), ("peft_type", "LOHA")],
-        *[("modules_to_save", ["lm_head"]), ("trainable_token_indices", [3]), ("layer_replication", [[0, 2]])],
-        *[("target_parameters", ["experts.w"]), ("ensure_weight_tying", True), ("kasa_config", {"beta": 1})],
-        *[("alora_invocation_tokens", [1]), ("a_key_of_tomorrow", "on"), ("megatron_config", {"a": 1})],
+        *[("init_lora_weights", "pissa"), ("use_dora", True), ("lora_bias", True), ("rank_pattern", {"q_proj": 8})],
+        *[("bias", "all"), ("peft_type", "LOHA"), ("modules_to_save", ["lm_head"]), ("a_key_of_tomorrow", "on")],
     ],
 )
-def test_what_is_not_plain_lora_is_refused_by_its_name_at_the_start(key: str, value: object, tmp_path: Path) -> None:
-    case = load_cases(["qwen3"])["qwen3"]
-    case.write_checkpoint(tmp_path / "hf")
+def test_what_is_not_plain_lora_is_refused_by_its_name(key: str, value: object, tmp_path: Path) -> None:
     from peft import LoraConfig
 
     plain = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"]).to_dict() | {"target_modules": ["q_proj"]}
-    (tmp_path / "adapter").mkdir()
-    save_file({"a": torch.ones(1)}, tmp_path / "adapter" / TENSOR_FILE)
-    config = tmp_path / "adapter" / "adapter_config.json"
+    config = tmp_path / "adapter_config.json"
     for change in ({}, {"init_lora_weights": "gaussian"}, {"peft_version": "0.99", "a_key_of_tomorrow": None}):
         config.write_text(json.dumps(plain | change))
-        lora_args(case, tmp_path / "hf", "q_proj", lora_load=tmp_path / "adapter")
+        assert read_peft_config(tmp_path, flag="--lora-load")["r"] == 4
     config.write_text(json.dumps(plain | {key: value}))
-    with pytest.raises(DataError, match=rf"--lora-load .*{key} "):
-        lora_args(case, tmp_path / "hf", "q_proj", lora_load=tmp_path / "adapter")
-
-
-def test_the_gradient_of_the_logits_reaches_the_vocabulary_as_one_matrix() -> None:
-    """Transposed, it would be multiplied row by row where the vocabulary is frozen."""
-    strides = []
-    for is_dense in (False, True):
-        logits = torch.zeros(5, 1, 7, requires_grad=True) * 1
-        if is_dense:
-            _with_dense_gradient(None, (), (logits, None))
-        logits.register_hook(lambda gradient: strides.append(gradient.stride()))
-        (logits.transpose(0, 1).contiguous() * torch.rand(1, 5, 7)).sum().backward()
-    assert strides == [(7, 35, 1), (7, 7, 1)]
+    with pytest.raises(DataError, match=rf"--lora-load.*{key} "):
+        read_peft_config(tmp_path, flag="--lora-load")

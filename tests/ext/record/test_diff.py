@@ -67,22 +67,6 @@ def test_what_alone_differs_is_named_alone(tmp_path, changed):
     assert (what, step) == (changed, str(CHANGES.index(changed) + 1)) and size
 
 
-def test_what_differs_within_the_settings_of_a_critic_is_named_alone_without_the_runs_own_folders(tmp_path):
-    def of_critic(folder, lr):
-        own = {"save": str(folder / "critic"), "run_folder": str(folder), "role_overrides": {"save": str(folder)}}
-        return Namespace(lr=lr, eps_clip=0.2, train_env_vars={"save": str(lr)}, **own)
-
-    runs = [
-        write_run(tmp_path / name, critic_args=of_critic(tmp_path / name, lr)) for name, lr in (("a", 1), ("b", 2))
-    ]
-    first, second = map(read_run, runs)
-    assert list(diff.setting_differences(first, second)) == [
-        ("critic_args.lr", "1", "2"),
-        ("critic_args.train_env_vars.save", "1", "2"),
-    ]
-    assert list(diff.setting_differences(first, first)) == []
-
-
 @pytest.mark.parametrize(
     ("a", "b", "said"),
     [

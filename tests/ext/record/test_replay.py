@@ -21,7 +21,6 @@ from tools import replay, replay_plan
 pytestmark = pytest.mark.dist
 
 NUM_STEPS = 3
-PARTS = ("forward", "backward", "communication", "optimizer")
 TP2 = "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel".split()
 NO_DROPOUT = ["--hidden-dropout", "0"]  # another layout draws other numbers
 FLAGS = (
@@ -182,17 +181,6 @@ def test_a_step_is_the_same_to_the_bit_from_its_checkpoint_an_earlier_one_and_th
         for rollout in rollouts:
             ours, theirs = (sorted(one.samples(rollout), key=lambda row: row["position"]) for one in (run, again))
             assert ours == theirs and len(ours) == 8 and ours[0]["trainer_log_probs"]
-
-
-def test_the_parts_of_a_step_are_recorded_and_lie_within_it(replayed):
-    spans = [one for one in read_run(replayed[0] / "run").spans if one.process == "driver"]
-    whole = [one for one in spans if one.name == "actor_train"]
-    assert len(whole) == NUM_STEPS
-    for rollout in whole:
-        within = [one for one in spans if rollout.start - 1e-3 <= one.start and one.end <= rollout.end + 1e-3]
-        seconds = {name: sum(s.end - s.start for s in within if s.name == name) for name in PARTS}
-        assert 0.5 * (rollout.end - rollout.start) < sum(seconds.values()) <= rollout.end - rollout.start + 1e-3
-        assert min(seconds["forward"], seconds["backward"], seconds["optimizer"]) > 0
 
 
 def test_a_changed_flag_gives_another_step_and_a_micro_batch_another_gradient(replayed):

@@ -6,15 +6,14 @@ from argparse import Namespace
 
 import pytest
 
-from slime.ext.record.run_reader import Run, read_run, read_samples
-from slime.ext.record.sample_record import sample_of
+from slime.ext.record.run_reader import Run, read_run
 from slime.observability.dumps import save_rollout_dump
 from slime.observability.metrics_file import append_record
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
 from tests.ext.record import recording
 from tools import replay_rollout
-from tools.replay_plan import FROM_START, Replay, changed, flags_of, plan, rollout_flags_of
+from tools.replay_plan import FROM_START, Replay, changed, flags_of, rollout_flags_of
 
 
 def answered(index: int, last: int = 7) -> Sample:
@@ -59,14 +58,6 @@ def test_the_flags_keep_the_engines_and_choose_among_no_groups(tmp_path):
     )
 
 
-def test_flags_that_have_their_value_after_an_equals_sign_are_read_too(tmp_path):
-    config = {"command": ["train.py", "--load=/first", "--save=/mine", "--on-nan=rollback", "--num-rollout=5"]}
-    replay = Replay(Run(tmp_path, config | {"values": {"num_rollout": {"value": 5}}}), 0, FROM_START, tmp_path / "out")
-    assert " ".join(flags_of(replay)).startswith(
-        f"--num-rollout 5 --save {tmp_path}/out --disable-rollout-global-dataset --load /first "
-    )
-
-
 def test_flags_that_the_check_refuses_without_those_left_out_go_with_them(tmp_path):
     given = (
         "train.py --trainer-recovery memory --memory-checkpoint-interval 2 --spare-nodes 1 --use-fault-tolerance "
@@ -93,16 +84,6 @@ def test_a_change_is_one_value_where_the_flag_takes_one():
         changed([], ["fp32=maybe"])
 
 
-def test_a_replay_takes_a_folder_that_no_other_one_has(tmp_path):
-    run = record(tmp_path, [answered(0), answered(1)])
-    for name in ("step_1_2", "step_10"):
-        (tmp_path / "replays" / name).mkdir(parents=True)
-    run.events.append({"event": "start", "rollout": 0})
-    assert plan(run, 1).folder == tmp_path / "replays" / "step_1"
-    (tmp_path / "replays" / "step_1").mkdir()
-    assert plan(run, 1).folder == tmp_path / "replays" / "step_1_3"
-
-
 def test_without_the_checkpoint_just_before_it_the_rollout_is_refused(tmp_path):
     replay = Replay(Run(tmp_path), 3, FROM_START, tmp_path / "out")
     with pytest.raises(DataError, match=r"step 4 needs .* checkpoint after step 3, which is gone"):
@@ -121,12 +102,3 @@ def test_answers_are_compared_token_by_token(tmp_path, capsys):
     assert "3 of 3 answers have the same tokens." in said and "2 of 3 answers" in said
     assert "1 answers were drawn by weights of several versions" in said
     assert "sample 2, from token 1 of its response on" in said
-
-
-def test_the_record_has_no_number_for_what_was_not_graded_and_a_replay_has_its_stand_in(tmp_path):
-    good, lost = answered(0), answered(1)
-    lost.reward, lost.status, lost.remove_sample = 0.0, Sample.Status.FAILED, True
-    rows = read_samples(record(tmp_path, [good, lost]).sample_files()[0]).to_pylist()
-    assert [row["reward"] for row in rows] == [1.0, None]
-    assert [sample_of(row).reward for row in rows] == [1.0, 0.0]
-    assert [sample_of(row).is_graded for row in rows] == [True, False]

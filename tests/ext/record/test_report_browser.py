@@ -20,7 +20,7 @@ from slime.ext.record.run_reader import read_run
 from slime.observability.metrics_file import append_record
 from tests.contracts.source_tree import REPO
 from tests.ext.record.prepared_runs import write_prepared_run
-from tests.ext.record.test_report import record_evaluations, write_run, write_run_with_pictures
+from tests.ext.record.test_report import write_run, write_run_with_pictures
 from tools import report, watch
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -90,18 +90,6 @@ def test_every_view_is_accessible_fits_and_says_nothing_on_the_console(open_page
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
 
 
-def test_what_is_wrong_stands_on_top_of_summary_and_health_and_beside_its_curve(open_page, faulty):
-    page = open_page(faulty)
-    for view in ("Summary", "Health"):
-        page.get_by_role("tab", name=view).click()
-        assert (
-            page.locator(".alarm").first.inner_text().startswith("From step 7, mismatch: trainer and engine disagree")
-        )
-    box = page.get_by_role("group", name="|trainer - engine| log-prob")
-    assert box.locator(".alarm").count() == 1 and box.locator("canvas").is_visible()
-    assert "0.3 to 1:" in page.locator("canvas.heat").first.get_attribute("aria-label")
-
-
 def test_the_page_goes_by_keyboard(open_page, faulty):
     page = open_page(faulty)
     page.keyboard.press("Tab")
@@ -145,46 +133,6 @@ def test_samples_are_found_by_facts_and_text_and_shown_beside_their_group(open_p
     assert status.inner_text().startswith("128 of 512")
 
 
-def test_the_answers_of_an_evaluation_are_found_by_its_name_beside_those_of_their_own_group(open_page, tmp_path):
-    folder = write_run(tmp_path / "evaluated")
-    record_evaluations(folder)
-    page = open_page(write_page(folder) + "#Samples")
-    status = page.locator("main [role=status]").first
-    assert status.inner_text() == "40 of 40 samples."
-    page.get_by_label("status").select_option("evaluation: sums")
-    assert status.inner_text().startswith("4 of 40 samples")
-    page.get_by_label("rollout").fill("4")
-    assert status.inner_text().startswith("2 of 40 samples")
-    page.locator("details.sample > summary").first.click()
-    page.get_by_text("The group side by side (2)").click()
-    assert page.locator(".beside pre").all_inner_texts() == ["sums 0", "sums 1"]
-    page.get_by_label("status").select_option("completed")
-    page.get_by_label("colour tokens by").select_option("clipped")
-    page.locator("details.sample > summary").first.click()
-    tokens = page.get_by_role("group", name="Response").locator("span")
-    assert ["rgb" in (one.get_attribute("style") or "") for one in tokens.all()] == [True, False, False]
-    tokens.first.hover()
-    assert page.get_by_text("token 1 of 3").inner_text().endswith(", clipped")
-    page.get_by_label("status").select_option("evaluation: sums")
-    page.locator("details.sample > summary").first.click()
-    page.get_by_role("button", name="All answers to this prompt").click()
-    page.get_by_label("rollout").fill("")
-    page.get_by_label("status").select_option("")
-    assert status.inner_text().startswith("4 of 40 samples")
-
-
-def test_a_step_shows_its_processes_its_push_and_its_stragglers(open_page, tmp_path):
-    page = open_page(
-        write_page(write_prepared_run(tmp_path / "slow", "straggling engine")) + "#Where%20the%20time%20goes"
-    )
-    assert "at engine 10.0.0.2:15000" in page.get_by_text("The slowest answer took").inner_text()
-    page.get_by_label("Step:").select_option(index=12)
-    page.get_by_text("As a table").click()
-    spans = page.get_by_role("region", name="Spans").inner_text()
-    assert all(word in spans for word in ("push", "backward", "rollout manager", "longest answer"))
-    assert page.get_by_role("region", name="Answers").inner_text().count("10.0.0.2:15000") > 5
-
-
 def test_hostile_texts_are_shown_as_text_and_run_nothing(open_page, tmp_path):
     folder = write_run(tmp_path / f"hostile{BELL}<img src=x>", is_hostile=True)
     path = folder / "samples/rollout_000000.parquet"
@@ -226,32 +174,6 @@ def test_pictures_are_shown_beside_their_answer_and_none_from_elsewhere(open_pag
         document.body.append(Object.assign(document.createElement("img"), { src })); }""")
     page.wait_for_timeout(300)
     assert len(page.said) == 2 and all("Content Security Policy" in text for text in page.said)
-    page.said.clear()
-
-
-def test_a_run_that_is_under_way_or_was_cut_off_in_a_line_is_shown_as_far_as_it_went(open_page, tmp_path):
-    folder = write_run(tmp_path / "cut", has_ended=False)
-    for name in ("metrics.jsonl", "events.jsonl", "spans.json", "samples/rollout_000007.parquet"):
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: len(content) - 20])
-    page = open_page(write_page(folder))
-    assert page.get_by_role("heading", level=1).inner_text() == "cut: running or cut off"
-    for view in VIEWS:
-        page.get_by_role("tab", name=view).click()
-        assert page.locator("main").inner_text()
-
-
-def test_the_policy_lets_no_other_script_run(open_page, faulty):
-    page = open_page(faulty)
-    page.evaluate("""() => {
-        const script = document.createElement("script");
-        script.textContent = "document.title = 'owned'";
-        document.body.append(script);
-        document.body.insertAdjacentHTML("beforeend", "<img src=x onerror=\\"document.title='owned'\\">");
-    }""")
-    page.wait_for_timeout(200)
-    assert page.title() == "slime: off-policy"
-    assert page.said and all("Content Security Policy" in text for text in page.said)
     page.said.clear()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 from argparse import Namespace
 
 import pyarrow.parquet as pq
@@ -15,8 +14,6 @@ import torch
 from slime.ext.record.run_reader import read_samples
 from slime.ext.record.run_record import SAME_WARNINGS
 from slime.ext.record.sample_record import EVALUATION_SCHEMA, rollout_of, sample_of
-from slime.ext.record.writer import QUEUE_LENGTH
-from slime.observability import telemetry
 from slime.observability.timer import timer
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
@@ -58,12 +55,6 @@ def test_config_says_where_values_come_from_and_holds_no_secret(args, tmp_path, 
     assert "SLIME_PASSWORD" in config["environment"] and "hidden" not in text
 
 
-def test_words_and_variables_that_are_no_utf_8_do_not_end_the_run(args, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--save", "caf\udce9"])
-    recording.start(args, "driver", primary=True)
-    assert json.loads((tmp_path / "config.json").read_text())["command"][-1] == "caf\udce9"
-
-
 def test_a_process_joins_a_record_that_the_driver_began_and_no_other(args, tmp_path):
     assert recording.start(args, "actor 0").writer is None
     recording.event("unheard")
@@ -85,24 +76,6 @@ def test_spans_of_timers_are_an_array_that_perfetto_reads_and_warnings_are_event
     assert (span["name"], span["ph"], span["pid"]) == ("train", "X", "actor 0") and span["dur"] >= 0
     texts = [one["text"] for one in events(tmp_path)]
     assert texts == ["disk of https://(secret)@b/c", "key (secret)"] + ["again"] * SAME_WARNINGS
-
-
-def test_a_flush_waits_where_the_queue_is_full_and_is_not_left_out_itself(args, tmp_path, caplog):
-    writer = recording.start(args, "actor 0", primary=True).writer
-    assert writer is not None
-    has_begun, goes_on = threading.Event(), threading.Event()
-
-    def busy(folder):
-        has_begun.set()
-        goes_on.wait(20)
-
-    writer.submit(busy)
-    assert has_begun.wait(20)
-    for _ in range(QUEUE_LENGTH):
-        writer.submit(lambda folder: None)
-    threading.Timer(0.2, goes_on.set).start()
-    telemetry.flush()
-    assert "leaves out data" not in caplog.text
 
 
 def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(args, tmp_path):
@@ -127,21 +100,6 @@ def test_samples_are_written_with_what_was_dropped_and_what_the_trainer_added(ar
     assert [(row["position"], len(row["trainer_log_probs"])) for row in trained] == [(1, 2), (0, 4)]
     assert [row["clipped"] for row in trained] == [[False, True], [False, False, True, True]]
     assert [one["samples"] for one in events(tmp_path)] == [3, 2]
-
-
-def test_a_sample_that_is_dropped_while_a_rollout_is_recorded_is_in_the_next_record(args, tmp_path, monkeypatch):
-    late = (sample(1), "late")
-
-    class Growing(list):
-        def __getitem__(self, key):
-            found = super().__getitem__(key)
-            self.append(late)
-            return found
-
-    sink = recording.start(args, "manager", primary=True)
-    sink._dropped = Growing([(sample(0), "early")])
-    recording.rollout(0, [sample(2)], None)
-    assert list(sink._dropped) == [late]
 
 
 def test_a_recorded_sample_comes_back_as_training_reads_it(args, tmp_path):
@@ -235,39 +193,3 @@ def test_answers_of_evaluations_have_files_of_their_own_that_none_overwrites(arg
     rows = [(row["evaluation"], row["position"], row["index"], row["rollout"]) for row in table.to_pylist()]
     assert rows == [("sums", 0, 0, 12), ("sums", 1, 1, 12), ("odd?/", 0, 9, 12)]
     assert [one["tokens"] for one in events(tmp_path)] == [15, 15, 15, 5]
-
-
-def test_the_oldest_answers_of_evaluations_go_with_the_oldest_rollouts(args, tmp_path):
-    recording.start(args, "rollout manager", primary=True, record_max_gib=1e-9)
-    for rollout_id in (None, 0):
-        recording.evaluation(rollout_id, {"sums": {"samples": [sample(0)]}})
-    recording.rollout(1, [sample(0)], None)
-    recording.stop()
-    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["rollout_000001.parquet"]
-    gone = [one["files"] for one in events(tmp_path) if one["event"] == "rotated"]
-    assert gone == [["eval_start.parquet"], ["eval_000000.parquet"]]
-
-
-def test_a_token_takes_at_most_twelve_bytes(args, tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    recording.start(args, "rollout manager", primary=True)
-    samples, length = [], 512
-    for index in range(64):
-        ids = (
-            torch.randint(150_000, (length,), generator=generator)
-            // 4
-            * (torch.rand(length, generator=generator) < 0.5)
-        )
-        one = sample(index, length=0)
-        one.tokens, one.response_length = ids.tolist(), length
-        one.rollout_log_probs = (-torch.rand(length, generator=generator).pow(4) * 5).tolist()
-        one.response = " ".join(f"{token % 997:x}" for token in one.tokens)
-        samples.append(one)
-    recording.rollout(0, samples, None)
-    probs = [torch.tensor(one.rollout_log_probs) + 1e-3 * torch.rand(length, generator=generator) for one in samples]
-    advantages = [torch.full((length,), 0.3)] * len(samples)
-    columns = {"trainer_log_probs": probs, "advantages": advantages}
-    recording.trained(0, 0, range(64), columns)
-    recording.stop()
-    costs = [one for one in events(tmp_path) if one["event"] == "recorded"]
-    assert sum(one["bytes"] for one in costs) / (64 * length) <= 12

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from tests.contracts.source_tree import REPO
 from tests.ext.record import recording
 from tools import diff, doctor, ledger
 from tools.cli import clean_exit
-from tools.terminal import plain, say
+from tools.terminal import plain
 
 ORDERS = "\x1b[2J\x1b]0;owned\x07 \x9b31m \r\b\x7f \x00 \u202egpj.exe \u200b \u2028 \u2066 \ufeff \udcff \n== fake"
 TOOLS = """analyze_profile cli diff doctor installed ledger plan profile_rollout replay replay_plan replay_rollout
@@ -27,13 +25,6 @@ def test_what_a_terminal_obeys_becomes_an_escape_and_letters_stay():
     assert plain("\x1b[31m\n\u202e\udcff") == r"\x1b[31m\n\u202e\udcff"
     assert plain("plain \u00e9 \u4e2d \U0001f600") == "plain \u00e9 \u4e2d \U0001f600"
     assert plain(ORDERS).isprintable()
-
-
-def test_lines_are_those_of_the_tool(capsys):
-    say("one", f"two {ORDERS}")
-    say()
-    lines = capsys.readouterr().out.split("\n")
-    assert len(lines) == 4 and lines[0] == "one" and all(line.isprintable() for line in lines)
 
 
 @pytest.mark.parametrize("name", TOOLS.split())
@@ -69,13 +60,6 @@ def test_an_error_and_a_verdict_about_a_foreign_run_are_text(capsys):
         raise DataError(f"{ORDERS} cannot be read")
     doctor._show("engine's start", doctor.BAD, ORDERS)
     assert sum("owned" in line for line in only_lines(capsys)) == 2
-
-
-def test_a_warning_about_a_foreign_run_is_text():
-    program = f"import logging; import tools.terminal; logging.getLogger('x').warning({ORDERS!r})"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=REPO, timeout=60, check=True)
-    lines = ended.stderr.decode().splitlines()
-    assert any("owned" in line for line in lines) and all(line.isprintable() for line in lines)
 
 
 def test_reasons_in_a_foreign_ledger_are_text(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from argparse import Namespace
 from typing import Any
 
@@ -70,13 +69,6 @@ def test_the_rollout_is_begun_again_behind_those_that_the_ledger_gives_back(job)
     assert len(job.asked) == 4
 
 
-def test_one_in_its_place_that_dies_before_the_rollout_begins_is_replaced_too(job, monkeypatch):
-    deaths = [DIED]
-    monkeypatch.setattr(job, "push_weights", lambda: _die(deaths))
-    assert job.finish_generate(job.start_generate(2)) == "second generates 2"
-    assert job.asked == ["counted", [], "the trainer is up"] * 2 and not deaths
-
-
 def _die(deaths: list[Any]) -> None:
     if deaths:
         raise deaths.pop()
@@ -111,8 +103,3 @@ def test_without_recovery_or_a_record_of_the_groups_the_run_ends(job, recovery, 
     with pytest.raises(EngineDiedError, match="the rollout manager died"):
         job.finish_generate(job.start_generate(4))
     assert job.asked == []
-
-
-def test_the_job_keeps_no_train_data_of_rollouts_that_the_loop_has_done_with(job):
-    refs = [weakref.ref(job.start_generate(rollout_id)) for rollout_id in range(3)]
-    assert [ref() for ref in refs] == [None] * 3

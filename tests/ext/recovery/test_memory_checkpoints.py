@@ -180,20 +180,6 @@ def damage(keeper: Any) -> None:
     ask(keeper.__ray_call__.remote(flip))
 
 
-def test_a_copy_with_another_digest_is_not_used_and_all_ranks_take_the_checkpoint(ranks, copies, caplog):
-    train(copies, ranks, 0)
-    copies.finish_before(1)
-    (keeper,) = copies._keepers.values()
-    damage(keeper)
-    anew(ranks)
-    assert copies.fetch(ranks) is None and copies.newest is None
-    assert ask([rank.has_copy.remote() for rank in ranks]) == [False, False]
-    assert "goes on from its last checkpoint" in caplog.text and "rank 1 has no whole copy" in caplog.text
-    train(copies, ranks, 0)  # and the next copy counts again
-    copies.finish_before(1)
-    assert copies.newest == 0
-
-
 def test_a_keeper_on_another_node_serves_where_the_first_one_is_damaged(ranks):
     keepers = [memory_checkpoints.Keeper.remote() for _ in range(3)]
     ask([rank.train.remote(5) for rank in ranks])

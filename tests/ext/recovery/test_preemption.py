@@ -14,7 +14,6 @@ from slime.ext.recovery.job import RecoveringJob
 from slime.ext.recovery.preemption import Preemption
 from slime.ray import train_loop, waiting
 from slime.ray.sigterm import Interrupted, Sigterm, react_by
-from slime.utils.errors import CheckpointError
 
 
 @pytest.fixture
@@ -66,18 +65,6 @@ def test_a_step_or_a_save_that_takes_longer_than_the_grace_is_left(notice, caplo
         wait_for_the_alarm()
         pytest.fail("the alarm did not interrupt the step")
     assert "--preemption-grace-s 0.05 was too short for the save" in caplog.text
-
-
-@pytest.mark.parametrize("error", [CheckpointError("the disk is full"), RuntimeError("Connection closed by peer")])
-def test_a_save_that_fails_is_an_error_in_the_log(notice, caplog, error):
-    def fail() -> None:
-        raise error
-
-    notice.grace_s, notice.save = 1000.0, fail
-    signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(Interrupted):
-        notice.check()
-    assert f"The save after SIGTERM failed, and the one before it counts: {error}" in caplog.text
 
 
 def test_sigterm_that_a_process_of_the_job_got_too_is_not_taken_for_its_death(notice, monkeypatch):
@@ -139,13 +126,3 @@ def test_a_job_that_leaves_saves_actor_and_critic_whoever_has_the_gpus(monkeypat
     done.clear()
     leaving_job(monkeypatch, done, shares_gpus=True)._save_and_leave()
     assert done == ["position 3", "kill the manager", *models, "publish critic 3", "publish actor 3"]
-
-
-def test_a_job_that_leaves_saves_nothing_of_a_trainer_that_is_not_back_at_its_last_step(monkeypatch, notice, caplog):
-    done: list[str] = []
-    notice.grace_s = 1000.0
-    notice.save = leaving_job(monkeypatch, done, shares_gpus=False, is_down=True)._save_and_leave
-    signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(Interrupted):
-        notice.check()
-    assert done == [] and "the one before it counts: the trainer had died" in caplog.text

@@ -67,16 +67,6 @@ def test_too_many_failures_end_it_with_the_list_of_all_and_old_ones_do_not_count
     assert start("sys.exit(0 if number == 8 else 1)", "--max-recoveries", "1", clock=lambda: next(hours)) == (0, 8)
 
 
-def test_a_driver_that_dies_of_the_signal_is_not_started_again(start):
-    body = """
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-if number == 1:
-    os.kill(os.getppid(), signal.SIGINT)
-    signal.pause()
-"""
-    assert start(body) == (130, 1)
-
-
 def test_a_signal_reaches_the_driver(start):
     body = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
@@ -87,18 +77,3 @@ signal.pause()
     before = signal.getsignal(signal.SIGTERM)
     assert start(body) == (130, 1)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_signal_that_comes_before_the_driver_is_there_reaches_it(start, monkeypatch):
-    make = supervisor.subprocess.Popen
-
-    def make_late(*args, **options):
-        signal.raise_signal(signal.SIGTERM)
-        return make(*args, **options)
-
-    monkeypatch.setattr(supervisor.subprocess, "Popen", make_late)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one that is not passed on ends no test run
-    try:
-        assert start("signal.alarm(20)\nsignal.pause()")[0] == 130
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -162,28 +162,6 @@ def test_a_critic_and_its_actor_go_back_together(trainer, monkeypatch):
     assert taken == [0, 0, 1, 2, 3, 3, 4] and trainer.num_starts == critic.num_starts == 3
 
 
-def test_a_critic_whose_copies_are_lost_takes_its_actor_back_to_the_checkpoint(trainer):
-    critic = Trainer()
-    job = TrainerRecovery(
-        recovery(trainer, trainer_recovery="memory").args, trainer,
-        lambda rollout_id, data: [one.train(rollout_id, data) for one in (critic, trainer)], Preemption(), critic,
-    )  # type: ignore[arg-type]  # fmt: skip
-    for one in (trainer, critic):
-        one.copy_every = 1
-    create = critic.create
-
-    def lose_and_create() -> int:
-        critic.copied = trainer.copied = (-1, [])  # they are of one object
-        return create()
-
-    critic.create = lose_and_create  # type: ignore[method-assign]
-    for rollout_id in range(4):
-        trainer.is_dead = rollout_id == 2
-        job.train(rollout_id, 10 * rollout_id)  # type: ignore[arg-type]
-    assert trainer.weights == critic.weights == [0, 10, 20, 30]
-    assert trainer.num_starts == critic.num_starts == 3
-
-
 def test_a_rollback_does_not_go_on_from_copies_in_memory(trainer):
     job = recovery(trainer, trainer_recovery="memory", on_nan=["rollback", "1"])
     trainer.copy_every = 1
