@@ -10,6 +10,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 from slime.utils.redaction import redacted
 
@@ -19,29 +20,6 @@ ENGINE_PREFIXES = ("--sglang-", "--router-")
 """Flags of the engines and of their router; other code may not use these prefixes."""
 ENGINE_FLAGS = ("--prefill-num-servers",)
 """Flags of the engines without the prefix."""
-
-SAID_OTHERWISE = {
-    "--sglang-tp-size": "GPUs of an engine are --rollout-num-gpus-per-engine (times 1 / --sglang-pp-size)",
-    "--sglang-tensor-parallel-size": "GPUs of an engine are --rollout-num-gpus-per-engine",
-    "--sglang-tp": "GPUs of an engine are --rollout-num-gpus-per-engine",
-    "--sglang-model-path": "the engines serve --hf-checkpoint, or what --sglang-config says",
-    "--sglang-model": "the engines serve --hf-checkpoint, or what --sglang-config says",
-    "--sglang-trust-remote-code": "the engines follow --trust-remote-code",
-    "--sglang-random-seed": "the engines' seeds follow from --seed",
-    "--sglang-enable-memory-saver": "it follows from --offload-rollout, which --colocate turns on",
-    "--sglang-port": "slime chooses free ports",
-    "--sglang-nccl-port": "slime chooses free ports",
-    "--sglang-nnodes": "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
-    "--sglang-node-rank": "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
-    "--sglang-dist-init-addr": "slime chooses it when the engines start",
-    "--sglang-base-gpu-id": "it follows from the placement of the engines",
-    "--sglang-gpu-id-step": "it follows from the placement of the engines",
-    "--sglang-skip-server-warmup": "it is always on",
-    "--sglang-enable-return-routed-experts": "it follows from --use-rollout-routing-replay",
-    "--sglang-config-file": "a file that lays out engines is --sglang-config",
-    **dict.fromkeys(("--muon-", "--no-muon-", "--sgd-"), "the optimizer is Adam; there is neither Muon nor SGD"),
-}
-"""Flags, or beginnings of flags, that people expect and slime does not have, and what there is instead."""
 
 _DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u2212]")
 """Dashes that text processors put in place of one or two hyphens."""
@@ -83,7 +61,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     return (prefixed + difflib.get_close_matches(name, candidates, n=count, cutoff=0.72))[:count]
 
 
-def refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str], leftover: Sequence[str]) -> None:
+def refuse_unknown(parser: Parser, argv: Sequence[str], leftover: Sequence[str]) -> None:
     """Raise for what ``parse_known_args`` left over, naming the nearest known flags.
 
     Raises:
@@ -93,7 +71,7 @@ def refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str], leftove
         return
     unknown = list(dict.fromkeys(token.split("=", 1)[0] for token in leftover if is_flag(token)))
     dashed = list(dict.fromkeys(token for token in leftover if _is_dashed(token)))
-    lines = [_unknown_flag_line(name, parser._option_string_actions) for name in unknown]
+    lines = [_unknown_flag_line(name, parser) for name in unknown]
     lines += [_dashed_line(token, parser._option_string_actions) for token in dashed]
     lines += [
         f"{value!r} belongs to no flag: {flag} takes no more values. Quote values that contain spaces."
@@ -133,16 +111,10 @@ def flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield flag, values
 
 
-def said_otherwise(name: str) -> str | None:
-    """Return what there is in place of a flag of :data:`SAID_OTHERWISE`; None for any other name."""
-    starts = (what for start, what in SAID_OTHERWISE.items() if start.endswith("-") and name.startswith(start))
-    return SAID_OTHERWISE.get(name) or next(starts, None)
-
-
-def _unknown_flag_line(name: str, known: Iterable[str]) -> str:
-    if (instead := said_otherwise(name)) is not None:
-        return f"{name} is not a flag: {instead}. Leave it out."
-    similar = nearest(name, known)
+def _unknown_flag_line(name: str, parser: Parser) -> str:
+    if (reason := parser.no_flags.get(name)) is not None:
+        return f"{name} is not a flag: {reason}. Leave it out."
+    similar = nearest(name, parser._option_string_actions)
     if similar:
         return f"{name} is not a flag. Did you mean {' or '.join(similar)}?"
     return f"{name} is not a flag, and none is like it. See docs/flags.md, or train.py --help."

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime.algorithms.advantages import get_estimator
-from slime.arguments.command_line import said_otherwise
 from slime.flags.parser import Parser
 from slime.flags.yaml_file import read_yaml
 from slime.utils.errors import ConfigError
@@ -91,8 +90,8 @@ def _attribute(key: Any, content: Mapping[Any, Any], source: str) -> str:
 def _refuse_other_spelling(parser: Parser, name: str, *, source: str) -> None:
     """Refuse a key that nobody would read: a flag's that there is not, or whose attribute has another name."""
     flag = "--" + name.replace("_", "-")
-    if (instead := said_otherwise(flag)) is not None:
-        raise ConfigError(f"{source} has the key {name}, and {flag} is not a flag: {instead}. Leave it out.")
+    if (reason := parser.no_flags.get(flag)) is not None:
+        raise ConfigError(f"{source} has the key {name}, and {flag} is not a flag: {reason}. Leave it out.")
     action = parser._option_string_actions.get(flag)
     if action is not None:
         value = {True: ": true", False: ": false"}.get(action.const, "") if action.nargs == 0 else ""

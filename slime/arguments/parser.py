@@ -27,13 +27,15 @@ def build_parser(
     )
     # The flag files of the two backends need their libraries; everything else of this package does without.
     if with_trainer_flags:
-        from slime.backends.megatron_utils.arguments import add_megatron_arguments
+        from slime.backends.megatron_utils.arguments import add_megatron_arguments, reasons
 
         add_megatron_arguments(parser)
+        parser.no_flags |= reasons()
     if with_engine_flags:
-        from slime.backends.sglang_utils.arguments import add_sglang_arguments
+        from slime.backends.sglang_utils import arguments as engine_flags
 
-        add_sglang_arguments(parser)
+        engine_flags.add_sglang_arguments(parser)
+        parser.no_flags |= engine_flags.reasons()
     if add_custom_arguments is not None:
         add_custom_arguments(parser)
     return parser

@@ -23,6 +23,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, groups: Sequence[FlagGroup] = (), **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.groups = groups
+        self.no_flags: dict[str, str] = {}
+        """What people may take for a flag -> the reason why it is none, or what there is instead."""
         # Whoever declares a flag: numbers are finite, whole ones fit into 64 bits, and texts have no NUL.
         for kind, checked in ((int, any_int), (float, any_float), (str, text), (None, text)):
             self.register("type", kind, checked)

@@ -30,7 +30,8 @@ FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
         *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
         *("mscale", "mscale_all_dim"),
     ),
-    f"{_SLIME}.flags.attention_arguments": (
+    f"{_SLIME}.flags.check_arguments": (
+        "optimizer",
         *("experimental_attention_variant", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
         *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads"),
@@ -45,7 +46,6 @@ FIELDS_OF_READER: dict[str, tuple[str, ...]] = {
         "moe_token_dispatcher_type",
     ),
     f"{_SLIME}.flags.resolve_arguments": ("moe_enable_deepep", "transformer_impl", "overlap_p2p_comm"),
-    f"{_SLIME}.flags.check_arguments": ("optimizer",),
     f"{_SLIME}.adam": ("exp_avg_dtype", "exp_avg_sq_dtype"),
     f"{_SLIME}.model": ("min_lr", "bf16", "fp16"),
     f"{_SLIME}.train_step": ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather"),

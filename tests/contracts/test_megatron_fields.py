@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.arguments.command_line import refuse_unknown
 from slime.arguments.parser import build_parser
 from slime.backends.megatron_utils.flags.config_flags import CONFIG_CLASSES, NOT_FLAGS, attribute_of, config_fields
-from slime.backends.megatron_utils.flags.field_table import (
-    REFUSED,
-    WITHOUT_EFFECT,
-    refuse_what_nobody_reads,
-    reset_what_has_no_effect,
-)
+from slime.backends.megatron_utils.flags.field_table import WITHOUT_EFFECT, reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.hf_config_check import FIXED_FLAGS, MODEL_FLAGS
 from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS
 from slime.compose import flag_groups
@@ -43,7 +39,7 @@ def names_read_by(module: str) -> set[str]:
 
 
 def test_every_field_stands_in_one_table_and_no_table_names_another():
-    tables = [*map(set, FIELDS_OF_READER.values()), set(WITHOUT_EFFECT), set(REFUSED)]
+    tables = [*map(set, FIELDS_OF_READER.values()), set(WITHOUT_EFFECT)]
     assert FIELDS - set.union(*tables) == set(), "a new field of megatron-core: who reads it here?"
     assert set.union(*tables) - FIELDS == set()
     assert sum(map(len, tables)) == len(FIELDS), "a field stands in two tables"
@@ -85,7 +81,7 @@ SAME_FUNCTION = {
 def test_every_field_that_changes_what_a_model_computes_is_held_against_config_json():
     compared = {name for name in FIELDS if attribute_of(name) in MODEL_FLAGS | FIXED_FLAGS}
     fields = {field.name for config_class in CONFIG_CLASSES[:2] for field, _ in config_fields(config_class)}
-    assert fields - compared - SAME_FUNCTION - {*WITHOUT_EFFECT, *REFUSED, *NOT_FLAGS} == set()
+    assert fields - compared - SAME_FUNCTION - {*WITHOUT_EFFECT, *NOT_FLAGS} == set()
     assert SAME_FUNCTION <= FIELDS - compared
 
 
@@ -103,9 +99,7 @@ VALUES = {
     "fp8": "e4m3",
     "fp8_recipe": "tensorwise",
     "fp8_amax_compute_algo": "max",
-    "fp4": "e2m1",
     "fp4_recipe": "custom",
-    "kitchen_attention_backend": "fa",
     "cross_entropy_fusion_impl": "te",
     "cp_comm_type": "p2p",
     "tp_comm_bootstrap_backend": "mpi",
@@ -134,11 +128,15 @@ def words_that_set(parser, name):
     return [action.option_strings[0], VALUES.get(name, "7")]
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_flag_that_nobody_reads_is_refused_with_the_reason(parser, name):
-    words = words_that_set(parser, name)
-    with pytest.raises(ConfigError, match=words[0] + " is given: .*leave it out"):
-        refuse_what_nobody_reads(parser.parse_args(words))
+def test_a_field_that_is_no_flag_is_refused_with_the_reason(parser):
+    words = ["--no-fp8-wgrad", "--moe-latent-size", "8"]
+    with pytest.raises(ConfigError) as caught:
+        refuse_unknown(parser, words, parser.parse_known_args(words)[1])
+    assert str(caught.value).splitlines() == [
+        "--no-fp8-wgrad is not a flag: it belongs to TransformerEngine's layers, which slime does not have. Leave it "
+        "out.",
+        "--moe-latent-size is not a flag: experts work on the whole hidden size. Leave it out.",
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
@@ -154,5 +152,4 @@ def test_a_flag_without_effect_is_reset_and_says_so_once(parser, name, caplog):
 
 def test_defaults_are_neither_refused_nor_reset(parser):
     args = parser.parse_args([])
-    refuse_what_nobody_reads(args)
     assert reset_what_has_no_effect(args) == {}

@@ -14,7 +14,7 @@ from slime.backends.megatron_utils.flags.config_builders import (
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from slime.backends.megatron_utils.flags.config_flags import add_config_flags
+from slime.backends.megatron_utils.flags.config_flags import add_config_flags, reasons
 from slime.backends.megatron_utils.flags.hf_config_check import (
     check_hf_config,
     check_other_models,
@@ -29,6 +29,7 @@ __all__ = [
     "ddp_config_from_args",
     "fill_model_flags",
     "optimizer_config_from_args",
+    "reasons",
     "transformer_config_from_args",
     "validate_megatron_arguments",
 ]

@@ -45,26 +45,29 @@ from slime.utils.json_file import language_config, read_model_config
 from slime.utils.net import format_host
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-SLIME_DECIDES = frozenset(
-    {
-        "model_path",
-        "config",
-        "trust_remote_code",
-        "random_seed",
-        "enable_memory_saver",
-        "tp_size",
-        "port",
-        "nnodes",
-        "node_rank",
-        "dist_init_addr",
-        "gpu_id_step",
-        "base_gpu_id",
-        "nccl_port",
-        "skip_server_warmup",
-        "enable_return_routed_experts",
-    }
-)
-"""ServerArgs fields without a flag: they follow from the checkpoint, the cluster or another flag."""
+_GPUS = "GPUs of an engine are --rollout-num-gpus-per-engine (times 1 / --sglang-pp-size)"
+_NODES = "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node"
+_PLACE = "it follows from the placement of the engines"
+SLIME_DECIDES = {
+    "model_path": "the engines serve --hf-checkpoint, or what --sglang-config says",
+    "config": "a file that lays out engines is --sglang-config",
+    "trust_remote_code": "the engines follow --trust-remote-code",
+    "random_seed": "the engines' seeds follow from --seed",
+    "enable_memory_saver": "it follows from --offload-rollout, which --colocate turns on",
+    "tp_size": _GPUS,
+    "port": "slime chooses free ports",
+    "nccl_port": "slime chooses free ports",
+    "nnodes": _NODES,
+    "node_rank": _NODES,
+    "dist_init_addr": "slime chooses it when the engines start",
+    "gpu_id_step": _PLACE,
+    "base_gpu_id": _PLACE,
+    "skip_server_warmup": "it is always on",
+    "enable_return_routed_experts": "it follows from --use-rollout-routing-replay",
+}
+"""ServerArgs fields without a flag, and what decides them."""
+_OTHER_NAMES = {"tp": "tp_size", "tensor_parallel_size": "tp_size", "model": "model_path", "config_file": "config"}
+"""Further names that people expect of these fields."""
 
 LONG_NAMES = {
     "sglang_dp_size": "sglang_data_parallel_size",
@@ -89,7 +92,7 @@ _COUNT_OR_MINUS_ONE = WholeNumber(high=INT64_MAX, also=-1)
 class _Prefixed:
     """A view of a parser that puts a prefix before every flag and attribute added through it."""
 
-    def __init__(self, target: argparse._ActionsContainer, prefix: str, skip: frozenset[str]) -> None:
+    def __init__(self, target: argparse._ActionsContainer, prefix: str, skip: Collection[str] = ()) -> None:
         self._target, self._prefix, self._skip = target, prefix, skip
 
     def add_argument(self, *names: str, **kwargs: Any) -> None:
@@ -130,6 +133,12 @@ def _escape_percent(text: str | None) -> str | None:
     return text.replace("%%", "%").replace("%(default)s", "\0").replace("%", "%%").replace("\0", "%(default)s")
 
 
+def reasons() -> dict[str, str]:
+    """Return what there is in place of a flag of :data:`SLIME_DECIDES`."""
+    fields = SLIME_DECIDES | {name: SLIME_DECIDES[field] for name, field in _OTHER_NAMES.items()}
+    return {f"--sglang-{name.replace('_', '-')}": instead for name, instead in fields.items()}
+
+
 def add_sglang_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the engines' and the router's flags to ``parser``.
 
@@ -148,7 +157,7 @@ def add_sglang_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("sglang engine", "Fields of the installed SGLang's ServerArgs.")
     ServerArgs.add_cli_args(_Prefixed(engine, "sglang-", SLIME_DECIDES))
     router = parser.add_argument_group("sglang router", "Fields of the installed router's RouterArgs.")
-    RouterArgs.add_cli_args(_Prefixed(router, "router-", frozenset()), use_router_prefix=False, exclude_host_port=True)
+    RouterArgs.add_cli_args(_Prefixed(router, "router-"), use_router_prefix=False, exclude_host_port=True)
     _allow_consistent_hashing(router)
     parser.set_defaults(**ROUTER_DEFAULTS)
     _add_own_flags(parser.add_argument_group("rollout engines", "Number of engines, their layout and their router."))
@@ -436,5 +445,5 @@ def _engine_parser() -> Parser:
     from sglang.srt.server_args import ServerArgs
 
     parser = Parser(add_help=False)
-    ServerArgs.add_cli_args(_Prefixed(parser, "", frozenset()))
+    ServerArgs.add_cli_args(_Prefixed(parser, ""))
     return parser

@@ -1,4 +1,7 @@
-"""Checks of the trainer's complete flags: the layout, the pipeline's cut, batches, kernels, the schedule."""
+"""Checks of the trainer's complete flags that megatron-core's configs do not make themselves.
+
+Attention that only some families have is here too: DeepSeek's sparse attention, and linear attention.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ import math
 from argparse import Namespace
 from typing import Any
 
-from slime.backends.megatron_utils.flags.attention_arguments import check_linear_flags, check_sparse_flags
 from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
-    num_layers_of_layout,
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from slime.backends.megatron_utils.flags.field_table import has_narrow_moments, refuse_what_nobody_reads
+from slime.backends.megatron_utils.flags.config_flags import flag_of
+from slime.backends.megatron_utils.flags.field_table import has_narrow_moments
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.layers.attention import check_attention_config
 from slime.backends.megatron_utils.layers.fp8_linear import check_fp8_flags
 from slime.backends.megatron_utils.model_provider import load_spec
+from slime.backends.megatron_utils.models import FAMILIES
 from slime.utils.errors import ConfigError
 
 _MAY_GIVE_OTHER_COUNTS = (
@@ -36,14 +39,15 @@ def check_arguments(args: Namespace) -> None:
     Raises:
         ConfigError: with the flags, their values and what is allowed.
     """
-    _check_kernels(args)
-    _check_layout(args)
+    _check_optimizer(args)
+    _check_sizes(args)
+    check_expert_layout(args)
     _check_pipeline(args)
     _check_batch(args)
     _check_schedule(args)
     _check_experts(args)
-    check_sparse_flags(args)
-    check_linear_flags(args)
+    _check_sparse_attention(args)
+    _check_linear_attention(args)
     check_fp8_flags(args)
     config = transformer_config_from_args(args)
     check_attention_config(config)
@@ -61,8 +65,7 @@ def _check_spec(args: Namespace, config: Any) -> None:
         check_stages(args, config)
 
 
-def _check_kernels(args: Namespace) -> None:
-    refuse_what_nobody_reads(args)
+def _check_optimizer(args: Namespace) -> None:
     if args.optimizer != "adam":
         raise ConfigError(
             f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
@@ -79,10 +82,6 @@ def _check_kernels(args: Namespace) -> None:
             f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
             "fp32 parameter that stays on the card; use 1.0, or --bf16."
         )
-    if args.only_train_params_name_list and args.freeze_params_name_list:
-        raise ConfigError(
-            "--only-train-params-name-list and --freeze-params-name-list are given; they exclude each other."
-        )
 
 
 def _check_narrow_moments(args: Namespace) -> None:
@@ -95,29 +94,24 @@ def _check_narrow_moments(args: Namespace) -> None:
         raise ConfigError(f"{given}: --use-stateless-adam has no moments; drop one.")
 
 
-def _check_layout(args: Namespace) -> None:
+def _check_sizes(args: Namespace) -> None:
     tensor = args.tensor_model_parallel_size
-    divided = {"--num-attention-heads": args.num_attention_heads, "--ffn-hidden-size": args.ffn_hidden_size}
-    for flag, value in divided.items():
-        if value % tensor:
-            raise ConfigError(f"{flag} is {value}; --tensor-model-parallel-size {tensor} must divide it.")
-    groups = args.num_query_groups
-    if args.num_attention_heads % groups:
-        raise ConfigError(
-            f"--num-query-groups is {groups}; it must divide --num-attention-heads {args.num_attention_heads}."
-        )
-    if groups % tensor and tensor % groups:
-        raise ConfigError(
-            f"--num-query-groups is {groups}; --tensor-model-parallel-size {tensor} must divide it or be a multiple."
-        )
-    if args.num_experts and args.num_experts % args.expert_model_parallel_size:
-        raise ConfigError(
-            f"--num-experts is {args.num_experts}; --expert-model-parallel-size {args.expert_model_parallel_size} "
-            "must divide it."
-        )
-    if not args.num_experts and args.expert_model_parallel_size > 1:
-        raise ConfigError("--expert-model-parallel-size is above 1, but the model has no --num-experts.")
-    check_expert_layout(args)
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    for size, divisor in (
+        ("ffn_hidden_size", tensor),
+        ("moe_ffn_hidden_size", expert_tensor if args.num_experts else 1),
+        ("moe_shared_expert_intermediate_size", tensor if args.num_experts else 1),
+        ("num_experts", args.expert_model_parallel_size),
+    ):
+        value = vars(args)[size] or 0
+        if value % divisor:
+            ranks = "--expert-model-parallel-size" if size == "num_experts" else "--tensor-model-parallel-size"
+            if size == "moe_ffn_hidden_size":
+                ranks = "--expert-tensor-parallel-size"
+            raise ConfigError(f"{flag_of(size)} is {value}; {ranks} {divisor} must divide it.")
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if heads % groups:
+        raise ConfigError(f"--num-query-groups is {groups}; it must divide --num-attention-heads {heads}.")
 
 
 def check_expert_layout(args: Namespace) -> None:
@@ -160,84 +154,25 @@ def _check_schedule(args: Namespace) -> None:
 
 def _check_pipeline(args: Namespace) -> None:
     stages = args.pipeline_model_parallel_size
-    group_size = args.microbatch_group_size_per_vp_stage
-    if args.virtual_pipeline_model_parallel_size and group_size < stages:
+    virtual, group_size = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
+    if virtual and group_size < stages:
         raise ConfigError(
             f"--microbatch-group-size-per-vp-stage is {group_size}; it must be at least "
             f"--pipeline-model-parallel-size {stages}, its default."
         )
-    uneven = [args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers]
-    if stages == 1 and any(count is not None for count in uneven):
-        raise ConfigError(
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need "
-            "--pipeline-model-parallel-size of at least 2; it is 1."
-        )
     if args.pipeline_model_parallel_layout is not None:
-        _check_layout_string(args)
-    elif all(count is None for count in uneven):
-        _check_even_split(args)
-    else:
-        _check_middle(args)
-
-
-def _check_even_split(args: Namespace) -> None:
-    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+        return
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    given = {flag_of(end): vars(args)[end] for end in ends if vars(args)[end] is not None}
     counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    if (args.num_layers + counted) % stages:
-        also = f" and the {counted} that count as layers" if counted else ""
+    rest = args.num_layers + counted - sum(given.values())
+    others = (stages - len(given)) * (virtual or 1)
+    if rest < 0 or (rest % others if others else rest):
+        said = "".join(f", {flag} {count}" for flag, count in given.items())
         raise ConfigError(
-            f"--num-layers is {args.num_layers}; the {stages} pipeline stages must divide it{also}, or give "
-            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers."
-        )
-
-
-def _check_middle(args: Namespace) -> None:
-    """Check that stages without a number of layers of their own share the rest evenly."""
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    middle_stages = args.pipeline_model_parallel_size - (first is not None) - (last is not None)
-    rest = args.num_layers - (first or 0) - (last or 0)
-    said = " and ".join(
-        f"--decoder-{end}-pipeline-num-layers {count}"
-        for end, count in (("first", first), ("last", last))
-        if count is not None
-    )
-    if rest < 0 or (middle_stages == 0 and rest):
-        raise ConfigError(
-            f"--num-layers is {args.num_layers}; {said} {'leave' if rest > 0 else 'take'} {abs(rest)} layers "
-            f"{'that no stage has' if rest > 0 else 'more than there are'}: with --pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size} they must sum to {args.num_layers}."
-        )
-    parts = middle_stages * (args.virtual_pipeline_model_parallel_size or 1)
-    if parts and (rest % parts or rest < parts):
-        raise ConfigError(
-            f"--num-layers is {args.num_layers}; {said} leave {rest} layers for the other {middle_stages} "
-            f"stages{' and their virtual stages' if parts != middle_stages else ''}, which must divide "
-            f"evenly{_nearest_last(args, rest, middle_stages)}."
-        )
-
-
-def _nearest_last(args: Namespace, rest: int, middle_stages: int) -> str:
-    """Return a last stage with which it comes out even, in words; nothing when there is none."""
-    last = args.decoder_last_pipeline_num_layers
-    if args.virtual_pipeline_model_parallel_size or last is None:
-        return ""
-    candidates = [
-        other
-        for other in range(1, rest + last)
-        if (rest + last - other) % middle_stages == 0 and rest + last - other >= middle_stages
-    ]
-    if not candidates:
-        return ""
-    best = min(candidates, key=lambda other: abs(other - last))
-    return f", as they would with --decoder-last-pipeline-num-layers {best}"
-
-
-def _check_layout_string(args: Namespace) -> None:
-    layers = num_layers_of_layout(args.pipeline_model_parallel_layout)
-    if layers != args.num_layers:
-        raise ConfigError(
-            f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout!r} has {layers} decoder layers "
-            f"(t); the model has --num-layers {args.num_layers}."
+            f"--num-layers is {args.num_layers}{said}: {rest} layers (embedding and loss included where they count) "
+            f"are left for {others} pipeline stages (--pipeline-model-parallel-size {stages}, virtual ones included), "
+            f"which must divide them; give other numbers for {' or '.join(map(flag_of, ends))}."
         )
 
 
@@ -268,11 +203,14 @@ def _check_experts(args: Namespace) -> None:
     _check_replay(args)
     if not args.num_experts:
         return
-    if args.add_bias_linear:
-        _check_biases(args)
+    shared = args.moe_shared_expert_intermediate_size
+    if args.add_bias_linear and shared:
+        raise ConfigError(
+            f"--moe-shared-expert-intermediate-size is {shared}, and shared experts have no biases here; add "
+            "--disable-bias-linear for a model without biases."
+        )
     _check_layers(args)
     _check_choice(args)
-    _check_sizes(args)
     kinds = args.moe_router_load_balancing_type
     coefficients = args.moe_aux_loss_coeff
     if "global_aux_loss" in kinds and any(coefficients if isinstance(coefficients, list) else [coefficients]):
@@ -280,19 +218,6 @@ def _check_experts(args: Namespace) -> None:
             "--moe-router-load-balancing-type global_aux_loss takes all ranks to have equally many tokens; packed "
             "micro-batches have not; use seq_aux_loss or aux_loss, or --moe-aux-loss-coeff 0."
         )
-
-
-def _check_biases(args: Namespace) -> None:
-    parts = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    for flag, value, allowed in (
-        ("--expert-tensor-parallel-size", parts, 1),
-        ("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size or 0, 0),
-    ):
-        if value != allowed:
-            raise ConfigError(
-                f"{flag} is {value}, and experts have biases; it must be {allowed} then; set it, or add "
-                "--disable-bias-linear for a model without biases."
-            )
 
 
 def _check_replay(args: Namespace) -> None:
@@ -329,28 +254,81 @@ def _check_choice(args: Namespace) -> None:
     if not 1 <= topk <= num_experts:
         raise ConfigError(f"--moe-router-topk is {topk}; it must be from 1 to --num-experts {num_experts}.")
     groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
-    if not chosen:
-        return
-    if not groups or num_experts % groups or not 1 <= chosen <= groups:
-        raise ConfigError(
-            f"--moe-router-group-topk is {chosen} of --moe-router-num-groups {groups}; the groups must divide "
-            f"--num-experts {num_experts}, and no more can be chosen than there are."
-        )
-    if chosen > topk or chosen * (num_experts // groups) < topk:
+    if chosen and groups and (chosen > topk or chosen * (num_experts // groups) < topk):
         raise ConfigError(
             f"--moe-router-topk is {topk}; the --moe-router-group-topk {chosen} chosen groups have "
             f"{num_experts // groups} experts each; they must have as many together, and not be more."
         )
 
 
-def _check_sizes(args: Namespace) -> None:
-    parts = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
-    if ffn % parts:
-        raise ConfigError(f"--moe-ffn-hidden-size is {ffn}; --expert-tensor-parallel-size {parts} must divide it.")
-    shared = args.moe_shared_expert_intermediate_size
-    if shared and shared % args.tensor_model_parallel_size:
+_SPARSE_SPECS = sorted({f.spec for f in FAMILIES.values() if f.sparse_architecture})
+
+
+def _check_sparse_attention(args: Namespace) -> None:
+    """Refuse megatron-core's own experiments with sparse attention, which would change nothing here."""
+    if args.experimental_attention_variant is not None:
         raise ConfigError(
-            f"--moe-shared-expert-intermediate-size is {shared}; --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size} must divide it."
+            f"--experimental-attention-variant is {args.experimental_attention_variant!r}, which the layers here do "
+            f"not have; for sparse attention give --spec {' or '.join(_SPARSE_SPECS)}."
+        )
+    for attribute in ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"):
+        if vars(args)[attribute]:
+            raise ConfigError(
+                f"{flag_of(attribute)} is {vars(args)[attribute]}; the indexer is not trained: the choice of keys has "
+                "no gradient. Leave the flag out."
+            )
+
+
+_SIZES = {
+    # attribute of args -> default of megatron-core's flag
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+
+def _check_linear_attention(args: Namespace) -> None:
+    """Refuse sizes that cannot be cut, and flags that no layer would follow."""
+    if args.attention_output_gate and args.tensor_model_parallel_size > args.num_query_groups:
+        raise ConfigError(
+            f"--tensor-model-parallel-size is {args.tensor_model_parallel_size} with --attention-output-gate and "
+            f"--num-query-groups {args.num_query_groups}; megatron-core does not cut the gates of one group over "
+            f"ranks; use at most {args.num_query_groups}, and more of --context-parallel-size or pipeline stages."
+        )
+    frequency = args.linear_attention_freq
+    if frequency is None:
+        changed = [flag_of(key) for key, default in _SIZES.items() if vars(args)[key] != default]
+        if changed:
+            raise ConfigError(
+                f"{', '.join(changed)} without --linear-attention-freq: no layer has linear attention; give it too."
+            )
+        return
+    if not args.spec and not args.custom_model_provider_path:
+        raise ConfigError(
+            f"--linear-attention-freq is {frequency} without --spec; the standard layers have no linear attention; "
+            f"give --spec {' or '.join(sorted({f.spec for f in FAMILIES.values() if f.has_linear_attention}))}."
+        )
+    if (args.mtp_num_layers or 0) > 1:
+        raise ConfigError(
+            f"--mtp-num-layers is {args.mtp_num_layers}; a model with linear attention has one MTP layer; give 1."
+        )
+    is_short = isinstance(frequency, int) and frequency < 1
+    if is_short or (not isinstance(frequency, int) and len(frequency) != args.num_layers):
+        raise ConfigError(
+            f"--linear-attention-freq is {frequency}; it must be at least 1, or a list with 1 (linear) or 0 for each "
+            f"of the {args.num_layers} layers."
+        )
+    key_heads, value_heads = args.linear_num_key_heads, args.linear_num_value_heads
+    if value_heads % key_heads:
+        raise ConfigError(
+            f"--linear-num-value-heads is {value_heads}; --linear-num-key-heads {key_heads} must divide it."
+        )
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    if key_heads % (tensor * context):
+        raise ConfigError(
+            f"--linear-num-key-heads is {key_heads}; linear attention distributes its key heads over --tensor-model-"
+            f"parallel-size {tensor} x --context-parallel-size {context} = {tensor * context} ranks, which must "
+            "divide them; lower one of the two."
         )

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -60,8 +59,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         config = config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
-            f"megatron-core refuses the model or layout flags: {in_words_of_flags(str(error), config_class)}. "
-            f"(From {config_class.__name__}; docs/flags.md explains the flags.)"
+            f"megatron-core refuses the model or layout flags: {in_words_of_flags(str(error), config_class)} "
+            "(docs/flags.md explains them)."
         ) from error
     for name, value in yarn_fields(args).items():
         setattr(config, name, value)  # GPTModel looks for them, and no config class has them
@@ -81,17 +80,8 @@ def in_words_of_flags(message: str, config_class: type) -> str:
 
 def num_stages_of_layout(layout: str) -> int:
     """Return the stages of all ranks, virtual ones too, that a ``--pipeline-model-parallel-layout`` describes."""
-    return len(_stages_of_layout(layout))
-
-
-def num_layers_of_layout(layout: str) -> int:
-    """Return the decoder layers that a ``--pipeline-model-parallel-layout`` describes."""
-    return sum(stage.count(LayerType.decoder) for stage in _stages_of_layout(layout))
-
-
-def _stages_of_layout(layout: str) -> list[list[LayerType]]:
     try:
-        return PipelineParallelLayerLayout.parse_str_to_list(layout)
+        return len(PipelineParallelLayerLayout.parse_str_to_list(layout))
     except (ValueError, AssertionError, TypeError, KeyError) as error:
         raise ConfigError(
             f"--pipeline-model-parallel-layout {layout!r} cannot be read: {error}; stages are separated by bars, E is "

@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,18 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from slime.backends.megatron_utils.flags.flag_ranges import number_type
-from slime.flags.kinds import INT32_MAX, any_int
+from slime.flags.kinds import (
+    INT32_MAX,
+    any_float,
+    any_int,
+    byte_count,
+    fraction,
+    fraction_below_one,
+    non_negative_float,
+    non_negative_int,
+    positive_float,
+    positive_int,
+)
 
 CONFIG_CLASSES: tuple[type, ...] = (
     TransformerConfig,
@@ -100,6 +110,36 @@ HELP: dict[str, str] = {
     "optimizer": "There is adam alone, with decoupled weight decay (AdamW).",
 }
 """Attribute -> what its flag's help says behind the field that it sets."""
+
+_SIZES = """
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+    expert_tensor_parallel_size virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank
+    num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    microbatch_group_size_per_vp_stage hierarchical_context_parallel_sizes num_distributed_optimizer_instances
+    ffn_hidden_size num_query_groups kv_channels vocab_size seq_length
+    make_vocab_size_divisible_by max_position_embeddings original_max_position_embeddings
+    recompute_num_layers moe_ffn_hidden_size q_lora_rank kv_lora_rank qk_head_dim v_head_dim dsa_indexer_n_heads
+    dsa_indexer_head_dim dsa_indexer_topk linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+    linear_num_key_heads linear_num_value_heads lr_decay_iters lr_wsd_decay_iters
+""".split()
+_FACTORS = "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor softmax_scale".split()
+_PROBABILITIES = "hidden_dropout attention_dropout rotary_percent optimizer_offload_fraction".split()
+_MOMENTS = "adam_beta1 adam_beta2 lr_warmup_fraction".split()
+
+RANGES: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(_SIZES, positive_int),
+    **dict.fromkeys(_FACTORS, positive_float),
+    **dict.fromkeys(_PROBABILITIES, fraction),
+    **dict.fromkeys(_MOMENTS, fraction_below_one),
+    **dict.fromkeys(("ddp_bucket_size", "min_offloaded_tensor_size"), byte_count),
+    "fp8_margin": any_int,
+    "glu_linear_offset": any_float,
+}
+"""Attribute -> type of its flag; a number in no row may be 0 or more."""
+
+_WITHOUT_SIGN: dict[type, Callable[[str], Any]] = {int: non_negative_int, float: non_negative_float}
+
+_TRANSFORMER_ENGINE = "it belongs to TransformerEngine's layers, which slime does not have"
 
 NOT_FLAGS: dict[str, str] = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), "follows --bf16, --fp16 or --fp32"),
@@ -182,8 +222,54 @@ NOT_FLAGS: dict[str, str] = {
         ),
         "Megatron-FSDP; the distributed optimizer shards here",
     ),
+    **dict.fromkeys(
+        (
+            *("fp8_wgrad", "fp8_quantizer_factory", "fp4", "fp4_param", "fp4_quantizer_factory"),
+            *("use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
+            *("disable_parameter_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"),
+            *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+        ),
+        _TRANSFORMER_ENGINE,
+    ),
+    **dict.fromkeys(
+        (
+            *("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights"),
+            *("cpu_offloading_double_buffering", "fine_grained_activation_offloading", "offload_modules"),
+            "min_offloaded_tensor_size",
+        ),
+        "offloading of activations needs TransformerEngine's layers; use --recompute-granularity",
+    ),
+    **dict.fromkeys(
+        (
+            *("delay_wgrad_compute", "ep_overlap_early_attn_memory_release", "defer_embedding_wgrad_compute"),
+            "wgrad_deferral_limit",
+        ),
+        "delayed weight gradients need TransformerEngine's layers",
+    ),
+    **dict.fromkeys(("qk_clip_alpha", "qk_clip_threshold"), "packed attention does not clip its logits"),
+    **dict.fromkeys(
+        ("max_seqlen_per_dp_cp_rank", "hybrid_context_parallel"),
+        "micro-batches are packed by --max-tokens-per-gpu, for one context-parallel size",
+    ),
+    "pipeline_model_parallel_comm_backend": "pipeline stages use the backend of all other groups",
+    "num_microbatches_with_partial_activation_checkpoints": "a layer recomputes in every micro-batch or in none; "
+    "--recompute-method block with --recompute-num-layers chooses the layers",
+    "overlap_moe_expert_parallel_comm": "its schedule takes layers of TransformerEngine apart",
+    "use_ring_exchange_p2p": "it needs a torch of NVIDIA's own",
+    "apply_residual_connection_post_layernorm": "the layers take the residual before the norm",
+    "qk_l2_norm": "there is no such norm of queries and keys; --qk-layernorm is the learned one",
+    "apply_query_key_layer_scaling": "packed attention scales all layers alike",
+    "disable_bf16_reduced_precision_matmul": "nobody acts on it",
+    "init_model_with_meta_device": "parameters are made where they stay",
+    "use_fused_weighted_squared_relu": "experts are gated by SiLU or GELU",
+    "batch_invariant_mode": "there are no batch-invariant kernels here",
+    "moe_enable_routing_replay": "slime has its own: --use-routing-replay",
+    "moe_per_layer_logging": "the balancing losses are not logged by layer",
+    "moe_latent_size": "experts work on the whole hidden size",
+    "log_num_zeros_in_grad": "zeros are not counted",
+    "gradient_reduce_div_fusion": "it is a choice of Megatron-FSDP",
 }
-"""Field -> why it is no flag."""
+"""Field -> why it is no flag; a command that gives it gets the reason."""
 
 
 def flag_of(attribute: str) -> str:
@@ -207,6 +293,15 @@ def config_fields(config_class: type) -> Iterator[tuple[dataclasses.Field[Any], 
 def attribute_of(field_name: str) -> str:
     """Return the attribute of ``args`` that holds a config field."""
     return FLAG_NAMES.get(field_name, field_name)
+
+
+def reasons() -> dict[str, str]:
+    """Return why a spelling of :data:`NOT_FLAGS` is no flag."""
+    found = {}
+    for name, reason in NOT_FLAGS.items():
+        flag = flag_of(attribute_of(name))
+        found |= {flag: reason, "--no-" + flag.removeprefix("--"): reason}
+    return found
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -255,7 +350,7 @@ def add_unless_present(parser: argparse.ArgumentParser, group: Any, options: lis
     if missing:
         if settings.get("type") in (int, float):
             attribute = settings.get("dest") or options[0].lstrip("-").replace("-", "_")
-            settings["type"] = number_type(attribute, settings["type"])
+            settings["type"] = RANGES.get(attribute, _WITHOUT_SIGN[settings["type"]])
         group.add_argument(*missing, **settings)
 
 

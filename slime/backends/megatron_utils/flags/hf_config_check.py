@@ -14,7 +14,6 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from slime.backends.megatron_utils.flags.attention_arguments import sparse_problems
 from slime.backends.megatron_utils.flags.config_flags import add_config_flags, flag_of, switched_off
 from slime.backends.megatron_utils.flags.model_dims import linear_layers, moe_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
@@ -27,7 +26,7 @@ from slime.backends.megatron_utils.models import (
     find_weight_map,
     has_tower,
 )
-from slime.backends.megatron_utils.models.family import EXPERT_COUNTS, ModelFamily, differs
+from slime.backends.megatron_utils.models.family import differs
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS, Flag, shared_rules
 from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
 from slime.flags.checkpoint import is_huggingface_folder
@@ -86,19 +85,6 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of config.json with the number of layers of multi-token prediction."""
-BOOKKEEPING = frozenset(
-    {
-        *("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout"),
-        *("max_position_embeddings", "quantization_config", "pretraining_tp", "layer_types", "router_aux_loss_coef"),
-    }
-)
-"""Keys of config.json that change no flag, or that every family checks."""
-_LAYER_PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
-    "experts": ("{expert}", EXPERT_COUNTS),
-    "latent attention": ("linear_kv_down_proj", frozenset({"kv_lora_rank"})),
-}
-"""What layers have -> part of a parameter's name in them, and the keys of config.json that say so."""
 
 
 def read_hf_config(path: str, *, flag: str = "--hf-checkpoint") -> dict[str, Any]:
@@ -229,6 +215,33 @@ def check_hf_config(args: Namespace) -> None:
     check_that_weights_can_be_pushed(args, config)
 
 
+def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """Yield what does not go with the HF config: a frozen indexer that is not there, a wrong cut of the stream."""
+    family = family_of(config)
+    has_indexer = family is not None and bool(family.sparse_architecture)
+    if args.freeze_indexer and not (has_indexer or args.spec or args.custom_model_provider_path):
+        yield (
+            f"--freeze-indexer: the checkpoint, a {config.get('model_type')}, has no sparse attention and so no "
+            "indexer; drop the flag."
+        )
+    if args.context_parallel_size == 1:
+        return
+    sparse = {known.sparse_architecture for known in FAMILIES.values() if known.sparse_architecture}
+    architectures = config.get("architectures") or []
+    is_sparse = bool(set(architectures) & set(sparse))
+    if args.allgather_cp and not is_sparse:
+        yield (
+            f"--allgather-cp with --context-parallel-size {args.context_parallel_size}: the checkpoint is "
+            f"{', '.join(architectures) or 'of unknown architecture'}; only {' and '.join(sorted(sparse))} work "
+            "that way; drop --allgather-cp."
+        )
+    if is_sparse and not args.allgather_cp:
+        yield (
+            f"--context-parallel-size is {args.context_parallel_size} without --allgather-cp; the sparse attention of "
+            f"{', '.join(architectures)} needs contiguous parts of the stream; give --allgather-cp."
+        )
+
+
 def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what asks for a vision tower that the trainer's model does not have."""
     if args.custom_model_provider_path:
@@ -340,47 +353,11 @@ def _as_given(attribute: str, value: Any) -> str:
 
 
 def _unknown_family(args: Namespace, config: Mapping[str, Any]) -> str:
-    """Return the message to a model type that has no family: the nearest one, and how config.json differs from its."""
-    apart = {name: _differences(config, family) for name, family in FAMILIES.items()}
-    name = min(apart, key=lambda n: (len(apart[n]), bool(FAMILIES[n].spec), len(FAMILIES[n].always), n))
     return (
-        f"--hf-checkpoint {args.hf_checkpoint} is a {config.get('model_type')!r}, a family unknown here. The nearest "
-        f"one is {name!r}, from which config.json differs so: {'; '.join(apart[name]) or 'in no key; weights may'}. "
-        f"Where that changes nothing, give --model-name {name} and the model flags (--num-layers, ...); "
+        f"--hf-checkpoint {args.hf_checkpoint} is a {config.get('model_type')!r}, a family unknown here. Where its "
+        f"layers are those of a known one, give --model-name NAME and the model flags (--num-layers, ...); "
         f"docs/new_model.md says how to add a family. Known are {', '.join(sorted(FAMILIES))}."
     )
-
-
-class _Recorded(dict[str, Any]):
-    """A config that notes which keys are asked for."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self.read = set(BOOKKEEPING | EXPERT_COUNTS)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return super().__getitem__(key)
-
-
-def _differences(config: Mapping[str, Any], family: ModelFamily) -> list[str]:
-    """Return what the rules of a family refuse, and the keys with a value that they would not look at."""
-    recorded = _Recorded(family.completed(config))
-    try:
-        refused = [rule for rule in family.rules(recorded) if isinstance(rule, str)]
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
-        refused = [f"{error!r} in its rules"]
-    for what, (part, keys) in _LAYER_PARTS.items():
-        said = [f"{key} is {config[key]}" for key in sorted(keys) if config.get(key)]
-        has_it = any(part in rule.megatron for rule in family.weight_map.layer)
-        if bool(said) != has_it:
-            refused.append(f"it has {what}" if has_it else f"{said[0]}, and it has no {what}")
-    unread = [key for key, value in config.items() if key not in recorded.read and value not in (None, False, [], {})]
-    return refused + [f"{key} {config[key]!r} is not read" for key in unread]
 
 
 def check_other_models(args: Namespace) -> None:

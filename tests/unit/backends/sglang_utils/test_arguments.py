@@ -49,8 +49,8 @@ def test_every_field_of_server_args_has_a_prefixed_flag_or_is_slimes(parser):
     ServerArgs.add_cli_args(plain)
     with_flag = {action.dest for action in plain._actions} & {field.name for field in dataclasses.fields(ServerArgs)}
     assert len(with_flag) > 300
-    assert {f"sglang_{name}" for name in with_flag - SLIME_DECIDES} <= attributes
-    assert not {f"sglang_{name}" for name in SLIME_DECIDES - {"config"}} & attributes
+    assert {f"sglang_{name}" for name in with_flag - SLIME_DECIDES.keys()} <= attributes
+    assert not {f"sglang_{name}" for name in SLIME_DECIDES.keys() - {"config"}} & attributes
 
 
 def test_values_reach_prefixed_attributes(parser):

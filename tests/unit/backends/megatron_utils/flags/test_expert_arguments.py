@@ -33,11 +33,10 @@ def test_a_layer_pattern_executes_nothing(text: str) -> None:
         (("--moe-layer-freq", "[2]*78"), "entries"),
         (("--moe-layer-freq", 0), "at least 1"),
         (("--moe-router-topk", 13), "--num-experts 12"),
-        (("--moe-router-num-groups", 5, "--moe-router-group-topk", 2), "divide"),
+        (("--moe-router-num-groups", 5, "--moe-router-group-topk", 2), "should be divisible by"),
         (("--moe-router-num-groups", 6, "--moe-router-group-topk", 1), "2 experts each"),
         (("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", 0.1), "seq_aux_loss"),
         (("--add-bias-linear", "--moe-shared-expert-intermediate-size", 8), "--disable-bias-linear"),
-        (("--moe-latent-size", 4), "experts work on the whole hidden size"),
     ],
 )
 def test_what_cannot_work_is_refused(flags: tuple[Any, ...], message: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CohereConfig, Gemma2Config, OlmoeConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slime.backends.megatron_utils.flags.hf_config_check import config_says, read_hf_config, vision_problems
@@ -126,27 +125,6 @@ def test_columns_of_videos_and_sound_are_refused_for_a_tower(tmp_path: Path) -> 
     assert problem.startswith("--multimodal-keys has audio, video; the vision towers here")
     args.custom_model_provider_path = "mine.provider"
     assert not list(vision_problems(args, read_config(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("model", "nearest", "apart"),
-    [
-        (CohereConfig(), "llama", "layer_norm_eps 1e-05 is not read; logit_scale 0.0625 is not read"),
-        (
-            Gemma2Config(final_logit_softcapping=30.0, attn_logit_softcapping=None),
-            "gemma3_text",
-            "final_logit_softcapping is 30.0; the layers of a gemma2 have None here",
-        ),
-        (OlmoeConfig(clip_qkv=8.0), "qwen3_moe", "clip_qkv 8.0 is not read"),
-    ],
-)
-def test_a_model_of_no_family_is_refused_with_the_nearest_one_and_what_differs(
-    tmp_path: Path, model: PreTrainedConfig, nearest: str, apart: str
-) -> None:
-    model.save_pretrained(tmp_path)
-    says = f"is a {model.model_type!r}, a family unknown here. The nearest one is {nearest!r}, from which config.json "
-    with pytest.raises(ConfigError, match=re.escape(f"{says}differs so: {apart}. Where")):
-        parse("--hf-checkpoint", str(tmp_path))
 
 
 COMPOSITES = [
