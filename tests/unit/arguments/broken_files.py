@@ -236,12 +236,6 @@ DATA = (
         error=DataError,
     ),
     Broken(
-        mistake="one list of rows in the place of lines",
-        files={"prompts.jsonl": '[\n{"input": "1+1=", "label": "2"}\n]\n'},
-        says=("prompts.jsonl line 1 is not JSON", "one object"),
-        error=DataError,
-    ),
-    Broken(
         mistake="a line that is no JSON",
         files={"prompts.jsonl": '{"input": "1", "label": "1"}\n{"input": \'2\'}\n'},
         says=("prompts.jsonl line 2 is not JSON",),
@@ -280,11 +274,6 @@ DATA = (
 
 YAML = (
     Broken(
-        mistake="a settings file that is not there",
-        flags="--custom-config-path $folder/mine.yaml",
-        says=("--custom-config-path", "mine.yaml is not a file"),
-    ),
-    Broken(
         mistake="a settings file that is no YAML",
         flags="--custom-config-path $folder/mine.yaml",
         files={"mine.yaml": "lr: [1e-6\n"},
@@ -295,12 +284,6 @@ YAML = (
         flags="--custom-config-path $folder/mine.yaml",
         files={"mine.yaml": "kl_loss_type: k4\n"},
         says=("--custom-config-path", "kl_loss_type is 'k4'", "k3"),
-    ),
-    Broken(
-        mistake="text for a number in a settings file",
-        flags="--custom-config-path $folder/mine.yaml",
-        files={"mine.yaml": "eps_clip: a fifth\n"},
-        says=("--custom-config-path", "eps_clip is 'a fifth'", "number"),
     ),
     Broken(
         mistake="the number of an optimizer that there is not, in a settings file",

@@ -26,11 +26,6 @@ GPUS = (
         says=("--rollout-num-gpus 8", "--rollout-num-gpus-per-engine 3", "multiple"),
     ),
     Broken(
-        mistake="an engine larger than all GPUs of the engines",
-        flags="--rollout-num-gpus 4 --rollout-num-gpus-per-engine 8",
-        says=("--rollout-num-gpus 4", "--rollout-num-gpus-per-engine 8"),
-    ),
-    Broken(
         mistake="an engine over one and a half nodes",
         flags="--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12",
         says=("--rollout-num-gpus-per-engine 12", "--num-gpus-per-node 8", "whole number of nodes"),
@@ -62,12 +57,6 @@ GPUS = (
         flags="--offload-rollout",
         program="train_async.py",
         says=("train_async.py", "--offload-rollout", "train.py"),
-    ),
-    Broken(
-        mistake="offload of both sides in train_async",
-        flags="--offload",
-        program="train_async.py",
-        says=("train_async.py", "--offload"),
     ),
     Broken(
         mistake="pipeline stages that do not divide an engine",
@@ -317,11 +306,6 @@ LENGTHS = (
         says=("--rollout-max-response-len 8192", "--sglang-context-length 8192", "prompt"),
     ),
     Broken(
-        mistake="eval responses longer than the engine's context",
-        flags="--eval-max-response-len 9000 --sglang-context-length 8192",
-        says=("--eval-max-response-len 9000", "--sglang-context-length 8192"),
-    ),
-    Broken(
         mistake="responses longer than the model's positions",
         config={"max_position_embeddings": 4096},
         flags="--rollout-max-response-len 8192",
@@ -350,26 +334,9 @@ MODELS = (
         ),
     ),
     Broken(
-        mistake="the script of another family",
-        script="glm4-9B",
-        checkpoint="qwen3-4B",
-        says=("The model flags disagree with", "--num-layers is 40; num_hidden_layers is 36", "--norm-epsilon"),
-    ),
-    Broken(
-        mistake="the rotary base of another release",
-        flags="--rotary-base 10000",
-        says=("--rotary-base is 10000.0; rope_theta is 1000000.0", "scripts/models"),
-    ),
-    Broken(
         mistake="a vocabulary that loses rows",
         flags="--vocab-size 32000",
         says=("--vocab-size is 32000; vocab_size is 151936",),
-    ),
-    Broken(
-        mistake="a dense script for a model of experts",
-        script="qwen3-4B",
-        checkpoint="qwen3-30B-A3B",
-        says=("The model flags disagree with", "--num-layers is 36; num_hidden_layers is 48"),
     ),
     Broken(
         mistake="a padded vocabulary smaller than the real one",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from slime.arguments import parse_args
-from slime.utils.errors import ConfigError
 
 MODEL = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --kv-channels 16 --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 10000
@@ -17,11 +14,6 @@ def test_a_complete_command_is_parsed_resolved_and_checked(command):
     args = parse_args(argv=[*command, *MODEL, "--sglang-mem-fraction-static", "0.3", "--router-policy", "random"])
     assert (args.num_layers, args.world_size, args.global_batch_size) == (2, 1, 8)
     assert (args.sglang_mem_fraction_static, args.sglang_tp_size, args.router_policy) == (0.3, 1, "random")
-
-
-def test_a_disagreement_with_the_models_config_is_refused(command):
-    with pytest.raises(ConfigError, match="num_hidden_layers|num-layers"):
-        parse_args(argv=[*command, *MODEL, "--num-layers", "3"])
 
 
 def test_without_engines_their_flags_are_named_in_one_line_and_left_alone(command, caplog):
@@ -50,13 +42,6 @@ def test_without_a_trainer_the_models_shape_is_not_needed(command):
 def test_a_drivers_own_flags_are_added(command):
     args = parse_args(lambda parser: parser.add_argument("--colour"), argv=[*command, *MODEL, "--colour", "red"])
     assert args.colour == "red"
-
-
-def test_the_nearest_flag_is_found_among_megatrons_and_sglangs(command):
-    with pytest.raises(ConfigError) as caught:
-        parse_args(argv=[*command, "--tensor-model-parallel", "2", "--sglang-mem-fraction", "0.5"])
-    assert "Did you mean --tensor-model-parallel-size" in str(caught.value)
-    assert "Did you mean --sglang-mem-fraction-static" in str(caught.value)
 
 
 def test_every_value_that_is_no_default_says_where_it_comes_from(command, tmp_path):

@@ -39,8 +39,6 @@ def test_args_is_another_name_of_overrides(roles):
         ("megatron: [{role: reward}]\n", "has the role 'reward'; it must be actor or critic"),
         ("megatron: [{role: actor}, {role: actor}]\n", "two entries for the role actor"),
         ("megatron: [{role: actor, override: {}}]\n", "has the key override"),
-        ("megatron: [{role: actor, overrides: {lrr: 1}}]\n", "override lrr is no attribute of args. Did you mean lr?"),
-        ("megatron: [{role: actor, overrides: {lr: fast}}]\n", "lr of the actor is 'fast': 'fast' is not a number"),
     ],
 )
 def test_a_wrong_file_is_refused(make_args, roles, text, says):
