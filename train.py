@@ -7,8 +7,8 @@ The steps are those of ``slime.ray.train_loop``; ``train_async.py`` puts them in
 
 from argparse import Namespace
 
-from slime.arguments.cross_group import check_in_step_arguments
 from slime.compose import run, start_job
+from slime.flags.run_checks import check_in_step_arguments
 
 
 def train(args: Namespace) -> None:

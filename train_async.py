@@ -8,8 +8,8 @@ own (no ``--colocate``).  Supervised fine-tuning runs here too, with ``--debug-t
 
 from argparse import Namespace
 
-from slime.arguments.cross_group import check_async_arguments
 from slime.compose import run, start_job
+from slime.flags.run_checks import check_async_arguments
 
 
 def train(args: Namespace) -> None:

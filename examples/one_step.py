@@ -28,9 +28,9 @@ cpu_shim.install()  # without a GPU, transformers and SGLang import only behind 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
-from slime.arguments import parse_args  # noqa: E402
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # noqa: E402
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors  # noqa: E402
+from slime.flags.parse import parse_args  # noqa: E402
 from slime.ray.rollout_data import split_for_ranks, train_data_from_samples  # noqa: E402
 from slime.rollout.data_source import RolloutDataSource  # noqa: E402
 from slime.rollout.rm_hub import batched_async_rm  # noqa: E402

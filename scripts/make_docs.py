@@ -1,4 +1,4 @@
-"""Write the generated pages: docs/flags.md and docs/hooks.md (from slime/flags and slime/arguments), docs/results.md
+"""Write the generated pages: docs/flags.md and docs/hooks.md (from slime/flags), docs/results.md
 (from benchmarks/results), and the table of docs/engines.md (from slime/ray/engines/lifecycle.py).
 
 ``--check`` writes nothing and fails when a page is out of date.
@@ -18,11 +18,11 @@ REPO = Path(__file__).parents[1]
 sys.path.insert(0, str(REPO))
 
 from benchmarks import results_page  # noqa: E402
-from slime.arguments.hook_checks import call_of  # noqa: E402
-from slime.arguments.hooks import HOOKS, Hook  # noqa: E402
-from slime.arguments.parser import build_parser  # noqa: E402
-from slime.arguments.unsupported import NOT_YET  # noqa: E402
 from slime.compose import flag_groups  # noqa: E402
+from slime.flags.historical import NOT_YET  # noqa: E402
+from slime.flags.hook_checks import call_of  # noqa: E402
+from slime.flags.hooks import HOOKS, Hook  # noqa: E402
+from slime.flags.parse import build_parser  # noqa: E402
 from slime.ray.engines.lifecycle import table_as_markdown  # noqa: E402
 
 FROM_SGLANG = ("sglang engine", "sglang router")
@@ -46,7 +46,7 @@ The value `none` takes back a number that has no default, and a setting of the e
 
 HOOKS_HEAD = """# Hooks
 
-Written by `scripts/make_docs.py`; edit `slime/arguments/hooks.py` instead.
+Written by `scripts/make_docs.py`; edit `slime/flags/hooks.py` instead.
 
 A plug-in is named by its import path, `package.module.attribute`, and must be importable on the driver and in Ray's
 workers (PYTHONPATH). It is checked before a GPU is taken: those of the rollout side are imported on the driver, those

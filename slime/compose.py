@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime import arguments, ext
-from slime.arguments.groups import GROUPS
-from slime.arguments.parser import AddArguments
+from slime import ext
+from slime.flags import parse
 from slime.flags.group import FlagGroup
+from slime.flags.parse import GROUPS, AddArguments
 from slime.observability.logging_utils import configure_logger
 from slime.observability.telemetry import Sink
 from slime.ray.parts import Evaluation, MakeObserver, Parts
@@ -156,12 +156,12 @@ def flag_groups() -> tuple[FlagGroup, ...]:
 
 def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:
     """Return the command line as a complete, checked Namespace, with the flags of extensions."""
-    return arguments.parse_args(add_custom_arguments, argv, groups=flag_groups())
+    return parse.parse_args(add_custom_arguments, argv, groups=flag_groups())
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:
     """Return the flags as they were given, nothing derived or checked yet."""
-    return arguments.parse_flags(argv, groups=flag_groups())
+    return parse.parse_flags(argv, groups=flag_groups())
 
 
 def _is_here(extension: str) -> bool:

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from slime.arguments.command_line import refuse_unknown
-from slime.arguments.parser import build_parser
 from slime.compose import flag_groups
+from slime.flags.parse import build_parser
+from slime.flags.words import refuse_unknown
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port

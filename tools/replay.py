@@ -184,11 +184,11 @@ def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
 
 def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     """Return the run's trainer as the only rank, in this process."""
-    from slime.arguments.hook_checks import check_trainer_hooks
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.compose import parse_args, parts
     from slime.ext.record.run_record import RecordSink
+    from slime.flags.hook_checks import check_trainer_hooks
     from slime.observability import telemetry
     from slime.observability.logging_utils import configure_logger
     from slime.ray.startup import policies_of

@@ -237,8 +237,8 @@ def changed(words: Sequence[str], changes: Sequence[str], *, with_engine_flags: 
     """
     if not changes:
         return list(words)
-    from slime.arguments.parser import build_parser
     from slime.compose import flag_groups
+    from slime.flags.parse import build_parser
 
     parser = build_parser(with_engine_flags=with_engine_flags, groups=flag_groups())
     for change in changes:

@@ -72,7 +72,7 @@ def compute_mis_weights_with_cp(
     response_lengths: Sequence[int],
     **_: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """The correction, for ``--custom-tis-function-path``; see ``TisFunction`` in slime/arguments/hooks.py.
+    """The correction, for ``--custom-tis-function-path``; see ``TisFunction`` in slime/flags/hooks.py.
 
     Args:
         args: with the keys of mis.yaml.

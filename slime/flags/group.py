@@ -1,6 +1,6 @@
 """A group of flags: what declares them, what follows from them, and what cannot work.
 
-The core's groups are listed in ``slime.arguments.groups``.  An extension has its ``GROUP`` in ``flags.py``, and
+The core's groups are listed in ``slime.flags.parse``.  An extension has its ``GROUP`` in ``flags.py``, and
 ``slime.compose`` puts it behind the core's.
 """
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import ray
 
-from slime.arguments import args_to_resume
 from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import TRACKER, VersionCount, read_tracker
+from slime.flags.parse import args_to_resume
 from slime.observability.telemetry import FLUSH_TIMEOUT_S
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s

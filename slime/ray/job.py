@@ -15,7 +15,7 @@ from types import FrameType
 
 from ray.exceptions import RayError
 
-from slime.arguments.validate_files import check_contents
+from slime.flags.files import check_contents
 from slime.observability import telemetry
 from slime.observability.logging_utils import configure_logger
 from slime.ray.connect import connect, disconnect

@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from slime.arguments.validate_files import check_contents
 from slime.compose import parts
+from slime.flags.files import check_contents
 from slime.ray import gpus, startup
 from slime.ray.actor_group import RayTrainGroup
 

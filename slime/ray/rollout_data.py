@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
-from slime.arguments.schedule import schedule_config
+from slime.backends.megatron_utils.flags.model_dims import schedule_config
 from slime.rollout.on_policy_distillation import teacher_name
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.convert import check_columns, is_finite, samples_to_train_data

@@ -16,8 +16,8 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slime.arguments import record_runtime
 from slime.flags.algorithm import uses_reference
+from slime.flags.parse import record_runtime
 from slime.observability.telemetry import values_of_the_run
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.critic import create_critic

@@ -12,9 +12,9 @@ from typing import Any
 
 import ray
 
-from slime.arguments.hook_checks import check_trainer_hooks
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.train_worker import Beat, Pulse, TrainWorker
+from slime.flags.hook_checks import check_trainer_hooks
 from slime.observability import telemetry
 from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.gpus import GpuSlice, strategy_for

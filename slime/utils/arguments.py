@@ -1,11 +1,10 @@
-"""The old path of ``slime.arguments``, for drivers written for upstream; it knows the flags of extensions, too."""
+"""The old path of ``slime.flags.parse``, for drivers written for upstream; it knows the flags of extensions, too."""
 
 from argparse import Namespace
 
-from slime import arguments
-from slime.arguments import critic, reset_arg
-from slime.arguments.parser import AddArguments, parser_of
 from slime.compose import flag_groups, parse_args
+from slime.flags import critic, parse
+from slime.flags.parse import AddArguments, parser_of, reset_arg
 
 __all__ = [
     "get_slime_extra_args_provider",
@@ -18,14 +17,14 @@ __all__ = [
 
 def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = None) -> AddArguments:
     """Return a function that adds slime's own flags, then the caller's, to a parser and returns it."""
-    return arguments.get_slime_extra_args_provider(add_custom_arguments, groups=flag_groups())
+    return parse.get_slime_extra_args_provider(add_custom_arguments, groups=flag_groups())
 
 
 def slime_validate_args(args: Namespace) -> None:
     """Complete and check ``args``, flags as they were given."""
-    arguments.slime_validate_args(args, parser_of(args, flag_groups()))
+    parse.slime_validate_args(args, parser_of(args, flag_groups()))
 
 
 def parse_megatron_role_args(args: Namespace, megatron_config_path: str | None, role: str) -> Namespace:
-    """Return the args of a role, as :func:`slime.arguments.critic.parse_megatron_role_args` says."""
+    """Return the args of a role, as :func:`slime.flags.critic.parse_megatron_role_args` says."""
     return critic.parse_megatron_role_args(args, megatron_config_path, role, parser_of(args, flag_groups()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
-from slime.arguments.schedule import schedule_config
+from slime.backends.megatron_utils.flags.model_dims import schedule_config
 from slime.train_data.schedule import DPSchedule
 from slime.train_data.schedule import build_dp_schedule as _build_dp_schedule
 from slime.utils.errors import ConfigError, DataError

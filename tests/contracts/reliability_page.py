@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from slime.arguments.parser import build_parser
 from slime.compose import flag_groups
+from slime.flags.parse import build_parser
 from tests.contracts.reliability_table import AREAS, EDGES, ENDS_A_RUN, PROMISES, UNTIMED, Edge
 from tests.contracts.source_tree import REPO, tree_of
 

@@ -627,7 +627,7 @@ EDGES: tuple[Edge, ...] = (
     Edge(
         area=REQUESTS,
         waits="Anybody for the module of a plug-in to import",
-        code=("slime.utils.plugins.import_plugin", "slime.arguments.hook_checks.check_hooks_on_driver"),
+        code=("slime.utils.plugins.import_plugin", "slime.flags.hook_checks.check_hooks_on_driver"),
         bounds=("--plugin-import-timeout-s", "slime.utils.plugins.IMPORT_WARNING_S"),
         deadline="the flag; a warning after the constant",
         raises="HookError",

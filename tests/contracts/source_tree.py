@@ -13,6 +13,7 @@ PRODUCT = ("slime", "slime_plugins", "tools")
 ENTRY_POINTS = ("train.py", "train_async.py")
 
 FACADES = (
+    "slime.arguments",
     "slime.utils.arguments",
     "slime.utils.data",
     "slime.utils.ppo_utils",

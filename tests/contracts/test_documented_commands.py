@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.parser import build_parser
 from slime.compose import flag_groups
+from slime.flags.parse import build_parser
 from tests.contracts.source_tree import REPO
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from slime.arguments.hooks import HOOKS
-from slime.arguments.unsupported import HISTORICAL, NOT_YET
 from slime.compose import flag_groups, parse_flags
+from slime.flags.historical import HISTORICAL, NOT_YET
+from slime.flags.hooks import HOOKS
 from slime.flags.parser import Parser
 from tests.contracts.seed_commands import SEED_COMMANDS
 from tests.contracts.source_tree import REPO, module_name, python_files, tree_of
 
-READS_IN_THE_FLAGS_PACKAGE = ("slime.arguments.groups", "slime.arguments.overlay", "slime.arguments.hook_checks")
-"""Modules of slime.arguments that act on a flag; checking one is not acting on it, nor is declaring it."""
+READS_IN_THE_FLAGS_PACKAGE = ("slime.flags.parse", "slime.flags.overlay", "slime.flags.hook_checks")
+"""Modules of slime.flags that act on a flag; checking one is not acting on it, nor is declaring it."""
 
 READ_BY_A_COMPUTED_NAME = {
     "train_backend": "one choice so far; chosen by the parser",
@@ -52,10 +52,9 @@ def names_read() -> set[str]:
     paths = [*python_files(), *sorted((REPO / "examples").rglob("*.py"))]
     for path in paths:
         module = module_name(path)
-        if module.startswith("slime.arguments") and module not in READS_IN_THE_FLAGS_PACKAGE:
-            continue
         tree = tree_of(path)
-        for node in deriving_nodes(tree) if module.startswith("slime.flags") else ast.walk(tree):
+        acts = not module.startswith("slime.flags") or module in READS_IN_THE_FLAGS_PACKAGE
+        for node in ast.walk(tree) if acts else deriving_nodes(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 found.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.command_line import refuse_unknown
-from slime.arguments.parser import build_parser
 from slime.backends.megatron_utils.flags.config_flags import CONFIG_CLASSES, NOT_FLAGS, attribute_of, config_fields
 from slime.backends.megatron_utils.flags.field_table import WITHOUT_EFFECT, reset_what_has_no_effect
 from slime.backends.megatron_utils.flags.hf_config_check import FIXED_FLAGS, MODEL_FLAGS
 from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS
 from slime.compose import flag_groups
+from slime.flags.parse import build_parser
+from slime.flags.words import refuse_unknown
 from slime.utils.errors import ConfigError
 from tests.contracts.megatron_readers import FIELDS_OF_READER
 

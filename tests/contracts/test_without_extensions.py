@@ -33,7 +33,7 @@ TOOLS = {
 PROGRAM = """
 import os, sys
 from examples import one_step
-from slime.arguments.parser import build_parser
+from slime.flags.parse import build_parser
 from slime.compose import flag_groups
 
 parser = build_parser(with_engine_flags=True, groups=flag_groups())

@@ -25,7 +25,7 @@ FLAGS = (
 
 def parse(*flags: str, folder: str) -> Namespace:
     """Complete flags, saving to and loading from ``folder``."""
-    from slime.arguments.parser import build_parser
+    from slime.flags.parse import build_parser
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
 
     args = build_parser(with_engine_flags=False).parse_args([*FLAGS, *flags, "--save", folder, "--load", folder])

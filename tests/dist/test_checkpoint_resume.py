@@ -24,7 +24,7 @@ MODEL_FLAGS = (
 
 def build(layout: list[str], precision: str, save: str) -> tuple[Namespace, list, object, object]:
     """Model, optimizer and scheduler of the tiny test model under ``layout``."""
-    from slime.arguments.parser import build_parser
+    from slime.flags.parse import build_parser
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
     from slime.backends.megatron_utils.initialize import init
     from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler

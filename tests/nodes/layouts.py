@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import ray
 
-from slime.arguments import parse_args
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
+from slime.flags.parse import parse_args
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines.actor import PortCursors
@@ -20,8 +20,8 @@ from slime.ray.engines.models import wait_until_serving
 from slime.ray.gpus import GpuSlice, create_placement_groups
 from slime.ray.waiting import forget_all, wait_for
 from tests.nodes.recorders import RecordingEngine, RecordingTrainer
-from tests.unit.arguments.broken_configurations import Broken
-from tests.unit.arguments.test_broken_configurations import flags_of_model, write_files
+from tests.unit.flags.broken_configurations import Broken
+from tests.unit.flags.test_broken_configurations import flags_of_model, write_files
 
 
 def arguments(folder: Path, flags: str) -> Namespace:

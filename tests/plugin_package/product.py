@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slime.arguments import record_runtime
 from slime.compose import parse_args, parts
+from slime.flags.parse import record_runtime
 from slime.observability.logging_utils import log_rollout
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.gpus import GpuSlice

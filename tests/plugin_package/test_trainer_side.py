@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.arguments.hook_checks import check_hooks_on_driver, check_import, named_hooks
-from slime.arguments.hooks import HOOKS
+from slime.flags.hook_checks import check_hooks_on_driver, check_import, named_hooks
+from slime.flags.hooks import HOOKS
 
 MEGATRON_TESTS = Path(__file__).resolve().parents[1] / "unit" / "backends" / "megatron_utils"
 sys.path.insert(0, str(MEGATRON_TESTS))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from slime.arguments.parser import build_parser
 from slime.compose import flag_groups
+from slime.flags.parse import build_parser
 from tests.seeds.others import OTHERS
 from tests.seeds.outcome import Outcome, problems
 from tests.seeds.recipes import ALL, ONE_GPU, SEEDS, Job

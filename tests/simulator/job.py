@@ -43,8 +43,8 @@ def drops_some(args: Namespace, group: list[Sample], **_: Any) -> bool:
 
 @functools.cache
 def _parsed_flags(batch: int) -> bytes:
-    from slime.arguments import get_slime_extra_args_provider
     from slime.compose import flag_groups
+    from slime.flags.parse import get_slime_extra_args_provider
     from slime.flags.parser import Parser
 
     words = ["--prompt-data", "x", "--rollout-batch-size", str(batch)]

@@ -1,7 +1,7 @@
 """The trainer's flags: those accepted, what follows from them, and the reader of each.
 
-``slime.arguments`` calls the first two functions while it parses; the ``*_config_from_args`` functions turn the result
-into megatron-core's config objects.
+``slime.flags.parse`` calls ``add_`` and ``validate_megatron_arguments``; the ``*_config_from_args`` functions turn the
+result into megatron-core's config objects.
 """
 
 from __future__ import annotations

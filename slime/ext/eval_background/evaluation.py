@@ -20,8 +20,8 @@ from typing import Any
 
 import ray
 
-from slime.arguments import record_runtime
 from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL, resolve_sglang_config
+from slime.flags.parse import record_runtime
 from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout
 from slime.observability.logging_utils import configure_logger, log_eval

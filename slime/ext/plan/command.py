@@ -12,10 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slime.arguments import backend_checks, parse_flags, slime_validate_args
-from slime.arguments.command_line import flags_with_values
-from slime.arguments.groups import GROUPS
-from slime.arguments.parser import parser_of
 from slime.backends.megatron_utils.flags.hf_config_check import fill_model_flags, read_hf_config
 from slime.backends.megatron_utils.flags.resolve_arguments import derived_arguments
 from slime.backends.megatron_utils.models import IS_PARTIAL, published_config
@@ -24,6 +20,8 @@ from slime.ext.plan.plan import Plan, PlanOptions, find_card
 from slime.ext.plan.prompts import prompt_lengths
 from slime.ext.plan.tables import plan_tables
 from slime.flags.group import FlagGroup
+from slime.flags.parse import GROUPS, backend_checks, parse_flags, parser_of, slime_validate_args
+from slime.flags.words import flags_with_values
 from slime.utils import env
 from slime.utils.errors import SlimeError
 

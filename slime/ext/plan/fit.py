@@ -17,8 +17,6 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.command_line import is_flag
-from slime.arguments.groups import GROUPS
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.ext.plan.command import complete_run
 from slime.ext.plan.engines import kv_bytes_per_token
@@ -27,6 +25,8 @@ from slime.ext.plan.plan import CARDS, Plan, PlanOptions
 from slime.ext.plan.prompts import image_patches, longest_sample, prompt_lengths, with_image_tokens
 from slime.ext.plan.trainer_memory import GIB
 from slime.flags.group import FlagGroup
+from slime.flags.parse import GROUPS
+from slime.flags.words import is_flag
 from slime.train_data.model_dims import ModelDims
 from slime.utils import env
 from slime.utils.errors import ConfigError, SlimeError

@@ -9,9 +9,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slime.arguments.schedule import schedule_config
 from slime.backends.megatron_utils.flags.check_arguments import check_expert_layout
-from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.flags.model_dims import model_dims, schedule_config
 from slime.backends.megatron_utils.models import family_of_spec
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
 from slime.ext.plan.activations import Recompute, chunk_activations

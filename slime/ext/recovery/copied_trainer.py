@@ -7,8 +7,8 @@ from typing import Any
 
 import ray
 
-from slime.arguments import args_to_resume
 from slime.ext.recovery.memory_checkpoints import COPY_GROUP, CopyingRank, MemoryCheckpoints
+from slime.flags.parse import args_to_resume
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.train_actor import TrainRayActor
 from slime.utils.misc import Box

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from slime.arguments import args_to_resume, record_runtime
 from slime.ext.recovery.preemption import Preemption
 from slime.ext.recovery.trainer_gpus import TrainerGpus
 from slime.ext.recovery.trainer_recovery import NOTICE_S, TrainerRecovery
+from slime.flags.parse import args_to_resume, record_runtime
 from slime.observability.telemetry import event, span
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.memory import memory_timeout_s

@@ -19,7 +19,6 @@ from typing import Any
 
 import ray
 
-from slime.arguments import record_runtime
 from slime.backends.sglang_utils.external_engines import ExternalEngineInfo, check_capabilities
 from slime.backends.sglang_utils.router_process import (
     RouterHandle,
@@ -31,6 +30,7 @@ from slime.backends.sglang_utils.router_process import (
 from slime.backends.sglang_utils.server_args import served_dtype
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
 from slime.flags.cluster import plan_gpus
+from slime.flags.parse import record_runtime
 from slime.flags.security import job_secret
 from slime.ray.engines.actor import MAX_START_ATTEMPTS, PortCursors, start_engine_actor, start_timeout_s
 from slime.ray.engines.group import EngineGroup

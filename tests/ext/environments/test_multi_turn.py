@@ -13,11 +13,10 @@ import pytest
 
 from examples.multi_turn import GuessNumber
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
-from slime.arguments.groups import GROUPS
-from slime.arguments.parser import build_parser
 from slime.ext.environments.flags import GROUP, MULTI_TURN, derive_turns
 from slime.ext.environments.multi_turn import EnvironmentFailure, check_tools_and_environment, converse, generate
 from slime.ext.environments.multi_turn import observation_text as text_between
+from slime.flags.parse import GROUPS, build_parser
 from slime.rollout import tools
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.rm_hub.policy import FAILURES

@@ -18,8 +18,8 @@ from slime.utils.errors import ConfigError, SlimeError
 from slime.weights.push.adapter import as_engines_call
 from tests.matrix.case import load_cases
 from tests.matrix.trainer import make_args
-from tests.unit.arguments.broken_configurations import Broken
-from tests.unit.arguments.test_broken_configurations import flags_of_model, write_files
+from tests.unit.flags.broken_configurations import Broken
+from tests.unit.flags.test_broken_configurations import flags_of_model, write_files
 
 MISTAKES = (
     Broken(

@@ -1,6 +1,6 @@
 """Every benchmark starts: its command line is read, and the flags that it hands to train.py are accepted.
 
-Checks are added to ``slime.arguments`` all the time, and nothing else runs the benchmarks; without these tests a new
+Checks are added to ``slime.flags.parse`` all the time, and nothing else runs the benchmarks; without these tests a new
 check ends one of them and nobody notices.
 """
 
@@ -14,7 +14,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.arguments import parse_args
+from slime.flags.parse import parse_args
 from slime.weights.push.engine import EngineProxy
 from tests.contracts.source_tree import REPO
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import results_page
 from benchmarks.peers import phases, run, workload
-from slime.arguments import parse_args
+from slime.flags.parse import parse_args
 
 CHILD = "import subprocess, sys; print(subprocess.Popen(['sleep', '300'], start_new_session=True).pid, flush=True)"
 

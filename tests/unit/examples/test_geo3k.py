@@ -14,7 +14,7 @@ from PIL import Image
 from examples.geo3k_vlm_multi_turn import rollout
 from examples.geo3k_vlm_multi_turn.base_env import BaseInteractionEnv
 from examples.vision_shapes import model
-from slime.arguments import parse_args
+from slime.flags.parse import parse_args
 from slime.rollout.multi_turn import converse
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.processing_utils import load_tokenizer, open_image

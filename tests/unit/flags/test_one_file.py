@@ -36,7 +36,7 @@ EDITS = {
 PROGRAM = """
 import json, sys
 from argparse import Namespace
-from slime.arguments.groups import GROUPS
+from slime.flags.parse import GROUPS
 from slime.flags.group import derive_all, problems_of
 from slime.flags.parser import Parser
 from slime.flags.reward import reward_config

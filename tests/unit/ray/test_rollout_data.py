@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.arguments.parser import build_parser
+from slime.flags.parse import build_parser
 from slime.flags.reward import reward_config
 from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
 from slime.rollout.rm_hub.policy import grade_by_policy

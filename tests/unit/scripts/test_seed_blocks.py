@@ -13,9 +13,9 @@ from ray.dashboard.modules.job.cli import submit
 from ray.scripts.scripts import start
 from torch.distributed.run import get_args_parser
 
-from slime.arguments.command_line import refuse_unknown
-from slime.arguments.parser import build_parser
 from slime.compose import flag_groups, parse_flags
+from slime.flags.parse import build_parser
+from slime.flags.words import refuse_unknown
 from tests.unit.scripts import seed_blocks
 from tests.unit.scripts.seed_blocks import BLOCKS, CONVERSIONS, TYPING_ERRORS
 from tools import convert_hf_to_fp8, fp8_cast_bf16

@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from slime.arguments.hook_checks import check_import
-from slime.arguments.hooks import HOOKS
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
+from slime.flags.hook_checks import check_import
+from slime.flags.hooks import HOOKS
 from slime.rollout import plain_values
 from slime.rollout.plain_values import read_state
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file

@@ -161,7 +161,7 @@ NOT_FLAGS: dict[str, str] = {
     **dict.fromkeys(("_cpu_offloading_context", "quant_recipe"), "an object"),
     **dict.fromkeys(
         ("calculate_per_token_loss", "clip_grad", "lr", "mtp_num_layers", "mtp_loss_scaling_factor"),
-        "a flag of slime's own, see slime.arguments",
+        "a flag of slime's own, see slime.flags.parse",
     ),
     "batch_p2p_comm": "follows --overlap-p2p-comm",
     "deallocate_pipeline_outputs": "always on: a stage's output lives on at the next one",

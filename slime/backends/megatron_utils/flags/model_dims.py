@@ -1,4 +1,4 @@
-"""The dimensions of the model from Megatron's flags; reads the namespace alone, and imports nothing of Megatron."""
+"""The dimensions of the model and the packing of its batches, from the flags alone; imports nothing of Megatron."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models import family_of, family_of_spec, has_tower
+from slime.flags.data import batch_config
 from slime.train_data.model_dims import AttentionKind, ModelDims, TowerDims
+from slime.train_data.schedule import ScheduleConfig
 
 
 def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> ModelDims:
@@ -132,3 +134,23 @@ def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tup
     if isinstance(frequency, int):
         return tuple((layer + 1) % frequency != 0 for layer in range(num_layers))
     return tuple(bool(entry) for entry in frequency)
+
+
+def schedule_config(
+    args: Namespace, *, dp_size: int, cp_size: int, vpp_size: int, microbatch_group_size_per_vp_stage: int
+) -> ScheduleConfig:
+    """Return the packing of the flags over a trainer of these sizes."""
+    batch = batch_config(args)
+    is_balanced = batch.balance_data or batch.balance_by_flops
+    return ScheduleConfig(
+        dp_size=dp_size,
+        cp_size=cp_size,
+        vpp_size=vpp_size,
+        microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
+        use_dynamic_batch_size=batch.use_dynamic_batch_size,
+        max_tokens_per_gpu=batch.max_tokens_per_gpu,
+        micro_batch_size=batch.micro_batch_size,
+        balance_data=batch.balance_data,
+        balance_by_flops=batch.balance_by_flops,
+        flops=model_dims(args) if is_balanced else None,
+    )

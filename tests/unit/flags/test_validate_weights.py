@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.arguments import slime_validate_args
+from slime.flags.parse import slime_validate_args
 from slime.utils.errors import ConfigError
 
 DISK = ("--update-weight-transport", "disk", "--update-weight-disk-dir", "/shared/versions")

@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.overlay import ROLES, ROLES_FLAG, load_role_overrides, set_overrides
-from slime.arguments.unsupported import refuse_missing_features
 from slime.flags.checkpoint import TRACKER, has_finished_save, inspect_checkpoint, is_iteration_folder, read_tracker
 from slime.flags.group import FlagGroup, derive_all
+from slime.flags.historical import refuse_missing_features
+from slime.flags.overlay import ROLES, ROLES_FLAG, load_role_overrides, set_overrides
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 

@@ -8,9 +8,9 @@ import pytest
 
 from slime.algorithms.advantages import ESTIMATORS, get_estimator
 from slime.algorithms.kl import KL_KINDS
-from slime.arguments import slime_validate_args
 from slime.flags.algorithm import ACTOR_LOSS_TYPES
 from slime.flags.kinds import RegistryChoices
+from slime.flags.parse import slime_validate_args
 from slime.utils.errors import ConfigError, HookError
 
 RLOO = "examples.custom_estimator.rloo.rloo"

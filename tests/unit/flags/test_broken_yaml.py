@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from slime.arguments import parse_args, slime_validate_args
+from slime.flags.parse import parse_args, slime_validate_args
 from slime.flags.parser import Parser
 from slime.flags.yaml_file import read_yaml
 from slime.rollout.eval_config import eval_datasets_from_args
 from slime.utils.errors import ConfigError
-from tests.unit.arguments.broken_configurations import Broken
-from tests.unit.arguments.test_broken_configurations import parse
+from tests.unit.flags.broken_configurations import Broken
+from tests.unit.flags.test_broken_configurations import parse
 
 MakeArgs = Callable[..., Namespace]
 
@@ -100,8 +100,8 @@ def test_values_of_the_overlay_become_what_the_flags_make_of_them(make_args: Mak
         "my_plugin: {depth: .inf, lr: -1, colocate: 'false'}\nmax-turns: 3\n"
     )
     args = make_args("--custom-config-path", str(tmp_path / "mine.yaml"))
-    from slime.arguments.groups import GROUPS
-    from slime.arguments.overlay import apply_overlay
+    from slime.flags.overlay import apply_overlay
+    from slime.flags.parse import GROUPS
 
     apply_overlay(args, Parser(GROUPS))
     assert (args.lr, args.rollout_stop, args.profile_target, args.save_interval) == (

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime.arguments.parser import build_parser
 from slime.flags.kinds import Number, WholeNumber, file_path, http_url
+from slime.flags.parse import build_parser
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from slime.arguments.command_line import engine_flags_are_idle, refuse_unknown, split_engine_flags
-from slime.arguments.groups import GROUPS
-from slime.arguments.parser import build_parser, reset_arg
+from slime.flags.parse import GROUPS, build_parser, reset_arg
 from slime.flags.parser import Parser
+from slime.flags.words import engine_flags_are_idle, refuse_unknown, split_engine_flags
 from slime.utils.errors import ConfigError
 
 

@@ -6,12 +6,11 @@ import copy
 
 import pytest
 
-from slime.arguments import args_to_resume
-from slime.arguments.groups import GROUPS
 from slime.flags.checkpoint import TRACKER
 from slime.flags.config import backend_flags
 from slime.flags.fault_tolerance import check_on_nan, check_spare_nodes, check_trainer_recovery
 from slime.flags.group import derive_all
+from slime.flags.parse import GROUPS, args_to_resume
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slime.arguments import slime_validate_args
-from slime.arguments.overlay import load_role_overrides
+from slime.flags.overlay import load_role_overrides
+from slime.flags.parse import slime_validate_args
 from slime.utils.errors import ConfigError
 
 

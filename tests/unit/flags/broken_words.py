@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.arguments.broken_configurations import Broken
+from tests.unit.flags.broken_configurations import Broken
 
 NAMES = (
     Broken(

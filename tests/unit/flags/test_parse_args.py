@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.arguments import parse_args
+from slime.flags.parse import parse_args
 
 MODEL = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --kv-channels 16 --swiglu --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 10000

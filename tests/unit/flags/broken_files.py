@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from slime.utils.errors import DataError
-from tests.unit.arguments.broken_configurations import Broken
+from tests.unit.flags.broken_configurations import Broken
 from tests.unit.scripts.test_model_files import PUBLISHED
 from tests.unit.utils.family_templates import FAMILIES, tokenizer_of
 

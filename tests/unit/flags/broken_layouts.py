@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.arguments.broken_configurations import DENSE, EXPERTS, SPARSE, Broken
+from tests.unit.flags.broken_configurations import DENSE, EXPERTS, SPARSE, Broken
 
 GPUS = (
     Broken(

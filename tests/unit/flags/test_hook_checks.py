@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.hook_checks import (
+from slime.flags.hook_checks import (
     check_hooks_on_driver,
     check_import,
     check_source,
     check_spec_source,
     named_hooks,
 )
-from slime.arguments.hooks import HOOKS, Hook
+from slime.flags.hooks import HOOKS, Hook
 from slime.utils.errors import HookError
 
 BY_FLAG = {hook.flag: hook for hook in HOOKS}
@@ -72,7 +72,7 @@ def test_what_fits_is_accepted(plug_in, flag, source):
             "--rollout-data-postprocess-path",
             "def hook(args, samples): ...",
             "hook(args, samples) cannot be called as (args, rollout_id, rollout_data): too many positional arguments. "
-            "See RolloutDataPostprocess in slime/arguments/hooks.py.",
+            "See RolloutDataPostprocess in slime/flags/hooks.py.",
         ),
         (
             "--rollout-function-path",

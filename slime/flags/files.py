@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.arguments.cross_group import SFT_ROLLOUT
-from slime.arguments.overlay import ROLES_FLAG
 from slime.flags.algorithm import uses_reference
 from slime.flags.checkpoint import CheckpointFolder, check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
+from slime.flags.overlay import ROLES_FLAG
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
 from slime.flags.rollout import OWN_ROLLOUTS
+from slime.flags.run_checks import SFT_ROLLOUT
 from slime.flags.security import trusts_remote_code
 from slime.rollout.mixture import sources_of
 from slime.utils.errors import ConfigError, DataError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.utils.errors import HookError
-from tests.unit.arguments.broken_configurations import EXPERTS, Broken
+from tests.unit.flags.broken_configurations import EXPERTS, Broken
 
 ALGORITHM = (
     Broken(

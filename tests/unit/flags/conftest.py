@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.groups import GROUPS
+from slime.flags.parse import GROUPS
 from slime.flags.parser import Parser
 
 HF_CONFIG = {

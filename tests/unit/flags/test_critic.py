@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments import record_runtime, slime_validate_args
-from slime.arguments.critic import check_critic_layout
 from slime.flags.checkpoint import TRACKER
+from slime.flags.critic import check_critic_layout
+from slime.flags.parse import record_runtime, slime_validate_args
 from slime.utils.arguments import parse_megatron_role_args
 from slime.utils.errors import ConfigError
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments import parse_args
-from slime.arguments.cross_group import check_async_arguments
-from tests.unit.arguments import broken_files, broken_layouts, broken_settings, broken_words
-from tests.unit.arguments.broken_configurations import PROMPTS, Broken
+from slime.flags.parse import parse_args
+from slime.flags.run_checks import check_async_arguments
+from tests.unit.flags import broken_files, broken_layouts, broken_settings, broken_words
+from tests.unit.flags.broken_configurations import PROMPTS, Broken
 from tests.unit.scripts.test_model_files import PUBLISHED, model_args
 
 CORPUS = (*broken_words.BROKEN, *broken_layouts.BROKEN, *broken_settings.BROKEN, *broken_files.BROKEN)

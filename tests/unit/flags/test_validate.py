@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from slime.arguments import slime_validate_args
-from slime.arguments.cross_group import check_in_step_arguments
 from slime.flags.checkpoint import TRACKER
+from slime.flags.parse import slime_validate_args
+from slime.flags.run_checks import check_in_step_arguments
 from slime.utils.errors import ConfigError, DataError
 
 DISTILLATION = "slime.rollout.on_policy_distillation"

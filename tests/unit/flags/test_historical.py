@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 
-from slime.arguments import parse_flags, slime_validate_args
-from slime.arguments.unsupported import HISTORICAL
 from slime.backends.sglang_utils.arguments import derived_sglang_arguments
+from slime.flags.historical import HISTORICAL
+from slime.flags.parse import parse_flags, slime_validate_args
 
 VALUES = {"qkv_format": "thd", "megatron_to_hf_mode": "bridge", "data_path": "a b"}
 SWITCHES = {

@@ -1,0 +1,272 @@
+"""Checks of plug-ins: each imports, and can be called as its protocol says.
+
+Plug-ins of the rollout side are imported and checked on the driver, before anything starts.  Those of the trainer may
+need a GPU to import: on the driver their source is read instead (``check_source``); the trainer's processes check the
+real thing (``check_trainer_hooks``).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slime.flags.config import backend_flags
+from slime.flags.hooks import HOOKS, Hook
+from slime.utils.errors import HookError
+from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin, said_by
+
+DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
+OF_EVAL_DATASET = ("--custom-rm-path", "--custom-generate-function-path")
+"""Plug-ins that a row of --eval-config may name for its data set alone."""
+
+
+def check_hooks_on_driver(args: Namespace) -> None:
+    """Check every plug-in named in ``args`` as far as the driver can.
+
+    A plug-in of the rollout side may have an attribute ``check_args``: a function that raises ConfigError when the run
+    cannot work with it.
+
+    Raises:
+        HookError: names the flag, its value, the call and what is wrong.
+    """
+    for hook, path, where in named_hooks(args):
+        if hook.side == "rollout":
+            target = check_import(hook, path, where, timeout_s=args.plugin_import_timeout_s)
+            if hasattr(target, "check_args") and args.runs_here:
+                target.check_args(args)
+        else:
+            check_source(hook, path, where)
+    check_spec_source(backend_flags(args).spec)
+
+
+def check_spec_source(spec: list[str] | None) -> None:
+    """Check that the module and the name of Megatron's ``--spec MODULE FUNC`` exist, by reading the source.
+
+    Raises:
+        HookError: one of them does not.
+    """
+    if not spec:
+        return
+    if len(spec) != 2:
+        raise HookError(f"--spec is {' '.join(spec)!r}; give two words, a module and a function in it.")
+    tree = _source_of(spec[0], " ".join(spec), "--spec")
+    if tree is not None and not {name for name, _ in _top_level(tree)} & {spec[1], "*", "__getattr__"}:
+        raise HookError(f"--spec: {spec[0]} has no {spec[1]}. Correct the second word.")
+
+
+def check_trainer_hooks(args: Namespace) -> None:
+    """Import and check every plug-in of the trainer, in one of its processes.
+
+    Raises:
+        HookError: names the flag, its value, the call and what is wrong.
+    """
+    for hook, path, where in named_hooks(args):
+        if hook.side == "trainer":
+            check_import(hook, path, where, timeout_s=args.plugin_import_timeout_s)
+
+
+def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
+    """Yield every (hook, import path, where it was named) of ``args``, those of eval data sets included."""
+    for hook in HOOKS:
+        value = getattr(args, hook.dest)
+        for path in [value] if isinstance(value, str) else value or []:
+            yield hook, path, hook.flag
+    for dataset in args.eval_datasets:
+        for hook in HOOKS:
+            path = getattr(dataset, hook.dest, None) if hook.flag in OF_EVAL_DATASET else None
+            if path is not None and path != getattr(args, hook.dest):
+                yield hook, path, f"{hook.dest} of eval data set {dataset.name}"
+
+
+def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> Any:
+    """Import ``path``, check what it names against the protocol of ``hook``, and return it.
+
+    Raises:
+        HookError: see ``check_hooks_on_driver``.
+    """
+    module_name, attribute = split_path(path, where)
+    module = import_plugin(module_name, f"{where}: {path}", timeout_s)
+    try:
+        target = getattr(module, attribute)
+    except AttributeError:
+        raise HookError(
+            f"{where}: {module_name} ({module.__file__}) has no {attribute}. Correct the path {path}."
+        ) from None
+    except Exception as error:  # of the module's own __getattr__
+        raise HookError(
+            f"{where}: {module_name} raised {said_by(error)} when it was asked for {attribute}."
+        ) from error
+    _check_kind(hook, path, where, target)
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return target  # a builtin tells nobody its signature
+    check_signature(hook, path, where, signature)
+    return target
+
+
+def check_source(hook: Hook, path: str, where: str) -> None:
+    """Check ``path`` by reading its module's source; what only running it would show is left alone.
+
+    Raises:
+        HookError: see ``check_hooks_on_driver``.
+    """
+    module_name, attribute = split_path(path, where)
+    tree = _source_of(module_name, path, where)
+    if tree is None:
+        return
+    bindings = list(_top_level(tree))
+    found = [node for name, node in bindings if name == attribute]
+    if not found:
+        if any(name in ("*", "__getattr__") for name, _ in bindings):
+            return
+        raise HookError(f"{where}: {module_name} has no {attribute}. Correct the path {path}.")
+    node = found[-1]
+    if isinstance(node, ast.AsyncFunctionDef) and not node.decorator_list and hook.kind == "sync":
+        raise HookError(_must_not_be_async(hook, path, where))
+    if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+        check_signature(hook, path, where, signature_of(node.args))
+
+
+def split_path(path: str, where: str) -> tuple[str, str]:
+    """Return the module and the attribute of an import path.
+
+    Raises:
+        HookError: it has no dot, or is written as a file or with a colon.
+    """
+    module_name, dot, attribute = path.rpartition(".")
+    if not dot or ":" in path or "/" in path or not all(part.isidentifier() for part in path.split(".")):
+        raise HookError(
+            f"{where} is {path!r}; a plug-in is named package.module.attribute, with dots only, "
+            "as in slime.rollout.sglang_rollout.generate_rollout."
+        )
+    return module_name, attribute
+
+
+def check_signature(hook: Hook, path: str, where: str, signature: inspect.Signature) -> None:
+    """Check that ``signature`` takes the call that ``hook.protocol`` describes.
+
+    Raises:
+        HookError: see ``check_hooks_on_driver``.
+    """
+    positional, keywords = call_of(hook, signature)
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        shown = ", ".join([*positional, *(f"{name}=..." for name in keywords)])
+        parameters = ", ".join(str(p).split(":")[0].split("=")[0].strip() for p in signature.parameters.values())
+        raise HookError(
+            f"{where}: {path}({parameters}) cannot be called as ({shown}): {error}. "
+            f"See {hook.protocol.__name__} in slime/flags/hooks.py."
+        ) from error
+
+
+def call_of(hook: Hook, signature: inspect.Signature) -> tuple[list[str], list[str]]:
+    """Return what is passed to a plug-in with ``signature``: names by position, names by keyword."""
+    contract = list(inspect.signature(hook.protocol.__call__).parameters.values())[1:]
+    positional = [p.name for p in contract if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    keywords = [
+        p.name
+        for p in contract
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+        and (p.default is inspect.Parameter.empty or p.name in signature.parameters)
+    ]
+    return positional, keywords
+
+
+def signature_of(arguments: ast.arguments) -> inspect.Signature:
+    """Return the signature of a function that was only parsed; defaults are None, annotations are dropped."""
+    kinds = inspect.Parameter
+    positional = [*arguments.posonlyargs, *arguments.args]
+    first_default = len(positional) - len(arguments.defaults)
+    parameters = [
+        kinds(
+            a.arg,
+            kinds.POSITIONAL_ONLY if index < len(arguments.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
+            default=None if index >= first_default else kinds.empty,
+        )
+        for index, a in enumerate(positional)
+    ]
+    if arguments.vararg:
+        parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
+    for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        parameters.append(kinds(a.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None))
+    if arguments.kwarg:
+        parameters.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _check_kind(hook: Hook, path: str, where: str, target: Any) -> None:
+    """Refuse what is not callable, a class without the methods that it needs, and the wrong one of sync and async."""
+    if not callable(target):
+        raise HookError(f"{where}: {path} is a {type(target).__name__} and cannot be called.")
+    if hook.kind == "class":
+        missing = [name for name in DATA_SOURCE_METHODS if not hasattr(target, name)]
+        if missing:
+            raise HookError(f"{where}: {path} lacks {', '.join(missing)}. See {hook.protocol.__name__} in hooks.py.")
+        return
+    inner = inspect.unwrap(target)
+    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+    if hook.kind == "sync" and is_async:
+        raise HookError(_must_not_be_async(hook, path, where))
+    # A wrapper under another name may well return what the coroutine function inside it returns.
+    plain = inspect.isfunction(target) and inner is target and target.__name__ == path.rpartition(".")[2]
+    if hook.kind == "async" and plain and not is_async:
+        raise HookError(
+            f"{where}: {path} is a plain function, but its result is awaited. Write it as `async def`. "
+            f"See {hook.protocol.__name__} in slime/flags/hooks.py."
+        )
+
+
+def _must_not_be_async(hook: Hook, path: str, where: str) -> str:
+    return (
+        f"{where}: {path} is an async function, but nobody awaits it. Write it as `def`. "
+        f"See {hook.protocol.__name__} in slime/flags/hooks.py."
+    )
+
+
+def _source_of(module_name: str, path: str, where: str) -> ast.Module | None:
+    """Return the syntax tree of a module; None when it has no source to read (a compiled module).
+
+    Raises:
+        HookError: there is no such module, or its source is no Python.
+    """
+    if package := module_name.rpartition(".")[0]:
+        import_plugin(package, f"{where}: {path}")  # find_spec would import it without a deadline
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise HookError(f"{where}: {module_name} of {path} cannot be found: {error}.") from error
+    if spec is None:
+        raise HookError(
+            f"{where}: there is no module {module_name}, named by {path}. "
+            "The path is package.module.attribute, importable from here and in Ray's workers (PYTHONPATH)."
+        )
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        return ast.parse(Path(spec.origin).read_bytes(), spec.origin)
+    except (SyntaxError, ValueError) as error:
+        raise HookError(f"{where}: {module_name} of {path} is no Python: {said_by(error)}. Correct it.") from error
+
+
+def _top_level(parent: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield every (name, node that binds it) of a module, at any depth outside functions and classes."""
+    for node in ast.iter_child_nodes(parent):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node
+            case ast.Import() | ast.ImportFrom():
+                for alias in node.names:
+                    yield (alias.asname or alias.name).split(".")[0], node
+            case ast.Name(ctx=ast.Store()):
+                yield node.id, node
+            case ast.expr() if not isinstance(node, ast.Tuple | ast.List | ast.Starred):
+                continue  # what an expression binds is hardly a plug-in, and a long sum is nested deeply
+            case _:
+                yield from _top_level(node)

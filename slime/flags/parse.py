@@ -1,0 +1,400 @@
+"""Flags -> a complete Namespace: parse, overlay, derive, check.
+
+    args = parse_args()
+
+``args`` is a plain, mutable, deep-copyable Namespace with upstream's attribute names; plug-ins may set attributes on
+it.  slime itself writes to it here and nowhere else; facts that only the running job knows go through
+``record_runtime``.  The order:
+
+1. one parser for slime's, Megatron's and SGLang's flags; an unknown flag is an error that names the nearest known one
+   (words.py),
+2. ``--custom-config-path`` and ``--megatron-config-path`` are laid over the flags (overlay.py),
+3. flags whose feature does not exist yet are refused, historical ones are logged (historical.py),
+4. derived values are filled in, then Megatron's and SGLang's own; for a critic too (critic.py),
+5. combinations are checked, then files (files.py) and plug-ins (hook_checks.py), before any GPU is taken.
+
+Flags come in groups, which say what follows from them and what cannot work: the core's are ``GROUPS``, and
+``slime.compose`` adds those of extensions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from slime.backends.sglang_utils.arguments import validate_sglang_arguments
+from slime.flags import (
+    algorithm,
+    cluster,
+    data,
+    debug,
+    distillation,
+    fault_tolerance,
+    observability,
+    reward,
+    rollout,
+    run_checks,
+    security,
+    train,
+    weight_sync,
+)
+from slime.flags.checkpoint import check_saves, derive_starting_point
+from slime.flags.critic import (
+    ALWAYS_OF_ITS_MODEL,
+    check_critic_files,
+    check_critic_flags,
+    check_critic_layout,
+    critic_flags,
+    resolve_critic,
+    set_always,
+)
+from slime.flags.files import check_files
+from slime.flags.group import FlagGroup, complete_all, declare_all, derive_all, problems_of
+from slime.flags.historical import add_historical_arguments, note_historical, refuse_missing_features
+from slime.flags.hook_checks import check_hooks_on_driver
+from slime.flags.hooks import add_hook_arguments
+from slime.flags.overlay import apply_overlay, apply_role_overrides, overlaid_names
+from slime.flags.parser import Parser
+from slime.flags.words import engine_flags_are_idle, note_repeated, refuse_unknown, split_engine_flags
+from slime.rollout.eval_config import eval_datasets_from_args
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+
+RUNTIME_FACTS = frozenset(
+    {
+        *("num_rollout", "num_rollout_per_epoch", "start_rollout_id", "update_weight_start_version"),
+        *("rollout_num_gpus", "rollout_num_engines", "sglang_model_routers"),
+        *("sglang_router_ip", "sglang_router_port", "job_secret"),
+        *("run_folder", "tb_experiment_name", "wandb_run_id"),
+    }
+)
+"""Attributes that only the running job knows (``record_runtime`` sets them); None until then."""
+
+
+def _runtime_facts(args: Namespace) -> None:
+    for name in RUNTIME_FACTS - vars(args).keys():
+        setattr(args, name, None)
+
+
+def derive_for_extensions(args: Namespace) -> None:
+    """Set what extensions change: the plug-ins, loaders and settings of engines, and what is special about weights."""
+    args.engine_plugins, args.weight_loaders, args.engine_settings = [], [], {}
+    args.push_sends_model = True  # False: the engines' weights stay those of --hf-checkpoint
+    args.reference_in_actor = False  # True: the actor's frozen weights are the reference
+
+
+def _external_engines(args: Namespace) -> None:
+    """Ask external engines what they are; their GPUs are not ours to place anything on."""
+    args.rollout_external = args.rollout_external_engine_addrs is not None
+    if args.rollout_external and not args.debug_train_only:
+        from slime.backends.sglang_utils.external_engines import record_external_engines
+
+        for name, value in record_external_engines(args).items():
+            setattr(args, name, value)
+
+
+def _eval(args: Namespace) -> None:
+    """Fill in what eval takes from the rollout when it has no flag of its own."""
+    if args.eval_function_path is None:
+        args.eval_function_path = args.rollout_function_path
+    args.eval_datasets = eval_datasets_from_args(args)
+
+
+def _hook_lists(args: Namespace) -> None:
+    args.rollout_sample_hook_path = args.rollout_sample_hook_path or []
+
+
+GROUPS = (
+    FlagGroup(
+        cluster.add_cluster_arguments,
+        derive=(
+            _runtime_facts,
+            derive_for_extensions,
+            debug.derive_debug_modes,  # which halves of the job there are
+            algorithm.derive_critic,
+            _external_engines,
+            cluster.derive_distributed_backend,
+            cluster.derive_cluster,
+        ),
+        check=(debug.check_modes, cluster.check_gpus),
+        once=(_external_engines,),
+    ),
+    FlagGroup(
+        security.add_security_arguments,
+        derive=(security.derive_job_secret,),
+        check=(security.check_security,),
+        once=(security.derive_job_secret,),
+    ),
+    FlagGroup(
+        train.add_train_arguments,
+        derive=(train.derive_precision, derive_starting_point),
+        check=(check_saves, train.check_trained_parameters, train.check_stateless_adam),
+        once=(derive_starting_point,),
+    ),
+    FlagGroup(
+        rollout.add_rollout_arguments,
+        derive=(rollout.derive_lengths,),
+        check=(
+            rollout.check_length_of_the_run,
+            rollout.check_data_transport,
+            rollout.check_sampling,
+            run_checks.check_rollout_functions,
+        ),
+    ),
+    FlagGroup(data.add_data_arguments, derive=(data.derive_batch_sizes,), check=(data.check_batches,)),
+    FlagGroup(data.add_eval_arguments, derive=(reward.derive_reward, _eval), check=(data.check_eval,), once=(_eval,)),
+    FlagGroup(
+        algorithm.add_algorithm_arguments,
+        derive=(algorithm.derive_algorithm,),
+        check=(
+            algorithm.check_loss,
+            algorithm.check_off_policy,
+            algorithm.check_reference,
+            algorithm.check_routing_replay,
+        ),
+    ),
+    FlagGroup(distillation.add_distillation_arguments, check=(distillation.check_distillation,)),
+    FlagGroup(reward.add_reward_arguments, check=(run_checks.check_rewards, reward.check_reward)),
+    FlagGroup(
+        weight_sync.add_weight_sync_arguments,
+        derive=(weight_sync.derive_weight_sync,),
+        check=(weight_sync.check_weight_flags,),
+    ),
+    FlagGroup(
+        fault_tolerance.add_fault_tolerance_arguments,
+        derive=(fault_tolerance.derive_fault_tolerance,),
+        check=(
+            fault_tolerance.check_trainer_recovery,
+            fault_tolerance.check_spare_nodes,
+            fault_tolerance.check_on_nan,
+        ),
+    ),
+    FlagGroup(add_hook_arguments, derive=(_hook_lists,)),
+    FlagGroup(observability.add_observability_arguments, derive=(observability.derive_observability,)),
+    FlagGroup(debug.add_debug_arguments, check=(debug.check_ci, debug.check_dump_templates)),
+    FlagGroup(add_historical_arguments, check=(run_checks.check_run, check_critic_flags)),
+)
+"""The core's groups, in the order in which they are declared, derived and checked."""
+
+
+def parse_args(
+    add_custom_arguments: AddArguments | None = None,
+    argv: Sequence[str] | None = None,
+    *,
+    groups: Sequence[FlagGroup] = GROUPS,
+) -> Namespace:
+    """Return the command line as a complete, checked Namespace.
+
+    Args:
+        add_custom_arguments: gets the parser, to add a driver's own flags.
+        argv: the words after the program's name; default ``sys.argv[1:]``.
+        groups: of flags that slime has; ``slime.compose.flag_groups()`` has those of the extensions, too.
+
+    Raises:
+        SlimeError: a flag, file, combination or plug-in is wrong; the entry points show it and end with code 2.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    args, parser = _parse(words, add_custom_arguments, groups)
+    parsed = dict(vars(args))
+    slime_validate_args(args, parser)
+    for check in backend_checks(args, groups):
+        check(args)
+    args.value_origins = _value_origins(args, parsed, parser, words)
+    return args
+
+
+def _value_origins(args: Namespace, parsed: Mapping[str, Any], parser: Parser, words: Sequence[str]) -> dict[str, str]:
+    """Return attribute -> flag, yaml or derived, of those that have not the default of their flag."""
+    given = {action.dest for word in words if (action := parser._option_string_actions.get(word.partition("=")[0]))}
+    laid_over = overlaid_names(args)
+    origins: dict[str, str] = {}
+    for name, value in vars(args).items():
+        default = parser.get_default(name)
+        if name in laid_over:
+            origins[name] = "yaml"
+        elif name in given and parsed[name] is value:
+            origins[name] = "flag"
+        elif value is not default and str(value) != str(default):
+            origins[name] = "derived"
+    return origins
+
+
+def parse_flags(argv: Sequence[str], *, groups: Sequence[FlagGroup] = GROUPS) -> Namespace:
+    """Return the flags as they were given, nothing derived or checked yet."""
+    return _parse(argv, None, groups)[0]
+
+
+def _parse(
+    argv: Sequence[str], add_custom_arguments: AddArguments | None, groups: Sequence[FlagGroup]
+) -> tuple[Namespace, Parser]:
+    idle = engine_flags_are_idle(argv)
+    words, left_out = split_engine_flags(argv) if idle else (list(argv), [])
+    parser = build_parser(with_engine_flags=not idle, add_custom_arguments=add_custom_arguments, groups=groups)
+    args, leftover = parser.parse_known_args(words)
+    refuse_unknown(parser, words, leftover)
+    note_repeated(parser, words)
+    if left_out:
+        logger.info("Ignored, because no engine runs: %s", " ".join(dict.fromkeys(left_out)))
+    return args, parser
+
+
+def build_parser(
+    *,
+    with_engine_flags: bool,
+    with_trainer_flags: bool = True,
+    add_custom_arguments: AddArguments | None = None,
+    groups: Sequence[FlagGroup] = GROUPS,
+) -> Parser:
+    """Return one parser for the flags of ``groups``, Megatron's and SGLang's (when asked for), and the caller's."""
+    parser = Parser(
+        groups, prog="train.py", description="Reinforcement learning post-training with Megatron and SGLang."
+    )
+    if with_trainer_flags:  # from megatron-core's own dataclasses
+        from slime.backends.megatron_utils import arguments as trainer_flags
+
+        trainer_flags.add_megatron_arguments(parser)
+        parser.no_flags |= trainer_flags.reasons()
+    if with_engine_flags:  # from the installed SGLang
+        from slime.backends.sglang_utils import arguments as engine_flags
+
+        engine_flags.add_sglang_arguments(parser)
+        parser.no_flags |= engine_flags.reasons()
+    if add_custom_arguments is not None:
+        add_custom_arguments(parser)
+    return parser
+
+
+def parser_of(args: Namespace, groups: Sequence[FlagGroup] = GROUPS) -> Parser:
+    """Return a parser of the flags that ``args`` have, for args whose parser is not available."""
+    return build_parser(
+        with_engine_flags="sglang_server_concurrency" in vars(args),
+        with_trainer_flags="num_layers" in vars(args),
+        groups=groups,
+    )
+
+
+def reset_arg(parser: argparse.ArgumentParser, name: str, **kwargs: Any) -> None:
+    """Add the flag ``name``; when it exists already, change only its default, type and choices."""
+    action = parser._option_string_actions.get(name)
+    if action is None:
+        parser.add_argument(name, **kwargs)
+        return
+    for key in ("default", "type", "choices", "help"):
+        if key in kwargs:
+            setattr(action, key, kwargs[key])
+
+
+def get_slime_extra_args_provider(
+    add_custom_arguments: AddArguments | None = None, *, groups: Sequence[FlagGroup] = GROUPS
+) -> AddArguments:
+    """Return a function that adds slime's own flags, then the caller's, to a parser and returns it."""
+
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        declare_all(parser, groups)
+        if add_custom_arguments is not None:
+            parser = add_custom_arguments(parser) or parser
+        return parser
+
+    return provider
+
+
+def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
+    """Lay the overlay over ``args``, fill in what is derived, and check the whole.
+
+    Args:
+        args: the flags; changed in place.
+        parser: what gave them, through which the values of YAML files go too; default: one of the core's flags.
+
+    Raises:
+        ConfigError: every combination that cannot work, or the first file that is wrong.
+        DataError: a data file is malformed.
+        HookError: a plug-in cannot be imported or does not fit its call.
+    """
+    parser = parser or parser_of(args)
+    apply_overlay(args, parser)
+    critic = critic_flags(args, parser)  # before the actor's overrides: every role starts from the command line
+    apply_role_overrides(args, parser)
+    note_historical(args)
+    refuse_missing_features(args)
+    derive_all(args, parser.groups)
+    args.critic_args = None
+    if args.use_critic and not args.debug_rollout_only:
+        resolve_critic(critic, args, parser.groups)
+        args.critic_args = critic
+    if problems := problems_of(args, parser.groups):
+        raise ConfigError("\n".join(problems))
+    run_checks.advise(args)
+    if args.runs_here:
+        check_files(args)
+        check_critic_files(args)
+    check_hooks_on_driver(args)
+
+
+def backend_checks(args: Namespace, groups: Sequence[FlagGroup]) -> Iterator[Callable[[Namespace], None]]:
+    """Yield the checks of the backends that a run has; they also fill in what follows from the backends' flags."""
+    if not args.debug_rollout_only:
+        yield partial(_check_trainer, groups=groups)
+    if not args.debug_train_only:
+        yield from (validate_sglang_arguments, run_checks.check_engines_of_family)
+
+
+def _check_trainer(args: Namespace, groups: Sequence[FlagGroup]) -> None:
+    from slime.backends.megatron_utils.arguments import validate_megatron_arguments
+
+    validate_megatron_arguments(args)
+    complete_all(args, groups)
+    if args.critic_args is not None:
+        validate_megatron_arguments(args.critic_args)
+        complete_all(args.critic_args, groups)
+        set_always(args.critic_args, ALWAYS_OF_ITS_MODEL)
+        check_critic_layout(args)
+
+
+def record_runtime(args: Namespace, **facts: Any) -> None:
+    """Set attributes of ``args``, and of the critic's, that only the running job can know: a router's address.
+
+    Raises:
+        ConfigError: a name is not in ``RUNTIME_FACTS``; add it there first.
+    """
+    if unknown := sorted(set(facts) - RUNTIME_FACTS):
+        raise ConfigError(
+            f"record_runtime does not know {', '.join(unknown)}; the facts it records are RUNTIME_FACTS of "
+            "slime/flags/parse.py."
+        )
+    for role_args in (args, args.critic_args):
+        if role_args is not None:
+            for name, value in facts.items():
+                setattr(role_args, name, value)
+
+
+def args_to_resume(
+    args: Namespace, *, weight_version: int, checkpoint: int | None, copied: int | None = None
+) -> Namespace:
+    """Return the args of a trainer that takes the place of one of the same run.
+
+    Args:
+        args: of the run; they stay as they are.
+        weight_version: of the last push, above which the new trainer counts on.
+        checkpoint: of this run, from which the new trainer goes on; None: it starts as the first one did.
+        copied: the rollout after which its ranks have their state already, and read no checkpoint.
+    """
+    resumed = Namespace(**vars(args))
+    resumed.update_weight_start_version = weight_version
+    if copied is not None:
+        resumed.start_rollout_id = copied + 1
+    elif checkpoint is not None:
+        resumed.load = args.save
+        resumed.ckpt_step = checkpoint
+        resumed.finetune = False
+        resumed.no_load_optim = args.no_save_optim and not args.use_stateless_adam
+        resumed.no_load_rng = False
+        resumed.start_rollout_id = None
+    return resumed
