@@ -21,8 +21,7 @@ from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
 from slime.flags.overlay import ROLES_FLAG
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
-from slime.flags.rollout import OWN_ROLLOUTS
-from slime.flags.run_checks import SFT_ROLLOUT
+from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
 from slime.flags.security import trusts_remote_code
 from slime.rollout.mixture import sources_of
 from slime.utils.errors import ConfigError, DataError

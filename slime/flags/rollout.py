@@ -20,6 +20,7 @@ from slime.flags.kinds import (
     wait_s,
 )
 
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 OWN_ROLLOUTS = (
     "slime.rollout.sglang_rollout.generate_rollout",
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async",

@@ -19,14 +19,13 @@ from slime.backends.sglang_utils.arguments import read_config
 from slime.flags.algorithm import advise_algorithm
 from slime.flags.config import backend_flags
 from slime.flags.reward import BOXED_PREFIX
-from slime.flags.rollout import OWN_ROLLOUTS
+from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
 from slime.rollout.rm_hub import RM_TYPES, math_utils
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import language_config
 
 logger = logging.getLogger(__name__)
 
-SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 DICT_REWARDS = ("dapo",)
 """Built-in graders whose reward is a dict, so that a key must say which entry is trained on."""
 NUMBER_REWARDS = tuple(name for name in RM_TYPES if name not in (*DICT_REWARDS, "remote_rm"))

@@ -297,7 +297,7 @@ def attribute_of(field_name: str) -> str:
 
 def reasons() -> dict[str, str]:
     """Return why a spelling of :data:`NOT_FLAGS` is no flag."""
-    found = {}
+    found: dict[str, str] = {}
     for name, reason in NOT_FLAGS.items():
         flag = flag_of(attribute_of(name))
         found |= {flag: reason, "--no-" + flag.removeprefix("--"): reason}
