@@ -24,10 +24,10 @@ MODEL_FLAGS = (
 
 def build(layout: list[str], precision: str, save: str) -> tuple[Namespace, list, object, object]:
     """Model, optimizer and scheduler of the tiny test model under ``layout``."""
-    from slime.flags.parse import build_parser
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
     from slime.backends.megatron_utils.initialize import init
     from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
+    from slime.flags.parse import build_parser
 
     parser = build_parser(with_engine_flags=False)
     sizes = "--global-batch-size 6 --num-rollout 8 --rollout-batch-size 6 --n-samples-per-prompt 1".split()

@@ -79,8 +79,8 @@ def test_all_that_training_changes_comes_back_to_the_bit(tmp_path):
 def train_die_and_go_on(rank: int, world_size: int, port: int, hf: str, save: str) -> None:
     import torch.distributed as dist
 
-    from slime.flags.parse import args_to_resume
     from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensors
+    from slime.flags.parse import args_to_resume
     from slime.weights.state_copy import StateCopy
 
     weights = Path(hf) / "model.safetensors"
