@@ -1,7 +1,7 @@
-"""Measurements as data: read and write ``benchmarks/results/*.json``, and make docs/results.md of them.
+"""Measurements as data: read and write ``benchmarks/results/*.json``, and make the site's page of them.
 
 A file holds one run: title, group, date, hardware, versions, command, commit (null where it is not known), notes, and
-the tables of what was measured.  ``scripts/make_docs.py`` writes the page; the programs of tests/ that measure whole
+the tables of what was measured.  ``make docs`` builds the page; the programs of tests/ that measure whole
 tables replace theirs with ``record`` (``--write-docs``).
 """
 
@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"-?\d{1,3}(?:,\d{3})+|-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 HEAD = """# Results
 
-Written by `scripts/make_docs.py` from `benchmarks/results/*.json`, one file a run; edit those. The last section lists
+Built from `benchmarks/results/*.json`, one file a run. The last section lists
 what has not been run. `benchmarks/README.md` lists the benchmarks, and CONTRIBUTING.md the test commands.
 """
 
@@ -162,7 +162,7 @@ def commit() -> str | None:
 
 
 def page(folder: Path = FOLDER) -> str:
-    """Return docs/results.md."""
+    """Return the page."""
     runs = load(folder)
     parts = [HEAD]
     for group in GROUPS:

@@ -1,5 +1,5 @@
-"""Write the generated pages: docs/flags.md and docs/hooks.md (from slime/flags), docs/results.md
-(from benchmarks/results), and the table of docs/engines.md (from slime/ray/engines/lifecycle.py).
+"""Write the generated pages: docs/flags.md and docs/hooks.md (from slime/flags), and the table of docs/engines.md
+(from slime/ray/engines/lifecycle.py).
 
 ``--check`` writes nothing and fails when a page is out of date.
 
@@ -17,7 +17,6 @@ from pathlib import Path
 REPO = Path(__file__).parents[1]
 sys.path.insert(0, str(REPO))
 
-from benchmarks import results_page  # noqa: E402
 from slime.compose import flag_groups  # noqa: E402
 from slime.flags.historical import NOT_YET  # noqa: E402
 from slime.flags.hook_checks import call_of  # noqa: E402
@@ -141,7 +140,6 @@ def pages() -> Iterator[tuple[Path, str]]:
     """Every generated file with its content."""
     yield REPO / "docs/flags.md", flags_page()
     yield REPO / "docs/hooks.md", hooks_page()
-    yield REPO / "docs/results.md", results_page.page()
     yield REPO / "docs/engines.md", engines_page()
 
 

@@ -4,7 +4,7 @@
         --strategy block --block-size 128 128 --max-workers 4
 
 Give the result to ``--hf-checkpoint`` for FP8 rollouts.  The same command resumes an interrupted run.
-docs/quantization.md lists what is quantized, docs/results.md its error.
+docs/quantization.md lists what is quantized, benchmarks/results its error.
 """
 
 from __future__ import annotations

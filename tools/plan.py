@@ -5,7 +5,7 @@
     python tools/plan.py --json --actor-num-nodes 1 ... (the arguments of train.py)
 
 Nothing is started and no checkpoint is needed; a config.json in ``--hf-checkpoint`` makes the plan exact.  Exit codes:
-0: the run is legal and fits; 1: it needs more memory than there is; 2: it is not legal.  docs/results.md compares
+0: the run is legal and fits; 1: it needs more memory than there is; 2: it is not legal.  benchmarks/results compares
 planned with measured numbers.
 """
 

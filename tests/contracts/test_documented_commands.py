@@ -18,14 +18,11 @@ from tests.contracts.source_tree import REPO
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 PAGES += [REPO / "benchmarks/README.md", *sorted((REPO / "examples").glob("**/*.md"))]
-PAGES.remove(REPO / "docs/results.md")  # what was run, under the names of its day
 COMMAND = re.compile(r"\b(?:python3?|pytest|torchrun|make) [^`\n]*")
 OF_TRAINING = {"train.py", "train_async.py"}
 """Their flags are those of ``test_pages.py``."""
 PASSES_ON = {"tools/plan.py"}
 """Words that it does not know are those of train.py."""
-WITHOUT_WORDS = {"tests.contracts.reliability_page"}
-"""Programs that take no words, or names alone; importing them does nothing."""
 
 
 class ParserSeen(BaseException):
@@ -111,7 +108,7 @@ def test_a_program_that_pages_name_exists_and_takes_what_they_say(program):
     assert path is not None and path.is_file()
     source = path.read_text(encoding="utf-8")
     assert "__main__" in source or program in OF_TRAINING or path.name == "__main__.py"
-    if program in OF_TRAINING or program in WITHOUT_WORDS:
+    if program in OF_TRAINING:
         return
     parser = parser_of(program)
     for action in parser._actions:

@@ -38,12 +38,7 @@ def asked(method: str = "GET", host: str | None = "127.0.0.1:8889", **more: str)
     return 200 if refused is None else refused.status
 
 
-@pytest.mark.parametrize(
-    "host",
-    "127.0.0.1 127.0.0.1:8889 127.0.0.2:1 localhost:8889 LOCALHOST localhost. localhost.:8889 [::1]:8889 [::1] "
-    "node7:8889 Node7 node7.cluster.example:8889 10.0.0.7:8889 [fd00::7]:8889 [FD00:0::7] [::ffff:10.0.0.7]:1 "
-    "127.0.0.1:".split(),
-)
+@pytest.mark.parametrize("host", "127.0.0.1:8889 LOCALHOST localhost. [::1]:8889 node7:8889 [FD00:0::7]".split())
 def test_this_machine_is_asked_by_its_names_and_addresses(host):
     assert asked("POST", host, **JSON) == asked("GET", host) == 200
     assert asked("POST", host, Origin=f"http://{host}", Sec_Fetch_Site="same-origin", **JSON) == 200
@@ -52,13 +47,10 @@ def test_this_machine_is_asked_by_its_names_and_addresses(host):
 @pytest.mark.parametrize(
     "host",
     [
-        "evil.example", "evil.example:8889", "127.0.0.1.evil.example", "localhost.evil.example", "node7.evil.example",
-        "10.0.0.8", "0.0.0.0:8889", "[fd00::8]:8889", "::1", "::1:8889", "user@127.0.0.1", "user:x@localhost:8889",
-        "127.0.0.1@evil.example", "127.0.0.1, evil.example", "127.0.0.1 evil.example", "127.0.0.1:8889:1",
-        "127.0.0.1/x", "localhost..", "", ":8889", "2130706433", "0x7f000001", "127.1", "[127.0.0.1]x",
-        "l\u00f6calhost", "localhost\u3002", "localhost:\u0661",
+        *("evil.example:8889", "127.0.0.1.evil.example", "10.0.0.8", "0.0.0.0:8889", "::1", "user@127.0.0.1"),
+        *("127.0.0.1, evil.example", "127.0.0.1:8889:1", "", "2130706433", "l\u00f6calhost"),
     ],
-)  # fmt: skip
+)
 def test_another_name_is_refused(host):
     assert asked("GET", host) == asked("POST", host, Origin=f"http://{host}", **JSON) == 403
 
@@ -68,18 +60,14 @@ def test_a_request_names_its_host_once():
     assert refusal("GET", [("Host", "localhost"), ("HOST", "localhost")], OWN).status == 400
 
 
-@pytest.mark.parametrize("name", ["Origin", "Authorization", "Content-Type", "Content-Length", "Sec-Fetch-Site"])
-def test_a_header_that_can_be_read_in_two_ways_is_refused(name):
-    assert refusal("POST", [("Host", "localhost"), (name, "0"), (name.lower(), "0")], OWN).status == 400
+def test_a_header_that_can_be_read_in_two_ways_is_refused():
+    assert refusal("POST", [("Host", "localhost"), ("Origin", "0"), ("origin", "0")], OWN).status == 400
     assert asked("POST", Transfer_Encoding="chunked", **JSON) == 400
 
 
-@pytest.mark.parametrize(
-    "origin", "http://evil.example null http://127.0.0.1:3000 http://localhost:8889 file:// http://127.0.0.1 x".split()
-)
+@pytest.mark.parametrize("origin", "http://evil.example null http://127.0.0.1:3000 x".split())
 def test_pages_of_other_sites_are_refused_whatever_they_ask(origin):
-    for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"):
-        assert asked(method, Origin=origin) == 403
+    assert asked("GET", Origin=origin) == asked("OPTIONS", Origin=origin) == 403
     assert asked("POST", Origin=origin, **JSON) == 403
 
 
@@ -217,17 +205,11 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
 
 @pytest.mark.parametrize("name", DOORS)
 def test_programs_of_this_machine_come_in_at_every_door(name, ports):
-    check_own_programs(DOORS[name], ports[name])
-
-
-def check_own_programs(door: Door, port: int) -> None:
-    _, method, path, body, status = door
-    for host in ("127.0.0.1", "localhost"):
-        url = f"http://{host}:{port}{path}"
-        assert requests.request(method, url, json=body, timeout=30).status_code == status
-    kind = "Content-Type: application/json\r\n"
-    assert raw(port, of_page(method, path, body, f"host: LOCALHOST\r\n{kind}")) == status
-    assert raw(port, of_page(method, path, body, f"Host: [::1]:{port}\r\n{kind}")) == status
+    _, method, path, body, status = DOORS[name]
+    url = f"http://localhost:{ports[name]}{path}"
+    assert requests.request(method, url, json=body, timeout=30).status_code == status
+    headers = f"Host: [::1]:{ports[name]}\r\nContent-Type: application/json\r\n"
+    assert raw(ports[name], of_page(method, path, body, headers)) == status
 
 
 @pytest.mark.parametrize("name", DOORS)
@@ -240,12 +222,9 @@ def check_pages(door: Door, port: int) -> None:
     ours, kind = f"Host: 127.0.0.1:{port}\r\n", "Content-Type: application/json\r\n"
     refused = {
         "csrf": f"{ours}Origin: http://evil.example\r\nContent-Type: text/plain\r\n",
-        "json": f"{ours}Origin: http://evil.example\r\n{kind}",
         "null": f"{ours}Origin: null\r\n{kind}",
         "image": f"{ours}Sec-Fetch-Site: cross-site\r\nSec-Fetch-Mode: no-cors\r\n{kind}",
-        "rebinding": f"Host: evil.example:{port}\r\nOrigin: http://evil.example:{port}\r\n{kind}",
-        "rebinding, no origin": f"Host: evil.example:{port}\r\n{kind}",
-        "user": f"Host: 127.0.0.1@evil.example\r\n{kind}",
+        "rebinding": f"Host: evil.example:{port}\r\n{kind}",
         "no host": kind,
         "two hosts": f"{ours}Host: evil.example\r\n{kind}",
         "two lengths": f"{ours}{kind}Content-Length: 1\r\nContent-Length: 2\r\n",
@@ -264,13 +243,8 @@ def check_pages(door: Door, port: int) -> None:
 
 @pytest.mark.parametrize("name", ["buffer", "start", "adapter"])
 def test_a_body_that_is_no_json_by_its_type_is_refused(name, ports):
-    check_kinds(DOORS[name], ports[name])
-
-
-def check_kinds(door: Door, port: int) -> None:
-    _, method, path, body, _ = door
-    for kind in ("Content-Type: text/plain\r\n", "Content-Type: application/x-www-form-urlencoded\r\n", ""):
-        assert raw(port, of_page(method, path, body, f"Host: 127.0.0.1\r\n{kind}")) == 415
+    _, method, path, body, _ = DOORS[name]
+    assert raw(ports[name], of_page(method, path, body, "Host: 127.0.0.1\r\nContent-Type: text/plain\r\n")) == 415
 
 
 SLOW = (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")

@@ -1,8 +1,8 @@
-"""Finds waits in source code, and those that have no deadline; used by ``test_reliability``.
+"""Finds waits in source code, and those that have no deadline; used by ``test_waits``.
 
 What counts as a wait is what Python, asyncio, Ray, subprocess, queue and the HTTP clients offer for it, judged by the
 call alone.  Whether a deadline further out covers a wait is beyond this: such waits are named, with the reason, in
-``reliability_table.UNTIMED``.
+``test_waits.UNTIMED``.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class FamilyCase:
     has_quantized_form: bool = True
     """Whether converters and engines have an FP8 or int4 form of it."""
     about: str = ""
-    """What is awkward about it, in a few words, for docs/results.md."""
+    """What is awkward about it, in a few words, for benchmarks/results."""
 
     @property
     def vocab_size(self) -> int:

@@ -17,7 +17,7 @@ from slime.ext.plan.trainer_memory import CONTEXT_BYTES, GIB
 from slime.train_data.model_dims import ModelDims
 
 ENGINE_ASLEEP_BYTES = int(1.0 * GIB)
-"""A released engine: context, communicators, what is never given back (measured, docs/results.md)."""
+"""A released engine: context, communicators, what is never given back (measured, benchmarks/results)."""
 DEFAULT_MEM_FRACTION = 0.86
 """About what SGLang takes by itself on 80 GB when ``--sglang-mem-fraction-static`` is not given."""
 STATE_RATIO = 0.9

@@ -23,7 +23,7 @@ GIB = 2**30
 FROZEN_BYTES = {"fp8": 1 + 4 / 128**2, "int4": 0.5 + 2 / 128}
 """Of an element, its part of a scale included (``--lora-base-precision``)."""
 CONTEXT_BYTES = int(0.5 * GIB)
-"""CUDA's context and loaded kernels of one process (measured, docs/results.md)."""
+"""CUDA's context and loaded kernels of one process (measured, benchmarks/results)."""
 FIRST_COMMUNICATOR_BYTES = int(0.78 * GIB)
 COMMUNICATOR_BYTES = int(0.5 * GIB)
 """NCCL's buffers of the first process group of a rank, and of each further one that is used (measured)."""

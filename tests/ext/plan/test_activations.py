@@ -114,7 +114,7 @@ def test_a_gated_delta_net_keeps_what_its_terms_say():
 
 
 MEASURED = (
-    # (GiB, dims, layout, recompute), 16,384 tokens a micro-batch: docs/results.md
+    # (GiB, dims, layout, recompute), 16,384 tokens a micro-batch: benchmarks/results
     (37.1, qwen3(1024, 3072, 16, 28), ParallelSizes(), Recompute()),
     (67.7, qwen3(2048, 6144, 16, 28), ParallelSizes(), Recompute()),
     (36.1, qwen3(2048, 6144, 16, 28), ParallelSizes(), Recompute(granularity="full", method="uniform")),

@@ -1,4 +1,4 @@
-"""Every wait of the Ray layer gets the deadline of docs/reliability.md; what passes when it ends: test_ray_waiting."""
+"""Every wait of the Ray layer gets a deadline; what passes when it ends: test_ray_waiting."""
 
 from __future__ import annotations
 
