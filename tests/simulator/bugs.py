@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import multiprocessing
-import time
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
 
-from slime.utils.atomic_file import replace_file
 from tests.mutations.mutation import Mutation
 
 TEST = ("tests/simulator/test_simulator.py::test_a_bug_that_is_put_back_is_found_and_shrunk",)
 LIMIT = 2000
 """Schedules within which a bug must be found."""
-CHUNK = 20
-"""Seeds that a worker tries of one bug, before it looks for the next."""
 
 
 def _bug(target: str, old: str, new: str) -> tuple[Mutation, ...]:
@@ -130,64 +122,3 @@ def find(bug: str, seeds: range) -> dict[str, Any] | None:
             if outcome.violations:
                 return {"seed": seed, "faults": [str(f) for f in faults], "violation": outcome.violations[0][:300]}
     return None
-
-
-class Search:
-    """Looks for several bugs on several cores, some seeds of each in turn; the file has what is known at any time."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self._began_s = options, time.monotonic()
-        count = min(options.schedules, LIMIT)
-        begins = range(options.seed, options.seed + count, CHUNK)
-        bugs = [bug for bug in BUGS if options.bug in bug]
-        ends = options.seed + count
-        self._left = [(bug, range(begin, min(begin + CHUNK, ends))) for begin in begins for bug in bugs]
-        self._rows: dict[str, dict[str, Any]] = {bug: {"bug": bug, "searched": 0, "schedules": None} for bug in bugs}
-
-    def run(self) -> int:
-        """Return 1 when a bug was not found."""
-        ends_s = self._began_s + self._options.limit_s
-        with ProcessPoolExecutor(self._options.workers, mp_context=multiprocessing.get_context("fork")) as pool:
-            running: dict[Future[Any], tuple[str, range]] = {}
-            while self._submit(pool, running):
-                done, _ = wait(running, max(ends_s - time.monotonic(), 0.0), FIRST_COMPLETED)
-                for future in done:
-                    self._take(*running.pop(future), future.result())
-                if not done:
-                    print(f"cut off after {self._options.limit_s:g} s", flush=True)
-                    for process in list(pool._processes.values()):
-                        process.terminate()
-                    break
-        missing = [bug for bug, row in self._rows.items() if not row["schedules"]]
-        for bug in missing:
-            print(f"{bug}: NOT FOUND by {self._rows[bug]['searched']} schedules", flush=True)
-        self._write()
-        print(f"{len(self._rows) - len(missing)} of {len(self._rows)} bugs were found")
-        return int(bool(missing))
-
-    def _submit(self, pool: ProcessPoolExecutor, running: dict[Future[Any], tuple[str, range]]) -> bool:
-        """Keep all workers busy; return whether any is."""
-        while len(running) < self._options.workers and self._left:
-            bug, seeds = self._left.pop(0)
-            if not self._rows[bug]["schedules"]:
-                running[pool.submit(find, bug, seeds)] = bug, seeds
-        return bool(running)
-
-    def _take(self, bug: str, seeds: range, found: dict[str, Any] | None) -> None:
-        row = self._rows[bug]
-        row["searched"] += len(seeds)
-        if found is not None and not row["schedules"]:
-            row |= {"schedules": found["seed"] - self._options.seed + 1} | found
-            print(f"{bug}: found by seed {found['seed']}, schedule {row['schedules']}", flush=True)
-            print(f"    {'; '.join(found['faults'])}\n    {found['violation']}", flush=True)
-            self._write()
-
-    def _write(self) -> None:
-        if self._options.out:
-            known = {
-                "first_seed": self._options.seed, "seconds": round(time.monotonic() - self._began_s),
-                "found": sum(bool(row["schedules"]) for row in self._rows.values()),
-                "bugs": list(self._rows.values()),
-            }  # fmt: skip
-            content = (json.dumps(known, indent=1) + "\n").encode()
-            replace_file(self._options.out, lambda file: file.write(content), to_disk=False)

@@ -93,7 +93,7 @@ def install() -> Patches:
     from slime.backends.sglang_utils import router_process, sglang_engine
     from slime.ext.fast_push import engine_verbs
     from slime.observability import telemetry
-    from slime.ray import job, rollout, startup, train_actor, train_loop, waiting
+    from slime.ray import gpus, job, placement_group, rollout, startup, train_actor, train_loop, waiting
     from slime.ray import utils as ray_utils
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.engines import actor as engine_actor
@@ -131,6 +131,8 @@ def install() -> Patches:
         (train_actor, "check_trainer_hooks", nothing),
         (train_actor, "visible_index", lambda index: index),
         (train_loop, "create_placement_groups", lambda args: make_gpus(args, GpuSlice)),
+        (gpus, "create_placement_groups", lambda args: make_gpus(args, GpuSlice)),
+        (placement_group, "check_contents", nothing),
         (telemetry, "start", nothing),
         (telemetry, "log", nothing),
         (train_loop, "print", nothing),

@@ -14,38 +14,47 @@ from tests.contracts.source_tree import REPO
 from tests.simulator.bugs import BUGS
 from tests.simulator.past import PAST
 
-pytestmark = pytest.mark.timeout(240)
+LIMIT_S = 400
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
-def simulate(*words: str) -> tuple[int, str]:
-    """Run the command in a process of its own: it replaces clocks, threads and files."""
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    """Of one process for all tests: it replaces clocks, threads and files."""
+    command = [sys.executable, "-m", "tests.simulator", "--suite"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.simulator", "--workers", "1", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment, timeout=220, check=False)
-    return done.returncode, done.stdout + done.stderr[-3000:]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=REPO, env=environment, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_a_slice_of_the_schedules_has_no_failure():
-    code, output = simulate("--schedules", "50", "--seed", "1000000")
-    summary: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    assert code == 0 and not summary["failed"], output
-    assert summary["faults"] > 50 and summary["lives"] > 55
+def test_a_slice_of_the_schedules_has_no_failure(outcomes):
+    slices = outcomes["slices"]
+    assert [one for one in slices if one["violations"]] == []
+    assert sum(one["faults"] for one in slices) > 50 and sum(one["lives"] for one in slices) > 55
 
 
-def test_schedules_that_once_failed_pass():
-    code, output = simulate("--past")
-    assert code == 0 and output.count(": ok") == len(PAST), output
+@pytest.mark.parametrize("name", PAST)
+def test_a_schedule_that_once_failed_passes(outcomes, name):
+    violations, all_struck, went_on = outcomes["past"][name]
+    assert violations == [] and all_struck and went_on
 
 
-def test_a_seed_tells_the_same_story_twice():
-    told = [simulate("--story", "10") for _ in range(2)]
-    assert told[0] == told[1] and "fault:" in told[0][1] and "trained on rollout 2" in told[0][1]
+def test_a_seed_tells_the_same_story_twice(outcomes):
+    first, second = outcomes["stories"]
+    assert first == second and "fault:" in "".join(first) and "trained on rollout 2" in "".join(first)
 
 
-def test_a_bug_that_is_put_back_is_found_and_shrunk():
-    bug = next(iter(BUGS))
-    code, output = simulate("--bugs", "--bug", bug, "--schedules", "400")
-    assert code == 0 and "found" in output, output
+@pytest.mark.parametrize("driver", ["synchronous", "one_rollout_ahead"])
+def test_a_driver_of_the_users_own_written_against_upstreams_names_trains(outcomes, driver):
+    violations, story = outcomes["drivers"][driver]
+    assert violations == [] and "trained on rollout 3" in "".join(story) and story[-1].endswith("ended with 0")
+
+
+def test_a_bug_that_is_put_back_is_found_and_shrunk(outcomes):
+    assert outcomes["bug"] is not None and outcomes["bug"]["faults"]
 
 
 @pytest.mark.parametrize("bug", BUGS)
