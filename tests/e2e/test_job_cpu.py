@@ -6,6 +6,7 @@ job and what follows from it: each test goes on with the one before, and they ru
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -44,29 +45,33 @@ def run_folder(base) -> Path:
     return base / "run"
 
 
-def test_the_recipe_of_glm4_9b_trains_saves_and_exports_with_a_trainer_that_ends_with_every_push(base, run_folder):
-    """After each push, over disk, the trainer goes on from its checkpoint."""
+def test_the_recipe_of_glm4_9b_trains_actor_and_critic_pushes_changes_over_disk_saves_and_exports(base, run_folder):
     prepare(GLM4, GLM4.cpu, base, torch.float32)
     flags = f"""
-        --colocate --rollout-num-gpus 1 --actor-num-gpus-per-node 1 --tensor-model-parallel-size 1
+        --rollout-num-gpus 1 --actor-num-gpus-per-node 1 --tensor-model-parallel-size 1
         --context-parallel-size 1 --rollout-batch-size 4 --n-samples-per-prompt 4 --over-sampling-batch-size 6
-        --num-steps-per-rollout 2 --release-train --update-weight-transport disk
-        --update-weight-disk-dir {run_folder}/shared --save-hf {run_folder}/hf/{{{{rollout_id}}}} --use-tensorboard
+        --num-steps-per-rollout 2 --advantage-estimator ppo --num-critic-only-steps 1
+        --update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir {run_folder}/shared
+        --update-weight-disk-keep-files --update-weight-local-checkpoint-dir {run_folder}/local
+        --save-hf {run_folder}/hf/{{{{rollout_id}}}} --use-tensorboard
         --use-wandb --wandb-mode offline --wandb-dir {run_folder} --wandb-project tiny --wandb-group tiny
     """
     form = replace(GLM4.cpu, environment={"TENSORBOARD_DIR": str(run_folder / "tensorboard")})
-    job = RecipeJob("colocated", flags, bound=1e-2, num_gpus=1)
+    job = RecipeJob("an engine apart", flags, bound=1e-2)
     log = run_job(GLM4, form, job, base, run_folder, 2, JOB_S)
-    outcome = read(run_folder, log, 0, 0)
-    assert problems(job, outcome, 0) == []
-    assert [path.name for path in (run_folder / "shared").iterdir()] == ["weight_v000003"]
-    steps = records(run_folder, "train/step")
-    assert [step["train/step"] for step in steps] == [0, 1, 2, 3]  # two optimizer steps a rollout
+    assert problems(replace(job, num_rollouts=1), read(run_folder, log, 0, 0), 1) == []
+    steps = records(run_folder, "train/pg_loss")
+    assert [step["train/step"] for step in steps] == [2, 3]  # rollout 0 trains the critic alone
     assert all(0 < step["train/grad_norm"] < 100 for step in steps)
-    assert outcome.steps[0] < 1e-4  # fp32 on both sides; later rollouts hold groups that older weights finished
-    assert len(outcome.eval) == 3  # before training and after each rollout
+    assert steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-4  # fp32 on both sides
+    assert sorted(path.name for path in (run_folder / "shared").iterdir()) == [f"weight_v00000{n}" for n in (1, 2, 3)]
+    state = json.loads((run_folder / "local/.weight_sync/state.json").read_text())
+    assert (state["version"], state["dirty"]) == ("000003", "")
+    densities = [row["perf/update_weights_density"] for row in records(run_folder, "perf/update_weights_density")]
+    assert len(densities) == 2 and all(0 < density <= 1 for density in densities)
+    assert (run_folder / "critic/latest_checkpointed_iteration.txt").read_text() == "1"
     answers = {path.stem: pq.read_metadata(path).num_rows for path in (run_folder / "samples").glob("eval_*")}
-    assert answers == {"eval_start": 8, "eval_000000": 8, "eval_000001": 8}
+    assert answers == {"eval_start": 8, "eval_000000": 8, "eval_000001": 8}  # before training, after each rollout
     from transformers import AutoModelForCausalLM
 
     exported = AutoModelForCausalLM.from_pretrained(run_folder / "hf/1")
@@ -85,6 +90,7 @@ def test_a_run_that_others_reach_goes_on_where_that_one_stopped_and_tells_them_n
         base, run_folder, *"--actor-num-gpus-per-node 1 --colocate --check-weight-update-equal".split(),
         *f"--hf-checkpoint {base}/{GLM4.folder} --ref-load {base}/{GLM4.folder}_torch_dist".split(),
         *f"--prompt-data {base}/dapo-math-17k/dapo-math-17k.jsonl".split(),
+        *"--advantage-estimator ppo --num-critic-only-steps 1".split(),
         *f"--num-rollout 1000 --prometheus-port {page_port} --job-secret-file {secret_file}".split(),
     )  # fmt: skip
     job = Job("train.py", flags, run_folder / "log2.txt", SLIME_HOST_IP=address)
@@ -99,7 +105,8 @@ def test_a_run_that_others_reach_goes_on_where_that_one_stopped_and_tells_them_n
     job.seconds_until_gone(GONE_S)
     shown = re.findall(r"^step (\d+)/1000", job.text(), flags=re.MULTILINE)
     assert shown[:2] == ["3", "4"]
-    assert [record["train/step"] for record in records(run_folder, "train/step")][:6] == [0, 1, 2, 3, 4, 5]
+    assert [row["train/step"] for row in records(run_folder, "train/pg_loss")][:4] == [2, 3, 4, 5]
+    assert [row["train/step"] for row in records(run_folder, "train/critic-value_loss")][:6] == [0, 1, 2, 3, 4, 5]
     trained: list[int] = []
     for rollout_id in range(3):
         samples = torch.load(run_folder / f"dump/{rollout_id}.pt", weights_only=False)["samples"]
