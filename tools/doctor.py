@@ -96,7 +96,7 @@ def _safely(check: Callable[[], Verdict]) -> Verdict:
 
 
 def _ask(*words: str) -> str | None:
-    """Return what a program prints; None where there is no such program, or where it fails."""
+    """Return what a program prints; None if there is no such program, or where it fails."""
     if shutil.which(words[0]) is None:
         return None
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

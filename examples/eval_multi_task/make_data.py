@@ -22,7 +22,7 @@ TEMPLATE = Path(__file__).with_name("multi_task.yaml.in")
 
 
 def choice_rows(operands: list[task.Operands], rng: random.Random) -> list[dict]:
-    """Rows for the ``gpqa`` grader: the choices and the letter of the right one are in a column of their own."""
+    """Rows for the ``gpqa`` grader: the choices and the letter of the right one are in their own column."""
     rows = []
     for numbers in operands:
         right = task.answer(numbers)

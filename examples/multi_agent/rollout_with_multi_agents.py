@@ -5,7 +5,7 @@
 
 One execution of a prompt runs the solvers at the same time, shows their answers to the judge, and gives back all the
 samples.  They share a ``rollout_id``: the loss counts them as one rollout, however many there are.  Prompts come as
-plain text (leave ``--apply-chat-template`` off): each role puts it into a message of its own.
+plain text (leave ``--apply-chat-template`` off): each role puts it into its own message.
 
 Settings, by ``--custom-config-path``: ``multi_agent_solvers``, ``multi_agent_judge_prompt`` (with ``{question}`` and
 ``{answers}``), ``multi_agent_judge_max_tokens``, ``multi_agent_final_share``.
@@ -41,7 +41,7 @@ async def generate_with_multi_agents(
 ) -> Sample | list[Sample]:
     """The samples of all roles with their rewards; in an evaluation the judge's alone.
 
-    When a role is interrupted, the parts come back as they are, unrewarded; the rollout then starts this prompt anew.
+    When a role is interrupted, the parts come back as they are, unrewarded; the rollout then starts this prompt again.
     """
     team = Team(args, sample, sampling_params)
     solutions = await asyncio.gather(*(team.solve(number) for number in range(team.num_solvers)))
@@ -88,7 +88,7 @@ class Team:
         return await self._speak("judge", 0, template.format(question=self.sample.prompt, answers=answers), params)
 
     async def _speak(self, role: str, number: int, message: str, params: dict[str, Any]) -> Sample:
-        """A sample of its own for this role, answered by the policy."""
+        """A separate sample for this role, answered by the policy."""
         one = copy.deepcopy(self.sample)
         one.rollout_id = self.sample.index if self.sample.rollout_id is None else self.sample.rollout_id
         one.metadata |= {"role": role, "number": number}

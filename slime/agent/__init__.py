@@ -4,7 +4,7 @@
 * ``trajectory``: turns -> token-exact samples.
 * ``parsing``: the model's text -> reasoning, text, tool calls.
 * ``sandbox``, ``harness``: where an agent program runs, and how it is installed and started there.
-* ``aiohttp_threaded``: an aiohttp application in a thread of its own.
+* ``aiohttp_threaded``: an aiohttp application in its own thread.
 
 docs/agent.md shows how the pieces make a generate function.
 """

@@ -1,7 +1,7 @@
 """Configs from a namespace: the one place that reads ``args`` with defaults.
 
 ``args`` from ``parse_args`` is complete, and code that gets it reads ``args.x``.  Plug-ins and tests may call an entry
-point with a small namespace of their own; such an entry point asks for the config of its group of flags, in which what
+point with their own small namespace; such an entry point asks for the config of its group of flags, in which what
 the namespace lacks has the default of the flag.
 """
 

@@ -1,7 +1,7 @@
 """The critic's args: the command line, with the critic's overrides of ``--megatron-config-path`` laid over it.
 
 They are complete args of their own, ``args.critic_args`` (None without a critic), derived and checked like the
-actor's, because a critic may have a model, a learning rate or a layout of its own.  What belongs to the run as a
+actor's, because a critic may have another model, learning rate or layout.  What belongs to the run as a
 whole, engines, data and evaluation, is the actor's.
 
 Where a critic starts:

@@ -88,7 +88,7 @@ def teachers_of(args: Any) -> dict[str, str | None]:
 
 
 def trainer_teachers(args: Any) -> dict[str, str]:
-    """Return name -> checkpoint of the teachers inside the trainer; empty when there are none."""
+    """Return name -> checkpoint of the teachers inside the trainer; empty without any."""
     if not args.use_opd or args.opd_type != "megatron":
         return {}
     return {name: folder for name, folder in teachers_of(args).items() if folder is not None}

@@ -210,7 +210,7 @@ class AsyncRolloutWorker:
         )
 
     def _ask_source(self, num_groups: int) -> bool:
-        """Move groups from the data source to ``spare``; False when there are none, or it must not be asked now."""
+        """Move groups from the data source to ``spare``; False without any, or it must not be asked now."""
         if not self._may_ask_source:
             return False
         groups = self.data_buffer.get_samples(num_groups)

@@ -16,7 +16,7 @@ from slime.utils.errors import DataError
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack indices of ``lengths`` in arrival order, each into the first bin that still has room.
 
-    A length above ``capacity`` gets a bin of its own.  The first bin with room is found in a tournament tree over the
+    A length above ``capacity`` gets its own bin.  The first bin with room is found in a tournament tree over the
     room left in each bin, so n lengths take O(n log n) instead of O(n * bins).
     """
     # Leaf b holds the room left in bin b, an inner node the larger of its two children; node 1 is the root.  Bins not
@@ -115,7 +115,7 @@ def karmarkar_karp(weights: Sequence[float], k: int, *, equal_size: bool = False
 def _heap_entry(partial: _Partial, k: int) -> tuple[float, float, int, int, _Partial]:
     """Return ``partial`` after its sort key in the heap: larger spread first, then heavier heaviest subset.
 
-    Plain numbers compare far faster than objects with a comparison of their own.  Heaviest subsets that weigh and
+    Plain numbers compare far faster than objects with their own comparison.  Heaviest subsets that weigh and
     count the same differ in their first item, for they have none in common.
     """
     weight, count, items = partial[-1]

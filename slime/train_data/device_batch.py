@@ -88,7 +88,7 @@ class DeviceBatch(dict[str, Any]):
     """[r] of the old policy."""
     ref_log_probs = _Sometimes[list[Tensor]]()
     critic_values = _Always[list[Tensor]]("values")
-    """[r] of the critic, where there is one; the key is ``values``, which is a method of a dict."""
+    """[r] of the critic, if there is one; the key is ``values``, which is a method of a dict."""
     kl = _Always[list[Tensor]]()
     """[r] from the reference; zeros without ``--kl-coef``."""
     advantages = _Always[list[Tensor]]()

@@ -31,7 +31,7 @@ class PackingConfig:
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """The tokens of a micro-batch on one rank; padding after the last sequence is a sequence of its own."""
+    """The tokens of a micro-batch on one rank; padding after the last sequence is its own sequence."""
 
     tokens: Tensor
     """[1, T] int64."""
@@ -80,7 +80,7 @@ def packed_length(lengths: Sequence[int], packing: PackingConfig) -> int:
 
 
 def _zigzag_multiple(packing: PackingConfig) -> int:
-    """Return the multiple of the padded length: padding is a sequence of its own, which has two chunks a rank too."""
+    """Return the multiple of the padded length: padding is a separate sequence, which has two chunks a rank too."""
     return packing.pad_multiple if packing.cp.size == 1 else math.lcm(packing.pad_multiple, 2)
 
 

@@ -157,7 +157,7 @@ class ModelDims:
 
     @property
     def has_query_latent(self) -> bool:
-        """True when queries of latent attention come out of a latent of their own."""
+        """True when queries of latent attention come out of their own latent."""
         return self.q_lora is not None
 
     def has_linear_attention(self, layer: int) -> bool:

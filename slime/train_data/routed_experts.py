@@ -128,7 +128,7 @@ def _check_range(rows: Tensor, name: str, shape: RoutedShape) -> None:
 def spread_experts(slots: Tensor, shape: RoutedShape) -> Tensor:
     """Return [n, k] experts for [n] slots, different within a row and evenly loaded over the rows.
 
-    For slots without a routing of their own: padding, and the last token of each sequence, which no engine computed.
+    For slots without their own routing: padding, and the last token of each sequence, which no engine computed.
     """
     first = slots[:, None] * shape.top_k + torch.arange(shape.top_k, device=slots.device)
     return (first % shape.num_experts).to(EXPERT_ID_DTYPE)

@@ -1,6 +1,6 @@
 """The accelerator that this process computes on, for plug-ins that name no kind: torch's module of it.
 
-``SLIME_ACCELERATOR`` names the kind (cuda, cpu); by default it is cuda where there is one, else cpu.  A function that
+``SLIME_ACCELERATOR`` names the kind (cuda, cpu); by default it is cuda if there is one, else cpu.  A function that
 is not here is the one of that name in torch's module (``torch.cuda``).
 """
 

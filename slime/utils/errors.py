@@ -16,7 +16,7 @@
         StepError              an optimizer step whose numbers cannot be used             (ArithmeticError)
         CheckError             a number that a check of the user's refuses                (AssertionError)
 
-Catch ``ProcessError`` to go on without a process that failed, whether it died, hung or refused.
+Catch ``ProcessError`` to continue without a process that failed, whether it died, hung or refused.
 
 A message has three parts: what is wrong, with the value received; what is allowed or why; what to do, naming the
 flag or the file.  Anything else that escapes is a bug.
@@ -64,7 +64,7 @@ class DeadlineError(ProcessError, TimeoutError):
 
 
 class HangError(DeadlineError):
-    """A rank of the trainer is alive and does not go on."""
+    """A rank of the trainer is alive and does not continue."""
 
 
 class GraderError(ProcessError):

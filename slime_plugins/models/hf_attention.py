@@ -66,7 +66,7 @@ class HuggingfaceAttention(MegatronModule, ABC):
 
         Args:
             hidden_states: [1, T, hidden], the sequences one after the other.
-            packed_seq_params: ``cu_seqlens_q`` says where they begin; padding is a sequence of its own.
+            packed_seq_params: ``cu_seqlens_q`` says where they begin; padding is a separate sequence.
 
         Returns:
             [1, T, hidden].

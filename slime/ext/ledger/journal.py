@@ -246,7 +246,7 @@ class Journal:
         """Record ``groups`` as the train data of the rollout; return when that is written.
 
         Args:
-            keeps_open: whether the rollout function goes on with the other open groups in its next rollout;
+            keeps_open: whether the rollout function continues with the other open groups in its next rollout;
                 otherwise it has dropped them.
         """
         seen: set[int | None] = set()

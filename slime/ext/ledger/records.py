@@ -87,7 +87,7 @@ class RolloutState:
 
     @property
     def ended(self) -> set[int]:
-        """Groups that do not go on after it."""
+        """Groups that do not continue after it."""
         handed = {handed.name for handed in self.handed if handed.name is not None}
         return handed | set(self.filtered) | self.discarded
 

@@ -1,4 +1,4 @@
-"""Recovery from the journal: rollouts to train again, and groups to go on with.
+"""Recovery from the journal: rollouts to train again, and groups to continue with.
 
 The data source is at the checkpoint's position, and gives the same groups again in the same order.  So nothing is
 put into it: when it gives a group of which the journal has samples, they are brought to the recorded state.  A rollout

@@ -2,7 +2,7 @@
 
 ``snapshot`` holds an execution on the event loop: it copies references only, except for what our own code changes in
 place.  ``EntryEncoder`` runs on the writer's thread; it remembers what it wrote of an execution and writes what is
-new, so a response that goes on costs its new tokens.  ``apply_entry`` is the way back.
+new, so a response that continues costs its new tokens.  ``apply_entry`` is the way back.
 
 Token ids are int32, masks one byte, log-probs float32 (as the engine computed them).  Objects of classes (a client, a
 lock that a hook attached) are left out, with a line in the log.

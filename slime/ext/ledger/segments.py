@@ -122,7 +122,7 @@ class JournalWriter:
             self._lock.release()
 
     def rotate(self) -> int:
-        """Write everything queued and go on in a new segment; return its number.
+        """Write everything queued and continue in a new segment; return its number.
 
         Raises:
             DataError: as ``flush`` does, or the segment could not be begun.

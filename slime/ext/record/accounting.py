@@ -1,7 +1,7 @@
 """The GPU-seconds of a run by cause, from its spans: every moment of every GPU counts once, so the causes add up.
 
 Where trainer and engines share GPUs there is one class of GPUs, else one for each.  At a moment a class has the cause
-of the innermost span (the last one of ``CAUSES`` that is under way); where there is none, it is idle.
+of the innermost span (the last one of ``CAUSES`` that is under way); without one, it is idle.
 """
 
 from __future__ import annotations

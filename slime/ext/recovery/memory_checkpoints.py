@@ -82,7 +82,7 @@ class _Keeper:
         self._copies[rank][-1].digests = digests
 
     def describe(self, rank: int, rollout_id: int) -> tuple[bytes, int, list[str]] | None:
-        """Return header, size and digests of a whole copy; None where there is none."""
+        """Return header, size and digests of a whole copy; None without one."""
         copy = self._find(rank, rollout_id)
         return (copy.header, copy.data.size, copy.digests) if copy is not None else None
 
@@ -144,7 +144,7 @@ class CopyingRank:
         raise DataError(f"rank {self.rank} has no whole copy of its state any more: {'; '.join(problems)}")
 
     def drop_copy(self) -> None:
-        """Forget the copy: ``init`` goes on from a checkpoint."""
+        """Forget the copy: ``init`` continues from a checkpoint."""
         self.state_copy = None
 
 
@@ -267,7 +267,7 @@ class MemoryCheckpoints:
             first: how many come before them in :meth:`begin`.
 
         Returns:
-            the rollout after which these are; None where the ranks are to go on from a checkpoint.
+            the rollout after which these are; None where the ranks are to continue from a checkpoint.
         """
         self._finish_after_death()
         if self.newest is None:

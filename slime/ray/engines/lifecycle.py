@@ -52,9 +52,9 @@ class EngineEvent(enum.Enum):
     SLOT_FREE = "slot_free"
     """Its processes are gone, and its GPUs get another engine."""
     DROPPED = "dropped"
-    """Its processes are gone, and the run goes on without it (``--weight-push-failure drop``)."""
+    """Its processes are gone, and the run continues without it (``--weight-push-failure drop``)."""
     GIVEN_UP = "given_up"
-    """It cannot be restarted, and the run cannot go on without it."""
+    """It cannot be restarted, and the run cannot continue without it."""
     STOP = "stop"
     """The job ends."""
 

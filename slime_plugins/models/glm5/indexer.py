@@ -117,7 +117,7 @@ class PackedStream:
     """The sequences of one micro-batch, on the host and on the device."""
 
     offsets: tuple[int, ...]
-    """[S + 1] where each sequence begins, and the end; padding is a sequence of its own."""
+    """[S + 1] where each sequence begins, and the end; padding is a separate sequence."""
     start_T: Tensor
     """[T] int64: the first token of the sequence that each token belongs to."""
 

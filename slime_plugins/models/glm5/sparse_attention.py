@@ -87,7 +87,7 @@ class _PlainSparseAttention(torch.autograd.Function):
 
 
 def _logits(query: Tensor, key: Tensor, indices: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the gathered keys [b, k, d] and the scaled logits [b, n, k] of a block, -inf where there is no key."""
+    """Return the gathered keys [b, k, d] and the scaled logits [b, n, k] of a block, -inf if there is no key."""
     keys = key[indices.clamp_min(0)].to(dtype)
     logits = torch.einsum("bnd,bkd->bnk", query.to(dtype), keys) * scale
     return keys, logits.masked_fill(indices[:, None] < 0, float("-inf"))

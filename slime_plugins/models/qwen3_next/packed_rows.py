@@ -1,7 +1,7 @@
 """Places of the tokens of packed sequences in the chunks of the delta rule and in the input of the convolution.
 
 A micro-batch is one stream of T tokens, sequence after sequence.  Both operations look back, and neither may see the
-sequence before: chunks begin anew with each sequence, and K - 1 rows of zeros precede each in what is
+sequence before: chunks begin again with each sequence, and K - 1 rows of zeros precede each in what is
 convolved.  All of it is index tensors, made once for a micro-batch.
 
 Shapes: T tokens, S sequences, N chunks of C tokens, K = width of the convolution.

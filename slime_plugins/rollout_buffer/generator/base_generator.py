@@ -29,7 +29,7 @@ TASK_TYPE = "math"
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 6
-"""Calls of the engine for one answer: weight updates abort it, the next call goes on."""
+"""Calls of the engine for one answer: weight updates abort it, the next call continues."""
 ABORT_WAIT_S = 1.0
 MODEL = "default"
 
