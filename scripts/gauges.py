@@ -241,13 +241,14 @@ def executable_lines(path: Path) -> set[int]:
 
 def record(names: Sequence[str], more: Sequence[str]) -> dict[str, Recorded]:
     """Run golden jobs under the recorder; return what each imported and ran."""
-    from tests.golden.jobs import prepare, run
+    from tests.e2e.job import make_task
+    from tests.golden.jobs import run
 
     pth = Path(site.getsitepackages()[0], PTH)
     found = {}
     with tempfile.TemporaryDirectory(prefix="gauges-") as folder:
         base = Path(folder)
-        prepare(base)
+        make_task(base)
         pth.write_text(
             "import os, sys; 'SLIME_GAUGES' in os.environ and (sys.path.append(os.environ['SLIME_GAUGES_ROOT']), "
             "__import__('scripts.gauges_recorder', fromlist=['start']).start())\n"

@@ -34,8 +34,7 @@ from types import FrameType
 import torch
 
 from benchmarks import results_page
-from tests.e2e.job import GONE_S, JOBS, Job, grpo_flags
-from tests.e2e.recovery_times import make_task
+from tests.e2e.job import GONE_S, JOBS, Job, grpo_flags, make_task
 from tests.ext.ledger.kill_resume import account, generated_again, lines, tracker
 
 NUM_ROLLOUT = 4

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import JOBS, PYTHONPATH, REPO
+from tests.e2e.job import JOBS, make_task
 
 
 @pytest.fixture(autouse=True)
@@ -29,18 +27,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "task"
     folder.mkdir(exist_ok=True)
-    environment = dict(os.environ) | {"PYTHONPATH": PYTHONPATH}
-    commands = (
-        [REPO / "examples/tiny_arithmetic/make_task.py", "--output", folder / "task"],
-        [
-            REPO / "tools/convert_hf_to_torch_dist.py",
-            *("--hf-checkpoint", folder / "task/hf", "--save", folder / "torch_dist"),
-        ],
-    )
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "made").exists():
-            for command in commands:
-                subprocess.run([sys.executable, *map(str, command)], check=True, env=environment, timeout=400)
-            (folder / "made").touch()
+        make_task(folder)
     return folder

@@ -26,6 +26,8 @@ STEP_S = 480
 """For a job to print its first step."""
 JOB_S = 900
 """For a job to end by itself."""
+TASK_S = 400
+"""For one of the two programs that make the task."""
 GONE_S = 180
 """For a job that was struck to end, and for its processes to go."""
 
@@ -138,6 +140,24 @@ class Job:
                     continue
             time.sleep(0.1)
         self.process.wait(timeout=30)
+
+
+def make_task(folder: Path) -> None:
+    """Write the tiny task with its random model, and the converted checkpoint; what an earlier call made stays."""
+    if (folder / "torch_dist/latest_checkpointed_iteration.txt").exists():
+        return
+    for words in (
+        ["examples/tiny_arithmetic/make_task.py", "--output", f"{folder}/task"],
+        [
+            "tools/convert_hf_to_torch_dist.py",
+            "--hf-checkpoint",
+            f"{folder}/task/hf",
+            "--save",
+            f"{folder}/torch_dist",
+        ],
+    ):
+        environment = dict(os.environ) | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *words], cwd=REPO, check=True, timeout=TASK_S, env=environment)
 
 
 def records(folder: Path, key: str) -> list[dict[str, Any]]:

@@ -11,12 +11,10 @@ import argparse
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from tests.e2e.job import PYTHONPATH, REPO, Job, grpo_flags, records
+from tests.e2e.job import Job, grpo_flags, make_task, records
 from tests.nodes.cluster import logical_nodes
 
 HOOKS = ("kill", "stop", "poison", "change")
@@ -27,21 +25,6 @@ NODES = ("node", "node_returns")
 """Several nodes of Ray on this machine, of which one dies."""
 PREEMPTIONS = ("sigterm_driver", "sigterm_rank")
 ON_NAN = {"poison": "rollback 1", "change": "rollback 1"}
-
-
-def make_task(folder: Path) -> None:
-    """The tiny task, its random model, and the converted checkpoint."""
-    if not (folder / "torch_dist/latest_checkpointed_iteration.txt").exists():
-        for command in (
-            ["examples/tiny_arithmetic/make_task.py", "--output", str(folder / "task")],
-            [
-                "tools/convert_hf_to_torch_dist.py",
-                *("--hf-checkpoint", str(folder / "task/hf"), "--save", str(folder / "torch_dist")),
-            ],
-        ):
-            subprocess.run(
-                [sys.executable, *command], cwd=REPO, check=True, env=dict(os.environ) | {"PYTHONPATH": PYTHONPATH}
-            )
 
 
 def measure(work_dir: Path, case: str, recovery: str) -> None:

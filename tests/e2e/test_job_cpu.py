@@ -46,7 +46,7 @@ def run_folder(base) -> Path:
 
 
 def test_the_recipe_of_glm4_9b_trains_actor_and_critic_pushes_changes_over_disk_saves_and_exports(base, run_folder):
-    prepare(GLM4, GLM4.cpu, base, torch.float32)
+    prepare(GLM4, GLM4.cpu, base, torch.float32, num_gpus=2)
     flags = f"""
         --rollout-num-gpus 1 --actor-num-gpus-per-node 1 --tensor-model-parallel-size 1
         --context-parallel-size 1 --rollout-batch-size 4 --n-samples-per-prompt 4 --over-sampling-batch-size 6

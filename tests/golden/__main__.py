@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.contracts.source_tree import copy_without_extensions
-from tests.golden.jobs import JOBS, prepare, run
+from tests.e2e.job import make_task
+from tests.golden.jobs import JOBS, run
 
 NUMBERS = Path(__file__).with_name("numbers.json")
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers")
@@ -80,7 +81,7 @@ def main() -> int:
             return 2
         recorded = {"machine": machine(), "jobs": {}}
     base, lines = Path(tempfile.mkdtemp(prefix="golden-")), []
-    prepare(base)
+    make_task(base)
     for name in options.only:
         start = time.monotonic()
         found = run(name, base)

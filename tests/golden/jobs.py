@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,11 +17,9 @@ from typing import Any
 import torch
 
 from slime.utils.types import Sample
-from tests.e2e.job import JOB_S, PYTHONPATH, REPO, Job, records
+from tests.e2e.job import JOB_S, PYTHONPATH, Job, records
 
 NUM_STEPS = 5
-PREPARE_S = 300
-"""Deadline of the task's files, and of the conversion."""
 NUMBERS = (
     *("train/loss", "train/grad_norm", "train/pg_loss", "train/kl_loss", "train/train_rollout_logprob_abs_diff"),
     *("train/critic-value_loss", "train/critic-grad_norm"),
@@ -83,15 +79,6 @@ async def reward(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) 
 
 def _drawn(sample: Sample) -> float:
     return sum(sample.tokens) % 5 / 4
-
-
-def prepare(base: Path) -> None:
-    """Write the tiny task and its converted checkpoint below ``base``; both depend on nothing but the code."""
-    for words in (
-        ["examples/tiny_arithmetic/make_task.py", "--output", f"{base}/task"],
-        ["tools/convert_hf_to_torch_dist.py", "--hf-checkpoint", f"{base}/task/hf", "--save", f"{base}/torch_dist"],
-    ):
-        subprocess.run([sys.executable, *words], cwd=REPO, check=True, timeout=PREPARE_S, env=_environment())
 
 
 def run(name: str, base: Path, *more: str, **environment: str) -> dict[str, Any]:

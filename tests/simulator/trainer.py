@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from slime.utils.errors import DataError
 from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
 from slime.weights.push.carrier import CarriedPush, Carrier
-from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import reason_of, start_all, wait_together
 from slime.weights.push.state import TrainerRanks
 from slime.weights.tensor_slice import TensorSlice
@@ -397,8 +396,3 @@ def patch_trainer(patches: Any) -> None:
 
     patches.set(versions, "save_tensors", save_tensors)
     patches.set(memory, "freeze_long_lived_objects", lambda: None)
-
-
-def engines_of(engines: Sequence[EngineProxy]) -> list[int]:
-    """Return the numbers of engines."""
-    return [engine.index for engine in engines]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import traceback
-import zlib
 from argparse import Namespace
 from collections import Counter
 from dataclasses import dataclass, field
@@ -65,11 +64,6 @@ class Outcome:
     """Site -> how often it was passed until the first fault, and until RECOVERY_S later, where that is more."""
     replaced_sites: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The same of what passed it in the place of another process."""
-
-    @property
-    def digest(self) -> int:
-        """A number that is equal for equal stories."""
-        return zlib.crc32("\n".join(self.story).encode())
 
 
 class World:
