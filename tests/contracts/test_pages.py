@@ -46,12 +46,23 @@ OF_OTHER_PROGRAMS = {
     *("--layers", "--experts", "--model", "--models", "--no-ledger", "--sweep"),  # benchmarks
     *("--input-dir", "--output-dir", "--origin-hf-dir"),  # tools/convert_torch_dist_to_hf.py
     # tools/plan.py, benchmarks/plan_memory.py
-    *("--gpu", "--gpu-memory", "--host-memory", "--mfu", "--lengths", "--json", "--ranks", "--case", "--plan-only"),
+    *(
+        "--gpus",
+        "--gpu",
+        "--gpu-memory",
+        "--host-memory",
+        "--mfu",
+        "--lengths",
+        "--json",
+        "--ranks",
+        "--case",
+        "--plan-only",
+    ),
     *("--trust-script", "--image"),
     *("--hook", "--path", "--list", "--engine-answer", "--timeout-s"),  # tests.plugin_contracts
     *("--corpus", "--port"),  # examples/search-r1/local_search_server.py
     *("--host", "--secret-file"),  # slime_plugins.rollout_buffer.buffer
-    "--parallel",  # tests.e2e.algorithms
+    "--parallel",  # tests.seeds
     *(
         "--step",
         "--set",
