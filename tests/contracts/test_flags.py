@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import shlex
-import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -98,41 +97,3 @@ def test_founding_commands_mean_what_they_say():
     assert args.eval_prompt_data == ["/root/aime-2024/aime-2024.jsonl"]
     assert (args.eps_clip, args.eps_clip_high, args.rollout_temperature) == (0.2, 0.28, 0.8)
     assert args.sglang_server_concurrency == 512
-
-
-MODEL_FILES = sorted((REPO / "scripts/models").glob("*.sh"))
-
-
-@pytest.mark.parametrize("file", MODEL_FILES, ids=lambda file: file.stem)
-def test_the_flags_of_a_model_file_parse(file):
-    program = f'set -e; source "{file}"; printf "%s\\0" "${{MODEL_ARGS[@]}}"'
-    output = subprocess.run(["bash", "-c", program], cwd=REPO, capture_output=True, text=True, timeout=20, check=True)
-    args = parse_flags(["--debug-train-only", *output.stdout.split("\0")[:-1]])
-    assert args.num_layers > 0
-
-
-RECIPES = sorted((REPO / "scripts").glob("run-tiny-*.sh"))
-"""Those of the documents are looked at in tests/unit/scripts/test_run_scripts.py."""
-PRINT_INSTEAD_OF_RUNNING = """
-source() {
-    builtin source "$@"
-    start_ray() { :; }
-    submit_job() { printf '%s\\0' "${@:2}"; }
-}
-builtin source "$0"
-"""
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_the_flags_of_a_recipe_parse(recipe, tmp_path):
-    # The recipe of the warm start counts the rows of its data.
-    rows = tmp_path / "task/data/sft.jsonl"
-    rows.parent.mkdir(parents=True)
-    rows.write_text("{}\n" * 640)
-    (tmp_path / "task/hf").mkdir()
-    (tmp_path / "task/hf/config.json").touch()
-    words = ["env", f"TINY_DIR={tmp_path}", "bash", "-c", PRINT_INSTEAD_OF_RUNNING, str(recipe)]
-    output = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=20, check=True)
-    flags = output.stdout.split("\0")[:-1]
-    assert "--hf-checkpoint" in flags
-    parse_flags(flags)
