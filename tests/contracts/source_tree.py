@@ -62,7 +62,6 @@ def copy_without_extensions(target: Path) -> None:
 
 
 def module_name(path: Path, repo: Path = REPO) -> str:
-    """The dotted name of a source file."""
     return ".".join(path.relative_to(repo).with_suffix("").parts).removesuffix(".__init__")
 
 

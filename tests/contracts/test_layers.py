@@ -69,7 +69,6 @@ def package_of(module: str) -> str | None:
 
 
 def upward_imports(repo: Path) -> list[str]:
-    """Every import that points up or sideways."""
     problems = []
     for path in python_files(repo):
         module = module_name(path, repo)
@@ -92,7 +91,6 @@ def extension_of(module: str) -> str | None:
 
 
 def breaches_between_extensions(repo: Path) -> list[str]:
-    """Every import of one extension by another."""
     return [
         f"{path.relative_to(repo)}:{line} imports {target}"
         for path in python_files(repo)

@@ -57,7 +57,6 @@ def flags_of(extension: str) -> list[str]:
 
 
 def extensions_named_in(text: str) -> set[str]:
-    """Imports, import paths in texts, and comments."""
     names = re.findall(r"\bslime\.ext(?:\.| import )(\w+)", text)
     return {*names, *re.findall(r"^ *(?:from|import) slime\.(agent)\b", text, re.MULTILINE)}
 

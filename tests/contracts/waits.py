@@ -43,7 +43,6 @@ class Wait:
 
 
 def rollout_side_files() -> Iterator[Path]:
-    """The sources that this side's rule covers."""
     for name in ROLLOUT_SIDE:
         for path in sorted((REPO / name).rglob("*.py")):
             if not module_name(path).startswith(TRAINER_SIDE):
@@ -51,12 +50,10 @@ def rollout_side_files() -> Iterator[Path]:
 
 
 def waits_of(path: Path) -> Iterator[Wait]:
-    """Every wait in one file."""
     yield from waits_in(tree_of(path), module_name(path))
 
 
 def waits_in(tree: ast.Module, module: str) -> Iterator[Wait]:
-    """Every wait in a module's syntax tree."""
     finder = _Finder(module)
     finder.visit(tree)
     yield from finder.found

@@ -50,7 +50,6 @@ class Loop(StrEnum):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the job takes."""
         return 1 if self is Loop.SYNC else 2
 
 
@@ -235,7 +234,6 @@ def table(results: Sequence[Result], target: float) -> str:
 
 
 def main() -> int:
-    """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [variant.name for variant in VARIANTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names)

@@ -90,7 +90,6 @@ class Setting:
         return f"{ranks} {'on the GPUs of engines' if self.shares_gpus else 'beside an engine'}, {self.recovery}"
 
     def flags(self) -> list[str]:
-        """Return the flags of train.py."""
         engines = "--colocate" if self.shares_gpus else "--rollout-num-gpus 1"
         return shlex.split(f"--actor-num-gpus-per-node {self.num_ranks} {engines} --trainer-recovery {self.recovery}")
 
@@ -139,7 +138,6 @@ class Schedule:
     began: float = 0.0
 
     def tell(self, what: str) -> None:
-        """Write down what happened, and when."""
         self.story.append(f"{time.monotonic() - self.began:6.1f} s: {what}")
 
 
@@ -188,7 +186,6 @@ def strike_now(strike: Strike, job: Job) -> bool:
 
 
 def flags_of(schedule: Schedule, task: Path, more: Sequence[str]) -> list[str]:
-    """Return the command line of a schedule's job."""
     folder = schedule.folder
     return grpo_flags(
         task, folder / "save", *schedule.setting.flags(),
@@ -294,7 +291,6 @@ def told(schedule: Schedule) -> str:
 
 
 def table(schedules: Sequence[Schedule]) -> str:
-    """Return what came of each schedule, as Markdown."""
     columns = "| seed | job | strikes | s to the next optimizer step | s | result |"
     rows = ["## Schedules of deaths", "", columns, "|" + "---|" * 6]
     for schedule in sorted(schedules, key=lambda each: each.seed):
@@ -308,7 +304,6 @@ def table(schedules: Sequence[Schedule]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--schedules", type=int, default=20)

@@ -37,13 +37,11 @@ def the_critic_dies_in_rollout_1_and_the_actor_in_2_and_with_the_copies_in_3(
 
 
 def kill(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
-    """End the last rank of two."""
     if _is_due(args, rollout_id, step_id, (1,), rank=1):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
-    """Stop the last rank of two."""
     if _is_due(args, rollout_id, step_id, (1,), rank=1):
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -56,7 +54,6 @@ def poison(args: Namespace, rollout_id: int, step_id: int, model: list[torch.nn.
 
 
 def change(args: Namespace, rollout_id: int, step_id: int, model: list[torch.nn.Module], *_: Any) -> None:
-    """Give the last rank of two other weights."""
     if _is_due(args, rollout_id, step_id, (1,), rank=1):
         with torch.no_grad():
             next(model[0].parameters()).mul_(1.001)

@@ -84,7 +84,6 @@ class Job:
         return found
 
     def text(self) -> str:
-        """What the job has printed so far."""
         return self.log.read_text(errors="replace")
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -96,7 +95,6 @@ class Job:
             time.sleep(0.05)
 
     def finish(self, timeout_s: float) -> int:
-        """The exit code."""
         return self.process.wait(timeout=timeout_s)
 
     def seconds_until_gone(self, timeout_s: float) -> float:
@@ -118,7 +116,6 @@ class Job:
         self.seconds_until_gone(GONE_S)
 
     def commands(self) -> list[str]:
-        """The command lines of what is alive."""
         lines = []
         for pid in self.pids():
             try:
@@ -128,7 +125,6 @@ class Job:
         return lines
 
     def kill_everything(self) -> None:
-        """SIGKILL to every process of the job."""
         for _ in range(50):
             pids = self.pids()
             if not pids:

@@ -128,7 +128,6 @@ def preempt(work_dir: Path, case: str) -> None:
 
 
 def main() -> None:
-    """Measure the cases that were named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, required=True)
     parser.add_argument("--trainer-recovery", choices=["checkpoint", "memory"], default="checkpoint")

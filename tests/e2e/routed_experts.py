@@ -54,7 +54,6 @@ BOUND = 1e-4
 
 
 def tiny_moe(seed: int) -> Qwen3MoeForCausalLM:
-    """Weights large enough that a wrong expert shows."""
     torch.manual_seed(seed)
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG, initializer_range=0.2)).eval()
 

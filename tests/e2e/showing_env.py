@@ -18,12 +18,10 @@ class ShowingEnv(BaseInteractionEnv):
         self.left = turns
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Answer any turn."""
         self.left -= 1
         shown = Image.new("RGB", (32 + 16 * self.left, 48), (90 * self.left % 256, 200, 40))
         return {"obs_str": "look", "role": "tool", "images": [shown]}, self.left <= 0, {}
 
 
 def build_env(sample: Sample, args: Namespace) -> ShowingEnv:
-    """Return the environment of a sample."""
     return ShowingEnv(args.max_turns)

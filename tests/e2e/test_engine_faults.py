@@ -41,7 +41,6 @@ def busy_job(task: Path, folder: Path, layout: str = "--rollout-num-gpus 1") -> 
 
 
 def kill(job: Job, what: str) -> None:
-    """SIGKILL to the root of each such process."""
     pids = job.pids(PROCESS[what])
     assert pids, f"no {what} runs"
     for pid in pids:

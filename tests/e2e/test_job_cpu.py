@@ -36,7 +36,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """BASE_DIR of the recipe."""
     return tmp_path_factory.mktemp("base")
 
 

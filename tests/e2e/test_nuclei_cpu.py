@@ -61,7 +61,6 @@ class Engine:
         self.control = ServerControl(f"http://127.0.0.1:{port}")
 
     def probabilities(self, tokens: list[int], num_prompt: int, temperature: float) -> torch.Tensor:
-        """[response, vocabulary], what transformers would draw from."""
         with torch.no_grad():
             logits = self.model(torch.tensor([tokens])).logits[0, num_prompt - 1 : -1]
         return (logits / (temperature or 1.0)).softmax(-1)

@@ -50,7 +50,6 @@ class Strike:
     signal: signal.Signals = signal.SIGKILL
 
     def find(self, job: Job) -> list[int]:
-        """The victims that run, once it is time."""
         return named(job, self.victim) if named(job, self.once) else []
 
 

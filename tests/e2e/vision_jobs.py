@@ -125,7 +125,6 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Run, print and record the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", choices=model.FAMILIES, default=list(model.FAMILIES))
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))

@@ -52,7 +52,6 @@ def differences(expected: Any, found: Any, where: str = "") -> list[str]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.golden", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

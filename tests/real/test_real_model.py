@@ -57,7 +57,6 @@ WINDOW, WINDOWS = 256, 4
 
 @pytest.fixture(scope="module")
 def text_ids() -> list[int]:
-    """A package's README in tokens."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     return tokenizer(str(metadata(TEXT_OF).get_payload()), add_special_tokens=False).input_ids
 

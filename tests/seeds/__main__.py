@@ -53,7 +53,6 @@ class Row:
     skipped: str = ""
 
     def cells(self) -> list[str]:
-        """Return the row of the table."""
         of = self.outcome
         result = self.skipped or ("**FAIL**: " + "; ".join(self.problems) if self.problems else "ok")
         return [
@@ -123,7 +122,6 @@ def try_seed(name: str, options: argparse.Namespace) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as Markdown."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *(row.cells() for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -150,7 +148,6 @@ def write_docs(device: str, text: str) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.seeds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

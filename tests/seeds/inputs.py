@@ -37,7 +37,6 @@ class MiMoConfig(Qwen2Config):
 
 
 def write_questions(base: Path) -> None:
-    """Write the two data sets of the recipes."""
     sets = task.split_operands(NUM_QUESTIONS, seed=2026)
     for name, operands in sets.items():
         path = base / name / f"{name}.jsonl"
@@ -90,5 +89,4 @@ def _with_mtp(case: FamilyCase) -> FamilyCase:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an earlier run left."""
     shutil.rmtree(folder, ignore_errors=True)

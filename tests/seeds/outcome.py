@@ -50,7 +50,6 @@ SIGNS: dict[str, tuple[str, Callable[[Outcome], bool]]] = {
 
 
 def count_records(save: Path) -> int:
-    """Return how many records there are already."""
     path = save / FILE_NAME
     return sum(1 for _ in read_records(path)) if path.exists() else 0
 

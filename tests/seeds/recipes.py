@@ -101,7 +101,6 @@ def torch_dist(models: str, source: str, target: str, *, processes: int = 1, fla
 
 
 def fp8(source: str, target: str) -> str:
-    """Return the seed's command that quantizes by blocks."""
     return (
         f"python3 tools/convert_hf_to_fp8.py --model-dir {{base}}/{source} --save-dir {{base}}/{target} "
         "--strategy block --block-size 128 128 --max-workers 4"

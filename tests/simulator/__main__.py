@@ -120,7 +120,6 @@ def begin_worker() -> None:
 
 
 def run_chunk(seeds: list[int]) -> list[dict[str, Any]]:
-    """Run some seeds in a worker."""
     return [run_one(seed) for seed in seeds]
 
 

@@ -235,7 +235,6 @@ class Cluster:
         """Role -> until when no message reaches it."""
 
     def forget(self) -> None:
-        """Take handles and references apart."""
         for thing in _THINGS:
             vars(thing).clear()
         _THINGS.clear()

@@ -59,12 +59,10 @@ class Setup:
 
     @property
     def discards(self) -> bool:
-        """Surplus groups are thrown away."""
         return bool(self.over_sampling or self.is_filtered) and not self.partial
 
 
 def setup_of(seed: int) -> Setup:
-    """Return the job of a seed."""
     rng = random.Random(seed % NUM_SETUPS)
     is_async = rng.random() < 0.4
     fully = is_async and rng.random() < 0.3
@@ -115,7 +113,6 @@ class Fault:
 
 
 def roles(setup: Setup) -> list[str]:
-    """Return the processes that a fault may hit."""
     engines = [f"{kind}{k}" for k in range(setup.engines + setup.judge) for kind in ("engine", "server")]
     routers = ["router", "router1"] if setup.judge else ["router"]
     return ["driver", "manager", *routers, *engines, *(f"trainer{k}" for k in range(setup.trainer_ranks))]
@@ -186,7 +183,6 @@ def _amount(rng: random.Random, kind: str) -> float:
 
 
 def draw_faults(seed: int, setup: Setup, sites: Counter[str], end_s: float) -> list[Fault]:
-    """Return the faults of a seed."""
     rng = random.Random(seed * 31 + 7)
     count = rng.choice((1, 1, 1, 2, 2, 3, 5))
     everywhere = {site: (0, passed) for site, passed in sites.items()}

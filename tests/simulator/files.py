@@ -28,7 +28,6 @@ class Files:
         """Open files of simulated processes, which close nothing when they are killed."""
 
     def close(self) -> None:
-        """Close what killed processes left open."""
         for descriptor in list(self.descriptors):
             os.close(descriptor)
 
@@ -82,7 +81,6 @@ def _is_simulated() -> Any:
 
 
 def patch_files(patches: Any, files: Callable[[], Files]) -> None:  # noqa: C901 - a function for each seam
-    """Lead file operations past the present schedule's faults."""
     from slime.ray.save_lock import SaveLock
 
     real_open, real_close, real_write = os.open, os.close, os.write

@@ -26,7 +26,6 @@ def is_dull(group: int) -> bool:
 
 
 async def reward(args: Namespace, sample: Any, **_: Any) -> Any:
-    """A number that depends on the response alone."""
     await asyncio.sleep(0.02)
     if isinstance(sample, list):
         return [await reward(args, one) for one in sample]
@@ -37,7 +36,6 @@ async def reward(args: Namespace, sample: Any, **_: Any) -> Any:
 
 
 def drops_some(args: Namespace, group: list[Sample], **_: Any) -> bool:
-    """The dynamic filter of schedules that have one."""
     return not is_dull(first_index(group) // args.n_samples_per_prompt)
 
 
@@ -53,7 +51,6 @@ def _parsed_flags(batch: int) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def base_args(setup: Setup) -> Namespace:
-    """Return complete flags."""
     from slime.compose import flag_groups
     from slime.flags.group import derive_all
 

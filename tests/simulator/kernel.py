@@ -104,7 +104,6 @@ class Strand:
         self.dead = False
 
     def work_guarded(self) -> None:
-        """Do all that it has to do."""
         try:
             self._work()
         except GreenletExit:
@@ -174,7 +173,6 @@ class Kernel:
         heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, callback, -1))
 
     def spawn(self, process: Process, work: Callable[[], Any], name: str, delay_s: float = 0.0) -> Strand:
-        """Start a strand of a process."""
         strand = Strand(self, process, work, f"{process.name}/{name}")
         self.strands[strand] = None
         self._push(strand, delay_s)
@@ -190,7 +188,6 @@ class Kernel:
         return sorted((s for s in found if s.name == f"{process.name}/{name}"), key=lambda s: s.token)
 
     def wake(self, strand: Strand) -> None:
-        """Let a parked strand go on."""
         self._push(strand, 0.0)
 
     def park(self, timeout_s: float | None, waits_for: Any) -> bool:
@@ -223,7 +220,6 @@ class Kernel:
             _set_running_loop(loop)
 
     def park_for_ever(self) -> None:
-        """The process of this strand is dead."""
         strand = self.current
         if strand is not None:
             strand.token += 1
@@ -234,7 +230,6 @@ class Kernel:
 
     @property
     def current_process(self) -> Process | None:
-        """The process whose strand runs."""
         return None if self.current is None else self.current.process
 
     def stop(self) -> None:
@@ -302,12 +297,10 @@ class Kernel:
         self._loaded = process
 
     def describe_waits(self) -> str:
-        """Return what every live strand waits for."""
         alive = sorted((s for s in self.strands if not s.dead and s.process.is_alive), key=lambda s: s.name)
         return "\n".join(f"  {strand.name} waits for {_describe(strand.waits_for)}" for strand in alive)
 
     def close(self) -> None:
-        """End every strand."""
         self.is_over = True
         for strand in list(self.strands):
             while strand.carrier is not None:
@@ -319,7 +312,6 @@ class Kernel:
     # The standard library's waits
 
     def monotonic(self) -> float:
-        """Return the time of deadlines."""
         self.now_s += TICK_S
         return self.now_s
 
@@ -328,7 +320,6 @@ class Kernel:
         return EPOCH_S + self.now_s + self.wall_shift_s
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         self.park(seconds, seconds)
 
 
@@ -345,13 +336,11 @@ class Patches:
         self._before: list[tuple[Any, str, Any]] = []
 
     def set(self, holder: Any, name: str, value: Any) -> None:
-        """Replace one attribute."""
         before = vars(holder).get(name, _MISSING) if isinstance(holder, type) else getattr(holder, name, _MISSING)
         self._before.append((holder, name, before))
         setattr(holder, name, value)
 
     def undo(self) -> None:
-        """Put everything back."""
         for holder, name, value in reversed(self._before):
             if value is _MISSING:
                 delattr(holder, name)

@@ -33,7 +33,6 @@ class Reply:
         self._answer(status, body)
 
     def hang_up(self) -> None:
-        """Close the connection, from the other side."""
         if self.is_awaited:
             self.is_awaited, self.was_hung_up = False, True
             self.on_hang_up()
@@ -63,7 +62,6 @@ class Server:
         self.kernel.call_later(ready_s, self._listen)
 
     def next_number(self) -> int:
-        """Return the number of one more connection."""
         self._next += 1
         return self._next
 
@@ -189,7 +187,6 @@ class Exchange:
 
 @functools.lru_cache(maxsize=4096)
 def split_url(url: str) -> tuple[int | None, str]:
-    """Return port and path with query."""
     parts = urlsplit(url)
     return parts.port, parts.path + (f"?{parts.query}" if parts.query else "")
 

@@ -98,7 +98,6 @@ def undisturbed(setup: Setup) -> Outcome:
 
 
 def schedule_of(seed: int) -> tuple[Setup, list[Fault]]:
-    """Return job and faults of a seed."""
     setup = setup_of(seed)
     plain = undisturbed(setup)
     faults = draw_faults(seed, setup, plain.sites, plain.virtual_s - 30.0)
@@ -120,7 +119,6 @@ def _new_sites(first: Outcome, plain: Outcome) -> dict[str, tuple[int, int]]:
 
 
 def run_seed(seed: int) -> Outcome:
-    """Run the schedule of a seed."""
     setup, faults = schedule_of(seed)
     outcome = run_schedule(seed, setup, faults)
     if seed % COLLECT_EVERY == 0:

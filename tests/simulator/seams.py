@@ -32,7 +32,6 @@ NO_SIGTERM_S = 60.0
 
 
 def world() -> World:
-    """Return the schedule that runs."""
     assert WORLD[0] is not None
     return WORLD[0]
 
@@ -88,7 +87,6 @@ class _Ended:
 
 
 def install() -> Patches:
-    """Put the simulator at every seam."""
     from slime.backends import train_worker
     from slime.backends.sglang_utils import router_process, sglang_engine
     from slime.ext.fast_push import engine_verbs
@@ -250,7 +248,6 @@ def make_gpus(args: Namespace, gpu_slice: Any) -> dict[str, Any]:
 
 
 def server_args(args: Namespace, place: Any, *, model_path: str, **_: Any) -> dict[str, Any]:
-    """What the simulated server wants to know."""
     return {
         "tp_size": 1, "port": place.port, "rank": place.rank, "load_format": "auto",
         "worker_type": place.worker_type, "is_trained": model_path == args.hf_checkpoint,
@@ -258,7 +255,6 @@ def server_args(args: Namespace, place: Any, *, model_path: str, **_: Any) -> di
 
 
 def free_port(start_port: int = 0, consecutive: int = 1) -> int:
-    """Ports are never used twice."""
     now = world()
     now.next_port += consecutive
     return now.next_port - consecutive

@@ -134,7 +134,6 @@ class EngineServer(Server):
 
     @property
     def num_awaited(self) -> int:
-        """Requests to which somebody waits for the answer."""
         return sum(reply.is_awaited for reply in [*(r.reply for r in self.running), *(r for _, r in self.queue)])
 
     def _drop(self, running: _Running) -> None:

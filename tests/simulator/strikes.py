@@ -52,7 +52,6 @@ class Strikes:
                 self._kernel.call_later(fault.at_s, functools.partial(self._strike, fault, None))
 
     def begin_life(self) -> None:
-        """Forget what struck before and is over."""
         now_s = self._kernel.now_s
         self.in_life = [fault for fault, until_s in self.fired if until_s > now_s and fault.kind != "slow"]
         self.had_early = any(fault.kind != "clock" for fault in self.in_life)
@@ -64,7 +63,6 @@ class Strikes:
 
     @property
     def hit_the_disk(self) -> bool:
-        """Whether one was of the disk."""
         return any(fault.kind in DISK_FAULTS for fault, _ in self.fired)
 
     @property
@@ -135,7 +133,6 @@ class Strikes:
         kernel.call_later(self._world.setup.grace_s + AFTER_GRACE_S, target.kill)
 
     def end_recovery(self) -> None:
-        """Note what was passed since the first fault."""
         if self.fired and not self.is_recovery_over:
             self._after.update(self.sites)
             self.is_recovery_over = True

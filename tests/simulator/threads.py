@@ -321,7 +321,6 @@ class Loop(asyncio.BaseEventLoop):
 
 
 def current_thread() -> Any:
-    """Return the Thread of the running strand."""
     strand = _running_strand()
     return None if strand is None else strand.thread
 

@@ -54,7 +54,6 @@ class Rendezvous:
         return number
 
     def has_ended(self, number: int) -> bool:
-        """Return whether all members have a broadcast."""
         return number in self.ends_s and now_s() >= self.ends_s[number]
 
     # torch.distributed.Store
@@ -81,14 +80,12 @@ class Rendezvous:
 
 
 def now_s() -> float:
-    """Return the present time."""
     kernel = _KERNEL[0]
     assert kernel is not None
     return kernel.now_s
 
 
 def open_store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> Rendezvous:
-    """slime.utils.distributed_utils.open_store, for the trainer's rank."""
     assert rank == 0
     kernel = _KERNEL[0]
     assert kernel is not None and kernel.current_process is not None
@@ -123,7 +120,6 @@ class _Connections:
 
 
 def make_backend(backend: str, store: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> _Connections:
-    """slime.ext.fast_push.channel._make_backend."""
     return _Connections(store, timeout)
 
 
@@ -199,7 +195,6 @@ class Member:
 
 
 def patch_weight_groups(patches: Any, find_port: Callable[..., int]) -> None:
-    """Lead the trainer's weight groups to this module."""
     from slime.utils import net
 
     for holder, name, value in (

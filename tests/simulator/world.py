@@ -132,11 +132,9 @@ class World:
     # The story
 
     def note(self, text: str) -> None:
-        """Tell an event."""
         self.story.append(f"{self.kernel.now_s:9.3f} s  {text}")
 
     def violate(self, text: str) -> None:
-        """Tell what must not be."""
         self.note(f"VIOLATION: {text}")
         self.violations.append(text)
 
@@ -147,7 +145,6 @@ class World:
             self.violate(f"{size} {what}, of which there may be {bound}")
 
     def ended_with(self, error: BaseException) -> None:
-        """The driver reports the error that ends it."""
         self.last_error = error
         if DEBUG:
             self.note("".join(traceback.format_exception(error)))
@@ -173,7 +170,6 @@ class World:
             self.violate(f"{engine} is replaced ({reason}) though only {self.strikes.in_life} happened")
 
     def tokens_drawn(self, server: EngineServer, state: int | None, version: str, request: Any, count: int) -> None:
-        """An engine answered a request of the rollout."""
         if version not in self.committed:
             self.violate(f"{server.process} answers with version {version!r}, which was never committed")
         elif self.committed[version] != state:
@@ -205,7 +201,6 @@ class World:
             )
 
     def version_committed(self, server: EngineServer, version: str, state: int | None) -> None:
-        """An engine calls its weights by a version."""
         if state is None:
             self.violate(f"{server.process} commits version {version} without all buckets")
             return
@@ -215,11 +210,9 @@ class World:
             self.violate(f"version {version} is of weights {self.committed[version]} and of weights {state}")
 
     def digest(self, state: int, index: int) -> int:
-        """Return the digest of a bucket."""
         return ((state + 1) * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03) & MASK
 
     def samples_of(self, batch: Any) -> list[Any]:
-        """Return what a rank trains on."""
         logs = batch.rollout_log_probs if hasattr(batch, "rollout_log_probs") else batch["rollout_log_probs"]
         get = (lambda name: getattr(batch, name)) if hasattr(batch, "tokens") else batch.__getitem__
         rows = zip(get("sample_indices"), get("tokens"), logs, strict=True)
@@ -229,7 +222,6 @@ class World:
         ]
 
     def trained(self, parent: int, rollout_id: int, samples: list[Any], *, is_main: bool) -> int:
-        """Return the state after training on these samples."""
         key = tuple(sorted((index, tokens) for index, tokens, _ in samples))
         state = State(parent, rollout_id, key)
         number = self._numbers.get(state)
@@ -242,7 +234,6 @@ class World:
         return number
 
     def seed_of(self, index: int) -> int:
-        """Return the sampling seed of a sample."""
         return 42 + index % self.setup.samples_per_prompt
 
     # Lives
