@@ -14,7 +14,7 @@ from tests.contracts.source_tree import REPO
 from tests.simulator.bugs import BUGS
 from tests.simulator.past import PAST
 
-LIMIT_S = 400
+LIMIT_S = 900
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
