@@ -66,8 +66,8 @@ def test_the_recipe_of_glm4_9b_trains_actor_and_critic_pushes_changes_over_disk_
     assert sorted(path.name for path in (run_folder / "shared").iterdir()) == [f"weight_v00000{n}" for n in (1, 2, 3)]
     state = json.loads((run_folder / "local/.weight_sync/state.json").read_text())
     assert (state["version"], state["dirty"]) == ("000003", "")
-    densities = [row["perf/update_weights_density"] for row in records(run_folder, "perf/update_weights_density")]
-    assert len(densities) == 2 and all(0 < density <= 1 for density in densities)
+    (push,) = records(run_folder, "perf/update_weights_density")  # of rollout 1; rollout 0 changed no weight
+    assert 0 < push["perf/update_weights_density"] <= 1
     assert (run_folder / "critic/latest_checkpointed_iteration.txt").read_text() == "1"
     answers = {path.stem: pq.read_metadata(path).num_rows for path in (run_folder / "samples").glob("eval_*")}
     assert answers == {"eval_start": 8, "eval_000000": 8, "eval_000001": 8}  # before training, after each rollout
