@@ -15,12 +15,11 @@ from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import TRACKER, VersionCount, read_tracker
 from slime.flags.parse import args_to_resume
 from slime.observability.telemetry import FLUSH_TIMEOUT_S
-from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s
+from slime.ray.engines.weights import UpdatableEngines
 from slime.ray.gpus import GpuSlice
-from slime.ray.heartbeats import Heartbeats
 from slime.ray.parts import CORE, Parts
-from slime.ray.train_actor import TrainRayActor, start_ranks
+from slime.ray.train_actor import Heartbeats, TrainRayActor, start_ranks
 from slime.ray.waiting import forget, wait_for
 from slime.utils.errors import CheckpointError, HangError, ProcessError, WeightSyncError
 from slime.utils.misc import Box

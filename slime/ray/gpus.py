@@ -19,11 +19,9 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.flags.cluster import plan_gpus
-from slime.ray.connect import connect
-from slime.ray.ray_servers import RAY
-from slime.ray.sigterm import sigterm
+from slime.ray.cluster import RAY_SERVERS, connect
 from slime.ray.utils import NOSET_VISIBLE_DEVICES
-from slime.ray.waiting import wait_for
+from slime.ray.waiting import sigterm, wait_for
 from slime.utils.errors import ConfigError, DeadlineError
 
 logger = logging.getLogger(__name__)
@@ -99,7 +97,7 @@ def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
     next_report = time.monotonic()
     while True:
         sigterm().check()
-        RAY.check()
+        RAY_SERVERS.check()
         total = ray.cluster_resources()
         gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
         # The rollout manager takes one CPU beside those of the bundles.

@@ -18,9 +18,8 @@ from ray.exceptions import RayError
 from slime.flags.files import check_contents
 from slime.observability import telemetry
 from slime.observability.logging_utils import configure_logger
-from slime.ray.connect import connect, disconnect
-from slime.ray.sigterm import Interrupted, sigterm
-from slime.ray.waiting import forget_all
+from slime.ray.cluster import connect, disconnect
+from slime.ray.waiting import Interrupted, forget_all, sigterm
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
 from slime.utils.redaction import redacted_text
 

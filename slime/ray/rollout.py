@@ -18,8 +18,8 @@ from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout, load_rollout_dump
 from slime.observability.logging_utils import configure_logger, log_eval, log_rollout
 from slime.ray.distributed_post import start_distributed_post
-from slime.ray.engines.fleet import EngineFleet, start_fleet
-from slime.ray.engines.verbs import CONTROL_GROUP, EngineVerbs
+from slime.ray.engines.fleet import CONTROL_GROUP, EngineFleet, EngineVerbs, start_fleet
+from slime.ray.engines.models import JobState
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import CORE, Parts
 from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for_ranks, train_data_from_samples
@@ -67,6 +67,22 @@ class RolloutManager(EngineVerbs):
         self._position = CheckpointPosition(self.data_source, self.run.observers)
         self._parallel: dict[str, int] | None = None
         self.rollout_id = -1
+
+    # Engines; the base class has more
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def wait_ready(self) -> None:
+        """Wait until every engine serves."""
+        self.engines.wait_ready()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_job_state(self) -> JobState:
+        """Return the state of engines and routers, for a page of metrics."""
+        return self.engines.job_state()
+
+    def check_weights(self, action: str) -> list[Any]:
+        """Ask the weight checker of every engine to snapshot, reset_tensors or compare."""
+        return self.engines.check_weights(action)
 
     # Work
 

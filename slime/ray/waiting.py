@@ -19,8 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from slime.ray.ray_servers import RAY
-from slime.ray.sigterm import sigterm
+from slime.ray.cluster import RAY_SERVERS
 from slime.utils.errors import DeadlineError, EngineDiedError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +35,49 @@ _names: dict[str, str] = {}
 """Name of each watched actor by its id, for a call that fails before the sentinel of its actor does."""
 _starting: dict[ray.ObjectRef, str] = {}
 """Calls that nobody waits for yet, and what they start."""
+
+
+class Interrupted(BaseException):
+    """SIGTERM has told the job to leave; its cause, if it has one, says more."""
+
+
+class Sigterm:
+    """The driver's reaction to SIGTERM (``ray job stop``), its own or of a process of its job: it leaves at once.
+
+    The handler only takes note: an exception out of it, in the middle of a call of Ray, becomes a SystemError.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def listen(self) -> None:
+        """Take the place of the present handler."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def check(self) -> None:
+        """Raise Interrupted when the job must leave; every wait asks at least once a second."""
+        if self.has_come:
+            raise Interrupted
+
+    def reached(self, name: str) -> None:
+        """React to the SIGTERM that a watched actor got."""
+        signal.raise_signal(signal.SIGTERM)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.has_come = True
+
+
+_reactions = [Sigterm()]
+
+
+def sigterm() -> Sigterm:
+    """Return the reaction of this driver."""
+    return _reactions[-1]
+
+
+def react_by(reaction: Sigterm) -> None:
+    """Have this driver react to SIGTERM in another way from now on."""
+    _reactions[:] = [reaction]
 
 
 class Watched:
@@ -111,7 +153,7 @@ def find_death(names: Collection[str], *, timeout_s: float) -> EngineDiedError |
     Raises:
         ProcessError: Ray's own processes have ended, and with them more than an actor.
     """
-    RAY.check()
+    RAY_SERVERS.check()
     sentinels = [ref for ref, name in _sentinels.items() if name in names]
     dead, _ = ray.wait(sentinels, timeout=timeout_s) if sentinels else ([], [])
     return next((death for ref in dead if (death := _death(ref))), None)
@@ -150,7 +192,7 @@ def wait_for(
     next_act = start + meanwhile_every_s if meanwhile is not None else float("inf")
     while pending:
         sigterm().check()
-        RAY.check()
+        RAY_SERVERS.check()
         now = time.monotonic()
         if now - start >= timeout_s:
             raise DeadlineError(
@@ -166,7 +208,7 @@ def wait_for(
         for ref in ready:
             if ref in _sentinels:
                 if death := _death(ref):
-                    RAY.check()  # its end may be what actors died of
+                    RAY_SERVERS.check()  # its end may be what actors died of
                     raise death
                 continue
             if ref in _starting:

@@ -26,7 +26,7 @@ from slime.ray.engines.lifecycle import EngineEvent, EngineState
 from slime.ray.engines.models import wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
 from slime.ray.gpus import GpuSlice, _reserve
-from slime.ray.waiting import WATCH_GROUP, wait_for
+from slime.ray.waiting import WATCH_GROUP
 from slime.utils.errors import EngineDiedError, EngineError, PortTakenError
 from slime.utils.http_utils import close_http_client, post, set_post_transport
 from slime.utils.net import get_free_port

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.dist
 DRIVER = """
 import os, signal, threading, time
 import ray
-from slime.ray.connect import _start, disconnect
+from slime.ray.cluster import _start, disconnect
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ProcessError
 

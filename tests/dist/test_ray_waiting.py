@@ -10,7 +10,7 @@ import ray
 
 from slime.backends.train_worker import Pulse
 from slime.ray import gpus, waiting
-from slime.ray.heartbeats import Heartbeats
+from slime.ray.train_actor import Heartbeats
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, HangError
 

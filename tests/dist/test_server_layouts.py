@@ -147,12 +147,12 @@ def test_two_models_with_groups_of_their_own_a_gap_and_an_engine_over_two_nodes(
     assert set(listed(policy.router)) == {*small.urls, *large.urls}
     assert set(listed(judge.router)) == set(judge.groups[0].urls)
     # The judge keeps its weights; offsets count from the first GPU of the placement, behind the trainer's.
-    engines = fleet.updatable()
+    engines = fleet.weights.updatable()
     assert [(engine.num_gpus, engine.gpu_offset) for engine in engines.engines] == [(1, 1), (1, 2), (4, 4)]
     assert engines.num_new == 3
-    fleet.connected()
-    assert fleet.updatable().num_new == 0
-    assert fleet.without_weights().handles == []
+    fleet.weights.connected()
+    assert fleet.weights.updatable().num_new == 0
+    assert fleet.weights.without_weights().handles == []
 
 
 def test_prefill_and_decode_groups_are_registered_as_such_with_bootstrap_ports(start):
@@ -191,12 +191,12 @@ def test_encoders_start_first_and_the_others_are_told_where_they_listen(start, t
     (told,) = facts(regular.all_engines)
     assert told["overrides"] == {"language_only": True, "encoder_urls": encoders.urls}
     assert set(listed(fleet.servers[0].router)) == set(regular.urls)
-    assert len(fleet.updatable().handles) == 1
+    assert len(fleet.weights.updatable().handles) == 1
 
 
 def test_zero_gpus_start_a_router_and_nothing_else(start):
     fleet = start(rollout_num_gpus=0)
-    assert fleet.engines == [] and fleet.servers[0].router.is_alive()
+    assert fleet.groups == [] and fleet.servers[0].router.is_alive()
 
 
 def test_a_layout_larger_than_the_gpus_is_refused(start):
@@ -211,7 +211,7 @@ def test_external_engines_are_adopted_behind_a_router_and_left_running(start):
         assert (given["rollout_num_engines"], given["rollout_num_gpus"]) == (2, 2)
         fleet = start(**given)
         assert set(listed(fleet.servers[0].router)) == {first.url, second.url}
-        engines = fleet.updatable()
+        engines = fleet.weights.updatable()
         assert [(engine.num_gpus, engine.gpu_offset) for engine in engines.engines] == [(1, 1), (1, 2)]
         assert engines.num_new == 2
         assert [engine.is_colocated for engine in engines.engines] == [False, False]

@@ -14,7 +14,7 @@ import requests
 
 from slime.ext.ledger.journal import Journal
 from slime.ext.recovery.preemption import Preemption
-from slime.ray.sigterm import Sigterm, sigterm
+from slime.ray.waiting import Sigterm, sigterm
 from slime.rollout import fully_async_rollout, sglang_rollout  # before clocks are replaced
 from tests.simulator.fake_ray import RemoteClass, patch_ray
 from tests.simulator.files import patch_files

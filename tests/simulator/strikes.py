@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slime.ray.sigterm import sigterm
+from slime.ray.waiting import sigterm
 from tests.simulator.faults import DISK_FAULTS, WRONG_ANSWERS, Fault
 from tests.simulator.kernel import Process
 

@@ -14,7 +14,7 @@ import train
 import train_async
 from slime.flags.checkpoint import derive_starting_point, has_finished_save, inspect_checkpoint
 from slime.ray import job
-from slime.ray.sigterm import Sigterm, react_by
+from slime.ray.waiting import Sigterm, react_by
 from tests.scripted_engine.script import Script, split_prompt
 from tests.simulator.fake_ray import Cluster
 from tests.simulator.faults import EXCUSES, Fault, Setup, are_too_many, may_cost_an_engine

@@ -13,8 +13,8 @@ import ray
 from slime.ext.disk_push.disk import FolderCarrier, WrittenVersion
 from slime.ext.disk_push.versions import prune_before
 from slime.ray.actor_group import PUSH_MARGIN_S, RayTrainGroup
-from slime.ray.engine_handles import UpdatableEngines
 from slime.ray.engines.memory import memory_timeout_s
+from slime.ray.engines.weights import UpdatableEngines
 from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
 from slime.utils.errors import WeightSyncError
 from slime.utils.misc import Box

@@ -28,11 +28,10 @@ from slime.observability.telemetry import event, span
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
-from slime.ray.sigterm import react_by, sigterm
 from slime.ray.startup import MANAGER, create_rollout_manager, engines_come_first, load_position, wait_for_engines
 from slime.ray.train_loop import Generation, TrainJob
 from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
-from slime.ray.waiting import find_death, forget, unwatched, wait_for
+from slime.ray.waiting import find_death, forget, react_by, sigterm, unwatched, wait_for
 from slime.utils.errors import EngineDiedError, ProcessError
 from slime.utils.misc import Box
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from slime.ray.sigterm import Interrupted, Sigterm
+from slime.ray.waiting import Interrupted, Sigterm
 from slime.utils.errors import EngineDiedError, SlimeError
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
 from slime.ray.gpus import GpuSlice, bundle_identities
-from slime.ray.sigterm import sigterm
+from slime.ray.waiting import sigterm
 from slime.utils.errors import DeadlineError, HangError, ProcessError
 
 logger = logging.getLogger(__name__)

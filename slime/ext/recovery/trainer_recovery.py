@@ -29,9 +29,8 @@ from slime.ext.recovery.trainer_gpus import TrainerGpus
 from slime.flags.fault_tolerance import checkpoints_to_go_back
 from slime.observability.telemetry import span
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.sigterm import Interrupted
 from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
-from slime.ray.waiting import find_death
+from slime.ray.waiting import Interrupted, find_death
 from slime.utils.errors import DeadlineError, HangError, SlimeError, StepError
 from slime.utils.misc import Box
 

@@ -16,19 +16,17 @@ from typing import Any
 
 import ray
 
-from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
-from slime.flags.cluster import plan_gpus
 from slime.flags.security import job_secret
-from slime.ray.engine_handles import RayEngine, UpdatableEngines
-from slime.ray.engines.group import EngineGroup
-from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
+from slime.ray.engines.group import END_ADVICE, raise_if_given_up
+from slime.ray.engines.lifecycle import EngineEvent
 from slime.ray.engines.memory import SharedMemory
 from slime.ray.engines.models import JobState, RolloutServer, start_rollout_servers, wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
+from slime.ray.engines.weights import UpdatableEngines, WeightTargets
 from slime.ray.gpus import GpuSlice
 from slime.ray.utils import Lock
-from slime.ray.waiting import wait_for
-from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, ProcessError, WeightSyncError
+from slime.ray.waiting import Watched, wait_for
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
 from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
@@ -36,12 +34,8 @@ logger = logging.getLogger(__name__)
 ENGINE_CHECK_INTERVAL_S = 3.0
 DEADLINE_MARGIN_S = 180.0
 """The rollout function has its own deadline and the better message; ours comes later, the driver's last."""
-
-END_ADVICE = {
-    False: "start the job again to resume from the last checkpoint, or pass --use-fault-tolerance to have engines "
-    "restarted",
-    True: "start the job again to resume from the last checkpoint",
-}
+CONTROL_GROUP = "control"
+"""Concurrency group of the short calls that must not queue behind a running ``generate``."""
 
 
 def start_fleet(args: Namespace, gpus: GpuSlice) -> EngineFleet:
@@ -51,44 +45,27 @@ def start_fleet(args: Namespace, gpus: GpuSlice) -> EngineFleet:
     return EngineFleet(args, start_rollout_servers(args, gpus))
 
 
-def _with_weights(model: RolloutServer | None) -> list[EngineGroup]:
-    """Return the groups of a model whose engines hold the language model's weights: all but encoders."""
-    return [group for group in model.groups if group.config.worker_type != "encoder"] if model else []
-
-
 class EngineFleet:
-    """The engines of all models.
+    """The engines of all models: started, watched and stopped.
 
-    Invariant: ``_connected`` are the engines to which the trainers' weight sender is connected, in its order; as long
-    as the engines that take updates are others, the trainers are told to connect again.
+    ``weights`` describes them to trainers, ``memory`` is the one that they share with trainers.
     """
 
     def __init__(self, args: Namespace, servers: Sequence[RolloutServer] = ()) -> None:
         self.args = args
         self.servers = list(servers)
-        self._connected: list[Any] = []
-        self._described: list[Any] = []
-        """The engines that the trainers were told of last."""
+        self.groups = [group for server in servers for group in server.groups]
+        self.weights = WeightTargets(args, servers)
+        self.memory = SharedMemory(args, self.groups)
         self._has_snapshot = False
         self._lock: Any = None
         self._lock_guard = threading.Lock()
         self._start_guard = threading.Lock()
-        self._monitors: list[HealthMonitor] = []
-        self._memory = SharedMemory(args, self.groups)
         self._next_router_check_s = 0.0
+        self._monitors: list[HealthMonitor] = []
         if args.use_fault_tolerance or args.rollout_stall_timeout_s > 0:
             monitor = HealthMonitor if args.use_fault_tolerance else StallMonitor
             self._monitors = [monitor(args, group) for group in self.groups]
-
-    @property
-    def groups(self) -> list[EngineGroup]:
-        """The groups of every model."""
-        return [group for server in self.servers for group in server.groups]
-
-    @property
-    def engines(self) -> list[Any]:
-        """The engines of every model that are there."""
-        return [engine for server in self.servers for engine in server.engines]
 
     def job_state(self) -> JobState:
         """Return what the Prometheus page of the job says of engines and routers, and where theirs are."""
@@ -122,128 +99,12 @@ class EngineFleet:
             if server.router is not None:
                 server.router.stop()
 
-    # Weights
-
-    @property
-    def _updatable_model(self) -> RolloutServer | None:
-        """The first model that takes weight updates."""
-        return next((server for server in self.servers if server.config.update_weights), None)
-
-    @property
-    def _updatable_groups(self) -> list[EngineGroup]:
-        return _with_weights(self._updatable_model)
-
-    def for_evaluation(self) -> UpdatableEngines:
-        """Describe the engines that evaluate in the background; the trainers connect to them anew each time."""
-        model = next((server for server in self.servers if server.config.name == EVALUATION_MODEL), None)
-        return self._describe(*LIVE, groups=_with_weights(model))
-
-    def _describe(self, *states: EngineState, groups: Sequence[EngineGroup] | None = None) -> UpdatableEngines:
-        offset = plan_gpus(self.args).rollout_offset
-        num_trainer_gpus = self.args.actor_num_nodes * self.args.actor_num_gpus_per_node
-        engines: list[RayEngine] = []
-        for group in self._updatable_groups if groups is None else groups:
-            for index in group.indices(*states):
-                actors = group.actors_of(index)  # read once: an engine may be killed meanwhile
-                if actors[0] is not None:
-                    first_gpu = offset + group.gpu_offset + index * group.num_gpus_per_engine
-                    engine = RayEngine(
-                        index=len(engines),
-                        num_gpus=group.num_gpus_per_engine,
-                        gpu_offset=first_gpu,
-                        is_colocated=first_gpu + group.num_gpus_per_engine <= num_trainer_gpus,
-                        loaders=group.weight_loaders,
-                        dtype=group.dtype,
-                        node_handles=actors,
-                    )
-                    engines.append(engine)
-        self._described = [engine.handle for engine in engines]
-        num_new = len([handle for handle in self._described if handle not in self._connected])
-        # One that is gone leaves a hole in the sender's group: connecting again closes it.
-        return UpdatableEngines(engines, num_new or int(self._described != self._connected))
-
-    def updatable(self) -> UpdatableEngines:
-        """Describe the live engines of the first model that takes weight updates."""
-        return self._describe(*LIVE)
-
-    def without_weights(self) -> UpdatableEngines:
-        """Describe the restarted engines that wait for the present weights before they get requests.
-
-        Raises:
-            EngineDiedError: the run cannot go on without an engine.
-        """
-        self._raise_if_given_up()
-        if not any(group.indices(EngineState.UPDATING) for group in self._updatable_groups):
-            return UpdatableEngines([], num_new=0)
-        return self._describe(EngineState.UPDATING)
-
     def lock(self) -> Any:
         """Return the cluster-wide lock of the engines, started for the first who asks for it."""
         with self._lock_guard:
             if self._lock is None and self.servers:
                 self._lock = Lock.remote()
             return self._lock
-
-    def connected(self) -> None:
-        """Take note that the trainers have connected to the engines that they were told of last."""
-        self._connected = list(self._described)
-
-    def push_started(self) -> UpdatableEngines:
-        """Report that the trainers begin a push; describe the engines that take it.
-
-        Raises:
-            EngineDiedError: the run cannot go on without an engine, which may still answer with the old weights.
-        """
-        self._raise_if_given_up()
-        engines = self.updatable()
-        self._report_described(engines.handles, EngineEvent.PUSH_STARTED)
-        return engines
-
-    def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
-        """Report that the engines that the trainers were told of last hold the present weights, but for ``excluded``.
-
-        Raises:
-            ProcessError: the router does not take a restarted engine in.
-        """
-        without = {engine.index for engine in excluded}
-        updated = [handle for index, handle in enumerate(self._described) if index not in without]
-        self._report_described(updated, EngineEvent.PUSH_DONE)
-
-    def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
-        """Report that a push has excluded engines; ``--weight-push-failure`` says what becomes of them.
-
-        Args:
-            excluded: indices count the engines that the trainers were told of last.
-
-        Raises:
-            WeightSyncError: the policy is to stop.
-            EngineError: no engine of the model is left, or one cannot be restarted.
-        """
-        reasons = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in excluded)
-        policy = self.args.weight_push_failure
-        if policy == "stop":
-            raise WeightSyncError(
-                f"{len(excluded)} engines did not take the weights (--weight-push-failure stop). {reasons}. The "
-                "others serve the new version; start the job again to resume from the last checkpoint"
-            )
-        for engine in excluded:
-            reason = f"it did not take the weights: {engine.reason}"
-            self._report_described([self._described[engine.index]], EngineEvent.PUSH_REFUSED, reason)
-        self._raise_if_given_up()
-        states = {state for group in self._updatable_groups for state in group.states}
-        if policy == "drop" and not states - {EngineState.RETIRED}:
-            raise EngineError("no engine is left; the last were excluded (--weight-push-failure drop). " + reasons)
-
-    def _report_described(self, handles: Sequence[Any], event: EngineEvent, reason: str = "") -> None:
-        """Report an event of those of ``handles`` that are still there; raise the first failure after the last."""
-        failures: list[ProcessError] = []
-        for group, index in [(g, i) for g in self._updatable_groups for i, e in enumerate(g.engines) if e in handles]:
-            try:
-                group.report(index, event, reason)
-            except ProcessError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
 
     # Faults
 
@@ -258,7 +119,7 @@ class EngineFleet:
             found = [(group, *dead) for group in self.groups for dead in group.find_exited(2.0).items()]
             for group, index, sentence in found:
                 group.report(index, EngineEvent.DIED, sentence)
-            self._raise_if_given_up()
+            raise_if_given_up(self.groups)
             if found or time.monotonic() >= deadline_s:
                 return len(found)
             time.sleep(0.5)
@@ -274,13 +135,7 @@ class EngineFleet:
             for group in server.groups:
                 if not server.has_live_engine:
                     group.wait_settled()
-        self._memory.release_started()
-
-    def _raise_if_given_up(self) -> None:
-        for group in self.groups:
-            if group.given_up is not None:
-                advice = END_ADVICE[self.args.use_fault_tolerance]
-                raise EngineDiedError(f"{group.given_up}. The run cannot go on; {advice}.")
+        self.memory.release_started()
 
     def begin_rollout(self) -> None:
         """Count restarts anew and have the monitors watch."""
@@ -334,7 +189,7 @@ class EngineFleet:
                 server.revive_router(self.args, timeout_s)
             elif dead := server.router_problem(timeout_s):
                 raise EngineDiedError(f"{dead}. The rollout cannot go on; {END_ADVICE[tolerant]}.")
-        self._raise_if_given_up()
+        raise_if_given_up(self.groups)
         if tolerant:
             return
         for group in self.groups:
@@ -357,28 +212,19 @@ class EngineFleet:
     def offload(self) -> None:
         """Have the engines on the trainers' GPUs release their memory."""
         self.pause_monitors()
-        self._memory.release()
+        self.memory.release()
 
     def offload_idle(self) -> bool:
         """Have the engines make room for a trainer that died, where the rollout waits for it; return whether they do.
 
         They are not watched meanwhile: one that starts sizes its memory by what is free, so not beside a trainer.
         """
-        model = self._updatable_model
-        if not self._memory.may_lend(is_stuck=model is not None and not model.answers_requests):
+        model = self.weights.model
+        if not self.memory.may_lend(is_stuck=model is not None and not model.answers_requests):
             return False
         self.pause_monitors()
-        self._memory.lend()
+        self.memory.lend()
         return True
-
-    def onload_idle(self) -> None:
-        """Have the engines take back what they lent to a trainer that has started, and watch them."""
-        self._memory.take_back(None)
-        self.resume_monitors()
-
-    def onload(self, tags: list[str] | None = None) -> None:
-        """Have the engines on the trainers' GPUs take the memory of ``tags`` (None: all of it) back."""
-        self._memory.take_back(tags)
 
     def check_weights(self, action: str) -> list[Any]:
         """Ask every engine's weight checker to snapshot, reset_tensors or compare."""
@@ -386,5 +232,106 @@ class EngineFleet:
         if action == "compare" and not self._has_snapshot and self.args.check_weight_update_equal:
             return []
         self._has_snapshot |= action == "snapshot"
-        refs = [engine.check_weights.remote(action=action) for engine in self.engines]
+        engines = [engine for group in self.groups for engine in group.engines if engine is not None]
+        refs = [engine.check_weights.remote(action=action) for engine in engines]
         return wait_for(refs, what="check_weights of the engines", timeout_s=self.args.weight_update_timeout_s)
+
+
+class EngineVerbs(Watched):
+    """Base of the manager: the calls that concern its engines alone; :class:`EngineFleet` says more of each."""
+
+    args: Namespace
+    engines: EngineFleet
+
+    # Weights
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_updatable_engines(self) -> UpdatableEngines:
+        """Describe the live engines of the first model that takes weight updates."""
+        return self.engines.weights.updatable()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:
+        """Return ``(engines, lock, num_new_engines, gpu_counts, gpu_offsets, parallel_configs)``."""
+        described = self.engines.weights.updatable()
+        counts = [engine.num_gpus for engine in described.engines]
+        offsets = [engine.gpu_offset for engine in described.engines]
+        configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in counts]
+        return described.handles, self.engines.lock(), described.num_new, counts, offsets, configs
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_evaluation_engines(self) -> UpdatableEngines:
+        """Describe the engines that evaluate in the background."""
+        return self.engines.weights.for_evaluation()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_engines_without_weights(self) -> UpdatableEngines:
+        """Describe the restarted engines that wait for weights."""
+        return self.engines.weights.without_weights()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def clear_updatable_num_new_engines(self) -> None:
+        """Take note that the trainers have connected to the engines that were described last."""
+        self.engines.weights.connected()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def push_started(self) -> UpdatableEngines:
+        """Take note that a push begins; describe the engines that take it."""
+        return self.engines.weights.push_started()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
+        """Take note that the engines that were described last hold the present weights, except ``excluded``."""
+        self.engines.weights.push_done(excluded)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
+        """Do with the engines that a push has excluded as ``--weight-push-failure`` says."""
+        self.engines.weights.push_refused(excluded)
+
+    # Memory
+
+    def offload(self) -> None:
+        """Have the engines release their memory."""
+        self.engines.offload()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def offload_idle(self) -> bool:
+        """Have the engines release their memory if nothing is answered before they get weights."""
+        return self.engines.offload_idle()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def onload_idle(self) -> None:
+        """Give the memory back that :meth:`offload_idle` took."""
+        self.engines.memory.take_back(None)
+        self.engines.resume_monitors()
+
+    def onload(self, tags: list[str] | None = None) -> None:
+        """Have the engines take their memory back."""
+        self.engines.memory.take_back(tags)
+
+    def onload_weights(self) -> None:
+        """Make room for the weights, which a push then fills."""
+        self.engines.memory.take_back(["weights"])
+
+    def onload_kv(self) -> None:
+        """Make room for the KV cache and the CUDA graphs: after this an engine can generate."""
+        self.engines.memory.take_back(["kv_cache", "cuda_graph"])
+
+    # Faults
+
+    def find_dead_engines(self, patience_s: float = 0.0) -> int:
+        """Report engines whose process has ended; return how many."""
+        return self.engines.find_dead_engines(patience_s)
+
+    def recover_updatable_engines(self) -> None:
+        """Wait for the engines that the coming push must meet."""
+        self.engines.recover()
+
+    def health_monitoring_pause(self) -> None:
+        """Have the monitors ask no engine."""
+        self.engines.pause_monitors()
+
+    def health_monitoring_resume(self) -> None:
+        """Have the monitors watch."""
+        self.engines.resume_monitors()

@@ -11,17 +11,14 @@ import threading
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
 
 from slime.backends.sglang_utils.router_process import RouterHandle, unregister_worker
-from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
-from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
-from slime.flags.security import job_secret
 from slime.observability import telemetry
 from slime.ray.engines.actor import (
     EXITS_TIMEOUT_S,
@@ -38,7 +35,7 @@ from slime.ray.engines.actor import (
 from slime.ray.engines.lifecycle import LIVE, SERVES, UNSETTLED, Action, EngineEvent, EngineState, next_step
 from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import name_actor, wait_for
-from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, ProcessError
+from slime.utils.errors import DeadlineError, EngineDiedError, ProcessError
 from slime.utils.http_utils import add_job_servers
 from slime.utils.net import http_url
 
@@ -46,6 +43,13 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
 """Restarts of one engine within one rollout: an engine that dies again and again has a cause that stays."""
+
+
+END_ADVICE = {
+    False: "start the job again to resume from the last checkpoint, or pass --use-fault-tolerance to have engines "
+    "restarted",
+    True: "start the job again to resume from the last checkpoint",
+}
 
 
 @dataclass
@@ -74,8 +78,23 @@ class EngineGroup:
     all_engines: list[Any] = field(default_factory=list)
     given_up: str | None = None
     """Why the run cannot go on without an engine of this group."""
+    dtype: str = ""
+    """The dtype in which the engines compute; empty where nothing tells it."""
+    weight_loaders: Sequence[str] = ()
+    """Import paths of weight loaders that the engines may be asked to run."""
+    worker_key: str | None = None
+    """Key by which the router asks the engines."""
+    nodes_per_engine: int = 0
+    """Actors of one engine; 0 stands for one on each node that its GPUs are on."""
 
     def __post_init__(self) -> None:
+        self.num_gpus_per_engine = self.config.num_gpus_per_engine
+        if not self.nodes_per_engine:
+            self.nodes_per_engine = max(1, self.num_gpus_per_engine // self.args.num_gpus_per_node)
+        self.gpus_per_actor = self.num_gpus_per_engine // self.nodes_per_engine
+        # A fresh engine has to wait for the trainer's weights; an encoder never gets any.
+        is_trained = self.config.worker_type != "encoder" and not self.args.debug_rollout_only
+        self.takes_updates = is_trained and self.model.update_weights
         self.all_engines = [None] * (self.config.num_gpus // self.gpus_per_actor)
         first = EngineState.RETIRED if self.config.worker_type == "placeholder" else EngineState.STARTING
         self.states = [first] * len(self.engines)
@@ -91,63 +110,13 @@ class EngineGroup:
         self.num_evictions = 0
         """Of engines of this group, since the job began."""
         self._changed = threading.Condition()
-        self._check_placement()
 
-    def _check_placement(self) -> None:
-        end = self.gpu_offset + len(self.all_engines) * self.gpus_per_actor
-        if end > len(self.gpus.bundle_indices):
-            raise ConfigError(
-                f"server group {self.config.worker_type!r} of model {self.model.name!r} needs GPUs up to {end}, but "
-                f"the engines have {len(self.gpus.bundle_indices)}. Set --rollout-num-gpus or the group's num_gpus."
-            )
-
-    # What there is
-
-    @property
-    def num_gpus_per_engine(self) -> int:
-        """GPUs of one engine."""
-        return self.config.num_gpus_per_engine
-
-    @property
-    def gpus_per_actor(self) -> int:
-        """GPUs that one actor covers: its engine's, or those of one node when the engine spans several."""
-        return min(self.num_gpus_per_engine, self.args.num_gpus_per_node)
-
-    @property
-    def nodes_per_engine(self) -> int:
-        """Actors of one engine."""
-        return max(1, self.num_gpus_per_engine // self.args.num_gpus_per_node)
+    # The engines
 
     @property
     def engines(self) -> list[Any]:
         """The actors that serve HTTP, None for an engine that is not there."""
         return self.all_engines[:: self.nodes_per_engine]
-
-    @property
-    def takes_updates(self) -> bool:
-        """True when a fresh engine has to wait for the trainer's weights; an encoder never gets any."""
-        if self.config.worker_type == "encoder" or self.args.debug_rollout_only:
-            return False
-        return self.model.update_weights
-
-    @property
-    def worker_key(self) -> str | None:
-        """Key by which the router asks the engines."""
-        secret = job_secret(self.args)
-        return None if secret is None else generation_key(secret)
-
-    @property
-    def weight_loaders(self) -> tuple[str, ...]:
-        """Import paths of weight loaders that the engines may be asked to run."""
-        return tuple(self.args.weight_loaders)
-
-    @property
-    def dtype(self) -> str:
-        """The dtype in which the engines compute."""
-        overridden = self.config.overrides.get("dtype")
-        if overridden is not None:
-            return served_dtype(str(overridden), self.model.model_path)
-        return own_dtype(self.args, self.args.sglang_dtype) or ""
 
     def indices(self, *states: EngineState) -> list[int]:
         """Return the engines in one of ``states``."""
@@ -187,13 +156,6 @@ class EngineGroup:
             up[index] = [actor for actor, ref in zip(self.actors_of(index), refs, strict=True) if ref in done]
         for index, end in exits_of(up, EXITS_TIMEOUT_S).items():
             raise EngineDiedError(f"{self.name_of(index)} ended while others started: {end}")
-
-    def started(self) -> None:
-        """Report that the references in ``starting`` have resolved."""
-        for index in self.starting:
-            self.is_listed[index] = True
-            self.report(index, EngineEvent.STARTED)
-        self.starting.clear()
 
     def _launch(self, indices: Sequence[int], *, register: bool) -> list[ray.ObjectRef]:
         """Start actors and servers of these engines; return references that resolve once they serve."""
@@ -303,21 +265,19 @@ class EngineGroup:
             self._kill(index)
             self.report(index, EngineEvent.DROPPED, "the run goes on without it")
         elif not self.restarts:
-            self.report(index, EngineEvent.GIVEN_UP, self._why_given_up(index, reason))
+            self.report(index, EngineEvent.GIVEN_UP, f"{self.name_of(index)}: {reason}")
         elif self._num_restarts[index] > MAX_RESTARTS:
             self._kill(index)
             why = f"it died {MAX_RESTARTS + 1} times within one rollout, last: {reason}"
             self.report(index, EngineEvent.GIVEN_UP, f"{self.name_of(index)} cannot be restarted: {why}")
         else:
+
+            def free_slot() -> None:
+                self._kill(index)
+                self.report(index, EngineEvent.SLOT_FREE, reason)
+
             name = f"restart-{self.rank_offset}-{index}"
-            threading.Thread(target=self._free_slot, args=(index, reason), name=name, daemon=True).start()
-
-    def _why_given_up(self, index: int, reason: str) -> str:
-        return f"{self.name_of(index)}: {reason}"
-
-    def _free_slot(self, index: int, reason: str) -> None:
-        self._kill(index)
-        self.report(index, EngineEvent.SLOT_FREE, reason)
+            threading.Thread(target=free_slot, name=name, daemon=True).start()
 
     def _restart(self, index: int, reason: str) -> None:
         last = ""
@@ -347,7 +307,7 @@ class EngineGroup:
     def _kill(self, index: int) -> None:
         """Take the engine from the router's list and kill what is left of it."""
         try:
-            self._delist(index)
+            self.delist(index)
             kill_actors([actor for actor in self.actors_of(index) if actor is not None])
         except Exception:  # the edge of a thread of restarts: the start of a new engine tells if the GPUs are free
             logger.exception("%s could not be killed", self.name_of(index))
@@ -355,7 +315,7 @@ class EngineGroup:
         self.all_engines[first : first + self.nodes_per_engine] = [None] * self.nodes_per_engine
         self.urls[index] = None
 
-    def _delist(self, index: int) -> None:
+    def delist(self, index: int) -> None:
         """Take the engine from the router's list."""
         url, self.is_listed[index] = self.urls[index], False
         if self.router is None or url is None:
@@ -385,12 +345,7 @@ class EngineGroup:
         self._num_restarts.clear()
         for index, state in enumerate(self.states):
             if state is EngineState.EVICTED:
-                self._delist(index)
-
-    def withdraw(self, index: int) -> None:
-        """Let an engine get no request until ``push_done`` is reported of it: it is to give its memory away."""
-        self.report(index, EngineEvent.PUSH_STARTED)
-        self._delist(index)
+                self.delist(index)
 
     def wait_settled(self, timeout_s: float | None = None) -> None:
         """Wait until no engine is starting, by default as long as all attempts may take.
@@ -411,3 +366,15 @@ class EngineGroup:
                 f"{self.name_of(self.indices(*UNSETTLED)[0])} is still starting after {timeout_s:.0f} s "
                 "(--engine-start-timeout-s); look at its log"
             )
+
+
+def raise_if_given_up(groups: Iterable[EngineGroup]) -> None:
+    """Raise when the run cannot go on without an engine of one of ``groups``.
+
+    Raises:
+        EngineDiedError: so it is.
+    """
+    for group in groups:
+        if group.given_up is not None:
+            advice = END_ADVICE[group.args.use_fault_tolerance]
+            raise EngineDiedError(f"{group.given_up}. The run cannot go on; {advice}.")

@@ -119,7 +119,8 @@ class SharedMemory:
         """Let engines get no request; return those of ``places`` that are still up."""
         serving = [(group, index) for group, index in places if group.states[index] is not EngineState.UPDATING]
         for group, index in serving:
-            group.withdraw(index)
+            group.report(index, EngineEvent.PUSH_STARTED)
+            group.delist(index)
         self._ask("abort_all", [(group, index) for group, index in serving if group.takes_updates])
         return [(group, index) for group, index in places if group.states[index] is EngineState.UPDATING]
 

@@ -15,7 +15,6 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import ray
 
@@ -27,14 +26,15 @@ from slime.backends.sglang_utils.router_process import (
     register_worker,
     start_router,
 )
-from slime.backends.sglang_utils.server_args import served_dtype
+from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
+from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
 from slime.flags.cluster import plan_gpus
 from slime.flags.parse import record_runtime
 from slime.flags.security import job_secret
 from slime.ray.engines.actor import MAX_START_ATTEMPTS, PortCursors, start_engine_actor, start_timeout_s
 from slime.ray.engines.group import EngineGroup
-from slime.ray.engines.lifecycle import LIVE, SERVES
+from slime.ray.engines.lifecycle import LIVE, SERVES, EngineEvent
 from slime.ray.gpus import GpuSlice
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
@@ -99,11 +99,6 @@ class RolloutServer:
 
     def __post_init__(self) -> None:
         self._reviving = threading.Lock()
-
-    @property
-    def engines(self) -> list[Any]:
-        """Every engine of the model that is there."""
-        return [engine for group in self.groups for engine in group.engines if engine is not None]
 
     @property
     def has_live_engine(self) -> bool:
@@ -206,13 +201,19 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
     cursors = PortCursors()
     servers: list[RolloutServer] = []
     gpu_offset = rank_offset = 0
-    layout = resolve_sglang_config(args)
+    layout, secret = resolve_sglang_config(args), job_secret(args)
     if args.sglang_config is not None:
         # Requests go to the first model: GPUs of others, and those left empty, do not add to what it takes at a time.
         record_runtime(args, rollout_num_engines=layout.models[0].num_engines)
     for index, model in enumerate(layout.models):
         server = RolloutServer(model, _start_router(args, model, is_first=index == 0), [])
         for config in model.server_groups:
+            if gpu_offset + config.num_gpus > len(gpus.bundle_indices):
+                raise ConfigError(
+                    f"server group {config.worker_type!r} of model {model.name!r} needs GPUs up to "
+                    f"{gpu_offset + config.num_gpus}, but the engines have {len(gpus.bundle_indices)}. Set "
+                    "--rollout-num-gpus or the group's num_gpus."
+                )
             group = EngineGroup(
                 args=args,
                 gpus=gpus,
@@ -225,6 +226,9 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
                 cursors=cursors,
                 restarts=args.use_fault_tolerance,
                 revive_router=partial(server.revive_router, args, args.rollout_health_check_timeout),
+                dtype=_dtype_of(args, model.model_path, config.overrides),
+                weight_loaders=tuple(args.weight_loaders),
+                worker_key=None if secret is None else generation_key(secret),
             )
             server.groups.append(group)
             gpu_offset += config.num_gpus
@@ -276,6 +280,10 @@ def _adopt_external_engines(args: Namespace) -> list[RolloutServer]:
             needs_offload=False,
             cursors=PortCursors(),
             restarts=False,
+            dtype=_told_dtype(info, model.model_path),
+            weight_loaders=tuple(info.server_args.get("custom_weight_loader") or ()),
+            worker_key=job_secret(args),
+            nodes_per_engine=1,
         )
         group.info = info
         logger.info("external engine %s: %s, %d GPUs", info.url, info.worker_type, info.num_gpus)
@@ -322,42 +330,36 @@ def wait_until_serving(args: Namespace, groups: Sequence[EngineGroup]) -> None:
             for group in groups:
                 group.start()
     for group in groups:
-        group.started()
+        for index in group.starting:
+            group.is_listed[index] = True
+            group.report(index, EngineEvent.STARTED)
+        group.starting.clear()
+
+
+def _dtype_of(args: Namespace, model_path: str, overrides: Mapping[str, Any]) -> str:
+    """Return the dtype in which a group of our own engines computes."""
+    if overrides.get("dtype") is not None:
+        return served_dtype(str(overrides["dtype"]), model_path)
+    return own_dtype(args, args.sglang_dtype) or ""
+
+
+def _told_dtype(info: ExternalEngineInfo, model_path: str) -> str:
+    """Return the dtype that an external engine tells, or that follows from the checkpoint that it was started with."""
+    told = info.server_args
+    return served_dtype(str(told.get("dtype") or "auto"), told.get("model_path") or model_path)
 
 
 class ExternalGroup(EngineGroup):
-    """One external engine: adopted, updated and asked, but never started or ended here."""
+    """One external engine: adopted, updated and asked, but never started or ended here.
+
+    One actor represents all of its nodes.
+    """
 
     info: ExternalEngineInfo
 
-    @property
-    def gpus_per_actor(self) -> int:
-        """One actor represents all of the engine's nodes."""
-        return self.num_gpus_per_engine
-
-    @property
-    def nodes_per_engine(self) -> int:
-        """As if it were on one node."""
-        return 1
-
-    @property
-    def worker_key(self) -> str | None:
-        """The key that its owner gave it."""
-        return job_secret(self.args)
-
-    @property
-    def weight_loaders(self) -> tuple[str, ...]:
-        """The weight loaders that its owner started it with."""
-        return tuple(self.info.server_args.get("custom_weight_loader") or ())
-
-    @property
-    def dtype(self) -> str:
-        """The dtype that the engine tells, or that follows from the checkpoint that it was started with."""
-        told = self.info.server_args
-        return served_dtype(str(told.get("dtype") or "auto"), told.get("model_path") or self.model.model_path)
-
-    def _check_placement(self) -> None:
-        """Do nothing: external engines take none of our GPUs."""
+    def name_of(self, index: int) -> str:
+        """Return the engine in words."""
+        return f"the external {super().name_of(index)} at {self.info.url}"
 
     def _launch(self, indices: Sequence[int], *, register: bool) -> list[ray.ObjectRef]:
         self.all_engines[0] = start_engine_actor(
@@ -382,9 +384,6 @@ class ExternalGroup(EngineGroup):
                 router_port=self.router.port if self.router else None,
             )
         ]
-
-    def _why_given_up(self, index: int, reason: str) -> str:
-        return f"the external {self.name_of(index)} at {self.info.url} has failed: {reason}. Restart it, then the job"
 
     def _shut_down(self, index: int) -> None:
         """Leave the server running: it belongs to the user."""

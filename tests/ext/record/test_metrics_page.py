@@ -13,8 +13,8 @@ from slime.observability import telemetry
 from slime.observability.metrics_file import append_record
 from slime.ray import train_loop
 from slime.ray.engines.models import JobState
-from slime.ray.sigterm import sigterm
 from slime.ray.train_loop import TrainJob
+from slime.ray.waiting import sigterm
 from slime.utils.net import get_free_port
 from tests.ext.record.test_prometheus_page import fetch, samples
 

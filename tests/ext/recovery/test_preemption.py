@@ -13,7 +13,7 @@ from slime.ext.recovery import job as recovering_job
 from slime.ext.recovery.job import RecoveringJob
 from slime.ext.recovery.preemption import Preemption
 from slime.ray import train_loop, waiting
-from slime.ray.sigterm import Interrupted, Sigterm, react_by
+from slime.ray.waiting import Interrupted, Sigterm, react_by
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from slime.ext.recovery.job import RecoveringJob
 from slime.ext.recovery.preemption import Preemption
 from slime.ext.recovery.trainer_recovery import TrainerRecovery
 from slime.ray import sigterm
-from slime.ray.sigterm import Interrupted
+from slime.ray.waiting import Interrupted
 from slime.utils.errors import EngineDiedError, HangError, StepError
 
 

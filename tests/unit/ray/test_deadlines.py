@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.router_process import RouterHandle
-from slime.ray import connect, gpus, train_actor
+from slime.ray import cluster, gpus, train_actor
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines import fleet, models
@@ -111,9 +111,9 @@ def test_the_tasks_that_tell_the_place_of_each_gpu_have_five_minutes(monkeypatch
 
 def test_a_cluster_that_does_not_let_the_driver_in_is_an_error_that_names_the_variable(monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(connect.ray, "init", lambda **_: release.wait(60))
-    outcome = connect._join("10.0.0.1:6379")
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: release.wait(60))
+    outcome = cluster._join("10.0.0.1:6379")
     release.set()
     assert isinstance(outcome, ConfigError) and "10.0.0.1:6379 does not let this process in" in str(outcome)
     assert "RAY_ADDRESS" in str(outcome)
@@ -121,18 +121,18 @@ def test_a_cluster_that_does_not_let_the_driver_in_is_an_error_that_names_the_va
 
 def test_a_private_cluster_that_starts_too_slowly_is_started_again_but_not_for_ever(monkeypatch, caplog):
     answers: list[Exception | None] = []
-    monkeypatch.setattr(connect.ray, "init", lambda **_: _raise(answers.pop(0)))
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: _raise(answers.pop(0)))
     slow = Exception("The current node timed out during startup.")
     answers[:] = [slow, None]
-    connect._start(1, 2)
+    cluster._start(1, 2)
     assert answers == [] and "attempt 1 of 3" in caplog.text
     answers[:] = [slow] * 4
     with pytest.raises(Exception, match="timed out during startup"):
-        connect._start(1, 2)
+        cluster._start(1, 2)
     assert len(answers) == 1
     answers[:] = [ConnectionError("no"), None]
     with pytest.raises(ConnectionError):
-        connect._start(1, 2)
+        cluster._start(1, 2)
 
 
 def _raise(error: Exception | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.ray import job
-from slime.ray.sigterm import Interrupted, Sigterm, react_by, sigterm
+from slime.ray.waiting import Interrupted, Sigterm, react_by, sigterm
 from slime.utils.errors import EngineDiedError, HookError, ProcessError
 from slime.utils.plugins import PluginCall, call_plugin
 

@@ -8,7 +8,7 @@ import ray
 from slime.flags.cluster import plan_gpus
 from slime.ray import gpus, waiting
 from slime.ray.gpus import GpuSlice, _sort_key
-from slime.ray.sigterm import Interrupted, sigterm
+from slime.ray.waiting import Interrupted, sigterm
 from slime.utils.errors import ConfigError
 
 

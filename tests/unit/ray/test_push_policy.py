@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray.actor_group import MAX_FAILED_RESENDS, MAX_PUSHES, RayTrainGroup
-from slime.ray.engine_handles import UpdatableEngines
+from slime.ray.engines.weights import UpdatableEngines
 from slime.utils.errors import EngineError, HangError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime.backends.sglang_utils.external_engines import describe
 from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
-from slime.ray.engines.group import EngineGroup
-from slime.ray.engines.models import ExternalGroup
+from slime.ray.engines import models
 
 PRECISIONS = {"bf16": False, "fp16": False, "fp32": False}
 
@@ -52,23 +50,11 @@ def test_auto_is_what_sglang_makes_of_it(tmp_path: Path, config: dict[str, Any],
     assert served_dtype("auto", str(tmp_path / "nowhere")) == ""
 
 
-def group(tmp_path: Path, **overrides: Any) -> SimpleNamespace:
-    """What the property of a group reads."""
-    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
-    return SimpleNamespace(
-        args=Namespace(**PRECISIONS | {"fp32": True}, sglang_dtype="auto"),
-        config=SimpleNamespace(overrides=overrides),
-        model=SimpleNamespace(model_path=str(tmp_path)),
-    )
-
-
 def test_a_groups_override_and_an_external_engines_answer_win(tmp_path: Path) -> None:
-    dtype, told = EngineGroup.dtype.fget, ExternalGroup.dtype.fget
-    assert dtype is not None and told is not None
-    assert dtype(group(tmp_path)) == "float32"
-    assert dtype(group(tmp_path, dtype="half")) == "half"
-    assert dtype(group(tmp_path, dtype="auto")) == "bfloat16"
-    external = group(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    args, model = Namespace(**PRECISIONS | {"fp32": True}, sglang_dtype="auto"), str(tmp_path)
+    for overrides, expected in (({}, "float32"), ({"dtype": "half"}, "half"), ({"dtype": "auto"}, "bfloat16")):
+        assert models._dtype_of(args, model, overrides) == expected
     for answer, expected in (("float32", "float32"), ("auto", "bfloat16")):
-        external.info = describe("http://engine:1", {"dtype": answer, "model_path": str(tmp_path)})
-        assert told(external) == expected
+        info = describe("http://engine:1", {"dtype": answer, "model_path": model})
+        assert models._told_dtype(info, "elsewhere") == expected

@@ -18,7 +18,7 @@ from slime.ray.engines.actor import EngineAddress, PortCursors
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, TABLE, Action, EngineEvent, EngineState, next_step, table_as_markdown
-from slime.ray.engines.models import RolloutServer
+from slime.ray.engines.models import RolloutServer, wait_until_serving
 from slime.ray.gpus import GpuSlice
 from slime.utils.errors import EngineDiedError, EngineError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
@@ -53,8 +53,8 @@ class ScriptedGroup(EngineGroup):
 class AtOnce:
     """A thread that does its work where it is started."""
 
-    def __init__(self, target, args, **ignored) -> None:
-        self.start = lambda: target(*args)
+    def __init__(self, target, **ignored) -> None:
+        self.start = target
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def make_group(
     )  # fmt: skip
     group.done = []
     group.start()
-    group.started()
+    wait_until_serving(args, [group])
     group.done.clear()
     return group
 
@@ -177,8 +177,9 @@ def test_what_started_after_the_job_has_ended_is_shut_down():
 
 def test_no_rollout_begins_while_the_router_lists_an_engine_that_is_evicted(monkeypatch):
     group, delisted = make_group(3), []
-    monkeypatch.setattr(group, "_free_slot", lambda index, reason: None)  # the background has not come to it yet
-    monkeypatch.setattr(group, "_delist", delisted.append)
+    not_yet = Namespace(start=lambda: None)
+    monkeypatch.setattr(group_module.threading, "Thread", lambda **_: not_yet)
+    monkeypatch.setattr(group, "delist", delisted.append)
     group.report(1, EVENT.DIED, "its actor was killed; its server still answers")
     group.report(2, EVENT.PUSH_STARTED)
     group.report(2, EVENT.PUSH_REFUSED, "it did not take the weights")
@@ -193,9 +194,9 @@ REFUSAL = ExcludedEngine(1, "it holds other bytes")
 
 
 def push(fleet: EngineFleet, *excluded: ExcludedEngine) -> None:
-    fleet.push_started()
-    fleet.push_done(excluded)
-    fleet.push_refused(excluded)
+    fleet.weights.push_started()
+    fleet.weights.push_done(excluded)
+    fleet.weights.push_refused(excluded)
 
 
 def test_no_push_begins_beside_an_engine_that_was_given_up_and_may_serve_on():
@@ -203,7 +204,7 @@ def test_no_push_begins_beside_an_engine_that_was_given_up_and_may_serve_on():
     group.restarts = False
     group.report(1, EVENT.FAILED, "no sign of life")
     with pytest.raises(EngineDiedError, match="no sign of life"):
-        fleet.push_started()
+        fleet.weights.push_started()
 
 
 def test_an_engine_that_is_killed_while_it_is_described_is_left_out(monkeypatch):
@@ -215,14 +216,14 @@ def test_an_engine_that_is_killed_while_it_is_described_is_left_out(monkeypatch)
         return actors
 
     monkeypatch.setattr(group, "actors_of", actors_of)
-    assert fleet.updatable().handles == ["engine"]
+    assert fleet.weights.updatable().handles == ["engine"]
 
 
 def test_refill_restarts_the_engine_that_refused_a_push():
     fleet, group = make_fleet(2, "refill")
     push(fleet, REFUSAL)
     assert (group.states, group.done) == ([STATE.SERVING, STATE.UPDATING], ["kill 1", "start 1"])
-    assert fleet.without_weights().handles == [group.engines[1]]
+    assert fleet.weights.without_weights().handles == [group.engines[1]]
 
 
 def test_engines_that_evaluate_get_weights_when_asked_for_and_take_no_part_in_pushes():
@@ -230,18 +231,18 @@ def test_engines_that_evaluate_get_weights_when_asked_for_and_take_no_part_in_pu
     servers = [RolloutServer(group.model, None, [group]) for group in (generating, evaluating)]
     fleet = EngineFleet(generating.args, servers)
     evaluating.all_engines[0] = "evaluator"
-    assert fleet.updatable().num_new == 2
-    fleet.connected()
-    assert fleet.updatable().num_new == 0
-    engines = fleet.for_evaluation()
+    assert fleet.weights.updatable().num_new == 2
+    fleet.weights.connected()
+    assert fleet.weights.updatable().num_new == 0
+    engines = fleet.weights.for_evaluation()
     assert (engines.handles, engines.num_new) == (["evaluator"], 1)
-    fleet.connected()
-    fleet.push_done()
+    fleet.weights.connected()
+    fleet.weights.push_done()
     assert evaluating.states == [STATE.SERVING]
-    after = fleet.push_started()
+    after = fleet.weights.push_started()
     assert after.handles == generating.engines and after.num_new, "the trainers connect to the others again"
     evaluating.states[0] = STATE.RESTARTING
-    assert fleet.for_evaluation().handles == []
+    assert fleet.weights.for_evaluation().handles == []
 
 
 @pytest.mark.parametrize("kinds", (("regular",), ("prefill", "decode")))
@@ -255,7 +256,7 @@ def test_engines_make_room_for_a_dead_trainer_once_no_request_is_answered_whoeve
     servers = [RolloutServer(groups[0].model, None, groups), RolloutServer(judge.model, None, [judge])]
     fleet = EngineFleet(groups[0].args, servers)
     lent: list[str] = []
-    monkeypatch.setattr(fleet._memory, "lend", lambda: lent.append("lent"))
+    monkeypatch.setattr(fleet.memory, "lend", lambda: lent.append("lent"))
     monkeypatch.setattr(fleet, "pause_monitors", lambda: lent.append("unwatched"))
     groups[-1].states = [STATE.SERVING, STATE.UPDATING]
     assert not fleet.offload_idle()
@@ -263,14 +264,6 @@ def test_engines_make_room_for_a_dead_trainer_once_no_request_is_answered_whoeve
     assert not fleet.offload_idle() and not lent
     groups[-1].states = [STATE.UPDATING, STATE.UPDATING]
     assert fleet.offload_idle() and lent == ["unwatched", "lent"]
-
-
-def test_an_engine_that_lends_its_memory_is_in_no_list_until_it_has_it_back():
-    group = make_group(takes_updates=False)
-    group.withdraw(0)
-    assert (group.states, group.is_listed) == ([STATE.UPDATING], [False])
-    group.report(0, EVENT.PUSH_DONE)
-    assert (group.states, group.done) == ([STATE.SERVING], ["register 0"])
 
 
 def test_weights_that_no_push_brings_back_are_kept_while_the_memory_is_released(monkeypatch):

@@ -43,15 +43,17 @@ class Group:
         return f"engine {index}"
 
     def report(self, index: int, event: EngineEvent, reason: str = "") -> None:
+        if event is EngineEvent.PUSH_STARTED:
+            self.states[index] = WAITING
+            return
         if event is not EngineEvent.FAILED:
             self._calls.append((self.engines[index].name, event))
         if event is EngineEvent.PUSH_DONE and self.engines[index].name in REFUSED:
             raise DeadlineError("the router does not list it")
         self.states[index] = EngineState.RESTARTING if event is EngineEvent.FAILED else EngineState.SERVING
 
-    def withdraw(self, index: int) -> None:
-        self._calls.append((self.engines[index].name, "withdraw"))
-        self.states[index] = WAITING
+    def delist(self, index: int) -> None:
+        self._calls.append((self.engines[index].name, "delist"))
 
     def wait_settled(self, timeout_s: float) -> None:
         assert timeout_s > 0
@@ -149,7 +151,7 @@ def test_engines_that_serve_are_taken_from_their_router_first_and_another_models
     decode.replace(0)
     lent = shared(prefill, decode, judge)
     lent.lend()
-    assert calls[:3] == [("p", "withdraw"), ("j", "withdraw"), ("p", ABORT)]
+    assert calls[:3] == [("p", "delist"), ("j", "delist"), ("p", ABORT)]
     assert calls[3:] == [(name, RELEASE) for name in ("p", "d+", "j")]
     calls.clear()
     lent.take_back(["weights"])

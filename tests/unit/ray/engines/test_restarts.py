@@ -184,7 +184,7 @@ def test_what_dies_of_a_start_beside_the_servers_that_are_waited_for_ends_it(mon
         Namespace(name=f"node {node}", describe_exit=Namespace(remote=lambda node=node: node)) for node in range(2)
     ]
     group.args.num_gpus_per_node, group.starting = 1, {0: ["waited for", "returned"]}
-    monkeypatch.setattr(EngineGroup, "nodes_per_engine", 2)
+    group.nodes_per_engine = 2
     monkeypatch.setattr(group_module, "ray", Namespace(wait=lambda refs, **_: (["returned"], ["waited for"])))
     asked: list[Any] = []
     monkeypatch.setattr(group_module, "exits_of", lambda actors, timeout_s: asked.append(actors) or {})

@@ -1,0 +1,202 @@
+"""The engines that take weights: their description for the trainers, and the reports of pushes."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL
+from slime.flags.cluster import plan_gpus
+from slime.ray.engines.group import EngineGroup, raise_if_given_up
+from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
+from slime.ray.engines.models import RolloutServer
+from slime.ray.waiting import wait_for
+from slime.utils.errors import EngineError, ProcessError, WeightSyncError
+from slime.weights.push.engine import EngineProxy
+from slime.weights.push.participants import ExcludedEngine
+
+
+@dataclass(frozen=True)
+class RayPending:
+    """The answers of one engine's nodes, which are on their way."""
+
+    refs: list[ray.ObjectRef]
+    what: str
+
+    def wait(self, timeout_s: float) -> Any:
+        """Return the first node's answer, once all have answered.
+
+        Raises:
+            ProcessError: the engine died, refused, or did not answer within ``timeout_s`` seconds.
+        """
+        return wait_for(self.refs, what=self.what, timeout_s=timeout_s)[0]
+
+
+@dataclass(kw_only=True, eq=False)
+class RayEngine(EngineProxy):
+    """One engine, asked through the actors of its nodes."""
+
+    node_handles: Sequence[Any]
+    """Its actors, one a node; the first serves HTTP."""
+
+    @property
+    def handle(self) -> Any:
+        """The actor of its first node."""
+        return self.node_handles[0]
+
+    def start(self, method: str, /, *arguments: Any, **keywords: Any) -> RayPending:
+        """Call the method on the actor of the first node."""
+        ref = getattr(self.handle, method).remote(*arguments, **keywords)
+        return RayPending([ref], f"{method} of engine {self.index}")
+
+    def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> RayPending:
+        """Call the function in the actor of the first node, or in those of all nodes."""
+        handles = self.node_handles if on_all_nodes else [self.handle]
+        refs = [handle.run.remote(function, *arguments) for handle in handles]
+        return RayPending(refs, f"{function.__name__} of engine {self.index}")
+
+
+@dataclass(frozen=True)
+class UpdatableEngines:
+    """The engines that take new weights, as the rollout manager describes them to the trainers."""
+
+    engines: list[RayEngine]
+    num_new: int
+    """Engines started since the trainers last connected; above zero they must connect again."""
+
+    @property
+    def handles(self) -> list[Any]:
+        """The actors of the engines' first nodes."""
+        return [engine.handle for engine in self.engines]
+
+
+def _groups_with_weights(model: RolloutServer | None) -> list[EngineGroup]:
+    """Return the groups of a model whose engines hold the language model's weights: all but encoders."""
+    return [group for group in model.groups if group.config.worker_type != "encoder"] if model else []
+
+
+class WeightTargets:
+    """The engines that trainers push to, those of the first model that takes updates, and those that evaluate.
+
+    Invariant: ``_connected`` are the engines to which the trainers are connected, in their order; as long as the
+    described engines are others, ``UpdatableEngines.num_new`` has the trainers connect again.
+    """
+
+    def __init__(self, args: Namespace, servers: Sequence[RolloutServer]) -> None:
+        self._args = args
+        self._all_groups = [group for server in servers for group in server.groups]
+        self.model = next((server for server in servers if server.config.update_weights), None)
+        self._groups = _groups_with_weights(self.model)
+        evaluating = next((server for server in servers if server.config.name == EVALUATION_MODEL), None)
+        self._evaluating = _groups_with_weights(evaluating)
+        self._connected: list[Any] = []
+        self._described: list[Any] = []
+        """The engines that were described last."""
+
+    def for_evaluation(self) -> UpdatableEngines:
+        """Describe the engines that evaluate in the background; the trainers connect to them each time."""
+        return self._describe(self._evaluating, *LIVE)
+
+    def updatable(self) -> UpdatableEngines:
+        """Describe the live engines of the model."""
+        return self._describe(self._groups, *LIVE)
+
+    def without_weights(self) -> UpdatableEngines:
+        """Describe the restarted engines that wait for the present weights before they get requests.
+
+        Raises:
+            EngineDiedError: the run cannot go on without an engine.
+        """
+        raise_if_given_up(self._all_groups)
+        if not any(group.indices(EngineState.UPDATING) for group in self._groups):
+            return UpdatableEngines([], num_new=0)
+        return self._describe(self._groups, EngineState.UPDATING)
+
+    def _describe(self, groups: Sequence[EngineGroup], *states: EngineState) -> UpdatableEngines:
+        offset = plan_gpus(self._args).rollout_offset
+        num_trainer_gpus = self._args.actor_num_nodes * self._args.actor_num_gpus_per_node
+        engines: list[RayEngine] = []
+        for group, index in [(g, i) for g in groups for i in g.indices(*states)]:
+            actors = group.actors_of(index)  # read once: an engine may be killed meanwhile
+            if actors[0] is None:
+                continue
+            first_gpu = offset + group.gpu_offset + index * group.num_gpus_per_engine
+            engine = RayEngine(
+                index=len(engines),
+                num_gpus=group.num_gpus_per_engine,
+                gpu_offset=first_gpu,
+                is_colocated=first_gpu + group.num_gpus_per_engine <= num_trainer_gpus,
+                loaders=group.weight_loaders,
+                dtype=group.dtype,
+                node_handles=actors,
+            )
+            engines.append(engine)
+        self._described = [engine.handle for engine in engines]
+        num_new = len([handle for handle in self._described if handle not in self._connected])
+        # One that is gone leaves a hole in the sender's group: connecting again closes it.
+        return UpdatableEngines(engines, num_new or int(self._described != self._connected))
+
+    def connected(self) -> None:
+        """Note that the trainers have connected to the engines that were described last."""
+        self._connected = list(self._described)
+
+    def push_started(self) -> UpdatableEngines:
+        """Report that the trainers begin a push; describe the engines that take it.
+
+        Raises:
+            EngineDiedError: the run cannot go on without an engine, which may still answer with the old weights.
+        """
+        raise_if_given_up(self._all_groups)
+        engines = self.updatable()
+        self._report(engines.handles, EngineEvent.PUSH_STARTED)
+        return engines
+
+    def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
+        """Report that the engines that were described last hold the present weights, except ``excluded``.
+
+        Raises:
+            ProcessError: the router does not take a restarted engine in.
+        """
+        without = {engine.index for engine in excluded}
+        updated = [handle for index, handle in enumerate(self._described) if index not in without]
+        self._report(updated, EngineEvent.PUSH_DONE)
+
+    def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
+        """Report that a push has excluded engines; ``--weight-push-failure`` says what becomes of them.
+
+        Args:
+            excluded: indices count the engines that were described last.
+
+        Raises:
+            WeightSyncError: the policy is to stop.
+            EngineError: no engine of the model is left, or one cannot be restarted.
+        """
+        reasons = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in excluded)
+        policy = self._args.weight_push_failure
+        if policy == "stop":
+            raise WeightSyncError(
+                f"{len(excluded)} engines did not take the weights (--weight-push-failure stop). {reasons}. The "
+                "others serve the new version; start the job again to resume from the last checkpoint"
+            )
+        for engine in excluded:
+            reason = f"it did not take the weights: {engine.reason}"
+            self._report([self._described[engine.index]], EngineEvent.PUSH_REFUSED, reason)
+        raise_if_given_up(self._all_groups)
+        states = {state for group in self._groups for state in group.states}
+        if policy == "drop" and not states - {EngineState.RETIRED}:
+            raise EngineError("no engine is left; the last were excluded (--weight-push-failure drop). " + reasons)
+
+    def _report(self, handles: Sequence[Any], event: EngineEvent, reason: str = "") -> None:
+        """Report an event of those of ``handles`` that are still there; raise the first failure after the last."""
+        failures: list[ProcessError] = []
+        for group, index in [(g, i) for g in self._groups for i, e in enumerate(g.engines) if e in handles]:
+            try:
+                group.report(index, event, reason)
+            except ProcessError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
