@@ -24,7 +24,6 @@ def train(args: Namespace) -> None:
 
         rollout_data = job.generate(rollout_id)
         if rollout_data is not None:
-            job.offload_engines()
             job.train(rollout_id, rollout_data)
             job.save_if_due(rollout_id)
             job.push_weights()

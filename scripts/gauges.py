@@ -273,7 +273,7 @@ def job_gauges(names: Sequence[str], more: Sequence[str], *, lists: bool) -> Ite
         yield f"{name}: imported by the driver", size(job.driver)
         if "TrainJob.generate" in job.windows:
             sample, push = (
-                job.files_in("TrainJob.generate", "TrainJob.train_models"),
+                job.files_in("TrainJob.generate", "TrainJob.train"),
                 job.files_in("TrainJob.push_weights"),
             )
             yield f"{name}: files entered by a rollout and its step", str(len(sample))

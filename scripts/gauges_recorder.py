@@ -21,7 +21,7 @@ from typing import Any
 
 PACKAGES = ("slime", "slime_plugins")
 TICKS_PER_S = 100
-WINDOWS = {"TrainJob.generate", "TrainJob.train_models", "TrainJob.push_weights"}
+WINDOWS = {"TrainJob.generate", "TrainJob.train", "TrainJob.push_weights"}
 
 
 class Recorder(importlib.abc.MetaPathFinder):

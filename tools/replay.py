@@ -170,9 +170,8 @@ def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
             job.train(rollout_id, data)
             job.report(rollout_id)
         if options.save_checkpoint:
-            for trainer in (job.critic, job.actor):
-                if trainer is not None:
-                    trainer.save_model(replay.rollout_id, force_sync=True)
+            for trainer in reversed(job.trainers.all):
+                trainer.save_model(replay.rollout_id, force_sync=True)
         job.finish()
 
     try:

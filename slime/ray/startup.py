@@ -20,12 +20,12 @@ from slime.flags.algorithm import uses_reference
 from slime.flags.parse import record_runtime
 from slime.observability.telemetry import values_of_the_run
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.critic import create_critic
 from slime.ray.engines.actor import restart_timeout_s
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import CORE, Parts
 from slime.ray.rollout import start_rollout_manager
+from slime.ray.trainers import create_critic
 from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import wait_for, watch, watch_start
 from slime.utils.errors import ConfigError
@@ -86,7 +86,6 @@ def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
     """Return the actor's group, of which nothing is started yet; with ``--debug-rollout-only`` it has no ranks."""
     if args.debug_rollout_only:
         return RayTrainGroup(args, 0, 0, gpus)
-    kept = policies_of(args)
     group = parts.train_group or RayTrainGroup
     return group(
         args,
@@ -94,8 +93,7 @@ def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
         args.actor_num_gpus_per_node,
         gpus,
         role="actor",
-        with_ref=kept["with_ref"],
-        with_opd_teacher=kept["with_opd_teacher"],
+        **policies_of(args),
         parts=parts,
     )
 
@@ -159,6 +157,13 @@ def load_position(args: Namespace, manager: Any, start_rollout_id: int) -> None:
     if args.rollout_global_dataset:
         position = manager.load.remote(start_rollout_id - 1)
         wait_for(position, what="the position in the data to be restored", timeout_s=args.train_timeout_s)
+
+
+def save_position(args: Namespace, manager: Any, rollout_id: int) -> None:
+    """Have the manager write the position in the data after ``rollout_id``, with its buffer."""
+    if args.rollout_global_dataset:
+        position = manager.save.remote(rollout_id)
+        wait_for(position, what="the position in the data to be saved", timeout_s=args.train_timeout_s)
 
 
 def engines_come_first(args: Namespace) -> bool:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -27,14 +27,15 @@ from slime.observability import telemetry
 from slime.observability.logging_utils import configure_logger
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.step_line import StepLine
-from slime.observability.telemetry import event, span
+from slime.observability.telemetry import Timer, event, span
 from slime.ray.engines.fleet import DEADLINE_MARGIN_S
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.engines.models import JobState
 from slime.ray.gpus import create_placement_groups
 from slime.ray.parts import Parts
 from slime.ray.save_lock import lock_outputs
-from slime.ray.startup import create_rollout_manager, create_training_models, make_actor
+from slime.ray.startup import create_rollout_manager, create_training_models, make_actor, save_position
+from slime.ray.trainers import Trainers
 from slime.ray.waiting import forget_all, unwatched, wait_for
 from slime.utils.misc import Box, should_run_periodic_action
 
@@ -52,30 +53,13 @@ class Generation:
     """Of its train data."""
 
 
-class StepTimes:
-    """Seconds of the driver's steps by name; those of a step within another count for the inner one alone."""
+def job_state(manager: Any) -> JobState:
+    """Ask the manager for the state of engines and routers; for the thread of a sink.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inner_s = 0.0
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Count the time of the block, and record its span."""
-        start, began = time.monotonic(), time.time()
-        before_s, self._inner_s = self._inner_s, 0.0
-        try:
-            yield
-        finally:
-            elapsed_s = time.monotonic() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed_s - self._inner_s
-            self._inner_s = before_s + elapsed_s
-        span(name, began, began + elapsed_s)
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds since the last call."""
-        seconds, self.seconds = self.seconds, {}
-        return seconds
+    Not by ``wait_for``: deaths and SIGTERM are the loop's to see.
+    """
+    state: JobState = ray.get(manager.get_job_state.remote(), timeout=JOB_STATE_TIMEOUT_S)
+    return state
 
 
 class TrainJob:
@@ -89,7 +73,6 @@ class TrainJob:
     def __init__(self, args: Namespace, parts: Parts) -> None:
         configure_logger()
         self.args, self.parts = args, parts
-        self.times = StepTimes()
         self._locks = lock_outputs(args, parts.outputs)
         self._step_began = time.time()
         self.start_parts()
@@ -97,6 +80,7 @@ class TrainJob:
         event("start", rollout=args.start_rollout_id, num_rollout=args.num_rollout)
         span("start", self._step_began, time.time())
         self._step_began = time.time()
+        Timer().reset()
 
     def start_parts(self) -> None:
         """Reserve GPUs, and start engines and trainers."""
@@ -106,24 +90,21 @@ class TrainJob:
         self._step_began = time.time()
         rollout_gpus, actor_gpus = self.gpus["rollout"], self.gpus["actor"]
         assert rollout_gpus is not None and actor_gpus is not None
-        actor = make_actor(args, actor_gpus, self.parts)
+        self.actor = make_actor(args, actor_gpus, self.parts)
         # Engines start for a minute; the trainer's processes import their libraries in that time.
-        self.manager, self.rollouts_per_epoch = create_rollout_manager(args, rollout_gpus, actor.begin, self.parts)
-        telemetry.offer(self._job_state)
+        self.manager, self.rollouts_per_epoch = create_rollout_manager(
+            args, rollout_gpus, self.actor.begin, self.parts
+        )
+        telemetry.offer(lambda: job_state(self.manager))
         self._step_line = StepLine.follow(args)
-        self.actor, self.critic = create_training_models(args, self.gpus, self.manager, actor)
+        self.trainers = Trainers(args, *create_training_models(args, self.gpus, self.manager, self.actor))
         beside = self.parts.evaluation
         self._background = beside(args, self.manager, self.actor) if beside is not None else None
-
-    def _job_state(self) -> JobState:
-        # In a thread of a sink, so not by wait_for: deaths and SIGTERM are the loop's to see.
-        state: JobState = ray.get(self.manager.get_job_state.remote(), timeout=JOB_STATE_TIMEOUT_S)
-        return state
 
     # Steps
 
     def step(self, name: str, work: Callable[[], T], *, needs_trainer: bool = True) -> T:
-        """Return ``work()``, and count its time as that of the step ``name``.
+        """Return ``work()``, and count its time for the step ``name``.
 
         Args:
             name: of the step, in metrics and spans.
@@ -131,7 +112,7 @@ class TrainJob:
                 fails, or the same each time.
             needs_trainer: False for a wait for the manager, for which no rank of the trainer has to be alive.
         """
-        with self.times.measure(name):
+        with span(name):
             return work()
 
     def start_generate(self, rollout_id: int) -> Generation:
@@ -146,42 +127,18 @@ class TrainJob:
         """Run rollout ``rollout_id`` and wait for its train data."""
         return self.finish_generate(self.start_generate(rollout_id))
 
-    def offload_engines(self) -> None:
-        """Have the engines release weights, cache and graphs, so that the trainer fits beside them."""
-        self._on_shared_gpus("offload", "offload")
-
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Take the optimizer steps of one rollout."""
-        self.step("train", lambda: self.train_models(rollout_id, rollout_data))
-        self.record_trained(rollout_id)
-
-    def record_trained(self, rollout_id: int) -> None:
-        """Have the ledger record that the optimizer took the rollout's steps."""
+        """Take the optimizer steps of one rollout (and first, where GPUs are shared, the GPUs)."""
+        self._on_shared_gpus("offload", "offload")
+        self.step("train", lambda: self.trainers.train(rollout_id, rollout_data))
         self._ask("train", "record_trained", rollout_id, what="the ledger")
-
-    def train_models(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Train the critic first, since the actor's advantages need its values, then the actor.
-
-        The first ``--num-critic-only-steps`` rollouts train the critic alone.
-        """
-        values = None
-        if self.critic is not None:
-            with self.times.measure("train_critic"):
-                values = self.critic.async_train(rollout_id, rollout_data)
-                self.critic.wait_trained(rollout_id, values)
-        if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
-            self.actor.train(rollout_id, rollout_data, external_data=values)
 
     def save_if_due(self, rollout_id: int) -> None:
         """Save when ``--save-interval`` says so, and after the last rollout."""
-        if not self.args.debug_rollout_only and self.must_save(rollout_id):
-            self.save(rollout_id)
-
-    def must_save(self, rollout_id: int) -> bool:
-        """Return whether a checkpoint is due after ``rollout_id``."""
         args = self.args
         is_due = should_run_periodic_action(rollout_id, args.save_interval, self.rollouts_per_epoch, args.num_rollout)
-        return bool(is_due or args.release_train)
+        if (is_due or args.release_train) and not args.debug_rollout_only:
+            self.save(rollout_id)
 
     def save(self, rollout_id: int, *, is_last: bool = False) -> None:
         """Save, and have what the checkpoint makes superfluous dropped.
@@ -191,41 +148,11 @@ class TrainJob:
             is_last: whether these processes end after it, so that nothing may be written in the background.
         """
         is_last = is_last or self.args.release_train or rollout_id == self.args.num_rollout - 1
-        self.step("save", lambda: self.write_checkpoints(rollout_id, force_sync=is_last))
+        # The position is not a step: a trainer that dies meanwhile must write again before anything is published.
+        position = partial(save_position, self.args, self.manager, rollout_id)
+        self.step("save", lambda: self.trainers.save(rollout_id, position, force_sync=is_last))
         self._ask("save", "record_published", rollout_id, what="the ledger")
         event("save", rollout=rollout_id)
-
-    def write_checkpoints(self, rollout_id: int, *, force_sync: bool) -> None:
-        """Write everything that a run resumes from, and make it count.
-
-        The order makes a kill at any moment harmless: the models, then the position in the data with its buffer, and
-        last of all the actor's tracker file, which makes the checkpoint count.  A critic is saved with the actor, also
-        while only the critic trains, so that every checkpoint is of both; its tracker comes before the actor's, and it
-        resumes from the iteration of the actor's whatever its own says.
-        """
-        self.write_models(rollout_id, force_sync=force_sync)
-        self.save_position(rollout_id)
-        self.publish_models(rollout_id)
-
-    def write_models(self, rollout_id: int, *, force_sync: bool) -> None:
-        """Write the models of a checkpoint, which does not count yet."""
-        if self.critic is not None:
-            # Not in the background (--async-save): the actor's might be on disk, and count, before it.
-            self.critic.write_checkpoint(rollout_id, force_sync=True)
-        self.actor.write_checkpoint(rollout_id, force_sync=force_sync)
-
-    def save_position(self, rollout_id: int) -> None:
-        """Save the position in the data with its buffer."""
-        if self.args.rollout_global_dataset:
-            # Not a step: a trainer that dies meanwhile must write again before anything is published.
-            position = self.manager.save.remote(rollout_id)
-            wait_for(position, what="the position in the data to be saved", timeout_s=self.args.train_timeout_s)
-
-    def publish_models(self, rollout_id: int) -> None:
-        """Make the checkpoint count."""
-        if self.critic is not None:
-            self.critic.publish_checkpoint(rollout_id)
-        self.actor.publish_checkpoint(rollout_id)
 
     def push_weights(self) -> None:
         """Give the engines the present weights (and, where GPUs are shared, the GPUs)."""
@@ -238,7 +165,7 @@ class TrainJob:
             self._on_shared_gpus("push", "onload_weights")
         self.step("push", self.actor.update_weights)
         self._on_shared_gpus("push", "onload_kv")
-        event("push", seconds=round(self.times.seconds["push"], 3))
+        event("push", seconds=round(Timer().seconds("push"), 3))
 
     def evaluate(self, rollout_id: int) -> None:
         """Measure the present policy on the evaluation sets."""
@@ -251,34 +178,35 @@ class TrainJob:
         if self._background is None:
             self.evaluate(rollout_id)
             return
-        with self.times.measure("begin_eval"):
+        with span("begin_eval"):
             self._background.begin(rollout_id)
 
     def report(self, rollout_id: int) -> None:
         """Log the driver's own times of the step and print the step's line."""
         if self._background is not None:
             self._background.raise_if_failed()
-        seconds = self.times.take()
+        seconds, now = Timer().log_dict(), time.time()
+        Timer().reset()
+        if "train_critic" in seconds:
+            seconds["train"] -= seconds["train_critic"]
         metrics: dict[str, float] = {f"perf/time_{name}_s": value for name, value in seconds.items()}
-        metrics["perf/time_step_s"] = sum(seconds.values())
+        metrics["perf/time_step_s"] = now - self._step_began
         step = compute_rollout_step(self.args, rollout_id)
         telemetry.log(metrics | {"rollout/step": step}, "rollout/step")
-        now = time.time()
         span("step", self._step_began, now, rollout=rollout_id)
         self._step_began = now
         print(self._step_line.line(rollout_id, step), flush=True)
 
     def finish(self) -> None:
         """Stop engines, routers and trainers, and close the logs; an evaluation in the background ends first."""
-        trainers = [trainer for trainer in (self.critic, self.actor) if trainer is not None]
         if self._background is not None:
             # The trainer is done: a rank that dies now changes nothing.
-            with unwatched([name for trainer in trainers for name in trainer.names]):
+            with unwatched(self.trainers.names):
                 self._background.finish()
         forget_all()
         self._ask("finish", "dispose", what="the engines to stop", timeout_s=self.args.shutdown_timeout_s * 2)
-        for trainer in trainers:
-            trainer.finish()
+        for trainer in self.trainers.all:
+            trainer.release(flushes=True)
         event("finish")
         telemetry.stop()
         for lock in self._locks:
@@ -311,11 +239,11 @@ class TrainJob:
                 what=what,
                 timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
                 report_every_s=report_every_s,
-                meanwhile=self.serve_new_engines if self.actor.restarts_engines else None,
+                meanwhile=self.serve_new_engines if self.actor.push.restarts_engines else None,
             )
 
         return self.step(step, wait, needs_trainer=False)
 
     def serve_new_engines(self) -> None:
         """Give the weights to engines in the place of dead ones; called while a rollout is awaited."""
-        self.actor.serve_new_engines()
+        self.actor.push.serve_new_engines()

@@ -212,14 +212,14 @@ TRAINER_BUGS = (
     ),
     Mutation(
         bug="the critic's values handed to the ranks in their order, whatever their samples",
-        target="slime.ray.critic:scatter_values",
+        target="slime.ray.trainers:scatter_values",
         old='[by_place[rank["dp_rank"], rank["cp_rank"]] if rank["is_last_stage"] else None for rank in actor_ranks]',
         new="list(values)",
         tests=("tests/unit/ray/test_critic.py::test_tensor_and_pipeline_parallelism_may_differ",),
     ),
     Mutation(
         bug="context-parallel ranks get the critic's values of the first one",
-        target="slime.ray.critic:scatter_values",
+        target="slime.ray.trainers:scatter_values",
         old='by_place[rank["dp_rank"], rank["cp_rank"]] if',
         new='by_place[rank["dp_rank"], 0] if',
         tests=("tests/unit/ray/test_critic.py::test_context_parallel_ranks_get_their_own_part",),

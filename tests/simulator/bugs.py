@@ -26,12 +26,12 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "(None, [None] * len(self._observers))",
     ),
     "a trainer that dies while the position is saved does not write again": _bug(
-        "slime.ray.train_loop:TrainJob.save_position",
-        'wait_for(position, what="the position in the data to be saved", timeout_s=self.args.train_timeout_s)',
-        'self.step("save", lambda: wait_for(position, what="", timeout_s=300.0), needs_trainer=False)',
+        "slime.ray.train_loop:TrainJob.save",
+        "self.trainers.save(rollout_id, position, force_sync=is_last)",
+        'self.trainers.save(rollout_id, lambda: self.step("save", position, needs_trainer=False), force_sync=is_last)',
     ),
     "a trainer that was started again is not connected to the engines": _bug(
-        "slime.ray.actor_group:RayTrainGroup._push", "engines.num_new or not self._is_connected", "engines.num_new"
+        "slime.ray.push:WeightPush.send", "engines.num_new or not self.is_connected", "engines.num_new"
     ),
     "a trainer that was started again does not repeat the steps since its checkpoint": _bug(
         "slime.ext.recovery.trainer_recovery:TrainerRecovery.restart", "self._train(rollout_id, rollout_data)", "pass"
@@ -55,12 +55,12 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "if False and",
     ),
     "a new engine that dies over its weights ends the run": _bug(
-        "slime.ray.actor_group:RayTrainGroup.serve_new_engines",
+        "slime.ray.push:WeightPush.serve_new_engines",
         "if self._failed_resends >= MAX_FAILED_RESENDS:",
         "if True:",
     ),
     "a push that no engine took is not repeated": _bug(
-        "slime.ray.actor_group:RayTrainGroup._push_until_taken", "num_failed == MAX_PUSHES", "True"
+        "slime.ray.push:WeightPush._push_until_taken", "num_failed == MAX_PUSHES", "True"
     ),
     "a probe reaches an engine behind the order to give its memory away": _bug(
         "slime.ray.engines.monitor:HealthMonitor._probe_all", " and self._is_valid(pauses)", ""
@@ -81,15 +81,15 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "version",
     ),
     "a push that no engine took is repeated once": _bug(
-        "slime.ray.actor_group:RayTrainGroup._push_until_taken", "num_failed == MAX_PUSHES", "num_failed == 2"
+        "slime.ray.push:WeightPush._push_until_taken", "num_failed == MAX_PUSHES", "num_failed == 2"
     ),
     "a router that does not take a new engine in ends the run": _bug(
-        "slime.ray.actor_group:RayTrainGroup._report_taken", "not self.restarts_engines", "True"
+        "slime.ray.push:WeightPush._report_taken", "not self.restarts_engines", "True"
     ),
     "a checkpoint that counts is written again": _bug(
-        "slime.ext.recovery.job:RecoveringJob.write_checkpoints",
-        "if self.actor.last_checkpoint != rollout_id:",
-        "if True:",
+        "slime.ray.trainers:Trainers.save",
+        "if self.actor.checkpoints.last == rollout_id:",
+        "if False:",
     ),
     "SIGTERM to a rank ends a run that can go on": _bug(
         "slime.ext.recovery.preemption:Preemption.reached", "if self.lets_go(name):", "if False:"

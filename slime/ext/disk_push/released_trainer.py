@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ import ray
 
 from slime.ext.disk_push.disk import FolderCarrier, WrittenVersion
 from slime.ext.disk_push.versions import prune_before
-from slime.ray.actor_group import PUSH_MARGIN_S, RayTrainGroup
+from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.engines.weights import UpdatableEngines
+from slime.ray.push import PUSH_MARGIN_S, WeightPush
 from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
 from slime.utils.errors import WeightSyncError
 from slime.utils.misc import Box
@@ -34,11 +36,9 @@ class ReleasedTrainGroup(RayTrainGroup):
     Nothing of the trainer stays in any memory while the engines generate.
     """
 
-    def __init__(self, *arguments: Any, push_weights: PushWeights, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._push_weights = push_weights
-        self._written: WrittenVersion | None = None
-        """Version that the trainer wrote to disk last."""
+    def __init__(self, args: Namespace, *arguments: Any, push_weights: PushWeights, **keywords: Any) -> None:
+        super().__init__(args, *arguments, **keywords)
+        self.push = ReleasedPush(args, self, push_weights)
 
     def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
         """Train as the base class does; starts the ranks where they have ended."""
@@ -46,38 +46,49 @@ class ReleasedTrainGroup(RayTrainGroup):
             self.create()
         return super().async_train(rollout_id, rollout_data, external_data)
 
-    def update_weights(self) -> dict[str, float]:
-        """Hand the weights over, have the engines take room for them, and continue as the base class does."""
+
+class ReleasedPush(WeightPush):
+    """Pushes what the trainer left on disk, from the driver."""
+
+    def __init__(self, args: Namespace, trainer: RayTrainGroup, push_weights: PushWeights) -> None:
+        super().__init__(args, trainer)
+        self._push_weights = push_weights
+        self._written: WrittenVersion | None = None
+        """Version that the trainer wrote to disk last."""
+
+    def update(self) -> dict[str, float]:
+        """Hand the weights over, have the engines take room for them, then push as the base class does."""
         if self.args.debug_train_only:
             return {}
         self._hand_over_weights()
         if self.args.offload_rollout:
-            self._ask_manager("onload_weights", timeout_s=memory_timeout_s(self.args))
-        return super().update_weights()
+            self.ask_manager("onload_weights", timeout_s=memory_timeout_s(self.args))
+        return super().update()
 
     def _hand_over_weights(self) -> None:
         """Have the weights written to disk, and end every rank: its memory is free when this returns."""
-        if not self.actors:
+        trainer = self.trainer
+        if not trainer.actors:
             return
-        engines = self._ask_manager("get_updatable_engines")
+        engines = self.ask_manager("get_updatable_engines")
         # These ranks have never seen an engine; the hook after the write gets them.
-        self._on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
+        trainer.on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
         timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
-        self._version.count(self.args.save)
-        written = self._on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)
-        self._written = written[0]
-        self._version.number = self._written.number
-        self.finish()
+        trainer.version.count(self.args.save)
+        self._written = trainer.on_all("write_weights", what="the weights on disk", timeout_s=timeout_s)[0]
+        assert self._written is not None
+        trainer.version.number = self._written.number
+        trainer.release(flushes=True)
         if cluster_has_accelerators():
             time.sleep(RELEASE_GRACE_S)
 
-    def _push(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
+    def send(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
         """Have engines read what the trainer left, also those that started late; return the metrics."""
         args = self.args
         if self._written is None:
             raise WeightSyncError("the trainer has written no weights to disk; call update_weights first")
         if engines.num_new:
-            self._ask_manager("clear_updatable_num_new_engines")
+            self.ask_manager("clear_updatable_num_new_engines")
         push = Push(
             str(self._written.number),
             Participants(engines.engines, PushClock(args.weight_update_timeout_s)),

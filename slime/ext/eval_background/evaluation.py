@@ -165,11 +165,11 @@ class BackgroundEvaluation(Evaluation):
         if not engines.engines:
             return f"no engine of the model {EVALUATION_MODEL} is there"
         try:
-            self._actor.resend_weights(engines)
+            self._actor.push.resend(engines)
         except (ProcessError, WeightSyncError) as error:  # a trainer that cannot push fails at its next push
-            self._actor.excluded = []
+            self._actor.push.excluded = []
             return f"its engines did not take the weights: {error}"
-        excluded, self._actor.excluded = self._actor.excluded, []
+        excluded, self._actor.push.excluded = self._actor.push.excluded, []
         return (
             "; ".join(f"engine {engine.index} did not take the weights: {engine.reason}" for engine in excluded)
             or None

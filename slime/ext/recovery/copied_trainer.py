@@ -25,22 +25,21 @@ class CopiedTrainGroup(RayTrainGroup):
 
     rank_class = CopiedRank
 
-    def __init__(self, args: Namespace, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(args, *arguments, **keywords)
-        self._copies = MemoryCheckpoints(args)
+    def __init__(self, args: Namespace, *arguments: Any, leader: RayTrainGroup | None = None, **keywords: Any) -> None:
+        super().__init__(args, *arguments, leader=leader, **keywords)
         self._critics: list[RayTrainGroup] = []
-
-    def follow(self, leader: RayTrainGroup) -> None:
-        """Resume where ``leader`` does: by its checkpoints, and by copies made when it has trained, which is later."""
-        super().follow(leader)
-        assert isinstance(leader, CopiedTrainGroup)
-        leader._critics.append(self)
-        self._copies = leader._copies
+        self._leader = leader
+        if leader is None:
+            self._copies = MemoryCheckpoints(args)
+        else:  # copies are made when the actor has trained, which is later
+            assert isinstance(leader, CopiedTrainGroup)
+            leader._critics.append(self)
+            self._copies = leader._copies
 
     def args_to_resume(self) -> Namespace:
         """Have the fresh ranks take their copies; return the args by which they start, else from a checkpoint."""
         copied = self._copies.fetch(self.actors, self._leader.world_size if self._leader is not None else 0)
-        version, last = self._version.number, self.last_checkpoint
+        version, last = self.version.number, self.checkpoints.last
         return args_to_resume(self._run_args, weight_version=version, checkpoint=last, copied=copied)
 
     def leave_out_checkpoints(self, number: int) -> None:

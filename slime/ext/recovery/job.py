@@ -15,6 +15,7 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -28,7 +29,14 @@ from slime.observability.telemetry import event, span
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.memory import memory_timeout_s
 from slime.ray.gpus import GpuSlice
-from slime.ray.startup import MANAGER, create_rollout_manager, engines_come_first, load_position, wait_for_engines
+from slime.ray.startup import (
+    MANAGER,
+    create_rollout_manager,
+    engines_come_first,
+    load_position,
+    save_position,
+    wait_for_engines,
+)
 from slime.ray.train_loop import Generation, TrainJob
 from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
 from slime.ray.waiting import find_death, forget, react_by, sigterm, unwatched, wait_for
@@ -49,13 +57,7 @@ class RecoveringJob(TrainJob):
         """The last rollout that was trained on since the last save."""
         self._notice = Preemption(self.args.preemption_grace_s, self._save_and_leave)
         self._recovery = TrainerRecovery(
-            self.args,
-            self.actor,
-            self.train_models,
-            self._notice,
-            self.critic,
-            TrainerGpus(self.args, self.gpus),
-            self._save_unsaved,
+            self.args, self.trainers, self._notice, TrainerGpus(self.args, self.gpus), self._save_unsaved
         )
         self._notice.lets_go = self._recovery.can_let_go
         self._notice.listen()
@@ -69,11 +71,12 @@ class RecoveringJob(TrainJob):
     # The trainer
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Train on one rollout, or leave it out when that leads to a rollback."""
+        """Train on one rollout, or leave it out when that leads to a rollback; SIGTERM waits for its end."""
+        self._on_shared_gpus("offload", "offload")
         with self._notice.deferred():
-            with self.times.measure("train"):
+            with span("train"):
                 self._recovery.train(rollout_id, rollout_data)
-            self.record_trained(rollout_id)
+            self._ask("train", "record_trained", rollout_id, what="the ledger")
             self._unsaved = rollout_id
 
     def push_weights(self) -> None:
@@ -101,9 +104,12 @@ class RecoveringJob(TrainJob):
 
     # Saves
 
-    def must_save(self, rollout_id: int) -> bool:
-        """Return whether a checkpoint is due, by the flags or after a rollback."""
-        return super().must_save(rollout_id) or self._recovery.must_save
+    def save_if_due(self, rollout_id: int) -> None:
+        """Save when the flags say so, and after a rollback."""
+        if self._recovery.must_save:
+            self.save(rollout_id)
+        else:
+            super().save_if_due(rollout_id)
 
     def save(self, rollout_id: int, *, is_last: bool = False) -> None:
         """Save; what the trainer would have trained on again is dropped."""
@@ -111,11 +117,6 @@ class RecoveringJob(TrainJob):
             super().save(rollout_id, is_last=is_last)
             self._unsaved = None
             self._recovery.record_saved()
-
-    def write_checkpoints(self, rollout_id: int, *, force_sync: bool) -> None:
-        """Write, unless a rank died after the checkpoint counted: writing it again would take it away meanwhile."""
-        if self.actor.last_checkpoint != rollout_id:
-            super().write_checkpoints(rollout_id, force_sync=force_sync)
 
     def _save_unsaved(self) -> None:
         """Save what was trained since the last checkpoint, to disk before this returns: the trainer has to go."""
@@ -129,16 +130,16 @@ class RecoveringJob(TrainJob):
             return
         if self._recovery.is_down:
             raise ProcessError("the trainer had died and was not yet back where it was")
+        position = partial(save_position, self.args, self.manager, rollout_id)
         if self.args.offload_rollout and cluster_has_accelerators():
             # The engines have the GPUs, and are in the middle of a rollout: they go before the trainer wakes up.
-            self.save_position(rollout_id)
+            position()
             forget(MANAGER)
             ray.kill(self.manager)
             time.sleep(RELEASE_GRACE_S)
-            self.write_models(rollout_id, force_sync=True)
-            self.publish_models(rollout_id)
+            self.trainers.save(rollout_id, lambda: None, force_sync=True)
         else:
-            self.write_checkpoints(rollout_id, force_sync=True)
+            self.trainers.save(rollout_id, position, force_sync=True)
         event("save", rollout=rollout_id)
 
     # The manager
@@ -149,7 +150,7 @@ class RecoveringJob(TrainJob):
         while True:
             try:
                 if death is not None:
-                    with self.times.measure("wait_for_rollout"):
+                    with span("wait_for_rollout"):
                         self._restart_manager(generation.rollout_id, death)
                     generation.ref = self.manager.generate.remote(generation.rollout_id)
                 return super().finish_generate(generation)
@@ -174,7 +175,7 @@ class RecoveringJob(TrainJob):
         """
         logger.error("%s. It is started again with its engines (--trainer-recovery).", death)
         began, since = time.monotonic(), time.time()
-        with unwatched(self._recovery.names):
+        with unwatched(self.trainers.names):
             gpus = self.gpus["rollout"]
             assert gpus is not None
             self.manager, start = create_manager_again(self.args, gpus, self.actor)
@@ -196,7 +197,7 @@ def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) ->
         the manager's actor handle, and the first rollout of which it has the samples from the ledger alone.
     """
     forget(MANAGER)
-    last, start = actor.last_checkpoint, args.start_rollout_id
+    last, start = actor.checkpoints.last, args.start_rollout_id
     if last is not None:
         args, start = args_to_resume(args, weight_version=last, checkpoint=last), last + 1
         record_runtime(args, start_rollout_id=start)

@@ -28,7 +28,7 @@ from slime.ext.recovery.preemption import Preemption, RanksLeave
 from slime.ext.recovery.trainer_gpus import TrainerGpus
 from slime.flags.fault_tolerance import checkpoints_to_go_back
 from slime.observability.telemetry import span
-from slime.ray.actor_group import RayTrainGroup
+from slime.ray.trainers import Trainers
 from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
 from slime.ray.waiting import Interrupted, find_death
 from slime.utils.errors import DeadlineError, HangError, SlimeError, StepError
@@ -50,10 +50,8 @@ class TrainerRecovery:
 
     Args:
         args: the run's arguments.
-        actor: the trainer.
-        train: trains on one rollout, as the job does.
+        trainers: the actor, and the critic if there is one; all start again when a rank of either dies.
         notice: the driver's reaction to SIGTERM.
-        critic: of the actor; both start again when a rank of either dies.
         gpus: finds GPUs for their ranks; without it they start where they were.
         save: saves what was trained since the last checkpoint, and waits until that is on disk.
     """
@@ -61,10 +59,8 @@ class TrainerRecovery:
     def __init__(
         self,
         args: Namespace,
-        actor: RayTrainGroup,
-        train: Callable[[int, list[Box]], None],
+        trainers: Trainers,
         notice: Preemption,
-        critic: RayTrainGroup | None = None,
         gpus: TrainerGpus | None = None,
         save: Callable[[], None] = lambda: None,
     ) -> None:
@@ -73,10 +69,8 @@ class TrainerRecovery:
         """The trainer died and was not started again yet."""
         self.must_save = False
         """The trainer went back to an older checkpoint, which the next save is to replace."""
-        self._actor, self._train, self._gpus, self._save = actor, train, gpus, save
-        self._notice = notice
-        self._trainers = [actor] if critic is None else [actor, critic]
-        """In the order in which they start."""
+        self._all, self._notice, self._gpus, self._save = trainers, notice, gpus, save
+        self._actor, self._trainers, self._train = trainers.actor, trainers.all, trainers.train
         self._is_on = args.trainer_recovery != "off"
         self._trained: list[tuple[int, list[Box]]] = []
         self._num_rollbacks = 0
@@ -122,7 +116,7 @@ class TrainerRecovery:
 
     def _cause_of(self, error: Exception) -> SlimeError | None:
         """Return the death, departure or hang of a rank behind an error of another; None for an error of its own."""
-        if found := find_death(self.names, timeout_s=NOTICE_S) or self._notice.departure():
+        if found := find_death(self._all.names, timeout_s=NOTICE_S) or self._notice.departure():
             return found
         is_late = isinstance(error, RuntimeError) and all(words in str(error) for words in GLOO_TIMEOUT)
         return HangError(f"a rank did not take part in a collective: {error}") if is_late else None
@@ -140,7 +134,7 @@ class TrainerRecovery:
     def record_saved(self) -> None:
         """Drop the train data that the last checkpoint makes superfluous."""
         self.must_save = False
-        last = self._actor.last_checkpoint
+        last = self._actor.checkpoints.last
         if last is not None:
             self._trained = [kept for kept in self._trained if kept[0] > last]
 
@@ -153,7 +147,7 @@ class TrainerRecovery:
 
         Not where engines share the GPUs, which would have to make room for the save, nor without the driver's node.
         """
-        if not (self._is_on and self.args.preemption_grace_s and rank in self.names) or self.args.offload_rollout:
+        if not (self._is_on and self.args.preemption_grace_s and rank in self._all.names) or self.args.offload_rollout:
             return False
         return self._gpus is None or self._gpus.is_elsewhere(self._number_of(rank))
 
@@ -170,11 +164,6 @@ class TrainerRecovery:
 
     def _number_of(self, name: str) -> int:
         return next(t.names.index(name) for t in self._trainers if name in t.names)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all ranks, as they are watched."""
-        return [name for trainer in self._trainers for name in trainer.names]
 
     def _release(self) -> None:
         for trainer in self._trainers:
@@ -223,7 +212,7 @@ class TrainerRecovery:
         """Start the trainer again where it is down, or where a rank has died that no wait has noticed."""
 
         def notice() -> None:
-            if death := find_death(self.names, timeout_s=0):
+            if death := find_death(self._all.names, timeout_s=0):
                 raise death
 
         self.run(notice)

@@ -35,8 +35,8 @@ def test_the_engines_have_their_own_deadline_to_take_room_for_weights(monkeypatc
         given.append(timeout_s)
         return [{}] if isinstance(refs, list) else {}
 
-    monkeypatch.setattr("slime.ray.actor_group.wait_for", wait_for)
+    monkeypatch.setattr("slime.ray.push.wait_for", wait_for)
     group = ReleasedTrainGroup(FLAGS, 0, 0, pg=None, push_weights=None)
-    group._manager = Anything()
+    group.push.manager = Anything()
     group.update_weights()
     assert given[0] == pytest.approx(3 * (50 + 120) + 30 + 180, abs=1)

@@ -33,7 +33,7 @@ class Trainer:
         self.next_excluded: list[ExcludedEngine] = []
         self.error: Exception | None = None
 
-    def resend_weights(self, engines: Any) -> None:
+    def resend(self, engines: Any) -> None:
         self.notes.append(("push", engines.engines))
         self.excluded, self.next_excluded = self.next_excluded, []
         if self.error is not None:
@@ -48,7 +48,7 @@ class Evaluation(BackgroundEvaluation):
         self.trainer = Trainer(self.notes)
         self.ended: dict[str, Exception | None] = {}
         self.handles = handles
-        super().__init__(Namespace(rollout_timeout_s=1), None, self.trainer)  # type: ignore[arg-type]
+        super().__init__(Namespace(rollout_timeout_s=1), None, Namespace(push=self.trainer))  # type: ignore[arg-type]
         self._evaluator = Namespace(eval=Namespace(remote=self._eval))
         monkeypatch.setattr(
             background_eval.ray, "wait", lambda refs, timeout: ([r for r in refs if r in self.ended], [])

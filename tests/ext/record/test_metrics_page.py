@@ -35,7 +35,7 @@ def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(monkeypa
     monkeypatch.setattr(prometheus_page, "listen_address", lambda: "127.0.0.1")
     job = Job(tmp_path)
     telemetry.start(job.args, "driver", (PrometheusSink,), primary=True)
-    telemetry.offer(job._job_state)
+    telemetry.offer(lambda: train_loop.job_state(job.manager))
     (sink,) = telemetry._Stream.sinks
     assert isinstance(sink, PrometheusSink) and sink.page is not None
     try:

@@ -13,7 +13,6 @@ from slime.ext.recovery.job import RecoveringJob
 from slime.ray import waiting
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import Parts
-from slime.ray.train_loop import StepTimes
 from slime.rollout.run_state import GroupObserver
 from slime.utils.errors import EngineDiedError
 
@@ -34,14 +33,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.args = Namespace(trainer_recovery="checkpoint", train_timeout_s=60)
     made.parts = Parts(observers=(lambda args, source: GroupObserver(),))
     made._background = None
-    made.manager, made.actor, made.gpus, made.times = (
-        Manager("first"),
-        None,
-        {"rollout": GpuSlice(None, [], [])},
-        StepTimes(),
-    )
+    made.manager, made.actor, made.gpus = Manager("first"), None, {"rollout": GpuSlice(None, [], [])}
+    made.trainers = Namespace(names=["actor rank 0"])
     made._recovery = Namespace(
-        names=["actor rank 0"],
         count=lambda death, error: made.asked.append("counted"),
         keep_instead=lambda trained: made.asked.append(trained),
         restart_if_down=lambda: made.asked.append("the trainer is up"),

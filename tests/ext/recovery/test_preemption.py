@@ -12,7 +12,8 @@ from ray.exceptions import RayActorError
 from slime.ext.recovery import job as recovering_job
 from slime.ext.recovery.job import RecoveringJob
 from slime.ext.recovery.preemption import Preemption
-from slime.ray import train_loop, waiting
+from slime.ray import startup, waiting
+from slime.ray.trainers import Trainers
 from slime.ray.waiting import Interrupted, Sigterm, react_by
 
 
@@ -90,7 +91,7 @@ def test_sigterm_that_a_process_of_the_job_got_too_is_not_taken_for_its_death(no
 class Trainer:
     """Notes its calls."""
 
-    last_checkpoint = None
+    checkpoints = Namespace(last=None)
 
     def __init__(self, role: str, done: list[str]) -> None:
         self._role, self._done = role, done
@@ -109,10 +110,11 @@ def leaving_job(monkeypatch, done: list[str], *, shares_gpus: bool, is_down: boo
         save="/save", offload_rollout=shares_gpus, rollout_global_dataset=True, train_timeout_s=1.0,
         release_train=False, num_rollout=9, preemption_grace_s=1.0,
     )  # fmt: skip
-    made.actor, made.critic = Trainer("actor", done), Trainer("critic", done)  # type: ignore[assignment]
+    made.actor = Trainer("actor", done)  # type: ignore[assignment]
+    made.trainers = Trainers(made.args, made.actor, Trainer("critic", done))  # type: ignore[arg-type]
     made.manager = Namespace(save=Namespace(remote=lambda rollout_id: done.append(f"position {rollout_id}")))
     made._recovery, made._unsaved = Namespace(is_down=is_down), 3  # type: ignore[assignment]
-    monkeypatch.setattr(train_loop, "wait_for", lambda ref, **_: None)
+    monkeypatch.setattr(startup, "wait_for", lambda ref, **_: None)
     monkeypatch.setattr(recovering_job, "cluster_has_accelerators", lambda: True)
     monkeypatch.setattr(recovering_job, "RELEASE_GRACE_S", 0.0)
     monkeypatch.setattr(recovering_job.ray, "kill", lambda actor: done.append("kill the manager"))

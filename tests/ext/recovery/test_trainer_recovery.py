@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from slime.ext.recovery import trainer_recovery
-from slime.ext.recovery.job import RecoveringJob
 from slime.ext.recovery.preemption import Preemption
 from slime.ext.recovery.trainer_recovery import TrainerRecovery
-from slime.ray import sigterm
+from slime.ray import waiting
 from slime.ray.waiting import Interrupted
 from slime.utils.errors import EngineDiedError, HangError, StepError
 
@@ -35,8 +34,8 @@ class Trainer:
         self.gpus = "those it was given"
 
     @property
-    def last_checkpoint(self) -> int | None:
-        return max(self.saved.keys() - self.left_out, default=None)
+    def checkpoints(self) -> Namespace:
+        return Namespace(last=max(self.saved.keys() - self.left_out, default=None))
 
     def leave_out_checkpoints(self, number: int) -> None:
         self.copied = (-1, [])
@@ -47,7 +46,7 @@ class Trainer:
 
     def create(self) -> int:
         self.is_dead, self.num_starts = False, self.num_starts + 1
-        last = self.last_checkpoint
+        last = self.checkpoints.last
         if self.copied[0] >= 0:
             self.weights = list(self.copied[1])
             return self.copied[0] + 1
@@ -81,15 +80,21 @@ def trainer(monkeypatch) -> Trainer:
 @pytest.fixture
 def notice(monkeypatch) -> Preemption:
     made = Preemption()
-    monkeypatch.setattr(sigterm.signal, "raise_signal", lambda number: made._on_signal(number, None))
+    monkeypatch.setattr(waiting.signal, "raise_signal", lambda number: made._on_signal(number, None))
     return made
+
+
+def together(train: Any, *trainers: Any) -> Any:
+    """The trainers of a job, which train as ``train`` does."""
+    names = [name for trainer in trainers for name in trainer.names]
+    return Namespace(actor=trainers[0], all=list(trainers), names=names, train=train)
 
 
 def recovery(trainer: Trainer, notice: Preemption | None = None, **flags: Any) -> TrainerRecovery:
     args = Namespace(
         **{"trainer_recovery": "checkpoint", "max_recoveries": 3, "offload_rollout": False, "on_nan": ["stop"]} | flags
     )
-    return TrainerRecovery(args, trainer, trainer.train, notice or Preemption())  # type: ignore[arg-type]
+    return TrainerRecovery(args, together(trainer.train, trainer), notice or Preemption())
 
 
 @pytest.mark.parametrize("saves_every", [1, 2, 100])
@@ -150,7 +155,7 @@ def test_a_critic_and_its_actor_go_back_together(trainer, monkeypatch):
         taken.append(rollout_id)
 
     monkeypatch.setattr(trainer_recovery, "find_death", death)
-    job = TrainerRecovery(recovery(trainer).args, trainer, train, Preemption(), critic)  # type: ignore[arg-type]
+    job = TrainerRecovery(recovery(trainer).args, together(train, trainer, critic), Preemption())
     for rollout_id in range(5):
         critic.is_dead, trainer.is_dead = rollout_id == 1, rollout_id == 4  # the actor: after the critic's steps
         job.train(rollout_id, 10 * rollout_id)  # type: ignore[arg-type]
@@ -209,7 +214,7 @@ def test_ranks_that_are_told_to_leave_save_first_and_start_elsewhere_without_a_s
         trainer.train(rollout_id, data)
 
     args = recovery(trainer, preemption_grace_s=30.0).args
-    job = TrainerRecovery(args, trainer, train, notice, None, Gpus(), save)  # type: ignore[arg-type]
+    job = TrainerRecovery(args, together(train, trainer), notice, Gpus(), save)  # type: ignore[arg-type]
     notice.lets_go, notice.grace_s = job.can_let_go, 30.0
     job.train(0, 0)  # type: ignore[arg-type]
     with notice.deferred():
@@ -340,12 +345,3 @@ def test_rollbacks_count_as_recoveries_and_without_them_the_number_ends_the_run(
     with pytest.raises(StepError, match="rollout 1") as raised:
         job.train(1, "NaN")  # type: ignore[arg-type]
     assert "earlier within the hour (--max-recoveries 1): rollout 0" in raised.value.__notes__[0]
-
-
-def test_a_checkpoint_that_counts_is_not_written_again() -> None:
-    """A rank died after the tracker had been written, and the save is repeated."""
-    job = RecoveringJob.__new__(RecoveringJob)
-    job.args, job.critic, job.actor = Namespace(), None, Namespace(last_checkpoint=3)  # type: ignore[assignment]
-    job.write_checkpoints(3, force_sync=True)
-    with pytest.raises(AttributeError, match="write_checkpoint"):
-        job.write_checkpoints(4, force_sync=True)

@@ -16,7 +16,7 @@ from slime.ray import cluster, gpus, train_actor
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines import fleet, models
-from slime.ray.train_loop import Generation, StepTimes, TrainJob
+from slime.ray.train_loop import Generation, TrainJob
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, EngineError
 
 FLAGS = Namespace(
@@ -44,14 +44,15 @@ class Anything:
 
 def job() -> TrainJob:
     made = TrainJob.__new__(TrainJob)
-    made.args, made.manager, made.times = FLAGS, Anything(), StepTimes()
-    made.actor, made._background = Namespace(restarts_engines=False), None
+    made.args, made.manager = FLAGS, Anything()
+    made.actor, made._background = Namespace(push=Namespace(restarts_engines=False)), None
+    made.trainers = Namespace(train=lambda *_: None)  # type: ignore[assignment]
     return made
 
 
 def trainers() -> RayTrainGroup:
     made = RayTrainGroup(FLAGS, 1, 1, pg=None)  # type: ignore[arg-type]
-    made.actors, made._manager, made._is_connected = [Anything()], Anything(), True
+    made.actors, made.push.manager, made.push.is_connected = [Anything()], Anything(), True
     return made
 
 
@@ -69,11 +70,9 @@ def trainer_with_box() -> None:
 CASES: list[tuple[str, Callable[[], Any], float]] = [
     ("slime.ray.train_loop", lambda: job().finish_generate(Generation(0, "ref")), 1000 + 2 * 180),
     ("slime.ray.train_loop", lambda: job().evaluate(0), 1000 + 2 * 180),
-    ("slime.ray.train_loop", lambda: job().record_trained(0), 200),
-    ("slime.ray.train_loop", lambda: job().offload_engines(), 3 * (50 + 120) + 30 + 180),
-    ("slime.ray.actor_group", lambda: trainers().layouts(), 120),
+    ("slime.ray.train_loop", lambda: job().train(0, []), 3 * (50 + 120) + 30 + 180),
     ("slime.ray.actor_group", lambda: trainers().wait_trained(0, ["ref"]), 200),
-    ("slime.ray.actor_group", lambda: trainers()._push("update_weights", Namespace(num_new=0)), 30 + 120),
+    ("slime.ray.actor_group", lambda: trainers().push.send("update_weights", Namespace(num_new=0)), 30 + 120),
     ("slime.ray.engines.memory", lambda: engines().offload(), 30),
     ("slime.ray.engines.models", lambda: models.wait_until_serving(FLAGS, []), 50 + 120),
     ("slime.ray.engines.actor", lambda: engine_actor._probe(Anything(), 1, 1, time.monotonic() + 40), 40),

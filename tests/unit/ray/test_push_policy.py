@@ -7,26 +7,28 @@ from typing import Any
 
 import pytest
 
-from slime.ray.actor_group import MAX_FAILED_RESENDS, MAX_PUSHES, RayTrainGroup
+from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.weights import UpdatableEngines
+from slime.ray.push import MAX_FAILED_RESENDS, MAX_PUSHES, WeightPush
 from slime.utils.errors import EngineError, HangError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 
 EXCLUDED = [ExcludedEngine(1, "it holds other bytes")]
 
 
-class Group(RayTrainGroup):
-    """A trainer whose pushes have the outcomes that it is given, and a manager that only notes what it is asked."""
+class Push(WeightPush):
+    """Pushes have the outcomes that it is given, and the manager only notes what it is asked."""
 
     def __init__(self, *outcomes: str, policy: str = "refill", tolerant: bool = True, waiting: int = 0) -> None:
         args = Namespace(
+            save=None,
             weight_push_failure=policy,
             use_fault_tolerance=tolerant,
             debug_train_only=False,
             engine_start_timeout_s=1,
             weight_update_timeout_s=1,
         )
-        super().__init__(args, 1, 1, pg=None)  # type: ignore[arg-type]
+        super().__init__(args, RayTrainGroup(args, 1, 1, pg=None))  # type: ignore[arg-type]
         self.outcomes, self.waiting = list(outcomes), waiting
         self.pushes: list[str] = []
         self.asked: list[tuple[Any, ...]] = []
@@ -41,10 +43,10 @@ class Group(RayTrainGroup):
             raise HangError(outcome)
         return {}
 
-    def resend_weights(self, engines: Any) -> None:
+    def resend(self, engines: Any) -> None:
         self.push_once("resend")
 
-    def _ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+    def ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         self.asked.append((method, *arguments))
         if method == "get_engines_without_weights":
             return Namespace(engines=[None] * self.waiting)
@@ -55,93 +57,95 @@ BEFORE = ["health_monitoring_pause", "recover_updatable_engines"]
 """With fault tolerance a push meets live engines."""
 
 
-def asked(group: Group) -> list[str]:
-    return [method for method, *_ in group.asked]
+def asked(push: Push) -> list[str]:
+    return [method for method, *_ in push.asked]
 
 
 def test_a_push_that_all_engines_take_asks_for_nothing_after_it() -> None:
-    group = Group("fine")
-    group.update_weights()
-    assert (asked(group), group.pushes) == (BEFORE, ["update"])
-    group = Group("fine", tolerant=False)
-    group.update_weights()
-    assert (asked(group), group.pushes) == ([], ["update"])
+    push = Push("fine")
+    push.update()
+    assert (asked(push), push.pushes) == (BEFORE, ["update"])
+    push = Push("fine", tolerant=False)
+    push.update()
+    assert (asked(push), push.pushes) == ([], ["update"])
 
 
 def test_an_engine_that_did_not_take_the_push_is_reported_and_the_run_goes_on() -> None:
-    group = Group("excludes one", policy="drop", tolerant=False)
-    group.update_weights()
-    assert group.asked == [("push_refused", EXCLUDED)]
-    assert group.pushes == ["update"]
+    push = Push("excludes one", policy="drop", tolerant=False)
+    push.update()
+    assert push.asked == [("push_refused", EXCLUDED)]
+    assert push.pushes == ["update"]
 
 
 def test_refill_starts_another_and_gives_it_the_same_version_at_once_where_it_is_up() -> None:
-    group = Group("excludes one", waiting=1)
-    group.update_weights()
-    assert asked(group) == [*BEFORE, "push_refused", "recover_updatable_engines", "get_engines_without_weights"]
-    assert group.pushes == ["update", "resend"]
+    push = Push("excludes one", waiting=1)
+    push.update()
+    assert asked(push) == [*BEFORE, "push_refused", "recover_updatable_engines", "get_engines_without_weights"]
+    assert push.pushes == ["update", "resend"]
 
 
 def test_when_no_engine_took_it_others_are_started_and_the_push_is_made_again() -> None:
-    group = Group("excludes all")
-    group.update_weights()
-    assert asked(group) == [*BEFORE, "push_refused", "find_dead_engines", "recover_updatable_engines"]
-    assert group.pushes == ["update", "update"]
+    push = Push("excludes all")
+    push.update()
+    assert asked(push) == [*BEFORE, "push_refused", "find_dead_engines", "recover_updatable_engines"]
+    assert push.pushes == ["update", "update"]
 
 
 def test_engines_that_die_again_in_the_same_push_are_replaced_again_within_a_bound() -> None:
-    group = Group(*["excludes all"] * (MAX_PUSHES - 1))
-    group.update_weights()
-    assert asked(group).count("recover_updatable_engines") == MAX_PUSHES
-    group = Group(*["excludes all"] * MAX_PUSHES)
+    push = Push(*["excludes all"] * (MAX_PUSHES - 1))
+    push.update()
+    assert asked(push).count("recover_updatable_engines") == MAX_PUSHES
+    push = Push(*["excludes all"] * MAX_PUSHES)
     with pytest.raises(WeightSyncError, match="excludes all"):
-        group.update_weights()
-    assert group.pushes == ["update"] * MAX_PUSHES
+        push.update()
+    assert push.pushes == ["update"] * MAX_PUSHES
 
 
 def test_a_failure_of_the_trainers_own_stays_one() -> None:
-    group = Group("trainer fails")
+    push = Push("trainer fails")
     with pytest.raises(WeightSyncError, match="trainer fails"):
-        group.update_weights()
-    assert group.pushes == ["update"]
+        push.update()
+    assert push.pushes == ["update"]
 
 
 def test_a_trainer_that_hangs_is_not_asked_again() -> None:
-    for act in (Group.update_weights, Group.serve_new_engines):
-        group = Group("trainer hangs", waiting=1)
+    for act in (Push.update, Push.serve_new_engines):
+        push = Push("trainer hangs", waiting=1)
         with pytest.raises(HangError, match="trainer hangs"):
-            act(group)
-        assert len(group.pushes) == 1 and "find_dead_engines" not in asked(group)
+            act(push)
+        assert len(push.pushes) == 1 and "find_dead_engines" not in asked(push)
 
 
 def test_without_fault_tolerance_a_push_that_nobody_takes_ends_the_run() -> None:
-    group = Group("excludes all", policy="drop", tolerant=False)
+    push = Push("excludes all", policy="drop", tolerant=False)
     with pytest.raises(WeightSyncError, match="excludes all"):
-        group.update_weights()
+        push.update()
 
 
 def test_a_replacement_that_does_not_take_its_first_weights_either_is_replaced_again() -> None:
-    group = Group("excludes all", waiting=1)
-    group.serve_new_engines()
-    assert ("push_refused", EXCLUDED) in group.asked
+    push = Push("excludes all", waiting=1)
+    push.serve_new_engines()
+    assert ("push_refused", EXCLUDED) in push.asked
 
 
 def test_a_router_that_does_not_take_a_new_engine_in_ends_no_push(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise EngineError("the router cannot be reached")
 
-    monkeypatch.setattr(Group, "_ask_manager", refuse)
-    Group()._report_taken()  # the engine waits, and `serve_new_engines` gives it the weights in the next rollout
+    monkeypatch.setattr(Push, "ask_manager", refuse)
+    Push()._report_taken()  # the engine waits, and `serve_new_engines` gives it the weights in the next rollout
     with pytest.raises(EngineError, match="cannot be reached"):
-        Group(tolerant=False)._report_taken()
+        Push(tolerant=False)._report_taken()
 
 
 def test_a_trainer_without_ranks_has_verbs_that_do_nothing() -> None:
     """What a driver gets with ``--debug-rollout-only``."""
-    args = Namespace(train_timeout_s=1, rollout_global_dataset=True, debug_train_only=False, use_fault_tolerance=True)
+    args = Namespace(
+        train_timeout_s=1, rollout_global_dataset=True, debug_train_only=False, use_fault_tolerance=True, save=None
+    )
     group = RayTrainGroup(args, 0, 0, pg=None)  # type: ignore[arg-type]
-    assert group.async_train(0, []) == [] and group.train(0, []) == {}
-    assert group.update_weights() == {} and not group.restarts_engines
+    assert group.async_train(0, []) == []
+    assert group.update_weights() == {} and not group.push.restarts_engines
     for verb in (group.clear_memory, group.onload, group.offload, group.release):
         verb()
     group.save_model(0, force_sync=True)
@@ -159,16 +163,17 @@ class Manager:
 
 def test_a_save_of_one_role_has_the_position_in_the_data_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    args = Namespace(train_timeout_s=1, weight_update_timeout_s=1, rollout_global_dataset=True)
+    args = Namespace(train_timeout_s=1, weight_update_timeout_s=1, rollout_global_dataset=True, save=None)
     group = RayTrainGroup(args, 1, 1, pg=None)  # type: ignore[arg-type]
-    group.actors, group._manager = [Manager(notes)], Manager(notes)
-    monkeypatch.setattr("slime.ray.actor_group.wait_for", lambda refs, **_: refs)
+    group.actors, group.push.manager = [Manager(notes)], Manager(notes)
+    for module in ("actor_group", "push"):
+        monkeypatch.setattr(f"slime.ray.{module}.wait_for", lambda refs, **_: refs)
     group.save_model(3)
     assert notes == ["save_model", "save", "publish_checkpoint", "record_published"]
 
 
 def test_values_of_a_critic_reach_the_ranks_that_train_on_the_same_samples() -> None:
-    group = RayTrainGroup(Namespace(), 1, 2, pg=None)  # type: ignore[arg-type]
+    group = RayTrainGroup(Namespace(save=None), 1, 2, pg=None)  # type: ignore[arg-type]
     dealt: list[Any] = []
 
     class Rank:
@@ -183,8 +188,8 @@ def test_values_of_a_critic_reach_the_ranks_that_train_on_the_same_samples() -> 
 
 
 def test_ranks_whose_connection_to_other_engines_failed_are_connected_again_before_a_push(monkeypatch) -> None:
-    group, verbs = RayTrainGroup(Group().args, 1, 1, pg=None), []  # type: ignore[arg-type]
-    group.args.save, group._is_connected = None, True
+    push, verbs = WeightPush(Push().args, Push().trainer), []
+    push.is_connected = True
     generating, evaluating = (UpdatableEngines([name], num_new) for name, num_new in (("g", 0), ("e", 1)))
 
     def on_all(verb: str, *_: Any, **__: Any) -> list[Any]:
@@ -193,17 +198,17 @@ def test_ranks_whose_connection_to_other_engines_failed_are_connected_again_befo
             raise EngineError("an engine that evaluates does not answer")
         return [{}]
 
-    monkeypatch.setattr(group, "_on_all", on_all)
-    monkeypatch.setattr(group, "_ask_manager", lambda method, *_, **__: generating)
-    monkeypatch.setattr(group, "_ask_excluded", lambda: [])
+    monkeypatch.setattr(push.trainer, "on_all", on_all)
+    monkeypatch.setattr(push, "ask_manager", lambda method, *_, **__: generating)
+    monkeypatch.setattr(push, "_ask_excluded", lambda: [])
     with pytest.raises(EngineError):
-        group.resend_weights(evaluating)
-    group.push_once()
+        push.resend(evaluating)
+    push.push_once()
     assert verbs == ["connect_engines", "connect_engines", "update_weights"]
 
 
 def test_new_engines_that_a_router_does_not_take_in_have_the_weights_all_the_same(monkeypatch) -> None:
-    group = RayTrainGroup(Group().args, 1, 1, pg=None)  # type: ignore[arg-type]
+    push = WeightPush(Push().args, Push().trainer)
     asked: list[str] = []
 
     def ask(method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
@@ -212,8 +217,8 @@ def test_new_engines_that_a_router_does_not_take_in_have_the_weights_all_the_sam
             raise EngineError("the router does not list it")
         return Namespace(engines=["new"])
 
-    monkeypatch.setattr(group, "_push", lambda verb, engines: {})
-    monkeypatch.setattr(group, "_ask_manager", ask)
+    monkeypatch.setattr(push, "send", lambda verb, engines: {})
+    monkeypatch.setattr(push, "ask_manager", ask)
     for _ in range(MAX_FAILED_RESENDS):
-        group.serve_new_engines()
+        push.serve_new_engines()
     assert asked == ["get_engines_without_weights", "push_done"] * MAX_FAILED_RESENDS

@@ -20,14 +20,14 @@ def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyP
         return list(names)
 
     monkeypatch.setattr(actor_group, "start_ranks", start_ranks)
-    group = RayTrainGroup(Namespace(), 1, 2, pg=None)  # type: ignore[arg-type]
+    group = RayTrainGroup(Namespace(save=None), 1, 2, pg=None)  # type: ignore[arg-type]
     group.begin()
     group.begin()  # as create() does
     assert started == [["actor rank 0", "actor rank 1"]] and group.actors == started[0]
 
 
 def test_a_trainer_without_ranks_starts_no_process() -> None:
-    group = startup.make_actor(Namespace(debug_rollout_only=True), None, Parts())  # type: ignore[arg-type]
+    group = startup.make_actor(Namespace(debug_rollout_only=True, save=None), None, Parts())  # type: ignore[arg-type]
     group.begin()
     assert group.actors == []
 

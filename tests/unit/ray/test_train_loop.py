@@ -10,8 +10,9 @@ from typing import Any
 from slime.observability import telemetry
 from slime.observability.metrics_file import append_record, metrics_path, read_records
 from slime.observability.step_line import StepLine
-from slime.ray import train_loop, waiting
-from slime.ray.train_loop import StepTimes, TrainJob
+from slime.ray import waiting
+from slime.ray.train_loop import TrainJob
+from slime.ray.trainers import Trainers
 
 
 def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_beside_them(tmp_path: Path, capsys):
@@ -27,8 +28,9 @@ def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_b
     for rollout_id in range(3):
         append_record(path, {"rollout/step": 4 * rollout_id, "rollout/raw_reward": rollout_id / 8})
         append_record(path, {"rollout/step": 4 * (rollout_id + 1), "rollout/response_len/mean": 7.0})  # ahead
-        job.times = StepTimes()
-        job.times.seconds = {"train": 1.0}
+        telemetry.Timer().reset()
+        telemetry.Timer().add("train", 3.0)
+        telemetry.Timer().add("train_critic", 2.0)
         job.report(rollout_id)
     telemetry.stop()
     assert [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()] == [
@@ -36,7 +38,9 @@ def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_b
         ["step 2/9", "reward 0.125"],
         ["step 3/9", "reward 0.250"],
     ]
-    assert [record["rollout/step"] for record in read_records(path) if "perf/time_train_s" in record] == [0, 4, 8]
+    records = [record for record in read_records(path) if "perf/time_train_s" in record]
+    assert [record["rollout/step"] for record in records] == [0, 4, 8]
+    assert all((record["perf/time_train_s"], record["perf/time_train_critic_s"]) == (1.0, 2.0) for record in records)
 
 
 def test_while_the_last_evaluation_is_awaited_deaths_of_the_trainer_do_not_count(monkeypatch):
@@ -44,21 +48,9 @@ def test_while_the_last_evaluation_is_awaited_deaths_of_the_trainer_do_not_count
     watched: list[list[str]] = []
     job = TrainJob.__new__(TrainJob)
     job._background = SimpleNamespace(finish=lambda: watched.append(list(waiting._sentinels.values())))
-    actor: Any = SimpleNamespace(names=["rank 0 of the actor"], finish=lambda: None)
-    job.actor, job.critic, job._locks = actor, None, []
-    job.args = Namespace(shutdown_timeout_s=1)
+    actor: Any = SimpleNamespace(names=["rank 0 of the actor"], release=lambda flushes: None)
+    job.args, job._locks = Namespace(shutdown_timeout_s=1), []
+    job.trainers = Trainers(job.args, actor, None)
     monkeypatch.setattr(job, "_ask", lambda *_, **__: None)
     job.finish()
     assert watched == [["the rollout manager"]]
-
-
-def test_a_step_within_a_step_counts_for_the_inner_one_alone(monkeypatch):
-    clock, times = [0.0], StepTimes()
-    monkeypatch.setattr(train_loop, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0]))
-    for _ in range(2):
-        with times.measure("train"):
-            clock[0] += 1
-            with times.measure("train_critic"):
-                clock[0] += 10
-            clock[0] += 100
-    assert times.take() == {"train": 202, "train_critic": 20} and times.take() == {}
