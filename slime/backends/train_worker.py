@@ -13,18 +13,20 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from slime.train_data.columns import RankBatch
 from slime.utils import distributed_utils, env
 from slime.utils.errors import ProcessError, WeightSyncError
 from slime.utils.misc import SingletonMeta
-from slime.weights.push.engine import EngineProxy
-from slime.weights.push.participants import ExcludedEngine
-from slime.weights.state_copy import StateCopy
+
+if TYPE_CHECKING:
+    from slime.train_data.columns import RankBatch
+    from slime.weights.push.engine import EngineProxy
+    from slime.weights.push.participants import ExcludedEngine
+    from slime.weights.state_copy import StateCopy
 
 logger = logging.getLogger(__name__)
 

@@ -20,15 +20,11 @@ from slime.flags.checkpoint import CheckpointFolder, check_huggingface_folder, i
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
 from slime.flags.overlay import ROLES_FLAG
-from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL
+from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL, RM_TYPES
 from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
 from slime.flags.security import trusts_remote_code
-from slime.rollout.mixture import sources_of
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.json_file import language_config, read_model_config, read_object
-from slime.weights.file_digests import check_headers
-from slime.weights.quantize import read_format
-from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 
 if TYPE_CHECKING:
     from slime.rollout.eval_config import EvalDatasetConfig
@@ -74,7 +70,10 @@ def _check_model(args: Namespace) -> None:
         raise ConfigError(f"--hf-checkpoint: {folder} has no tokenizer (tokenizer.json); download the model again.")
     _check_positions(args, config)
     if not args.debug_rollout_only and (args.save_hf is not None or not args.debug_train_only):
-        read_format(config.get("quantization_config"))  # in which pushes and exports are made
+        if (quantized := config.get("quantization_config")) is not None:  # in which pushes and exports are made
+            from slime.weights.quantize import read_format
+
+            read_format(quantized)
     if args.apply_chat_template and not _may_have_chat_template(folder):
         raise ConfigError(
             f"--apply-chat-template: the tokenizer of --hf-checkpoint {folder} has no chat template; a base model has "
@@ -173,6 +172,7 @@ def check_contents(args: Namespace) -> None:
         DataError: a file is missing, cut or damaged.
     """
     from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
+    from slime.weights.file_digests import check_headers
 
     model = Path(args.hf_checkpoint)
     loaded = [] if args.debug_train_only else [("--hf-checkpoint", CheckpointFolder("huggingface", None, model))]
@@ -216,7 +216,12 @@ def _check_starting_point(args: Namespace) -> None:
 def _check_format(folder: str, flag: str) -> None:
     """Refuse quantized weights of a format that the trainer cannot turn back."""
     config = read_model_config(folder, flag=flag).get("quantization_config")
-    if config is not None and config.get("quant_method") == MXFP4:
+    if config is None:
+        return
+    from slime.weights.quantize import read_format
+    from slime.weights.quantize.mxfp4 import METHOD as MXFP4
+
+    if config.get("quant_method") == MXFP4:
         return  # read, though not made
     try:
         read_format(config)
@@ -241,9 +246,9 @@ def _check_replay(args: Namespace) -> None:
 
 
 def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
+    from slime.rollout.mixture import sources_of
     from slime.rollout.prompt_dataset import check_prompt_file
     from slime.rollout.prompt_files import readers_of
-    from slime.rollout.rm_hub import RM_TYPES
 
     if args.prompt_data is None:
         wanted = args.rollout_global_dataset and args.data_source_path in OWN_DATA_SOURCES
@@ -311,6 +316,7 @@ def _renders_rows(args: Namespace) -> bool:
 
 def _check_mask(args: Namespace) -> None:
     """Check that --loss-mask-type fits the chat template, by the first row of SFT."""
+    from slime.rollout.mixture import sources_of
     from slime.rollout.prompt_dataset import map_with_deadline
     from slime.rollout.prompt_files import parse_tools, read_rows, readers_of
     from slime.rollout.sft_rollout import mask_generator

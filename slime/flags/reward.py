@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +14,20 @@ from slime.flags.kinds import http_url, non_negative_int, wait_s
 
 BOXED_PREFIX = "boxed_"
 """Of a grader's name: the boxed answer is graded."""
+RM_TYPES = ("remote_rm", "gym", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random", "math_verify")
+"""Values of ``--rm-type``, each also with the prefix ``boxed_``; ``slime.rollout.rm_hub`` has the graders."""
+INSTALL_MATH_VERIFY = "--rm-type math_verify needs the package math-verify: pip install -e '.[math]'"
 GRADERS_WITH_LABEL = ("deepscaler", "dapo", "math", "f1", "math_verify")
 """Built-in graders that can say nothing without the row's label."""
 GRADERS_WITH_LABELS = ("deepscaler",)
 """Those that take a list of labels, any of which is right."""
 FAILURE_POLICIES = ("failed", "zero", "raise")
 """Of ``--rm-failure-policy``."""
+
+
+def is_math_verify_installed() -> bool:
+    """Return True when math-verify can be imported."""
+    return importlib.util.find_spec("math_verify") is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,8 @@ from slime.backends.megatron_utils.models.flag_rules import hf_rope_settings
 from slime.backends.sglang_utils.arguments import read_config
 from slime.flags.algorithm import advise_algorithm
 from slime.flags.config import backend_flags
-from slime.flags.reward import BOXED_PREFIX
+from slime.flags.reward import BOXED_PREFIX, INSTALL_MATH_VERIFY, RM_TYPES, is_math_verify_installed
 from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
-from slime.rollout.rm_hub import RM_TYPES, math_utils
 from slime.utils.errors import ConfigError
 from slime.utils.json_file import language_config
 
@@ -60,8 +59,8 @@ def _grader(rm_type: str, where: str) -> Iterator[str]:
             f"{where} {rm_type} is no grader. {hint}There are {', '.join(RM_TYPES)}, each also with the prefix "
             f"{BOXED_PREFIX}; your own goes into --custom-rm-path."
         )
-    if name == "math_verify" and not math_utils.is_math_verify_installed():
-        yield f"{where} {rm_type}: {math_utils.INSTALL_MATH_VERIFY}"
+    if name == "math_verify" and not is_math_verify_installed():
+        yield f"{where} {rm_type}: {INSTALL_MATH_VERIFY}"
 
 
 def check_rollout_functions(args: Namespace) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from slime.flags.observability import MetricsConfig, metrics_config
+from slime.observability import telemetry
 from slime.observability.metric_utils import (
     compute_pass_rate,
     compute_rollout_step,
@@ -25,6 +26,7 @@ from slime.observability.metric_utils import (
 )
 from slime.observability.trace_utils import finished_spans
 from slime.utils.errors import DataError
+from slime.utils.misc import call_hook
 from slime.utils.types import Sample
 
 
@@ -342,3 +344,37 @@ def correct_sample_metrics(samples: Sequence[Sample], rewards: Sequence[float]) 
         figures = {"mean": fmean(lengths), "p25": float(low), "p50": float(middle), "p75": float(high)}
         metrics |= dict_add_prefix(figures, "response_length/")
     return dict_add_prefix(metrics, "rollout/correct_samples/")
+
+
+def log_rollout(
+    args: Namespace, rollout_id: int, samples: Sequence[Sample], extra: Mapping[str, Any] | None, seconds: float
+) -> None:
+    """Log one rollout; ``--custom-rollout-log-function-path`` may do it instead by returning something true."""
+    path = args.custom_rollout_log_function_path
+    if path:
+        if call_hook("--custom-rollout-log-function-path", path, rollout_id, args, samples, extra, seconds):
+            return
+    telemetry.log(compute_rollout_record(args, rollout_id, samples, extra, seconds), "rollout/step", args)
+
+
+def log_eval(
+    args: Namespace,
+    rollout_id: int,
+    data: Mapping[str, Mapping[str, Any]],
+    extra: Mapping[str, Any] | None,
+    seconds: float,
+) -> dict[str, float]:
+    """Log one evaluation; ``--custom-eval-rollout-log-function-path`` may do it instead.  Return the record."""
+    path = args.custom_eval_rollout_log_function_path
+    is_logged = False
+    if path:
+        is_logged = bool(call_hook("--custom-eval-rollout-log-function-path", path, rollout_id, args, data, extra))
+    try:
+        record = compute_eval_record(args, rollout_id, data, extra) | {"perf/time_eval_s": seconds}
+    except DataError:
+        if not is_logged:
+            raise
+        return {"perf/time_eval_s": seconds}  # rewards that only the hook can read
+    if not is_logged:
+        telemetry.log(record, "eval/step", args)
+    return record

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.observability.telemetry import Sink
-from slime.rollout.run_state import GroupObserver
-
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.model_transform import ModelTransform
     from slime.backends.megatron_utils.update_weight.transport import MakeTransport
+    from slime.observability.telemetry import Sink
     from slime.ray.actor_group import RayTrainGroup
+    from slime.rollout.run_state import GroupObserver
 
 
 class Evaluation(ABC):
@@ -37,7 +36,7 @@ class Evaluation(ABC):
         """Wait for the evaluation that runs, if one does."""
 
 
-MakeObserver = Callable[[Namespace, Any], GroupObserver]
+MakeObserver = Callable[[Namespace, Any], "GroupObserver"]
 """Called with the arguments and the data source, in the process of the rollout manager."""
 
 

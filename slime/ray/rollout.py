@@ -16,7 +16,8 @@ import ray
 
 from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout, load_rollout_dump
-from slime.observability.logging_utils import configure_logger, log_eval, log_rollout
+from slime.observability.logging_utils import configure_logger
+from slime.observability.rollout_metrics import log_eval, log_rollout
 from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engines.fleet import CONTROL_GROUP, EngineFleet, EngineVerbs, start_fleet
 from slime.ray.engines.models import JobState

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.compose import parse_args, parts
 from slime.flags.parse import record_runtime
-from slime.observability.logging_utils import log_rollout
+from slime.observability.rollout_metrics import log_rollout
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.gpus import GpuSlice
 from slime.ray.rollout import RolloutManager

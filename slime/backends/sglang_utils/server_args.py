@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils.cpu_shim.weights_checker import ACTIONS
 from slime.flags.security import trusts_remote_code
 from slime.utils.json_file import read_model_config
 
@@ -97,7 +96,12 @@ def build_server_args(
         decided |= _cpu_defaults(decided)
     loaders = [*(decided.get("custom_weight_loader") or ()), *(overrides.get("custom_weight_loader") or ())]
     decided |= overrides
-    decided["custom_weight_loader"] = [*loaders, *args.weight_loaders, *(ACTIONS.values() if on_cpu else ())]
+    loaders += args.weight_loaders
+    if on_cpu:
+        from slime.backends.sglang_utils.cpu_shim.weights_checker import ACTIONS
+
+        loaders += ACTIONS.values()
+    decided["custom_weight_loader"] = loaders
     if decided.get("speculative_algorithm") in OWN_DRAFTS and not decided.get("speculative_draft_model_path"):
         # SGLang does this itself for most families with MTP layers, not for MiMo.
         decided["speculative_draft_model_path"] = model_path

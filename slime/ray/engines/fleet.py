@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -27,7 +27,9 @@ from slime.ray.gpus import GpuSlice
 from slime.ray.utils import Lock
 from slime.ray.waiting import Watched, wait_for
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
-from slime.weights.push.participants import ExcludedEngine
+
+if TYPE_CHECKING:
+    from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 

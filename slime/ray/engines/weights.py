@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -17,7 +17,9 @@ from slime.ray.engines.models import RolloutServer
 from slime.ray.waiting import wait_for
 from slime.utils.errors import EngineError, ProcessError, WeightSyncError
 from slime.weights.push.engine import EngineProxy
-from slime.weights.push.participants import ExcludedEngine
+
+if TYPE_CHECKING:
+    from slime.weights.push.participants import ExcludedEngine
 
 
 @dataclass(frozen=True)

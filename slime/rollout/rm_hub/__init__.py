@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from slime.flags.reward import BOXED_PREFIX, RewardConfig, reward_config
+from slime.flags.reward import BOXED_PREFIX, RM_TYPES, RewardConfig, reward_config
 from slime.flags.security import trusts_remote_code
 from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
@@ -74,8 +74,7 @@ _GRADERS: dict[str, Callable[[Sample], Any]] = {
     "random": lambda sample: random.randint(0, 1),
     "math_verify": lambda sample: compute_math_verify_reward(sample.response, sample.label),
 }
-RM_TYPES = ("remote_rm", "gym", *_GRADERS)
-"""Values of ``--rm-type``, each also with the prefix ``boxed_``."""
+assert RM_TYPES == ("remote_rm", "gym", *_GRADERS)
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:

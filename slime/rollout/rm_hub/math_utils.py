@@ -8,11 +8,11 @@ Source: MATH, arXiv:2103.03874; the PRM800K grader, arXiv:2305.20050.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from slime.flags.reward import INSTALL_MATH_VERIFY, is_math_verify_installed
 from slime.rollout.rm_hub.latex import FRACTION, latex_to_text
 from slime.rollout.rm_hub.symbolic import is_same_by_math_verify, is_zero
 from slime.utils.errors import ConfigError
@@ -302,14 +302,8 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
 # in other spellings count as equal.  It is a separate type, so that rewards of the other types stay what they were.
 
 
-INSTALL_MATH_VERIFY = "--rm-type math_verify needs the package math-verify: pip install -e '.[math]'"
 _NO_FORMULA = re.compile(r"'|\d:\d\d|(?<![_^\d])\d+ +\d+(?![\d/])|\b(?:or (?:more|less|fewer)|at (?:least|most))\b")
 """math-verify leaves out the prime and the words, and reads a time as a fraction, two numbers as a sum."""
-
-
-def is_math_verify_installed() -> bool:
-    """Return True when math-verify can be imported."""
-    return importlib.util.find_spec("math_verify") is not None
 
 
 def compute_math_verify_reward(response: str, label: Any) -> int:
