@@ -73,7 +73,8 @@ from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.ext.fast_push import engine_verbs  # noqa: E402
-from slime.observability.logging_utils import configure_logger, finish_tracking, log_rollout  # noqa: E402
+from slime.observability.logging_utils import configure_logger, finish_tracking  # noqa: E402
+from slime.observability.rollout_metrics import log_rollout  # noqa: E402
 from slime.ray.rollout_data import check_fan_out, schedule_config_of, train_data_from_samples  # noqa: E402
 from slime.rollout.base_types import leaf_samples  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402

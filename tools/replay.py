@@ -195,20 +195,6 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     from slime.utils import env
     from slime.utils.net import find_available_port
 
-    class Worker(MegatronTrainRayActor):
-        """Takes the steps of one micro-batch alone where that was asked for."""
-
-        def _take_steps(self, rollout_id: int, data: Any, iterators: Any, loss_type: str) -> dict[str, float]:
-            if micro_batch is not None and rollout_id == replay.rollout_id:
-                there = data.micro_batch_indices
-                if micro_batch >= len(there):
-                    raise ConfigError(f"--micro-batch {micro_batch}: the step has {len(there)}, counted from 0.")
-                step = next(i for i in range(len(there)) if sum(data.num_microbatches[: i + 1]) > micro_batch)
-                data.micro_batch_indices, data.num_microbatches = [there[micro_batch]], [1]
-                data.global_batch_sizes = [data.global_batch_sizes[step]]
-                iterators = get_data_iterator(data, len(self.model))
-            return super()._take_steps(rollout_id, data, iterators, loss_type)
-
     configure_logger("replay")
     args = parse_args()
     env.export(kernel_environment() | {name: str(value) for name, value in args.train_env_vars.items()})
@@ -220,9 +206,24 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     telemetry.start(args, "replay", (RecordSink,), primary=True)
     telemetry.event("start", rollout=replay.begin + 1, num_rollout=args.num_rollout)
     check_trainer_hooks(args)
-    worker = Worker()
+    worker = MegatronTrainRayActor()
     worker.set_rendezvous(1, 0, "127.0.0.1", find_available_port(21000))
     worker.init(args, "actor", **policies_of(args), transforms=parts(args).transforms)
+    take_steps = worker.training.take_steps
+
+    def take_steps_of_one(rollout_id: int, data: Any, iterators: Any, loss_type: str) -> dict[str, float]:
+        if rollout_id == replay.rollout_id:
+            there = data.micro_batch_indices
+            if micro_batch >= len(there):
+                raise ConfigError(f"--micro-batch {micro_batch}: the step has {len(there)}, counted from 0.")
+            step = next(i for i in range(len(there)) if sum(data.num_microbatches[: i + 1]) > micro_batch)
+            data.micro_batch_indices, data.num_microbatches = [there[micro_batch]], [1]
+            data.global_batch_sizes = [data.global_batch_sizes[step]]
+            iterators = get_data_iterator(data, len(worker.model))
+        return take_steps(rollout_id, data, iterators, loss_type)
+
+    if micro_batch is not None:
+        worker.training.take_steps = take_steps_of_one  # type: ignore[method-assign]
     return worker
 
 

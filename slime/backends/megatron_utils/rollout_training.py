@@ -1,0 +1,200 @@
+"""The training on a rollout, on one rank: log-probs of frozen policies -> advantages -> optimizer steps -> report."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+from megatron.core import mpu
+
+from slime.backends.megatron_utils import train_metrics
+from slime.backends.megatron_utils.advantages import choose_teachers, compute_advantages_and_returns
+from slime.backends.megatron_utils.data import DataIterator, current_device
+from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
+from slime.backends.megatron_utils.policies import ModelSwitch, Policies, teacher_tag
+from slime.backends.megatron_utils.routing_replay import RoutingReplay
+from slime.backends.megatron_utils.top_k import get_log_probs_and_top
+from slime.backends.megatron_utils.train_metrics import ExpertLoad
+from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
+from slime.backends.megatron_utils.train_step import StepResult, train_rollout
+from slime.flags.distillation import trainer_teachers
+from slime.observability.telemetry import span
+from slime.train_data.device_batch import DeviceBatch
+from slime.utils.errors import ConfigError
+from slime.utils.misc import call_hook
+
+
+class RolloutTraining:
+    """Trains the model of one rank on rollouts; it holds the role's own weights before and after.
+
+    Args:
+        args: the run's arguments.
+        role: "actor" or "critic".
+        model: the chunks of the model.
+        optimizer: None with ``--num-rollout 0``, like the scheduler.
+        scheduler: of the learning rate.
+        weights: switches the model between policies.
+        policies: the frozen ones.
+        reports: take what is to be logged.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        role: str,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        weights: ModelSwitch,
+        policies: Policies,
+        reports: TrainReports,
+    ) -> None:
+        self.args = args
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.weights, self._policies, self._reports = weights, policies, reports
+        is_actor = role == "actor"
+        self.train = self._train_actor if is_actor else self._train_critic
+        self._routing = RoutingReplay(args, model) if args.use_routing_replay and is_actor else None
+        has_load = args.log_expert_load and args.num_experts and is_actor
+        self._expert_load = ExpertLoad(model, args.num_layers, args.num_experts) if has_load else None
+
+    def begin(self, data: DeviceBatch, iterators: list[DataIterator]) -> None:
+        """Attach the experts to replay to every micro-batch, where that was asked for."""
+        if self._routing is None:
+            return
+        self._routing.begin(data)
+        for iterator in iterators:
+            iterator.attach = self._routing.attach
+
+    def _train_actor(
+        self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """Compute log-probs and advantages, then take the optimizer steps of the policy; return metrics."""
+        args = self.args
+        if args.compute_advantages_and_returns:
+            self._compute_log_probs(rollout_id, data, iterators)
+            if "values" in external_data:
+                data.critic_values = [values.to(current_device()) for values in external_data["values"]]
+            with span("advantages"):
+                compute_advantages_and_returns(args, data)
+        if path := args.rollout_data_postprocess_path:
+            call_hook("--rollout-data-postprocess-path", path, args, rollout_id, data)
+        metrics = train_metrics.rollout_metrics(args, data)
+        self._reports.rollout(rollout_id, metrics)
+        self._reports.keep_tokens(iterators[-1])
+        dump_only = self._log_probs_for_dump(data, iterators) if args.save_debug_train_data else {}
+        with span("actor_train", rollout=rollout_id), self._routed("train"):
+            metrics |= self.take_steps(rollout_id, data, iterators, args.loss_type)
+        self._reports.record(rollout_id, data, iterators[-1].kept)
+        if args.save_debug_train_data:
+            dump_train_data(args, rollout_id, DeviceBatch(data | dump_only))
+        if self._routing is not None:
+            self._routing.clear()
+        self._record_weights(rollout_id)
+        self._policies.record_trained(rollout_id)
+        return metrics
+
+    def _compute_log_probs(self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator]) -> None:
+        """Add log-probs of the reference, the teacher and the old policy to ``data``.
+
+        The actor's weights are in the model afterwards.
+        """
+        if "ref" in self.weights.tags:
+            self.weights.switch_to("ref")
+            self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "ref_")
+        read = get_log_probs_and_entropy if self.args.opd_top_k is None else get_log_probs_and_top
+        answers: dict[str, dict[str, Any]] = {}
+        kept = [name for name in trainer_teachers(self.args) if teacher_tag(name) in self.weights.tags]
+        for name in kept:
+            self.weights.switch_to(teacher_tag(name))
+            self._forward(rollout_id, read, data, iterators, "teacher_")
+            columns = ("teacher_log_probs", "teacher_top")
+            answers[name] = {column: data[column] for column in columns if column in data}
+        if len(answers) > 1:
+            choose_teachers(data, answers)
+        self.weights.switch_to("old_actor" if self.args.keep_old_actor else "actor")
+        with self._routed("old_log_probs"):
+            if needs_old_log_probs(self.args, len(data.num_microbatches)):
+                self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "")
+            elif self._routing is not None and self._routing.must_record:
+                forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, data.num_microbatches)
+        self.weights.switch_to("actor")
+
+    def _train_critic(
+        self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Compute values and returns, then take the steps of the value loss; returns the values, for the actor."""
+        self._forward(rollout_id, get_values, data, iterators, "")
+        compute_advantages_and_returns(self.args, data)
+        metrics = train_metrics.value_metrics(data)
+        if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
+            metrics |= train_metrics.rollout_metrics(self.args, data)
+        self._reports.rollout(rollout_id, metrics)
+        with span("actor_train", rollout=rollout_id):
+            self.take_steps(rollout_id, data, iterators, "value_loss")
+        self._record_weights(rollout_id)
+        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        return {"values": [values.cpu() for values in data.critic_values]}
+
+    def _record_weights(self, rollout_id: int) -> None:
+        """Give every rank the whole update of the rollout's steps, and record what the weights are."""
+        if self.args.overlap_param_gather:
+            for chunk in self.model:  # a rank holds only its own shard's update until the next forward pass
+                chunk.start_param_sync(force_sync=True)
+        self._reports.record_weights(rollout_id, self.model)
+
+    def _routed(self, passes: Literal["old_log_probs", "train"]) -> AbstractContextManager[None]:
+        """Replay (or record) the experts of these passes, where that was asked for."""
+        return nullcontext() if self._routing is None else self._routing.during(passes)
+
+    def _forward(
+        self, rollout_id: int, read: Reader, data: DeviceBatch, iterators: list[DataIterator], prefix: str
+    ) -> None:
+        """Run a forward pass under the weights in the model and add its result to ``data``."""
+        name = "values" if read is get_values else f"{prefix}log_probs"
+        with span(name, rollout=rollout_id):
+            data.update(forward_only(read, self.args, self.model, iterators, data.num_microbatches, prefix))
+
+    def _log_probs_for_dump(self, data: DeviceBatch, iterators: list[DataIterator]) -> dict[str, Any]:
+        """Return log-probs for the dump alone, where training takes those of its first forward pass."""
+        counts, args = data.num_microbatches, self.args
+        if not needs_old_log_probs(args, len(counts)) or not args.compute_advantages_and_returns:
+            with self._routed("train"):
+                return forward_only(get_log_probs_and_entropy, args, self.model, iterators, counts)
+        return {}
+
+    def take_steps(
+        self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], loss_type: str
+    ) -> dict[str, float]:
+        """Take the optimizer steps; returns the metrics of the last one."""
+        if self.optimizer is None or self.scheduler is None:
+            raise ConfigError("--num-rollout is 0, so there is no optimizer, but a rollout to train on")
+        optimizer = self.optimizer
+        last: dict[str, float] = {}
+
+        def on_step(step_id: int, result: StepResult) -> None:
+            changed = self._routing.take_metrics() if self._routing is not None else {}
+            if self._expert_load is not None:
+                changed |= self._expert_load.take_metrics()
+            rates = [group["lr"] for group in optimizer.param_groups]
+            last.update(self._reports.step(rollout_id, step_id, result, changed, learning_rates=rates, data=data))
+
+        self.weights.record_changed()
+        train_rollout(
+            self.args,
+            rollout_id,
+            self.model,
+            optimizer,
+            self.scheduler,
+            iterators,
+            data.num_microbatches,
+            data.global_batch_sizes,
+            loss_type=loss_type,
+            on_step=on_step,
+        )
+        return last
