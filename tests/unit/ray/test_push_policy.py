@@ -116,18 +116,6 @@ def test_a_trainer_that_hangs_is_not_asked_again() -> None:
         assert len(push.pushes) == 1 and "find_dead_engines" not in asked(push)
 
 
-def test_without_fault_tolerance_a_push_that_nobody_takes_ends_the_run() -> None:
-    push = Push("excludes all", policy="drop", tolerant=False)
-    with pytest.raises(WeightSyncError, match="excludes all"):
-        push.update()
-
-
-def test_a_replacement_that_does_not_take_its_first_weights_either_is_replaced_again() -> None:
-    push = Push("excludes all", waiting=1)
-    push.serve_new_engines()
-    assert ("push_refused", EXCLUDED) in push.asked
-
-
 def test_a_router_that_does_not_take_a_new_engine_in_ends_no_push(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise EngineError("the router cannot be reached")

@@ -65,17 +65,6 @@ def test_a_job_that_ends_leaves_the_folder_free(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_a_damaged_lock_file_does_not_stop_a_job(tmp_path):
-    (tmp_path / LOCK_FILE).write_bytes(b"\xff{")
-    SaveLock(tmp_path).release()
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_flag(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--save .*file/run cannot be written"):
-        SaveLock(Path(tmp_path, "file", "run"))
-
-
 def test_a_full_disk_is_an_error_of_the_flag(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

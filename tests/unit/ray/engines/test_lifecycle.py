@@ -12,7 +12,6 @@ import pytest
 
 from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
-from slime.ray.engines import fleet as fleet_module
 from slime.ray.engines import group as group_module
 from slime.ray.engines.actor import EngineAddress, PortCursors
 from slime.ray.engines.fleet import EngineFleet
@@ -142,14 +141,6 @@ def test_from_a_start_to_the_second_death():
     assert (group.states, group.done[2:]) == ([STATE.SERVING], ["register 0"])
     group.report(0, EVENT.DIED, "killed again")
     assert (group.states, group.done[3:]) == ([STATE.UPDATING], ["kill 0", "start 0"])
-
-
-def test_a_push_registers_only_engines_that_the_router_does_not_know():
-    group = make_group()
-    group.report(0, EVENT.PUSH_STARTED)
-    assert group.states == [STATE.UPDATING]
-    group.report(0, EVENT.PUSH_DONE)
-    assert (group.states, group.done) == ([STATE.SERVING], [])
 
 
 def test_an_engine_of_a_model_without_updates_serves_as_soon_as_it_has_started_again():
@@ -295,20 +286,6 @@ def test_the_metrics_page_learns_of_engines_that_serve_and_of_evictions():
         ("http://b:1/metrics", {"engine": "1", "worker_type": "regular", "slime_model": "m"}),
     ]
     assert (state.engine_states, state.num_evictions) == ({"serving": 1, "updating": 1, "restarting": 1}, 2)
-
-
-def test_a_comparison_without_a_snapshot_is_done_when_every_push_is_checked(monkeypatch):
-    fleet, group = make_fleet(2, "refill")
-    asked: list[str] = []
-    for engine in range(2):
-        check = Namespace(remote=lambda action: asked.append(action) or "ref")
-        group.all_engines[engine] = Namespace(check_weights=check)
-    monkeypatch.setattr(fleet_module, "wait_for", lambda refs, **_: refs)
-    fleet.args.check_weight_update_equal, fleet.args.weight_update_timeout_s = True, 1.0
-    assert fleet.check_weights("compare") == [] and asked == []
-    fleet.check_weights("snapshot")
-    fleet.check_weights("compare")
-    assert asked == ["snapshot", "snapshot", "compare", "compare"]
 
 
 def test_drop_goes_on_without_it_until_none_is_left():

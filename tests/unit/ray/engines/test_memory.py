@@ -172,23 +172,7 @@ def test_one_that_cannot_abort_or_that_its_router_does_not_take_in_again_is_repl
     assert judge.states == [EngineState.RESTARTING]
 
 
-def test_an_engine_that_is_killed_as_it_is_to_release_is_not_asked(calls):
-    group = Group(calls, "a", "b")
-    group.engines[0] = None
-    shared(group).release()
-    assert calls == [("b", RELEASE)]
-
-
 def test_without_fault_tolerance_the_first_failure_is_raised(calls):
     FAILS.add(("a", RELEASE))
     with pytest.raises(EngineError, match="flush_cache"):
         shared(Group(calls, "a", "b"), tolerant=False).release()
-
-
-def test_the_answers_of_the_others_count_when_one_takes_all_the_time(monkeypatch):
-    given: list[float] = []
-    clock = iter([0.0, 0.0, 0.0, 60.0, 100.0, 100.0])
-    monkeypatch.setattr(memory.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(memory, "wait_for", lambda call, timeout_s, **_: given.append(timeout_s))
-    shared(Group([], "a", "b"), tolerant=False).release()
-    assert given == [60.0, memory.MIN_WAIT_S]
