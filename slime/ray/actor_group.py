@@ -258,7 +258,7 @@ class RayTrainGroup:
         return self.wait([getattr(actor, verb).remote(*arguments) for actor in self.actors], what, timeout_s)
 
     def wait(self, refs: list[ray.ObjectRef], what: str, timeout_s: float | None = None) -> list[Any]:
-        """Wait for calls of ranks, which must go on meanwhile."""
+        """Wait for calls of ranks; one that hangs meanwhile ends the wait."""
         if self._heartbeats is not None:
             self._heartbeats.begin()
         return wait_for(

@@ -9,10 +9,10 @@ import atexit
 import logging
 import os
 import secrets
-import stat
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ def _make_token(folder: Path) -> None:
 def _join(address: str) -> Exception | None:
     """Join a running cluster, with a deadline; gives the error it ended with.
 
-    In a thread of its own, because Ray tries for many minutes to join a cluster whose token it does not have.
+    In another thread, because Ray tries for many minutes to join a cluster whose token it does not have.
     """
     outcome: list[Exception | None] = []
 
@@ -171,52 +171,35 @@ def _join(address: str) -> Exception | None:
 
 
 def own_cluster() -> str | None:
-    """Return the address of this user's cluster here; None where none is, and with a warning where one is not his."""
-    file = Path(get_ray_address_file(None))
+    """Return the address of the cluster that this user runs here by ``ray start``; None without one.
+
+    Ray's own file with the address may be any user's.  Here the address is a flag of a raylet that this user runs;
+    the file only chooses among several.  Whoever is asked at the address gets the job's code, flags and secret.
+    """
+    raylets = {words["--gcs-address"]: words for words in _own_raylets() if "--gcs-address" in words}
     try:
-        address = _read(file)
-        _check_servers(address)
+        address = Path(get_ray_address_file(None)).read_text(encoding="ascii").strip()
+        if address not in raylets:
+            return None
+        _check_sockets(raylets[address])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, psutil.Error) as error:
+    except (OSError, ValueError, KeyError) as error:
         logger.warning(
-            "The Ray cluster of %s is not joined: %s. To join it all the same, give its address by RAY_ADDRESS.",
-            file,
+            "The Ray cluster here is not joined: %s. To join it all the same, give its address by RAY_ADDRESS.",
             error,
         )
         return None
     return address
 
 
-def _read(file: Path) -> str:
-    """Return what the file says, which no other user can have written."""
-    _check(file.parent.lstat(), file.parent)
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(descriptor, encoding="ascii") as opened:
-        found = os.fstat(descriptor)
-        _check(found, file)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no file")
-        return opened.read(256).strip()
-
-
-def _check_servers(address: str) -> None:
-    """Check that this user runs Ray's servers at an address, and owns their sockets."""
-    raylet = next((words for words in _own_raylets() if words.get("--gcs-address") == address), None)
-    if raylet is None:
-        raise FileNotFoundError(f"no raylet of user {os.geteuid()} belongs to {address}")
+def _check_sockets(raylet: Mapping[str, str]) -> None:
+    """Check that this user owns the sockets of a raylet: /tmp/ray lets everybody write."""
     session = Path(raylet["--session_dir"])
     sockets = [Path(raylet[name]) for name in ("--raylet_socket_name", "--store_socket_name")]
     for path in (session, sockets[0].parent, *sockets):
-        _check(path.lstat(), path)
-    host, _, port = address.rpartition(":")
-    if raylet["--node_ip_address"] != host.strip("[]"):
-        return  # this user's raylet has joined a head on another machine
-    for listener in psutil.net_connections("tcp"):
-        if listener.status == psutil.CONN_LISTEN and listener.laddr.port == int(port):
-            user = None if listener.pid is None else psutil.Process(listener.pid).uids().effective
-            if user != os.geteuid():
-                raise PermissionError(f"another user's server listens at port {port}")
+        if problem := problem_of(path.lstat()):
+            raise PermissionError(f"{path} {problem}")
 
 
 def _own_raylets() -> list[dict[str, str]]:
@@ -227,11 +210,6 @@ def _own_raylets() -> list[dict[str, str]]:
         if os.path.basename(words[0]) == "raylet" and users and set(users) == {os.geteuid()}:
             found.append(dict(word.partition("=")[::2] for word in words))
     return found
-
-
-def _check(found: os.stat_result, path: Path) -> None:
-    if problem := problem_of(found):
-        raise PermissionError(f"{path} {problem}")
 
 
 # Ray's servers

@@ -43,7 +43,7 @@ def create_placement_groups(args: Namespace) -> dict[str, GpuSlice | None]:
     """Reserve every GPU of the job and hand out the parts; joins Ray where the process has not.
 
     Returns:
-        ``{"actor", "critic", "rollout", "spare"}``; the critic shares the actor's GPUs, and is None without a critic;
+        ``{"actor", "critic", "rollout", "spare"}``; the critic shares the actor's GPUs, or None;
         the last ones are those of ``--spare-nodes``.
 
     Raises:

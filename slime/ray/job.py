@@ -79,7 +79,7 @@ def run(
 
 
 def _interrupted() -> int:
-    """Say that the job leaves because it was told to; return the exit code for that."""
+    """Say that a signal ends the job; return the exit code for that."""
     print("\nslime job interrupted: stopping its engines and trainers", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED
 

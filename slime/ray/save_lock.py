@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 def lock_outputs(args: Namespace, more: Mapping[str, str | Path]) -> list[SaveLock]:
     """Take the locks of everything that this job writes and that a job reads back.
 
-    Args:
-        args: the run's arguments.
-        more: further ones, by the flags that name them: a Path is a folder, a text a file or folder that is
-            exchanged as a whole.
+    ``more`` by its flags: a Path is a folder, a text a file or folder that is exchanged as a whole.
 
     Raises:
         ConfigError: another job holds one of them; no lock is held then.
@@ -86,12 +83,9 @@ class SaveLock:
     """The right to write to one folder, until :meth:`release` or the end of the process."""
 
     def __init__(self, folder: str | Path, flag: str = "--save", *, path: Path | None = None) -> None:
-        """Take the lock; one that a dead job left behind is taken over.
+        """Take the lock for ``folder``, which ``flag`` names; one that a dead job left behind is taken over.
 
-        Args:
-            folder: what the lock is for.
-            flag: that names it, for errors.
-            path: of the lock's file, by default ``LOCK_FILE`` in the folder; its folder is made when it is missing.
+        ``path`` is the lock's file, by default ``LOCK_FILE`` in the folder; its folder is made when it is missing.
 
         Raises:
             ConfigError: another job holds it, or the folder cannot be written.

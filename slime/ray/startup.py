@@ -1,11 +1,4 @@
-"""The parts of a job, started one after the other: the rollout manager with its engines, then the trainers, whose
-processes may import while the engines start.
-
-    gpus = create_placement_groups(args)
-    actor = make_actor(args, gpus["actor"], parts)
-    manager, num_rollout_per_epoch = create_rollout_manager(args, gpus["rollout"])
-    actor, critic = create_training_models(args, gpus, manager, actor)
-    actor.update_weights()
+"""The start of a job's parts: the rollout manager with its engines, then the trainers.
 
 Drivers written for upstream call much the same, from ``slime.ray.placement_group``.
 """
@@ -54,9 +47,6 @@ def create_rollout_manager(
 
     Returns:
         the manager's actor handle, and the rollouts of one pass over the prompts (None without a data set).
-
-    Raises:
-        ConfigError: ``--num-epoch`` passes over the data give no rollout.
     """
     record_runtime(args, **values_of_the_run())
     manager = start_rollout_manager(args, pg, parts)
@@ -108,21 +98,22 @@ def create_training_models(
 
     Sets ``args.start_rollout_id`` where no flag gives it.
 
-    Args:
-        args: the run's arguments.
-        pgs: as ``create_placement_groups`` returns them.
-        rollout_manager: the manager's actor handle.
-        actor: of :func:`make_actor`.
-
     Returns:
-        ``(actor, critic)``.  With ``--debug-rollout-only`` the actor has no ranks, and its verbs do nothing; there is
-        no critic unless the estimator has one.
+        the actor, and the critic if the estimator has one.
     """
+    critic = None
     if args.debug_rollout_only:
         record_runtime(args, start_rollout_id=args.start_rollout_id or 0)
-        critic = None
     else:
-        critic = _create_trainers(args, pgs, actor, rollout_manager)
+        start_rollout_id = actor.create()
+        if args.critic_args is not None and args.num_rollout != 0:
+            critic_gpus = pgs["critic"]
+            assert critic_gpus is not None
+            critic = create_critic(args, critic_gpus, actor)
+        if args.start_rollout_id is None:
+            record_runtime(args, start_rollout_id=start_rollout_id)
+        actor.set_rollout_manager(rollout_manager)
+        load_position(args, rollout_manager, args.start_rollout_id)
     if not engines_come_first(args):
         wait_for_engines(args, rollout_manager)
     return actor, critic
@@ -134,22 +125,6 @@ def policies_of(args: Namespace) -> dict[str, bool]:
         "with_ref": uses_reference(args),
         "with_opd_teacher": bool(args.use_opd and args.opd_type == "megatron"),
     }
-
-
-def _create_trainers(
-    args: Namespace, pgs: Mapping[str, GpuSlice | None], actor: RayTrainGroup, rollout_manager: Any
-) -> RayTrainGroup | None:
-    start_rollout_id = actor.create()
-    critic = None
-    if args.critic_args is not None and args.num_rollout != 0:
-        critic_gpus = pgs["critic"]
-        assert critic_gpus is not None
-        critic = create_critic(args, critic_gpus, actor)
-    if args.start_rollout_id is None:
-        record_runtime(args, start_rollout_id=start_rollout_id)
-    actor.set_rollout_manager(rollout_manager)
-    load_position(args, rollout_manager, args.start_rollout_id)
-    return critic
 
 
 def load_position(args: Namespace, manager: Any, start_rollout_id: int) -> None:

@@ -76,7 +76,7 @@ class TrainRayActor(Watched, RayActor):
 
     @ray.method(concurrency_group=PULSE_GROUP)
     def beat(self) -> Beat:
-        """Return how far the rank's work has come; answers while the work goes on."""
+        """Return how far the rank's work has come; answers beside the work."""
         return Pulse().beat()
 
     def train_boxed(self, rollout_id: int, boxes: list[Box], external_data: Any = None) -> Any:
@@ -110,14 +110,7 @@ def start_ranks(
 ) -> list[Any]:
     """Return the actors of a trainer's ranks, which begin to start and are watched: rank r on the r-th GPU.
 
-    Args:
-        worker_class: of the ranks; the Megatron trainer when None.
-        args: the run's arguments.
-        gpus: at least as many as ranks.
-        names: of the ranks, in messages.
-        gpu_share: the share of a GPU bundle that one rank reserves.
-        parts: of the run.
-        rank_class: gives the workers their verbs as Ray actors.
+    ``worker_class`` is the Megatron trainer when None; each rank reserves ``gpu_share`` of a GPU bundle.
     """
     if worker_class is None:
         from slime.backends.megatron_utils.actor import MegatronTrainRayActor
@@ -160,7 +153,7 @@ class Heartbeats:
         """Take the answers that have come and ask again; to be called every few seconds, and never blocks.
 
         Raises:
-            HangError: a rank is silent or does not go on; names the one that is behind.
+            HangError: a rank is silent or stuck; names the one that is behind.
         """
         now = time.monotonic()
         for name, actor in self._ranks.items():
@@ -200,12 +193,7 @@ class Heartbeats:
 
 
 def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
-    """Return the environment of a trainer rank; ``--train-env-vars`` has the last word.
-
-    Args:
-        args: the run's arguments.
-        world_size: number of ranks; those of one host share its cores.
-    """
+    """Return the environment of one of ``world_size`` trainer ranks; ``--train-env-vars`` has the last word."""
     variables = {
         **COMMON_ACTOR_ENV,
         **NOSET_VISIBLE_DEVICES,

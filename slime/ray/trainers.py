@@ -62,10 +62,7 @@ class Trainers:
         while only the critic trains, so that every checkpoint is of both; its tracker comes before the actor's, and it
         resumes from the iteration of the actor's whatever its own says.
 
-        Args:
-            rollout_id: the last one that was trained on.
-            save_position: writes the position in the data.
-            force_sync: whether nothing may be written in the background.
+        ``save_position`` writes the position in the data; with ``force_sync`` nothing is written in the background.
         """
         if self.actor.checkpoints.last == rollout_id:
             return  # a rank died after that, and the save is repeated: to write again would take it away meanwhile
@@ -81,13 +78,7 @@ class Trainers:
 def create_critic(args: Namespace, gpus: GpuSlice, actor: RayTrainGroup) -> RayTrainGroup:
     """Start the critic on the actor's GPUs, once the actor sleeps, and load its model.
 
-    Args:
-        args: of the run; ``args.critic_args`` are the critic's.
-        gpus: the actor's.
-        actor: created before; the critic must resume at the same rollout and share the work alike.
-
-    Raises:
-        CheckpointError: it does not.
+    It must resume at the actor's rollout, and share the work alike.
     """
     nodes, per_node = args.critic_num_nodes, args.critic_num_gpus_per_node
     critic = type(actor)(args.critic_args, nodes, per_node, gpus, role="critic", parts=actor.parts, leader=actor)
@@ -108,18 +99,12 @@ def scatter_values(
     """Return what each actor rank gets of what the critic's ranks returned.
 
     A critic's last pipeline stage has the values, cut over data- and context-parallel ranks as the actor's samples
-    are; its tensor-parallel ranks have the same ones.
+    are; its tensor-parallel ranks have the same ones.  Actor ranks that compute no advantages get None.
 
     Args:
         values: of each critic rank.
         critic_ranks: ``TrainWorker.get_parallel_config`` of each.
         actor_ranks: the same of the actor's.
-
-    Returns:
-        one entry per actor rank; None on those that compute no advantages.
-
-    Raises:
-        ConfigError: no critic rank trains on the samples of some actor rank.
     """
     by_place = {
         (rank["dp_rank"], rank["cp_rank"]): value

@@ -174,8 +174,8 @@ def wait_for(
         refs: references to wait for.
         what: the work, as a phrase that completes "waiting for ...".
         timeout_s: deadline in seconds from now.
-        report_every_s: how often to log that the wait goes on, in seconds.
-        meanwhile: called every ``meanwhile_every_s`` seconds while the wait goes on; what it raises ends the wait.
+        report_every_s: how often to log that the wait lasts, in seconds.
+        meanwhile: called every ``meanwhile_every_s`` seconds while the wait lasts; what it raises ends the wait.
 
     Raises:
         DeadlineError: the deadline passed.

@@ -149,14 +149,9 @@ def restart_timeout_s(args: Namespace) -> float:
 def allocate_addresses(
     args: Namespace, engines: Sequence[Any], *, nodes_per_engine: int, worker_type: str, cursors: PortCursors
 ) -> list[EngineAddress]:
-    """Allocate one address per engine actor, all within the time that a start may take.
+    """Allocate one address per engine actor, in rank order, all within the time that a start may take.
 
-    Args:
-        args: the run's arguments; ``sglang_dp_size`` decides how many ports an engine's rendezvous takes.
-        engines: engine actor handles in rank order; an engine over several nodes has one actor on each.
-        nodes_per_engine: nodes that one engine spans.
-        worker_type: "prefill" engines get a bootstrap port too.
-        cursors: advanced past every port that was handed out.
+    "prefill" engines get a bootstrap port too.  The cursors advance past every port that was handed out.
     """
     addresses: list[EngineAddress] = []
     shared_rendezvous: str | None = None

@@ -1,4 +1,4 @@
-"""The engines of all models of a run: watched, described to trainers, and lent memory; an object of the manager's.
+"""The engines of all models of a run, and the verbs by which others ask the rollout manager for them.
 
 What happens to an engine is reported to its group, which acts on it (see ``lifecycle``).
 """
@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -60,8 +61,6 @@ class EngineFleet:
         self.weights = WeightTargets(args, servers)
         self.memory = SharedMemory(args, self.groups)
         self._has_snapshot = False
-        self._lock: Any = None
-        self._lock_guard = threading.Lock()
         self._start_guard = threading.Lock()
         self._next_router_check_s = 0.0
         self._monitors: list[HealthMonitor] = []
@@ -88,7 +87,7 @@ class EngineFleet:
         logger.info("listening, guarded by %s: %s", guard, "; ".join(lines) or "nothing")
 
     def stop(self) -> None:
-        """Stop engines and routers in an orderly way; external ones go on."""
+        """Stop engines and routers in an orderly way; external ones stay."""
         for monitor in self._monitors:
             monitor.stop()
         for group in self.groups:
@@ -101,12 +100,10 @@ class EngineFleet:
             if server.router is not None:
                 server.router.stop()
 
+    @cached_property
     def lock(self) -> Any:
-        """Return the cluster-wide lock of the engines, started for the first who asks for it."""
-        with self._lock_guard:
-            if self._lock is None and self.servers:
-                self._lock = Lock.remote()
-            return self._lock
+        """The cluster-wide lock of the engines, for drivers that ask for it; None without engines."""
+        return Lock.remote() if self.servers else None
 
     # Faults
 
@@ -140,7 +137,7 @@ class EngineFleet:
         self.memory.release_started()
 
     def begin_rollout(self) -> None:
-        """Count restarts anew and have the monitors watch."""
+        """Begin to count restarts, and have the monitors watch."""
         for group in self.groups:
             group.begin_rollout()
         self.resume_monitors()
@@ -259,7 +256,7 @@ class EngineVerbs(Watched):
         counts = [engine.num_gpus for engine in described.engines]
         offsets = [engine.gpu_offset for engine in described.engines]
         configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in counts]
-        return described.handles, self.engines.lock(), described.num_new, counts, offsets, configs
+        return described.handles, self.engines.lock, described.num_new, counts, offsets, configs
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_evaluation_engines(self) -> UpdatableEngines:
@@ -273,17 +270,17 @@ class EngineVerbs(Watched):
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def clear_updatable_num_new_engines(self) -> None:
-        """Take note that the trainers have connected to the engines that were described last."""
+        """Note that the trainers have connected to the engines that were described last."""
         self.engines.weights.connected()
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def push_started(self) -> UpdatableEngines:
-        """Take note that a push begins; describe the engines that take it."""
+        """Note that a push begins; describe the engines that take it."""
         return self.engines.weights.push_started()
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
-        """Take note that the engines that were described last hold the present weights, except ``excluded``."""
+        """Note that the engines that were described last hold the present weights, except ``excluded``."""
         self.engines.weights.push_done(excluded)
 
     @ray.method(concurrency_group=CONTROL_GROUP)

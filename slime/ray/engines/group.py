@@ -56,7 +56,7 @@ END_ADVICE = {
 class EngineGroup:
     """Like engines of one model on a run of GPUs.
 
-    ``all_engines`` has one actor per engine and node, None where there is none; ``engines`` are the actors of the
+    ``all_engines`` has one actor per engine and node, or None; ``engines`` are the actors of the
     first nodes, which serve HTTP.
     """
 
@@ -70,14 +70,14 @@ class EngineGroup:
     needs_offload: bool
     cursors: PortCursors
     restarts: bool = True
-    """True when an evicted engine is started again; otherwise the run ends (or goes on without it)."""
+    """True when an evicted engine is started again; otherwise the run ends, or drops it."""
     revive_router: Callable[[], None] = lambda: None
     """Start the router again where it has ended or hangs; an engine that starts may have to register there."""
     extra_overrides: dict[str, Any] = field(default_factory=dict)
     """ServerArgs fields that follow from other groups; the group's own overrides win over them."""
     all_engines: list[Any] = field(default_factory=list)
     given_up: str | None = None
-    """Why the run cannot go on without an engine of this group."""
+    """Why the run needs an engine of this group that cannot be restarted."""
     dtype: str = ""
     """The dtype in which the engines compute; empty where nothing tells it."""
     weight_loaders: Sequence[str] = ()
@@ -209,10 +209,7 @@ class EngineGroup:
     def report(self, index: int, event: EngineEvent, reason: str = "") -> None:
         """Tell the group what happened to an engine; it changes the state and acts as the table says.
 
-        Args:
-            index: of the engine in this group.
-            event: what happened.
-            reason: in words, for the log and for the error that may end the run.
+        ``reason`` is for the log, and for the error that may end the run.
 
         Raises:
             RuntimeError: the event cannot happen in the engine's state.
@@ -338,7 +335,7 @@ class EngineGroup:
         return exits_of(actors, timeout_s)
 
     def begin_rollout(self) -> None:
-        """Count restarts anew, and see that the router lists no engine that is being evicted.
+        """Begin to count restarts, and see that the router lists no engine that is being evicted.
 
         Its server may outlive its actor, and answer with the weights before, or from memory that is given away.
         """
@@ -369,7 +366,7 @@ class EngineGroup:
 
 
 def raise_if_given_up(groups: Iterable[EngineGroup]) -> None:
-    """Raise when the run cannot go on without an engine of one of ``groups``.
+    """Raise when one of ``groups`` has lost an engine that the run needs.
 
     Raises:
         EngineDiedError: so it is.

@@ -142,12 +142,7 @@ UNSETTLED = (EngineState.STARTING, EngineState.EVICTED, EngineState.RESTARTING)
 
 
 def next_step(state: EngineState, event: EngineEvent, engine: str) -> Step:
-    """Return the cell of ``state`` and ``event``.
-
-    Args:
-        state: of the engine.
-        event: reported of it.
-        engine: its name, for the error.
+    """Return the cell of ``state`` and ``event``; ``engine`` is its name, for the error.
 
     Raises:
         RuntimeError: the event cannot happen in this state.

@@ -31,7 +31,7 @@ def memory_timeout_s(args: Namespace) -> float:
 
 
 class SharedMemory:
-    """The memory of the engines on the trainers' GPUs.
+    """The memory of the engines on the trainers' GPUs; an engine that fails raises without fault tolerance.
 
     Args:
         args: the run's arguments.
@@ -45,20 +45,12 @@ class SharedMemory:
         """The engines told to release their memory since the last :meth:`release`, or since all got all of it back."""
 
     def release(self) -> None:
-        """Have every engine release its memory.
-
-        Raises:
-            ProcessError: one failed, without fault tolerance; or one cannot be replaced in time.
-        """
+        """Have every engine release its memory."""
         self._released = []
         self._release(*LIVE)
 
     def release_started(self) -> None:
-        """Have the engines that started after :meth:`release` release their memory too, but for that of the weights.
-
-        Raises:
-            ProcessError: as :meth:`release`.
-        """
+        """Have the engines that started after :meth:`release` release their memory too, except for the weights."""
         self._release(EngineState.UPDATING, but=["weights"])
 
     def may_lend(self, *, is_stuck: bool) -> bool:
@@ -74,10 +66,7 @@ class SharedMemory:
     def lend(self) -> None:
         """Have the engines release their memory during a rollout; those that serve get no request from now on.
 
-        What they are answering comes first, but for the trained model's: nothing comes of a request to that.
-
-        Raises:
-            ProcessError: as :meth:`release`.
+        What they are answering comes first, except from the trained model: nothing comes of a request to that.
         """
         self._release(*LIVE, withdraws=True)
 
@@ -85,9 +74,6 @@ class SharedMemory:
         """Have every engine take the memory of ``tags`` (None: all of it) back.
 
         Those that :meth:`lend` took from their router, and that wait for no weights, get requests again.
-
-        Raises:
-            ProcessError: one failed, without fault tolerance.
         """
         if tags is None:
             self._released = []

@@ -240,7 +240,7 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
 
 
 def _start_groups(args: Namespace, groups: list[EngineGroup]) -> None:
-    """Start the groups of a model; encoders first, because the others are told where these listen."""
+    """Start the groups of a model; encoders first, because the others need their addresses."""
     encoders = [group for group in groups if group.config.worker_type == "encoder"]
     if encoders:
         for group in encoders:

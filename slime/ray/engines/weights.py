@@ -111,7 +111,7 @@ class WeightTargets:
         """Describe the restarted engines that wait for the present weights before they get requests.
 
         Raises:
-            EngineDiedError: the run cannot go on without an engine.
+            EngineDiedError: the run needs an engine that cannot be restarted.
         """
         raise_if_given_up(self._all_groups)
         if not any(group.indices(EngineState.UPDATING) for group in self._groups):
@@ -150,7 +150,7 @@ class WeightTargets:
         """Report that the trainers begin a push; describe the engines that take it.
 
         Raises:
-            EngineDiedError: the run cannot go on without an engine, which may still answer with the old weights.
+            EngineDiedError: the run has lost an engine that it needs, and that may still answer with the old weights.
         """
         raise_if_given_up(self._all_groups)
         engines = self.updatable()
