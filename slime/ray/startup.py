@@ -76,14 +76,15 @@ def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
     """Return the actor's group, of which nothing is started yet; with ``--debug-rollout-only`` it has no ranks."""
     if args.debug_rollout_only:
         return RayTrainGroup(args, 0, 0, gpus)
-    group = parts.train_group or RayTrainGroup
+    group, kept = parts.train_group or RayTrainGroup, policies_of(args)
     return group(
         args,
         args.actor_num_nodes,
         args.actor_num_gpus_per_node,
         gpus,
         role="actor",
-        **policies_of(args),
+        with_ref=kept["with_ref"],
+        with_opd_teacher=kept["with_opd_teacher"],
         parts=parts,
     )
 

@@ -25,10 +25,10 @@ class CopiedTrainGroup(RayTrainGroup):
 
     rank_class = CopiedRank
 
-    def __init__(self, args: Namespace, *arguments: Any, leader: RayTrainGroup | None = None, **keywords: Any) -> None:
-        super().__init__(args, *arguments, leader=leader, **keywords)
+    def __init__(self, args: Namespace, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(args, *arguments, **keywords)
         self._critics: list[RayTrainGroup] = []
-        self._leader = leader
+        self._leader = leader = keywords.get("leader")
         if leader is None:
             self._copies = MemoryCheckpoints(args)
         else:  # copies are made when the actor has trained, which is later

@@ -80,7 +80,7 @@ class EngineGroup:
     """Why the run needs an engine of this group that cannot be restarted."""
     dtype: str = ""
     """The dtype in which the engines compute; empty where nothing tells it."""
-    weight_loaders: Sequence[str] = ()
+    weight_loaders: tuple[str, ...] = ()
     """Import paths of weight loaders that the engines may be asked to run."""
     worker_key: str | None = None
     """Key by which the router asks the engines."""
