@@ -103,7 +103,7 @@ class RayTrainGroup:
         """The names of the ranks in messages."""
         self.gpus, self._num_gpus_per_actor, self._actor_cls = pg, num_gpus_per_actor, actor_cls
         self.parts = parts
-        self.checkpoints = JobCheckpoints(args.save) if leader is None else leader.checkpoints
+        self.checkpoints: JobCheckpoints = JobCheckpoints(args.save) if leader is None else leader.checkpoints
         self.push = WeightPush(args, self)
         self.layouts: list[dict[str, int]] = []
         """Of every rank, parallel group sizes and its place in them (``TrainWorker.get_parallel_config``)."""
