@@ -54,7 +54,9 @@ def test_a_private_cluster_and_its_token_are_in_a_folder_of_this_user_alone_whic
 ):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # to be put back at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(cluster, "Config", Namespace(initialize=lambda text: None))  # Ray's own, of this process
     options: list[dict[str, object]] = []
     monkeypatch.setattr(cluster.ray, "init", lambda **given: options.append(given))
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)

@@ -59,7 +59,8 @@ def trainers() -> RayTrainGroup:
 def engines() -> fleet.EngineFleet:
     group = Namespace(needs_offload=True, indices=lambda *states: [0], engines=[Anything()], name_of=str)
     args = Namespace(**vars(FLAGS), rollout_stall_timeout_s=0)
-    return fleet.EngineFleet(args, [Namespace(groups=[group], router=None)])  # type: ignore[list-item]
+    model = Namespace(groups=[group], router=None, config=Namespace(name="m", update_weights=False))
+    return fleet.EngineFleet(args, [model])  # type: ignore[list-item]
 
 
 def trainer_with_box() -> None:
@@ -120,6 +121,7 @@ def test_a_cluster_that_does_not_let_the_driver_in_is_an_error_that_names_the_va
 
 def test_a_private_cluster_that_starts_too_slowly_is_started_again_but_not_for_ever(monkeypatch, caplog):
     answers: list[Exception | None] = []
+    monkeypatch.setattr(cluster, "_make_token", lambda folder: None)
     monkeypatch.setattr(cluster.ray, "init", lambda **_: _raise(answers.pop(0)))
     slow = Exception("The current node timed out during startup.")
     answers[:] = [slow, None]
@@ -143,7 +145,8 @@ def quiet_fleet(**flags: Any) -> fleet.EngineFleet:
     values = {"rollout_timeout_s": -fleet.DEADLINE_MARGIN_S, "use_fault_tolerance": False, "shutdown_timeout_s": 0.2}
     values |= {"rollout_health_check_interval": 1000.0, "rollout_health_check_timeout": 1000.0} | flags
     made = fleet.EngineFleet.__new__(fleet.EngineFleet)
-    made.args, made.servers, made._monitors, made._next_router_check_s = Namespace(**values), [], [], float("inf")
+    made.args, made.servers, made.groups, made._monitors = Namespace(**values), [], [], []
+    made._next_router_check_s = float("inf")
     return made
 
 
@@ -206,7 +209,7 @@ def test_the_end_waits_for_engines_no_longer_than_its_flag(monkeypatch):
     given: list[float] = []
     monkeypatch.setattr(fleet.ray, "wait", lambda refs, num_returns, timeout: given.append(timeout))
     made = quiet_fleet()
-    made.servers = [Namespace(groups=[Namespace(states=[], shutting_down=["ref"])], router=None)]
+    made.groups = [Namespace(states=[], shutting_down=["ref"])]  # type: ignore[list-item]
     began = time.monotonic()
     made.stop()
     assert given == [0.2] and time.monotonic() - began < 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,7 +150,7 @@ def test_the_ports_of_engines_that_start_again_and_again_stay_below_those_of_the
 
 def test_a_router_is_revived_before_an_engine_that_registers_there_starts(monkeypatch, fake):
     group, events = make_group(), []
-    group.model = replace(group.model, update_weights=False)
+    group.takes_updates = False
     group.revive_router = lambda: events.append("router")
     monkeypatch.setattr(group, "_launch", lambda indices, register: events.append(register) or ["ref"])
     monkeypatch.setattr(group_module, "wait_for", lambda refs, what, timeout_s: None)
