@@ -74,6 +74,7 @@ def arguments(**given) -> Namespace:
         rollout_health_check_interval=1.0,
         rollout_health_check_timeout=2.0,
         weight_update_timeout_s=30.0,
+        weight_loaders=(),
         shutdown_timeout_s=15.0,
         sglang_router_request_timeout_secs=60,
         router_policy="round_robin",
