@@ -24,7 +24,6 @@ from slime.ext.fast_push.messages import COMPARE, FILL_WITH_NAN, FIND_NAN, encod
 from slime.utils.errors import ProcessError, WeightSyncError
 from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.manifest import Manifest
-from slime.weights.push import steps
 from slime.weights.push.carrier import Buckets, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
@@ -53,9 +52,7 @@ def push_weights(asked: Push, source: Buckets, carrier: Carrier, plain: BucketSo
     push.read_folder = partial(_read_folder, push)
     try:
         if push.repacks:
-            push.on_main_rank(
-                "asking for a push's needs", lambda: steps.require_repacking(push, _without_loader(push))
-            )
+            push.on_main_rank("asking for a push's needs", lambda: push.require_repacking(_without_loader(push)))
         buckets = carrier.prepare(push, source)
         with push.step("pause"):
             push.on_main_rank("pausing the engines", lambda: pause(push))
@@ -74,9 +71,7 @@ def push_weights(asked: Push, source: Buckets, carrier: Carrier, plain: BucketSo
         with push.step("commit"):
             push.on_main_rank(f"committing version {push.version}", lambda: commit(push))
         with push.step("continue"):
-            push.on_main_rank(
-                f"letting the engines continue with version {push.version}", lambda: steps.continue_generation(push)
-            )
+            push.on_main_rank(f"letting the engines continue with version {push.version}", push.continue_generation)
         is_served = True
     finally:
         carrier.finish(push, is_served=is_served)
@@ -134,9 +129,9 @@ def send_buckets(push: CarriedPush, buckets: Buckets, carrier: Carrier, *, by_st
 
 def pause(push: CarriedPush) -> None:
     """Pause the engines; those without our loader also undo their repacking."""
-    steps.pause(push)
+    push.pause()
     if push.repacks:
-        steps.undo_repacking(push, _without_loader(push))
+        push.undo_repacking(_without_loader(push))
 
 
 def begin(push: CarriedPush, buckets: Buckets) -> None:
@@ -179,13 +174,13 @@ def commit(push: CarriedPush) -> None:
     """Call the new weights by their version, and see that it is so."""
     engines = push.participants
     if push.repacks:
-        steps.repack(push, _without_loader(push))
+        push.repack(_without_loader(push))
     engines.ask(
         "committing",
         lambda engine: engine.run(verbs.commit_weight_update, push.id, push.version),
         _with_loader(push),
     )
-    steps.require_version(push)
+    push.require_version()
 
 
 def run_check(

@@ -1,4 +1,4 @@
-"""One push: the trainer ranks that take part, its state while it is under way, and its report."""
+"""One push: the trainer ranks that take part, its state and its steps while it is under way, and its report."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from slime.utils.distributed_utils import get_gloo_group
-from slime.utils.errors import WeightSyncError
+from slime.utils.errors import DeadlineError, EngineDiedError, ProcessError, WeightSyncError
 from slime.weights.manifest import BucketEntry
+from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES, ExcludedEngine, Participants, reason_of
 
 Span = tuple[str, float, float]
@@ -142,6 +143,57 @@ class Push:
             listed = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in self.participants.excluded)
             raise WeightSyncError(f"no engine took weight version {self.version} ({what}). {listed}")
         return [given for *_, given in told]
+
+    # What rank 0 asks of the engines in every push; one that gives no answer is excluded from it
+
+    def pause(self) -> None:
+        """Stop generating and forget the prefix cache.  Excluded engines are paused too: they must not serve."""
+        engines = self.participants
+        engines.ask("pausing", lambda engine: engine.pause_generation(), engines.engines.values())
+        engines.ask("flushing its cache", lambda engine: engine.flush_cache())
+
+    def require_repacking(self, engines: Sequence[EngineProxy]) -> None:
+        """See that engines can undo and redo their repacking of weights, before anything is paused.
+
+        Raises:
+            WeightSyncError: an engine cannot.
+        """
+        for engine in engines:
+            try:
+                # Neither undo nor redo: an engine that has the endpoint does nothing.
+                engine.post_process_weights().wait(self.participants.clock.step_s)
+            except (EngineDiedError, DeadlineError) as error:
+                self.participants.exclude(engine.index, f"{reason_of(error)} (while asking for a push's needs)")
+            except ProcessError as error:
+                raise WeightSyncError(
+                    "--hf-checkpoint holds compressed-tensors weights, which engines repack when they load them; "
+                    f"engine {engine.index} cannot undo that for a push ({error}). Start it with slime's "
+                    "--custom-weight-loader, which can, or use an SGLang with /post_process_weights or a checkpoint "
+                    "in FP8 by blocks (tools/convert_hf_to_fp8.py)"
+                ) from error
+
+    def undo_repacking(self, engines: Sequence[EngineProxy]) -> None:
+        """Have engines hold their weights as a checkpoint has them."""
+        undo = "undoing its repacking of weights"
+        self.participants.ask(undo, lambda one: one.post_process_weights(restore_weights_before_load=True), engines)
+
+    def repack(self, engines: Sequence[EngineProxy]) -> None:
+        """Have engines hold their weights as kernels read them."""
+        redo = "repacking weights"
+        self.participants.ask(redo, lambda one: one.post_process_weights(post_process_quantization=True), engines)
+
+    def require_version(self) -> None:
+        """Exclude engines that do not tell the version of the push as theirs."""
+        held = self.participants.ask("telling its version", lambda engine: engine.get_weight_version())
+        for index, version in held.items():
+            if str(version) != self.version:
+                self.participants.exclude(
+                    index, f"it holds version {version!r} after the push of version {self.version!r}"
+                )
+
+    def continue_generation(self) -> None:
+        """Generate again."""
+        self.participants.ask("continuing", lambda engine: engine.continue_generation())
 
     def report(self, sent: Sequence[BucketEntry], **more: Any) -> PushReport:
         """Return the report of a push that sent these buckets; ``more`` are other fields of it."""

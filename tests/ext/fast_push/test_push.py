@@ -11,7 +11,6 @@ from slime.ext.fast_push.push import _without_loader
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, WeightSyncError
 from slime.weights.push.participants import Participants, PushClock
 from slime.weights.push.state import Push
-from slime.weights.push.steps import require_repacking
 
 
 class Engine:
@@ -29,7 +28,7 @@ class Engine:
 
 def require(*engines: Engine) -> Participants:
     push = Push("1", Participants(engines, PushClock(10)))
-    require_repacking(push, _without_loader(push))
+    push.require_repacking(_without_loader(push))
     return push.participants
 
 

@@ -24,7 +24,6 @@ from slime.backends.megatron_utils.update_weight.engine_group import EngineGroup
 from slime.backends.megatron_utils.update_weight.transport import Transport
 from slime.utils.errors import WeightSyncError
 from slime.weights.named_tensors import NamedTensors
-from slime.weights.push import steps
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES
 from slime.weights.push.state import Push, PushReport, TrainerRanks
@@ -66,20 +65,20 @@ class PlainPush(Transport):
         if push.checks:
             raise WeightSyncError("--check-weight-update-equal needs --weight-push verified and slime's weight loader")
         if push.repacks:
-            self._on_main_rank(push, "asking for a push's needs", lambda: steps.require_repacking(push, engines))
+            self._on_main_rank(push, "asking for a push's needs", lambda: push.require_repacking(engines))
         with push.step("pause"):
-            self._on_main_rank(push, "pausing the engines", lambda: steps.pause(push))
+            self._on_main_rank(push, "pausing the engines", push.pause)
             if push.repacks:
-                self._on_main_rank(push, "undoing repacking", lambda: steps.undo_repacking(push, engines))
+                self._on_main_rank(push, "undoing repacking", lambda: push.undo_repacking(engines))
         with push.step("buckets"):
             self._on_main_rank(push, "joining the engines", lambda: self._group.form(self._remote, push.participants))
             self._send_buckets(push)
         with push.step("commit"):
             if push.repacks:
-                self._on_main_rank(push, "repacking", lambda: steps.repack(push, engines))
-            self._on_main_rank(push, "asking for versions", lambda: steps.require_version(push))
+                self._on_main_rank(push, "repacking", lambda: push.repack(engines))
+            self._on_main_rank(push, "asking for versions", push.require_version)
         with push.step("continue"):
-            self._on_main_rank(push, "letting the engines continue", lambda: steps.continue_generation(push))
+            self._on_main_rank(push, "letting the engines continue", push.continue_generation)
         report = push.report(self._source().manifest.buckets)
         if self._ranks.rank == 0:
             logger.info(
