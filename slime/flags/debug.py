@@ -164,7 +164,7 @@ def derive_debug_modes(args: Namespace) -> None:
 
 
 def check_modes(args: Namespace) -> Iterator[str]:
-    """Yield one message for each pair of modes or precisions that exclude each other."""
+    """Yield one message for each pair of modes that exclude each other."""
     if args.debug_rollout_only and args.debug_train_only:
         asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
@@ -175,9 +175,6 @@ def check_modes(args: Namespace) -> Iterator[str]:
             f"--profile-step-end {args.profile_step_end} leaves nothing to profile from --profile-step-start "
             f"{args.profile_step_start} on; raise it."
         )
-    precisions = [flag for flag in ("fp32", "bf16", "fp16") if getattr(args, flag)]
-    if len(precisions) > 1:
-        yield f"{' and '.join('--' + p for p in precisions)} contradict each other; give one of them."
 
 
 def check_ci(args: Namespace) -> Iterator[str]:

@@ -274,12 +274,7 @@ def check_engines_of_family(args: Namespace) -> None:
 
 
 def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for EAGLE without a layer that drafts or a model that is named.
-
-    Args:
-        args: the flags.
-        config: the keys of config.json.
-    """
+    """Yield a message for EAGLE without a layer that drafts or a model that is named."""
     algorithm = args.sglang_speculative_algorithm
     if str(algorithm).upper() not in ("EAGLE", "NEXTN") or args.sglang_speculative_draft_model_path is not None:
         return
@@ -297,10 +292,6 @@ def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 
     SGLang's table of angles ends there; it extends the table up to the context length with angles that are not
     stretched, and the engine then computes another function than the trainer.
-
-    Args:
-        args: the flags.
-        config: the keys of config.json.
     """
     text = language_config(config)
     rope = hf_rope_settings(text)
@@ -319,12 +310,7 @@ def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 
 
 def replay_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for experts that the engine cannot give back.
-
-    Args:
-        args: the flags.
-        config: the keys of config.json.
-    """
+    """Yield a message for experts that the engine cannot give back."""
     family = family_of(config)
     if args.use_rollout_routing_replay and family is not None and family.engine_hides_experts:
         yield (

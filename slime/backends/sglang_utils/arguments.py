@@ -373,14 +373,7 @@ def own_quantization_problems(args: Namespace, layout: SGLangConfig) -> Iterator
 
 
 def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dict[str, Any]) -> Iterator[str]:
-    """Yield the same for one group of engines.
-
-    Args:
-        args: the flags.
-        path: of the checkpoint.
-        group: the engines.
-        config: the keys of config.json.
-    """
+    """Yield the same for one group of engines; ``config``: config.json of the checkpoint ``path``."""
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     names = ("pp_size", "ep_size", "moe_dense_tp_size")
     sizes = [group.overrides.get(name, getattr(args, f"sglang_{name}")) or 0 for name in names]

@@ -59,7 +59,7 @@ ALGORITHM = (
     Broken(
         mistake="two precisions",
         flags="--bf16 --fp16",
-        says=("--bf16 and --fp16", "one of them"),
+        says=("--bf16 and --fp16 are given", "one precision"),
     ),
     Broken(
         mistake="an optimizer that is not sharded",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
-import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -14,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.arguments import add_megatron_arguments
 from slime.backends.megatron_utils.flags.check_arguments import check_arguments
 from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from slime.backends.megatron_utils.flags.config_flags import CONFIG_CLASSES, NOT_FLAGS, attribute_of, config_fields
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, read_hf_config
-from slime.backends.megatron_utils.flags.own_flags import OWN_FLAGS
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import build_parser, hf_flags, parse, write_hf_model
 
@@ -71,42 +65,6 @@ def test_every_flag_of_the_scripts_makes_a_model_config() -> None:
     latent = [part for text in LATENT_FLAGS.split() for part in f"--{text}".split("=")]
     config = transformer_config_from_args(parse(*DENSE, *latent))
     assert (config.rope_type, config.rotary_scaling_factor, config.mscale_all_dim) == ("yarn", 40.0, 1.0)
-
-
-def list_accepted_flags() -> dict[str, str]:
-    """Return every option string of the trainer, with the config field it sets or the module that reads it."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    fields: dict[str, list[str]] = {}
-    for config_class in CONFIG_CLASSES:
-        for field, _ in config_fields(config_class):
-            if field.name not in NOT_FLAGS:
-                targets = fields.setdefault(attribute_of(field.name), [])
-                if f"TransformerConfig.{field.name}" not in targets:
-                    targets.append(f"{config_class.__name__}.{field.name}")
-    readers = {flag.attribute: [flag.reader] for flag in OWN_FLAGS}
-    accepted = {}
-    for option, action in parser._option_string_actions.items():
-        if not isinstance(action, argparse._HelpAction):
-            accepted[option] = ", ".join(readers.get(action.dest, []) + fields.get(action.dest, []))
-    return accepted
-
-
-def test_every_accepted_flag_has_a_reader() -> None:
-    accepted = list_accepted_flags()
-    assert len(accepted) > 350
-    assert [flag for flag, reader in accepted.items() if not reader] == []
-
-
-@pytest.mark.parametrize("flag", OWN_FLAGS, ids=lambda flag: flag.options[0])
-def test_the_module_named_as_reader_reads_the_flag(flag: object) -> None:
-    module = flag.reader  # type: ignore[attr-defined]
-    if not module.startswith("slime."):
-        return  # a plug-in that comes with its model family, or a flag with one value
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, module
-    attribute = flag.attribute  # type: ignore[attr-defined]
-    assert re.search(rf"\bargs\.{attribute}\b", Path(spec.origin).read_text()), f"{module} reads no {attribute}"
 
 
 def test_a_plain_dense_model_gets_megatrons_derived_sizes() -> None:

@@ -32,12 +32,6 @@ def parser() -> argparse.ArgumentParser:
 FIELDS = {field.name for config_class in CONFIG_CLASSES for field, _ in config_fields(config_class)}
 
 
-def test_every_field_is_a_flag_or_has_a_reason_not_to_be() -> None:
-    options = parser()._option_string_actions
-    for name in FIELDS - NOT_FLAGS.keys():
-        assert "--" + attribute_of(name).replace("_", "-") in options, name
-
-
 def test_the_tables_name_only_fields_that_exist() -> None:
     attributes = {attribute_of(name) for name in FIELDS}
     assert FLAG_NAMES.keys() <= FIELDS
