@@ -84,11 +84,7 @@ def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
 
 
 def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> Any:
-    """Import ``path``, check what it names against the protocol of ``hook``, and return it.
-
-    Raises:
-        HookError: see ``check_hooks_on_driver``.
-    """
+    """Import ``path``, check what it names against the protocol of ``hook``, and return it."""
     module_name, attribute = split_path(path, where)
     module = import_plugin(module_name, f"{where}: {path}", timeout_s)
     try:
@@ -111,11 +107,7 @@ def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT
 
 
 def check_source(hook: Hook, path: str, where: str) -> None:
-    """Check ``path`` by reading its module's source; what only running it would show is left alone.
-
-    Raises:
-        HookError: see ``check_hooks_on_driver``.
-    """
+    """Check ``path`` by reading its module's source; what only running it would show is left alone."""
     module_name, attribute = split_path(path, where)
     tree = _source_of(module_name, path, where)
     if tree is None:
@@ -149,11 +141,7 @@ def split_path(path: str, where: str) -> tuple[str, str]:
 
 
 def check_signature(hook: Hook, path: str, where: str, signature: inspect.Signature) -> None:
-    """Check that ``signature`` takes the call that ``hook.protocol`` describes.
-
-    Raises:
-        HookError: see ``check_hooks_on_driver``.
-    """
+    """Check that ``signature`` takes the call that ``hook.protocol`` describes."""
     positional, keywords = call_of(hook, signature)
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))

@@ -238,11 +238,7 @@ def _check_layout(args: Namespace) -> None:
 
 
 def _check_folders(args: Namespace, layout: SGLangConfig) -> None:
-    """Check the folder that each model of ``--sglang-config`` serves; SGLang resolves names of the Hugging Face hub.
-
-    Raises:
-        ConfigError: a folder, or a file of one, is missing or malformed.
-    """
+    """Check the folder that each model of ``--sglang-config`` serves; SGLang resolves names of the hub."""
     for model in layout.models:
         path = Path(model.model_path)
         is_name = not path.exists() and HUB_NAME.fullmatch(model.model_path)

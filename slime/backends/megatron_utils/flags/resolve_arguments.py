@@ -154,11 +154,7 @@ def _shape(args: Namespace) -> dict[str, Any]:
 
 
 def _rope(args: Namespace) -> dict[str, Any]:
-    """Return the rotary flags that neither the command nor config.json gave.
-
-    Raises:
-        ConfigError: YaRN's flags without YaRN.
-    """
+    """Return the rotary flags that neither the command nor config.json gave."""
     is_yarn, is_latent = has_yarn(args), args.multi_latent_attention
     names = [*YARN_DEFAULTS, *(() if is_latent else ("yarn_truncate",))]
     given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
