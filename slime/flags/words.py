@@ -7,6 +7,7 @@ import difflib
 import logging
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from slime.flags.parser import Parser
@@ -135,11 +136,22 @@ def _dashed_line(token: str, known: Iterable[str]) -> str:
 
 def _stray_values(argv: Sequence[str], leftover: Sequence[str], unknown: set[str]) -> list[tuple[str, str]]:
     """Return pairs of (flag before it, value) for leftover values that do not follow an unknown flag."""
-    strays: dict[str, str] = {}  # of a value that occurs twice the last one is the stray
+    strays = Counter(token for token in leftover if not is_flag(token) and token not in unknown)
+    followed: list[tuple[str, str]] = []
     flag = "the command"
     for token in argv:
-        if is_flag(token) or token in unknown:
+        if is_flag(token):
             flag = token.split("=", 1)[0]
-        elif token in leftover and flag not in unknown:
-            strays[token] = flag
-    return [(flag, token) for token, flag in strays.items()]
+        elif token in unknown:
+            flag = token
+        elif flag in unknown:
+            strays[token] -= 1
+        else:
+            followed.append((flag, token))
+    # Of a value that occurs twice the last one is the stray: the first belongs to its flag.
+    found = []
+    for flag, token in reversed(followed):
+        if strays[token] > 0:
+            strays[token] -= 1
+            found.append((flag, token))
+    return found[::-1]
