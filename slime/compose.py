@@ -5,25 +5,37 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime import ext
 from slime.flags import parse
 from slime.flags.group import FlagGroup
 from slime.flags.parse import GROUPS, AddArguments
 from slime.observability.logging_utils import configure_logger
-from slime.observability.telemetry import Sink
-from slime.ray.parts import Evaluation, MakeObserver, Parts
+from slime.ray.parts import MakeObserver, Parts
+from slime.utils.misc import load_function
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.model_transform import ModelTransform
     from slime.backends.megatron_utils.update_weight.transport import MakeTransport
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.train_loop import TrainJob
+
+TRANSFORMS = {
+    "int4_qat": "slime.ext.low_precision.fake_quantize.FakeInt4",
+    "lora_rank": "slime.ext.lora.transform.Lora",
+}
+SINKS = {
+    "record": "slime.ext.record.run_record.RecordSink",
+    "record_max_gib": "slime.ext.record.alarms.AlarmSink",  # always set
+    "prometheus_port": "slime.ext.record.prometheus_page.PrometheusSink",
+    "use_pytorch_profiler": "slime.observability.profile_utils.TrainProfiler",
+    "record_memory_history": "slime.observability.profile_utils.TrainProfiler",
+}
+"""Flag -> class that a job gets where it is set."""
 
 
 def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] | None = None) -> None:
@@ -44,67 +56,42 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
         from slime.ext.recovery.supervisor import supervise
 
         sys.exit(supervise(sys.argv[0], words))
-    job.run(train, check, parse=_fit_and_parse if "--fit" in flags and _is_here("plan") else parse_args)
+    read: Callable[[], Namespace] = parse_args
+    if "--fit" in flags and _is_here("plan"):
+        from slime.ext.plan.fit import fitted_here
+
+        read = lambda: parse_args(argv=fitted_here(words, flag_groups()))  # noqa: E731
+    job.run(train, check, parse=read)
 
 
 def parts(args: Namespace) -> Parts:
     """Return the implementations that the flags ask for."""
-    transforms: list[type[ModelTransform]] = []
-    if vars(args).get("int4_qat"):
-        from slime.ext.low_precision.fake_quantize import FakeInt4
-
-        transforms.append(FakeInt4)
-    has_adapters = vars(args).get("lora_rank") is not None
-    if has_adapters:
-        from slime.ext.lora.transform import Lora
-
-        transforms.append(Lora)
-    observers: list[MakeObserver] = []
-    outputs: dict[str, str | Path] = {}
-    if has_adapters and args.lora_save is not None:
-        outputs["--lora-save"] = args.lora_save
+    adapters = vars(args).get("lora_save")
+    outputs: dict[str, str | Path] = {} if adapters is None else {"--lora-save": adapters}
+    observers: tuple[MakeObserver, ...] = ()
     trains = args.save and not (args.debug_train_only or args.debug_rollout_only)
     if trains and _is_here("ledger") and not args.no_rollout_ledger:
         from slime.ext.ledger.ledger import Ledger, ledger_folder
 
-        observers.append(Ledger)
+        observers = (Ledger,)
         outputs["--rollout-ledger-dir"] = ledger_folder(args)
+    evaluation = "slime.ext.eval_background.evaluation.BackgroundEvaluation"
+    evaluates_beside = args.eval_in_background and not args.debug_train_only
     return Parts(
-        tuple(_sinks(args)),
-        tuple(transforms),
-        _evaluation(args),
-        tuple(observers),
-        outputs,
-        _train_group(args),
-        _transport(args),
+        sinks=_chosen(args, SINKS),
+        transforms=_chosen(args, TRANSFORMS),
+        evaluation=load_function(evaluation) if evaluates_beside else None,
+        observers=observers,
+        outputs=outputs,
+        train_group=_train_group(args),
+        transport=_transport(args),
     )
 
 
-def _sinks(args: Namespace) -> Iterator[type[Sink]]:
-    if _is_here("record"):
-        if args.record:
-            from slime.ext.record.run_record import RecordSink
-
-            yield RecordSink
-        from slime.ext.record.alarms import AlarmSink
-
-        yield AlarmSink
-        if args.prometheus_port is not None:
-            from slime.ext.record.prometheus_page import PrometheusSink
-
-            yield PrometheusSink
-    if args.use_pytorch_profiler or args.record_memory_history:
-        from slime.observability.profile_utils import TrainProfiler
-
-        yield TrainProfiler
-
-
-def _evaluation(args: Namespace) -> type[Evaluation] | None:
-    if not args.eval_in_background or args.debug_train_only:
-        return None
-    from slime.ext.eval_background.evaluation import BackgroundEvaluation
-
-    return BackgroundEvaluation
+def _chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Any, ...]:
+    """Return the classes of the flags that are set; those of a missing extension are not."""
+    paths = (path for flag, path in table.items() if vars(args).get(flag) not in (None, False))
+    return tuple(load_function(path) for path in dict.fromkeys(paths))
 
 
 def _train_group(args: Namespace) -> Callable[..., RayTrainGroup] | None:
@@ -113,11 +100,8 @@ def _train_group(args: Namespace) -> Callable[..., RayTrainGroup] | None:
         from slime.ext.fast_push.push import push_weights
 
         return partial(ReleasedTrainGroup, push_weights=push_weights)
-    if args.trainer_recovery != "memory":
-        return None
-    from slime.ext.recovery.copied_trainer import CopiedTrainGroup
-
-    return CopiedTrainGroup
+    copied = "slime.ext.recovery.copied_trainer.CopiedTrainGroup"
+    return load_function(copied) if args.trainer_recovery == "memory" else None
 
 
 def _transport(args: Namespace) -> MakeTransport | None:
@@ -139,13 +123,10 @@ def _transport(args: Namespace) -> MakeTransport | None:
 
 def start_job(args: Namespace) -> TrainJob:
     """Start the parts of a job, under the driver that ``args`` ask for; the weights have been pushed once."""
-    if _is_here("recovery") and (args.trainer_recovery != "off" or args.preemption_grace_s):
-        from slime.ext.recovery.job import RecoveringJob
-
-        return RecoveringJob(args, parts(args))
-    from slime.ray.train_loop import TrainJob
-
-    return TrainJob(args, parts(args))
+    recovers = _is_here("recovery") and (args.trainer_recovery != "off" or args.preemption_grace_s)
+    driver = "slime.ext.recovery.job.RecoveringJob" if recovers else "slime.ray.train_loop.TrainJob"
+    job: TrainJob = load_function(driver)(args, parts(args))
+    return job
 
 
 def flag_groups() -> tuple[FlagGroup, ...]:
@@ -166,9 +147,3 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
 
 def _is_here(extension: str) -> bool:
     return find_spec(f"slime.ext.{extension}") is not None
-
-
-def _fit_and_parse() -> Namespace:
-    from slime.ext.plan.fit import fitted_here
-
-    return parse_args(argv=fitted_here(sys.argv[1:], flag_groups()))
