@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -40,15 +39,10 @@ _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIXED.size + _CRC.size
 MAX_HEAD_BYTES = 1 << 28
 
-_SEGMENT = re.compile(r"(?:segment|index)-(\d{8})\.led")
-"""Indexes are of earlier versions."""
-
 
 def segment_number(path: Path) -> int:
-    """Return the number in the name of a file."""
-    match = _SEGMENT.fullmatch(path.name)
-    assert match is not None, path
-    return int(match.group(1))
+    """Return the number in the name of a segment."""
+    return int(path.stem.removeprefix("segment-"))
 
 
 class Kind(IntEnum):
@@ -74,12 +68,8 @@ class Kind(IntEnum):
     """The train data of a rollout is complete."""
     DISCARDED = 10
     """Groups that the rollout function neither handed over nor returned."""
-    REPLAYED = 11
-    """Of earlier versions."""
     TRAINED = 12
     """The optimizer took the steps of a rollout."""
-    SAVED = 13
-    """Of earlier versions."""
     PUBLISHED = 14
     """The tracker names the checkpoint."""
     CONTINUED = 15
@@ -226,7 +216,7 @@ def segment_files(folder: Path) -> list[Path]:
 
 def next_number(folder: Path) -> int:
     """Return a segment number that was never used in ``folder``."""
-    return max((segment_number(path) for path in folder.glob("*-????????.led")), default=-1) + 1
+    return max(map(segment_number, segment_files(folder)), default=-1) + 1
 
 
 def read_folder(folder: Path, *, first_segment: int = 0, verify_blobs: bool = False) -> Iterator[Record]:

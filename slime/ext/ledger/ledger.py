@@ -13,11 +13,19 @@ from __future__ import annotations
 import logging
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.ext.ledger.frames import Kind, Record, describe_damage, read_folder, read_segment, segment_number
+from slime.ext.ledger.frames import (
+    Kind,
+    Record,
+    describe_damage,
+    read_folder,
+    read_segment,
+    segment_files,
+    segment_number,
+)
 from slime.ext.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.ext.ledger.records import SAMPLE_FLAGS
 from slime.ext.ledger.recovery import Marks, Recovery, SourceRecorder
@@ -122,14 +130,12 @@ class Ledger(GroupObserver):
         if self._args.load is None:
             return own, []
         path = position_path(self._args.load, start_rollout_id - 1)
-        if not path.is_file() and path.with_suffix(".pkl").is_file():
-            path = path.with_suffix(".pkl")  # of an earlier version
         if not path.is_file():
             logger.info("There is no ledger position %s: records after the checkpoint are not used.", path)
             return own, []
         position = read_state(path, what="The position in the ledger")
         open_groups = groups_from_state(position["open"])
-        if not self._is_own(position) or position["first"] >= own:
+        if position["run"] != self._run or position["first"] >= own:  # the folder may have been moved since
             logger.warning(
                 "The ledger %s is not the one of the checkpoint, which was %s: records after the checkpoint are not "
                 "used, and its %d groups in flight are generated again.",
@@ -139,13 +145,6 @@ class Ledger(GroupObserver):
             )
             return own, open_groups
         return position["first"], open_groups
-
-    def _is_own(self, position: Mapping[str, Any]) -> bool:
-        """Return whether a position is one in this ledger; the folder may have been moved or copied since."""
-        if "run" in position:
-            return position["run"] == self._run
-        is_beside = self._folder.resolve() == (Path(self._args.load) / FOLDER).resolve()
-        return is_beside or self._folder.resolve() == Path(position["folder"]).resolve()
 
     def _recover(self, group: list[Any]) -> list[Any] | None:
         if self._recovery is None:
@@ -248,7 +247,7 @@ class Ledger(GroupObserver):
 
 def _run_of(folder: Path) -> str | None:
     """Return the identity of the run whose ledger this is; None when it has none yet."""
-    for path in sorted(folder.glob("*-????????.led")):
+    for path in segment_files(folder):
         for record in read_segment(path):
             if record.kind in (Kind.LIFE, Kind.CONTINUED) and record.head.get("run"):
                 return record.head["run"]

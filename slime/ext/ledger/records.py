@@ -111,8 +111,6 @@ class ReplayState:
         """Checkpoint -> the first segment that it needs."""
         self.other_flags: dict[str, Any] = {}
         """Sample flags of a process whose records do not count."""
-        self.unknown_flags: set[str] = set()
-        """Sample flags that a process of an earlier version did not write down."""
         self.damage: list[Record] = []
         """The places of records or samples that could not be read."""
         self._fingerprint = fingerprint
@@ -150,11 +148,10 @@ class ReplayState:
         if self._fingerprint is None:
             return
         theirs = head["facts"]
-        self._counts = _are_alike(theirs[SAMPLE_FLAGS], self._fingerprint[SAMPLE_FLAGS])
+        self._counts = theirs[SAMPLE_FLAGS] == self._fingerprint[SAMPLE_FLAGS]
         if not self._counts:
             self.other_flags = theirs[SAMPLE_FLAGS]
-        self.unknown_flags |= self._fingerprint[SAMPLE_FLAGS].keys() - theirs[SAMPLE_FLAGS].keys()
-        self._is_replayable = _are_alike(theirs[BATCH_FLAGS], self._fingerprint[BATCH_FLAGS])
+        self._is_replayable = theirs[BATCH_FLAGS] == self._fingerprint[BATCH_FLAGS]
 
     def _begin(self, record: Record) -> None:
         rollout_id = record.head["r"]
@@ -240,11 +237,6 @@ class ReplayState:
         """Drop the groups that ended in a rollout."""
         for name in rollout.ended:
             self.groups.pop(name, None)
-
-
-def _are_alike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> bool:
-    """Return True when the flags that both processes know are the same: one of an earlier version knew fewer."""
-    return all(theirs[name] == ours[name] for name in theirs.keys() & ours.keys())
 
 
 _HANDLERS = {

@@ -177,12 +177,9 @@ class Recovery:
                 folder,
                 describe_damage(record),
             )
-        if state.unknown_flags:
-            unknown = ", ".join(sorted(state.unknown_flags))
-            logger.info("The ledger %s is of an earlier version: %s cannot be compared.", folder, unknown)
         if state.other_flags:
             own = fingerprint[SAMPLE_FLAGS]
-            changed = [name for name in own if own[name] != state.other_flags.get(name, own[name])]
+            changed = [name for name in own if own[name] != state.other_flags.get(name)]
             logger.warning(
                 "Samples that an earlier process left in the ledger %s are not used: it ran with another %s.",
                 folder,

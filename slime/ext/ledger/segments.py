@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.ext.ledger.frames import Kind, next_number, pack_frame, segment_number, segment_path
+from slime.ext.ledger.frames import Kind, next_number, pack_frame, segment_files, segment_number, segment_path
 from slime.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -248,9 +248,9 @@ _REMEDY = (
 
 
 def retire(folder: Path, *, first_needed: int) -> int:
-    """Unlink every file below segment ``first_needed``, indexes of earlier versions too; return the bytes freed."""
+    """Unlink every segment below ``first_needed``; return the bytes freed."""
     freed = 0
-    for path in sorted(folder.glob("*-????????.led")):
+    for path in segment_files(folder):
         if segment_number(path) < first_needed:
             freed += path.stat().st_size
             path.unlink()
