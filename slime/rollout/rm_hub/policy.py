@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from slime.flags.reward import RewardConfig
 from slime.train_data.convert import is_finite
@@ -208,61 +208,19 @@ def _failed_reward(config: RewardConfig, sample: Sample, error: Exception) -> An
     return dict.fromkeys(keys, 0.0) if keys else 0.0
 
 
-# Threads for slow graders.  The deadline of a grading begins when its thread takes it.
-#
-# A thread cannot be stopped.  One whose grading is overdue is replaced: it ends after that grading, if ever, and a new
-# one joins the pool, so that hanging gradings do not use it up.  All are daemons: none holds up the exit.
+# Threads for slow graders.  A thread cannot be stopped: one whose grading is overdue is left to end, if it ever does,
+# and its place is free for the next grading.  All are daemons: none holds up the exit.
 
 
 NUM_THREADS = 8
 
 
-class _Grading(NamedTuple):
-    """One call of a grader."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    started: Future[_Worker]
-    result: Future[Any]
-
-
-class _Worker(threading.Thread):
-    """A thread that takes gradings from the queue until it is replaced."""
-
-    def __init__(self, waiting: queue.SimpleQueue[_Grading]) -> None:
-        super().__init__(name="grader", daemon=True)
-        self._waiting = waiting
-        self.is_replaced = False
-
-    def run(self) -> None:
-        """Grade until this thread has been replaced."""
-        while not self.is_replaced:
-            grading = self._waiting.get()
-            if not grading.started.set_running_or_notify_cancel():
-                continue  # nobody waits for it any more
-            grading.result.set_running_or_notify_cancel()  # first: once it has started, its caller may cancel it
-            grading.started.set_result(self)
-            try:
-                value = grading.function(*grading.args)
-            except CancelledError as error:  # of the grader's own; awaited, it would pass for its caller's end
-                grading.result.set_exception(GraderError(f"the grader's own work was cancelled: {error!r}"))
-            except BaseException as error:  # raised where the grading is awaited
-                grading.result.set_exception(error)
-            else:
-                grading.result.set_result(value)
-
-
 class GraderThreads:
-    """A pool of ``num_threads`` threads, started with the first grading.
-
-    Invariant: ``num_threads`` threads have not been replaced, so every grading begins at some time.
-    """
+    """At most ``num_threads`` gradings at a time that somebody waits for, each in a new thread."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._num_threads = num_threads
-        self._waiting: queue.SimpleQueue[_Grading] = queue.SimpleQueue()
-        self._workers: list[_Worker] = []
-        self._lock = threading.Lock()
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def run(
         self,
@@ -277,31 +235,28 @@ class GraderThreads:
             TimeoutError: it did not return within ``timeout_s`` of its start; its text is ``late``.  The time before
                 is not counted: it is bounded by the deadlines of those that came first.
         """
-        self._fill()
-        grading = _Grading(function, args, Future(), Future())
-        self._waiting.put(grading)
-        result = asyncio.wrap_future(grading.result)
-        try:
-            await asyncio.wrap_future(grading.started)
-            done, _ = await asyncio.wait({result}, timeout=timeout_s)
-        finally:
-            if not grading.started.cancel() and not grading.result.done():
-                self._fill(without=grading.started.result())
-            result.cancel()
+        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._num_threads))
+        async with places:
+            outcome: Future[Any] = Future()
+            outcome.set_running_or_notify_cancel()  # now only the thread ends it
+            threading.Thread(target=_grade, args=(outcome, function, args), name="grader", daemon=True).start()
+            result = asyncio.wrap_future(outcome)
+            try:
+                done, _ = await asyncio.wait({result}, timeout=timeout_s)
+            finally:
+                result.cancel()
         if not done:
             raise TimeoutError(late.format(timeout_s))
         return result.result()
 
-    def _fill(self, without: _Worker | None = None) -> None:
-        """Start the threads that are missing, one in the place of ``without`` among them."""
-        with self._lock:
-            if without is not None:
-                without.is_replaced = True
-                self._workers = [worker for worker in self._workers if worker is not without]
-            while len(self._workers) < self._num_threads:
-                worker = _Worker(self._waiting)
-                self._workers.append(worker)
-                worker.start()
+
+def _grade(outcome: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        outcome.set_result(function(*args))
+    except CancelledError as error:  # of the grader's own; awaited, it would pass for its caller's end
+        outcome.set_exception(GraderError(f"the grader's own work was cancelled: {error!r}"))
+    except BaseException as error:  # raised where the grading is awaited
+        outcome.set_exception(error)
 
 
 GRADER_THREADS = GraderThreads()
