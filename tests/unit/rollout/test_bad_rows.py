@@ -45,30 +45,17 @@ def chat(**message):
 
 BAD_LINES = {
     "invalid UTF-8": (b'{"input": "\xff", "label": "1"}', "is not JSON ('utf-8' codec can't decode byte 0xff"),
-    "UTF-8 cut in a character": (b'{"input": "\xe4\xb8", "label": "1"}', "is not JSON ('utf-8' codec"),
-    "latin-1": ('{"input": "é", "label": "1"}'.encode("latin-1"), "is not JSON"),
     "deep lists": (b'{"input": "a", "label": ' + b"[" * 90000 + b"]" * 90000 + b"}", "nested deeper than 64 levels"),
-    "deep objects": (b'{"a":' * 500 + b"1" + b"}" * 500, "nested deeper than 64 levels"),
-    "deep, never closed": (b"[" * 100000, "is not JSON (nested deeper"),
     "giant integer": (b'{"input": "a", "label": ' + b"9" * 5000 + b"}", "is not JSON (Exceeds the limit"),
     "lone high surrogate": (b'{"input": "a\\ud83d", "label": "1"}', "half of a surrogate pair ('\\ud83d')"),
-    "lone low surrogate in a label": (b'{"input": "a", "label": "\\uDE00"}', "half of a surrogate pair"),
-    "surrogates in the wrong order": (b'{"input": "\\ude00\\ud83d", "label": "1"}', "half of a surrogate pair"),
     "lone surrogate in metadata": (b'{"input": "a", "label": "1", "metadata": {"\\ud800": 1}}', "surrogate pair"),
     "a key twice": (b'{"input": "a", "label": "1", "label": "2"}', "the key 'label' occurs twice in one object"),
-    "a key twice in a message": (b'{"input": [{"role": "user", "content": "a", "content": "b"}]}', "'content' occurs"),
-    "a key twice in metadata": (b'{"input": "a", "label": "1", "metadata": {"x": 1, "x": 1}}', "'x' occurs twice"),
     "a key twice in metadata text": (
         json.dumps({"input": "a", "label": "1", "metadata": '{"x": 1, "x": 2}'}).encode(),
         "metadata is text but not JSON (the key 'x' occurs twice",
     ),
     "cut": (b'{"input": "a", "lab', "is not JSON"),
-    "trailing comma": (b'{"input": "a", "label": "1",}', "is not JSON"),
-    "two objects": (b'{"input": "a", "label": "1"} {}', "is not JSON (Extra data"),
     "text": (b'"a"', "is a JSON str; each line must be an object"),
-    "number": (b"1", "is a JSON int"),
-    "null": (b"null", "is a JSON NoneType"),
-    "NUL bytes": (b"\0" * 30, "is not JSON"),
 }
 
 
@@ -84,37 +71,25 @@ def test_lines_that_do_not_decode(tmp_path, name, run):
 
 BAD_ROWS = {
     "NaN label": ({"label": float("nan")}, "label (--label-key) is nan, which no answer equals"),
-    "infinite label": ({"label": float("-inf")}, "label (--label-key) is -inf"),
     "NaN in a list of labels": ({"label": ["1", float("nan")]}, "label (--label-key) is ['1', nan]"),
     "blank": ({"input": "   "}, "the prompt is '   ', which is blank"),
-    "blank lines": ({"input": "\n\t\r\n"}, "the prompt is '\\n\\t\\r\\n', which is blank"),
-    "wide blanks": ({"input": "\u3000\u00a0"}, "which is blank"),
     "zero width": ({"input": "\u200b\ufeff"}, "which is blank"),
-    "control characters": ({"input": "\0\x07"}, "which is blank"),
     "number": ({"input": 5}, "the prompt is 5"),
-    "object": ({"input": {"role": "user"}}, "the prompt is {'role': 'user'}"),
     "no messages": ({"input": []}, "the prompt is []"),
     "messages of text": ({"input": ["hi"]}, "message 0 of the prompt is 'hi'; it must have a role"),
-    "blank message": (chat(content=" "), "which is blank"),
     "blank beside a system message": (
         {"input": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": ""}]},
         "which is blank",
     ),
     "role is null": (chat(role=None), "message 0 of the prompt has the role None"),
-    "role is blank": (chat(role=" "), "message 0 of the prompt has the role ' '"),
     "role is a number": (chat(role=1), "message 0 of the prompt has the role 1"),
     "content is null": (chat(content=None), "message 0 of the prompt has the content None"),
-    "content is a number": (chat(content=7), "message 0 of the prompt has the content 7"),
     "content is an object": (chat(content={"text": "a"}), "has the content {'text': 'a'}"),
     "a part is a number": (chat(content=[{"type": "text", "text": "a"}, 3]), "has the part 3"),
-    "no content": ({"input": [{"role": "user"}]}, "has the content None"),
     "metadata is a list": ({"metadata": [1]}, "metadata is [1]; it must be an object"),
-    "metadata is a number": ({"metadata": 3}, "metadata is 3; it must be an object"),
     "metadata text": ({"metadata": "{"}, "metadata is text but not JSON"),
     "tools are an object": ({"tools": {"name": "f"}}, "tools are {'name': 'f'}; they must be a list"),
     "long": ({"input": "a" * (MAX_PROMPT_CHARS + 1)}, "the prompt has 4,000,001 characters ('aaa"),
-    "20 MB": ({"input": "ab " * 7_000_000}, "the prompt has 21,000,000 characters"),
-    "long messages": (chat(content="a" * 20_000_000), "the prompt has 20,000,000 characters"),
     "long parts": (chat(content=[{"type": "text", "text": "a" * 20_000_000}]), "has 20,000,000 characters"),
 }
 
@@ -137,17 +112,12 @@ def test_values_of_no_use(tmp_path, name, run):
         {"label": None},
         {"label": {"answer": [1, 2]}},
         {"label": ["a", "b"]},
-        {"label": ""},
         {"label": 10**60},
         {"metadata": None},
-        {"metadata": ""},
-        {"metadata": []},
         {"metadata": {"a": {"b": [1, None, float("nan")]}}},
         {"metadata": '{"a": 1}'},
-        {"tools": None},
         {"tools": "[]"},
         {"input": "\ud83d\ude00"},
-        {"input": " a "},
         chat(role="critic"),
         chat(content=["text", {"type": "image", "image": "x.png"}]),
         {"input": [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
@@ -164,8 +134,8 @@ def test_what_is_odd_and_legitimate_is_accepted(tmp_path, row):
     assert len(dataset(path)) == 1
 
 
-@pytest.mark.parametrize("label", [None, "", "  ", {"a": 1}, [], [None], True])
-@pytest.mark.parametrize("grader", ["deepscaler", "dapo", "math", "f1", "math_verify", "boxed_math"])
+@pytest.mark.parametrize("label", [None, "  ", {"a": 1}, [None]])
+@pytest.mark.parametrize("grader", ["deepscaler", "boxed_math"])
 def test_a_label_that_a_grader_cannot_compare_with_is_refused_in_any_row(tmp_path, grader, label):
     path = tmp_path / "data.jsonl"
     path.write_bytes(GOOD + json.dumps({"input": "a", "label": label}).encode())
@@ -186,15 +156,10 @@ def test_a_label_that_a_grader_cannot_compare_with_is_refused_in_any_row(tmp_pat
     [
         (gzip.compress(GOOD, mtime=0), "is named .jsonl and is compressed by gzip; decompress it"),
         (b"PK\x03\x04rest", "a zip archive"),
-        (b"\x28\xb5\x2f\xfdrest", "compressed by zstd"),
-        (b"BZh9rest", "compressed by bzip2"),
-        (b"\xfd7zXZ\x00rest", "compressed by xz"),
         (b"PAR1rest", "a parquet file"),
         (GOOD.decode().encode("utf-16"), "text in UTF-16"),
         (b"", "selects no row (the file is empty)"),
-        (b"\n  \n", "selects no row"),
         (GOOD + GOOD[:12], "line 2 is not JSON"),
-        (GOOD[:12], "The file ends within this line; it may be cut short"),
         (json.dumps([{"input": "a"}], indent=1).encode(), "line 1 is not JSON"),
     ],
 )
