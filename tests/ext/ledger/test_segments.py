@@ -124,7 +124,7 @@ def test_segments_below_the_first_needed_are_retired_and_their_numbers_are_not_u
         if number % 2:
             writer.rotate()
     writer.close()
-    assert retire(tmp_path, first_needed=3) > 0
+    assert retire(tmp_path, first_needed=2) > 0
     assert numbers(tmp_path) == [4, 5]
-    assert [path.name for path in segment_files(tmp_path)] == ["segment-00000003.led", "segment-00000004.led"]
-    assert next_number(tmp_path) == 5
+    assert [path.name for path in segment_files(tmp_path)] == ["segment-00000002.led", "segment-00000003.led"]
+    assert next_number(tmp_path) == 4
