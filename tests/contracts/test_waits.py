@@ -30,7 +30,6 @@ UNTIMED = {
     "slime.ext.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",
     "slime.rollout.on_policy_distillation.reward_func: asyncio.gather": "every request has REQUEST_TIMEOUT_S",
     "slime.rollout.rm_hub.batched_async_rm: asyncio.gather": "every grading has --rm-timeout-s",
-    "slime.rollout.rm_hub.policy._Worker.run: self._waiting.get": "a daemon thread without work",
     "slime.rollout.control_client.engine_versions: asyncio.gather": "every request has CONTROL_TIMEOUT_S",
     "slime_plugins.rollout_buffer.generator.base_generator.Worker.run: asyncio.gather": "every post is timed",
     "slime_plugins.rollout_buffer.generator.base_generator.run_rollout: worker.join": "the service ends the generator",
