@@ -124,7 +124,7 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
         "--unsafe-local-sandbox",
         action="store_true",
         help="Do not isolate the sandboxes of this machine: programs that the model wrote may do whatever the rollout "
-        "process may. Needed where neither bubblewrap nor namespaces of users are available.",
+        "process may. Needed where namespaces of users are not available.",
     )
     group.add_argument(
         "--use-distributed-post", action="store_true", help="Send HTTP requests from several Ray actors."

@@ -1,6 +1,6 @@
 """Run a program in isolation: ``python -I -S __main__.py outer|inner SPEC [PROGRAM...]``.
 
-``outer`` enters namespaces and builds the file system first; ``inner`` is started where that is done, by bubblewrap.
+``outer`` enters namespaces and builds the file system first; ``inner`` only sets limits and refuses system calls.
 Without PROGRAM it serves the host through a socket (``supervisor.py``).  SPEC is the JSON of ``view.View``.  When
 isolation fails, nothing is run: the reason is on standard error, and the exit status is 125.
 """

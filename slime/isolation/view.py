@@ -1,8 +1,4 @@
-"""The part of this machine that an isolated program sees, and the command that mounts it.
-
-Two ways lead there: namespaces that ``__main__.py`` makes, and bubblewrap, which some machines allow where they deny
-users namespaces.  The first that works on this machine is taken.
-"""
+"""The part of this machine that an isolated program sees, and the command that runs it there."""
 
 from __future__ import annotations
 
@@ -11,16 +7,15 @@ import json
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from slime.isolation.namespaces import DEVICES, USER
+from slime.isolation.namespaces import USER
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -121,66 +116,30 @@ def processes_can_be_limited() -> bool:
     return (major, minor) >= (5, 14)
 
 
-Command = tuple[list[str], list[int]]
-"""Words in front of a program, and the descriptors that they name; the caller passes them on and closes them."""
+def isolated_command(view: View) -> list[str]:
+    """Return the words in front of a program that isolate it, by namespaces that ``__main__.py`` makes.
+
+    Raises:
+        IsolationError: this machine cannot isolate programs; the message says what to do.
+    """
+    check_isolation(keeps_user=view.keeps_user)
+    return _command("outer", view)
 
 
-def namespaces_command(view: View) -> Command:
-    """Isolate by namespaces that ``__main__.py`` makes."""
-    return [*_python(), "outer", json.dumps(asdict(view))], []
-
-
-def bubblewrap_command(view: View) -> Command:
-    """Isolate by bubblewrap; ``__main__.py`` then adds limits and refuses system calls."""
-    words = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--cap-drop",
-        "ALL",
-        "--as-pid-1",
-        "--hostname",
-        "sandbox",
-    ]
-    if not view.keeps_user:
-        words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
-    if view.folder is not None:
-        words += ["--size", str(view.disk_bytes), "--tmpfs", "/tmp", "--dir", view.folder]
-    for path in view.readable:
-        words += ["--ro-bind", path, path]
-    for path, target in view.links:
-        words += ["--symlink", target, path]
-    ends = []
-    for path, text in view.texts.items():
-        end = os.memfd_create("text")
-        os.write(end, text.encode())
-        os.lseek(end, 0, os.SEEK_SET)
-        ends.append(end)
-        words += ["--ro-bind-data", str(end), path]
-    words += ["--dir", "/run", "--proc", "/proc"]
-    for name in DEVICES:
-        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
-        words += ["--symlink", f"/proc/self/{target}", f"/dev/{name}"]
-    words += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/proc", "--remount-ro", "/"]
-    for path in view.writable:
-        words += ["--bind", path, path]
-    return [*words, "--", *_python(), "inner", json.dumps(asdict(view))], ends
-
-
-def unsafe_command(view: View) -> Command:
-    """Do not isolate: ``__main__.py`` sets limits and ends what it started, as the same user."""
-    return [*_python(), "inner", json.dumps(asdict(view) | {"keeps_user": True})], []
+def unsafe_command(view: View) -> list[str]:
+    """Return words that isolate nothing: ``__main__.py`` sets limits and ends what it started, as the same user."""
+    return _command("inner", replace(view, keeps_user=True))
 
 
 class IsolationError(ConfigError):
     """This machine cannot isolate programs."""
 
-    def __init__(self, reasons: Sequence[str]) -> None:
-        self.reasons = "; ".join(reasons)
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
         super().__init__(
-            f"Programs that the model wrote cannot be isolated on this machine ({self.reasons}). Install bubblewrap "
-            "(apt install bubblewrap), allow namespaces of users (sysctl user.max_user_namespaces), run as root with "
-            f"CAP_SYS_ADMIN, or give {UNSAFE_FLAG}, with which they may do whatever this process may."
+            f"Programs that the model wrote cannot be isolated on this machine ({reason}). Allow namespaces of users "
+            "(sysctl user.max_user_namespaces), run as root with CAP_SYS_ADMIN, or give "
+            f"{UNSAFE_FLAG}, with which they may do whatever this process may."
         )
 
 
@@ -193,36 +152,30 @@ def check_local_sandbox(args: Namespace) -> None:
     if args.unsafe_local_sandbox:
         logger.warning("%s: programs that the model wrote may do whatever this process may.", UNSAFE_FLAG)
     else:
-        isolating_command()
+        check_isolation()
 
 
 @functools.cache
-def isolating_command(*, keeps_user: bool = False) -> Callable[[View], Command]:
-    """Return the first way to isolate that works on this machine; root's own namespaces give programs another user.
+def check_isolation(*, keeps_user: bool = False) -> None:
+    """Run a program in isolation once.
 
     Raises:
-        IsolationError: there is none; the message says what was tried, and what to do.
+        IsolationError: it did not run.
     """
-    ways = [bubblewrap_command, namespaces_command] if shutil.which("bwrap") else [namespaces_command]
-    reasons = []
-    for way in reversed(ways) if os.getuid() == 0 else ways:
-        view = view_of_everything(tempfile.gettempdir()) if keeps_user else view_for_programs("/tmp/probe", disk_mib=1)
-        words, ends = way(view)
-        try:
-            done = subprocess.run(
-                [*words, "/bin/sh", "-c", "exit 7"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                check=False, pass_fds=ends, timeout=PROBE_TIMEOUT_S,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            reasons.append(str(error))
-            continue
-        finally:
-            for end in ends:
-                os.close(end)
-        if done.returncode == 7:
-            return way
-        reasons.append(done.stderr.strip()[-300:] or f"exit status {done.returncode}")
-    raise IsolationError(reasons)
+    view = view_of_everything(tempfile.gettempdir()) if keeps_user else view_for_programs("/tmp/probe", disk_mib=1)
+    command = [*_command("outer", view), "/bin/sh", "-c", "exit 7"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=PROBE_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise IsolationError(str(error)) from error
+    if done.returncode != 7:
+        raise IsolationError(done.stderr.strip()[-300:] or f"exit status {done.returncode}")
+
+
+def _command(stage: str, view: View) -> list[str]:
+    return [*_python(), stage, json.dumps(asdict(view))]
 
 
 def _python() -> list[str]:

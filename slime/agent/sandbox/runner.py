@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +19,7 @@ from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from slime.agent.sandbox.protocol import SandboxError
-from slime.isolation.view import (
-    Command,
-    View,
-    isolating_command,
-    processes_can_be_limited,
-    unsafe_command,
-    view_for_programs,
-)
+from slime.isolation.view import isolated_command, processes_can_be_limited, unsafe_command, view_for_programs
 
 logger = logging.getLogger(__name__)
 
@@ -89,31 +82,28 @@ class IsolatedRunner:
             ConfigError: this machine cannot isolate programs.
             SandboxError: it did not start.
         """
-        way: Callable[[View], Command] = unsafe_command
         if self.is_unsafe:
             self.folder = Path(tempfile.mkdtemp(prefix="slime-sandbox-"))
         else:
             self.folder = Path("/tmp", f"slime-sandbox-{os.urandom(6).hex()}")
-            way = await asyncio.to_thread(isolating_command)
         mine, theirs = _socket_pair()
         view = view_for_programs(str(self.folder), disk_mib=self.limits.disk_mib)
         rlimits = {"fsize": self.limits.disk_mib << 20, "cpu": self.limits.cpu_s}
         if not self.is_unsafe and processes_can_be_limited():
             rlimits["nproc"] = self.limits.processes + 1
         url = urlsplit(self.reach or "")
-        words, ends = way(
-            replace(
-                view,
-                limits=rlimits,
-                memory_bytes=self.limits.memory_mib << 20,
-                processes=self.limits.processes,
-                ports=[url.port] if url.port and not self.is_unsafe else [],
-                control=theirs.fileno(),
-            )
+        view = replace(
+            view,
+            limits=rlimits,
+            memory_bytes=self.limits.memory_mib << 20,
+            processes=self.limits.processes,
+            ports=[url.port] if url.port and not self.is_unsafe else [],
+            control=theirs.fileno(),
         )
         try:
+            words = await asyncio.to_thread(unsafe_command if self.is_unsafe else isolated_command, view)
             self._process = await asyncio.create_subprocess_exec(
-                *words, pass_fds=[*ends, theirs.fileno()], env={"LANG": "C.UTF-8"}, cwd="/",
+                *words, pass_fds=[theirs.fileno()], env={"LANG": "C.UTF-8"}, cwd="/",
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
         except BaseException:
@@ -121,8 +111,6 @@ class IsolatedRunner:
             raise
         finally:
             theirs.close()
-            for end in ends:
-                os.close(end)
         self._control = mine
         try:
             await self._greet(url.hostname or "127.0.0.1", url.port)

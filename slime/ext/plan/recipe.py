@@ -8,7 +8,6 @@ absolute paths, ``kill``, redirections.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.isolation.view import IsolationError, isolating_command, view_of_everything
+from slime.isolation.view import IsolationError, isolated_command, view_of_everything
 from slime.utils import env
 from slime.utils.errors import ConfigError
 
@@ -108,17 +107,17 @@ def read_recipe(script: str, more: Sequence[str], folder: Path, *, is_trusted: b
     inherited = {name: value for name, value in env.copy().items() if not name.startswith("BASH_FUNC_")}
     command = [_bash(), str(Path(script).resolve()), *more]
     try:
-        held, ends = isolating_command(keeps_user=True)(view_of_everything(str(folder)))
+        held = isolated_command(view_of_everything(str(folder)))
     except IsolationError as error:
         if not is_trusted:
             raise ConfigError(
                 f"{script} was not run: nothing here would hold it back from other processes and files "
-                f"({error.reasons}). Install bubblewrap; run it as root, in a container with CAP_SYS_ADMIN, or where "
+                f"({error.reason}). Run it as root, in a container with CAP_SYS_ADMIN, or where "
                 "users may make namespaces; give the arguments of train.py instead; or say --trust-script when you "
                 "know what it does."
             ) from error
-        held, ends = [], []
-    done = _run([*held, *command], inherited | variables, ends, script)
+        held = []
+    done = _run([*held, *command], inherited | variables, script)
     written = calls.read_text().splitlines() if calls.is_file() else []
     if not record.is_file():
         raise ConfigError(
@@ -128,21 +127,16 @@ def read_recipe(script: str, more: Sequence[str], folder: Path, *, is_trusted: b
     return _submitted(record.read_text().split("\0")[:-1], written, script)
 
 
-def _run(
-    command: list[str], environment: dict[str, str], ends: list[int], script: str
-) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], environment: dict[str, str], script: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-            timeout=TIMEOUT_S, errors="replace", pass_fds=ends,
+            timeout=TIMEOUT_S, errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"{script} submitted no job within {TIMEOUT_S} s; correct it, or give the arguments of train.py."
         ) from error
-    finally:
-        for end in ends:
-            os.close(end)
 
 
 def _bash() -> str:

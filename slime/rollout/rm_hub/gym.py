@@ -16,7 +16,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from slime.isolation.view import isolating_command, unsafe_command, view_for_programs
+from slime.isolation.view import isolated_command, unsafe_command, view_for_programs
 from slime.rollout.parsing import split_reasoning
 from slime.rollout.rm_hub.symbolic import VARIABLES, SymbolicWorker, WorkerPool
 from slime.utils import env
@@ -54,11 +54,11 @@ class ScoreWorker(QuestionWorker):
         self._is_unsafe = is_unsafe
 
     def _start(self) -> subprocess.Popen[bytes]:
-        view = view_for_programs("/tmp/gym", disk_mib=DISK_MIB)
-        way = unsafe_command if self._is_unsafe else isolating_command()
+        view = replace(view_for_programs("/tmp/gym", disk_mib=DISK_MIB), limits={"as": MEMORY_BYTES})
+        words = unsafe_command(view) if self._is_unsafe else isolated_command(view)
         # Its file is out of sight there: slime may be anywhere.
         program = [sys.executable, "-sPc", _WORKER_FILE.read_text(encoding="utf-8")]
-        return self._start_by(way, replace(view, limits={"as": MEMORY_BYTES}), program)
+        return self._start_by([*words, *program])
 
 
 @functools.cache

@@ -17,12 +17,12 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
-from slime.isolation.view import PROGRAM, Command, View, isolating_command, unsafe_command, view_for_programs
+from slime.isolation.view import PROGRAM, View, isolated_command, unsafe_command, view_for_programs
 from slime.utils import env
 from slime.utils.errors import ConfigError, GraderError
 
@@ -115,15 +115,15 @@ class SymbolicWorker:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        view, way = View(readable=()), cast(Callable[[View], Command], unsafe_command)
+        words = unsafe_command(View(readable=(), limits=LIMITS))
         if self._is_isolated:
             try:
-                view, way = view_for_programs("/tmp/grader", disk_mib=1), isolating_command()
+                words = isolated_command(replace(view_for_programs("/tmp/grader", disk_mib=1), limits=LIMITS))
             except ConfigError as error:
                 self._run_without_namespaces(str(error))
         seccomp = os.path.realpath(PROGRAM.with_name("seccomp.py"))
         program = [sys.executable, "-sPc", _WORKER_FILE.read_text(encoding="utf-8"), seccomp]
-        return self._start_by(way, replace(view, limits=LIMITS), program)
+        return self._start_by([*words, *program])
 
     def _run_without_namespaces(self, reason: str) -> None:
         self._is_isolated = False
@@ -134,20 +134,10 @@ class SymbolicWorker:
             reason.rstrip("."),
         )
 
-    def _start_by(self, way: Callable[[View], Command], view: View, program: list[str]) -> subprocess.Popen[bytes]:
-        """Start a program in what ``way`` makes of ``view``, with ``VARIABLES`` alone.
-
-        Outside of namespaces packages may be in a folder of PYTHONPATH.
-        """
-        words, ends = way(view)
+    def _start_by(self, command: list[str]) -> subprocess.Popen[bytes]:
+        """Start a program with ``VARIABLES`` alone; outside of namespaces packages may be in PYTHONPATH."""
         path = None if self._is_isolated else env.get_str("PYTHONPATH")
-        try:
-            return self._popen(
-                [*words, *program], env=VARIABLES | ({"PYTHONPATH": path} if path else {}), pass_fds=ends, cwd="/"
-            )
-        finally:
-            for end in ends:
-                os.close(end)
+        return self._popen(command, env=VARIABLES | ({"PYTHONPATH": path} if path else {}), cwd="/")
 
     @staticmethod
     def _popen(words: list[str], **options: Any) -> subprocess.Popen[bytes]:

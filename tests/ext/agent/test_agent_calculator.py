@@ -9,7 +9,6 @@ from argparse import Namespace
 import openai
 import pytest
 
-from examples.agent_calculator import generate as example
 from slime.ext.agent import session
 from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
@@ -103,9 +102,3 @@ def test_an_agent_that_dies_costs_its_sample(args, has_begun):
     why = "no room in the sandbox" if has_begun else "the agent ended before the first request"
     assert why in sample.metadata["reward_error"]
     FAILURES.succeeded()
-
-
-def test_wrong_arguments_are_an_answer_of_the_tool():
-    assert example.multiply('{"a": 3, "b": 4}') == "12"
-    assert example.multiply("{").startswith("error")
-    assert example.multiply('{"a": 3}').startswith("error")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -163,43 +161,5 @@ def test_a_parameter_of_another_type_or_out_of_its_range_never_reaches_the_engin
             answer = client.post(address, json={"messages": [{"role": "user", "content": "q"}], **fine}, timeout=20)
             assert answer.status_code == 200, answer.text
     finally:
-        server.stop()
-        engine.stop()
-
-
-def test_a_long_body_holds_up_its_own_session_alone(tokenizer, monkeypatch):
-    """A tokenizer that does not come back: another session gets its answer, the same session waits."""
-    come_back, encode, entered = threading.Event(), type(tokenizer).encode, threading.Event()
-
-    def encode_slowly(self, text, **options):
-        if "long" in text:
-            entered.set()
-            assert come_back.wait(60)
-        return encode(self, text, **options)
-
-    monkeypatch.setattr(type(tokenizer), "encode", encode_slowly)
-    engine = TalkingEngine(tokenizer, lambda prompt: "hi")
-    engine.start()
-    adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url=f"{engine.url}/generate")
-    for sid in ("slow", "quick"):
-        adapter.open_session(sid)
-    server = run_app_in_thread(adapter.app, host="127.0.0.1")
-
-    def ask(sid: str, text: str) -> int:
-        url, headers = f"http://127.0.0.1:{server.port}/v1/chat/completions", {"Authorization": f"Bearer {sid}"}
-        body = {"messages": [{"role": "user", "content": text}]}
-        return requests.post(url, json=body, headers=headers, timeout=60).status_code
-
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            long = pool.submit(ask, "slow", "long")
-            assert entered.wait(20)
-            again = pool.submit(ask, "slow", "short")
-            assert ask("quick", "short") == 200
-            assert not long.done() and not again.done()
-            come_back.set()
-            assert (long.result(), again.result()) == (200, 200)
-    finally:
-        come_back.set()
         server.stop()
         engine.stop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,23 +17,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.agent.sandbox import LocalSandbox, SandboxError, check_local_sandbox, runner
+from slime.agent.sandbox import LocalSandbox, SandboxError, check_local_sandbox
+from slime.agent.sandbox import runner as runner_module
 from slime.agent.sandbox.runner import IsolatedRunner, Limits
 from slime.isolation import view
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
 from tests.ext.agent.escapes import ESCAPES, KERNEL_ESCAPES, STRICT_ESCAPES, program
 
-WAYS = [view.namespaces_command, *([view.bubblewrap_command] if shutil.which("bwrap") else [])]
 LATE = ("a child of a child", "a session of its own")
 """They try it a second later."""
 SMALL = Limits(memory_mib=256, disk_mib=16, processes=24, cpu_s=20, output_bytes=100_000)
-
-
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
-def way(request, monkeypatch):
-    """Each way to isolate that this machine has."""
-    monkeypatch.setattr(runner, "isolating_command", lambda: request.param)
 
 
 @pytest.fixture
@@ -102,7 +95,7 @@ async def attempt(name, host, *, only_python, is_unsafe=False):
 
 
 @pytest.mark.parametrize("name", [*ESCAPES, *KERNEL_ESCAPES])
-def test_a_program_does_not_escape(way, host, name):
+def test_a_program_does_not_escape(host, name):
     output = asyncio.run(attempt(name, host, only_python=False))
     if name in LATE:
         time.sleep(1.5)
@@ -110,7 +103,7 @@ def test_a_program_does_not_escape(way, host, name):
 
 
 @pytest.mark.parametrize("name", [*ESCAPES, *KERNEL_ESCAPES, *STRICT_ESCAPES])
-def test_python_alone_does_not_escape(way, host, name):
+def test_python_alone_does_not_escape(host, name):
     output = asyncio.run(attempt(name, host, only_python=True))
     assert marks(host, output) == [], output
 
@@ -164,7 +157,7 @@ def processes_with(word):
     return [one.pid for one in psutil.process_iter(["cmdline"]) if word in " ".join(one.info["cmdline"] or ())]
 
 
-def test_nothing_outlives_the_runner(way):
+def test_nothing_outlives_the_runner():
     word = f"{300 + uuid.uuid4().int % 10**9}.5"
 
     async def play():
@@ -219,7 +212,7 @@ asyncio.run(play())
         ("f() { f | f & }; f; sleep 4; exit 1", "24 processes"),
     ],
 )
-def test_a_bomb_is_ended(way, cmd, reason):
+def test_a_bomb_is_ended(cmd, reason):
     async def play():
         began = time.monotonic()
         async with IsolatedRunner(SMALL) as isolated:
@@ -232,16 +225,6 @@ def test_a_bomb_is_ended(way, cmd, reason):
     refused = b"Resource temporarily unavailable" in ended.err  # by the kernel, before they were too many
     reasons = ("processes", "memory") if "processes" in reason else (reason,)  # many processes take much memory
     assert any(one in ended.reason for one in reasons) or ("processes" in reason and refused), ended
-
-
-def test_a_bound_that_was_passed_is_not_the_end_of_later_programs(way):
-    async def play():
-        async with LocalSandbox(limits=SMALL) as box:
-            with pytest.raises(SandboxError, match="256 MiB of memory"):
-                await box.exec("exec python3 -c 'x = bytearray(10**9)'")
-            return await box.exec("kill -SEGV $$")
-
-    assert asyncio.run(play()).code == 128 + signal.SIGSEGV
 
 
 def test_every_program_of_a_sandbox_that_died_is_told_so():
@@ -260,7 +243,7 @@ def test_every_program_of_a_sandbox_that_died_is_told_so():
 
 
 @pytest.mark.parametrize("path", ["fill", "/tmp/fill", "/dev/shm/fill"])
-def test_a_full_disk_is_the_sandboxes_own(way, path):
+def test_a_full_disk_is_the_sandboxes_own(path):
     async def play():
         async with IsolatedRunner(SMALL) as isolated:
             await bash(isolated, f"for i in 1 2 3 4; do dd if=/dev/zero of={path}$i bs=1M count=8; done")
@@ -270,15 +253,7 @@ def test_a_full_disk_is_the_sandboxes_own(way, path):
     assert int(ended.out.split()[2]) <= 16, ended
 
 
-def test_a_program_may_use_the_seconds_it_is_given(way):
-    async def play():
-        async with IsolatedRunner(SMALL) as isolated:
-            return await isolated.run(None, stdin=b"while True: pass", timeout_s=120, limits={"cpu": 1})
-
-    assert asyncio.run(play()).code < 0  # ended by its own limit: past the deadline there is no answer
-
-
-def test_a_file_is_written_where_the_sandbox_is(way, tmp_path):
+def test_a_file_is_written_where_the_sandbox_is(tmp_path):
     """A link that the sandbox made leads to its own files."""
 
     async def play():
@@ -295,7 +270,7 @@ def test_a_file_is_written_where_the_sandbox_is(way, tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_program_reaches_the_one_address_it_is_given(way):
+def test_a_program_reaches_the_one_address_it_is_given():
     async def answer(reader, writer):
         writer.write((await reader.readline()).upper())
         await writer.drain()
@@ -315,8 +290,8 @@ def test_a_program_reaches_the_one_address_it_is_given(way):
     assert ended.out == b"HELLO\n" and b"refused" in ended.err
 
 
-def test_a_connection_to_an_address_that_does_not_answer_is_closed(way, monkeypatch):
-    monkeypatch.setattr(runner, "CONNECT_TIMEOUT_S", 0.3)
+def test_a_connection_to_an_address_that_does_not_answer_is_closed(monkeypatch):
+    monkeypatch.setattr(runner_module, "CONNECT_TIMEOUT_S", 0.3)
 
     async def play(port):
         async with IsolatedRunner(SMALL, reach=f"http://localhost:{port}") as isolated:
@@ -329,20 +304,11 @@ def test_a_connection_to_an_address_that_does_not_answer_is_closed(way, monkeypa
     async def never(host, port):
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(runner.asyncio, "open_connection", never)
+    monkeypatch.setattr(runner_module.asyncio, "open_connection", never)
     assert asyncio.run(play(9999)).out == b"closed\n"
 
 
-def test_many_commands_at_a_time(way):
-    async def play():
-        async with LocalSandbox() as box:
-            commands = (box.exec(f": {'x' * 90_000}; sleep 0.2; echo {number}") for number in range(12))
-            return [ended.out for ended in await asyncio.gather(*commands)]
-
-    assert asyncio.run(play()) == [f"{number}\n" for number in range(12)]
-
-
-def test_no_variable_of_this_process_is_passed_on(way, monkeypatch):
+def test_no_variable_of_this_process_is_passed_on(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
 
     async def play():
@@ -353,22 +319,21 @@ def test_no_variable_of_this_process_is_passed_on(way, monkeypatch):
 
 
 def test_where_nothing_isolates_it_does_not_start(monkeypatch):
-    view.isolating_command.cache_clear()
+    view.check_isolation.cache_clear()
     monkeypatch.setattr(view, "_python", lambda: ["/bin/sh", "-c", "echo unshare: no >&2; exit 125", "x"])
-    monkeypatch.setattr(view.shutil, "which", lambda name: None)
 
     async def enter():
         async with LocalSandbox():
             pass
 
     try:
-        with pytest.raises(ConfigError, match=r"unshare: no.*Install bubblewrap.*--unsafe-local-sandbox"):
+        with pytest.raises(ConfigError, match=r"unshare: no.*namespaces.*--unsafe-local-sandbox"):
             asyncio.run(enter())
         with pytest.raises(ConfigError, match="--unsafe-local-sandbox"):
             check_local_sandbox(Namespace(unsafe_local_sandbox=False))
         check_local_sandbox(Namespace(unsafe_local_sandbox=True))
     finally:
-        view.isolating_command.cache_clear()
+        view.check_isolation.cache_clear()
 
 
 def test_without_isolation_processes_still_end(tmp_path):
@@ -387,13 +352,7 @@ def test_without_isolation_processes_still_end(tmp_path):
     assert processes_with(word) == [] and not folder.exists()
 
 
-def test_a_python_installed_into_a_home_is_refused(monkeypatch):
-    monkeypatch.setattr(view.sys, "prefix", str(Path.home()))
-    with pytest.raises(ConfigError, match="use another Python"):
-        view.view_for_programs("/tmp/x", disk_mib=1)
-
-
-def test_links_on_the_way_to_the_interpreter_are_there(way, tmp_path, monkeypatch):
+def test_links_on_the_way_to_the_interpreter_are_there(tmp_path, monkeypatch):
     """As uv and pyenv lay them out: a virtual environment whose python is a link to a link."""
     (tmp_path / "cpython-3").symlink_to(sys.base_prefix)
     (tmp_path / "venv/bin").mkdir(parents=True)

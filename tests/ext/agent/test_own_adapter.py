@@ -81,35 +81,6 @@ def test_six_hooks_make_an_adapter(ask, tokenizer):
     assert sample.rollout_log_probs == [-0.5] * sample.response_length
 
 
-def test_errors_have_a_form_without_a_hook_for_them(ask):
-    answer = ask(max_output_tokens=0)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-    assert "max_output_tokens" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("accept", "body", "stream"),
-    [
-        ("text/event-stream", {}, True),
-        ("application/json", {}, False),
-        ("text/event-stream", {"stream": False}, False),
-        ("application/json", {"stream": True}, True),
-    ],
-)
-def test_a_stream_is_asked_for_by_the_body_or_by_the_header(ask, accept, body, stream):
-    assert ask({"Accept": accept}, **body).json()["stream"] is stream
-
-
-def test_a_body_may_be_changed_by_returning_another(ask, monkeypatch):
-    def changed(adapter, body):
-        return {**body, "messages": [{"role": "user", "content": "changed"}]}
-
-    monkeypatch.setattr(WordAdapter, "_preprocess_body", changed)
-    assert ask().status_code == 200
-    (sample,) = asyncio.run(ask.adapter.finish_session("s1", base_sample=Sample(index=0)))
-    assert "changed" in ask.adapter.tokenizer.decode(sample.tokens)
-
-
 def test_parts_given_by_position_land_where_the_original_has_them():
     assert Reply({"role": "assistant"}, "stop", ["wire"]) == Reply(
         manager_message={"role": "assistant"}, finish_reason="stop", wire=["wire"]
@@ -125,9 +96,3 @@ def test_parts_given_by_position_land_where_the_original_has_them():
     assert TurnRecord([1], [2], [-0.5]).finish_reason == "stop"
     assert tool_call_dict("add", arguments='{"a": 1}')["function"] == {"name": "add", "arguments": {"a": 1}}
     assert HarnessContext("/w", "s", "http://host").model_label == "slime-actor"
-
-
-def test_a_turn_with_a_call_of_a_tool_says_so():
-    use = {"name": "add", "input": {}}
-    assert manager_finish_reason([use], "stop") == manager_finish_reason([use], "length") == "tool_calls"
-    assert manager_finish_reason([], "stop") == manager_finish_reason(None, "stop") == "stop"

@@ -16,8 +16,6 @@ from PIL import Image
 
 from examples.vision_shapes import model
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
-from slime.agent.adapters.engine import _inputs
-from slime.agent.adapters.sessions import AdapterError
 from slime.ext.agent import session
 from slime.rollout.direct_workers import WorkerPicker
 from slime.rollout.multi_turn import converse
@@ -156,13 +154,3 @@ def test_an_image_that_names_a_file_of_this_machine_is_refused(job, url):
 
     asyncio.run(session.play(args, Sample(index=0), PARAMS, agent))
     assert payloads == []
-
-
-def test_a_conversation_in_which_the_policy_drew_a_picture_does_not_continue(job):
-    args, payloads = job()
-    tokenizer = load_tokenizer(args.hf_checkpoint)
-    adapter = OpenAIAdapter(**session.adapter_options(args))
-    ids = tokenizer.encode("<|image_pad|>")
-    assert len(_inputs([1, *ids, 2], [RED], adapter.processor)["image_data"]) == 1
-    with pytest.raises(AdapterError, match="has 1 images, and 2 places"):
-        _inputs([1, *ids, 2, *ids], [RED], adapter.processor)

@@ -10,21 +10,10 @@ import httpx
 import pytest
 
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common
-from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
+from slime.agent.adapters.sessions import AdapterError, SessionBook
 from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.net import get_current_node_ip
 from slime.utils.types import Sample
-
-
-def test_a_request_opens_no_session():
-    book = SessionBook()
-    book.add(Session(sid="ours"))
-    assert book.admit("ours").num_turns == 1
-    for sid in ("guess", "default"):
-        with pytest.raises(AdapterError, match="the job opened none of that name") as refused:
-            book.admit(sid)
-        assert refused.value.status == 401
-    assert len(book) == 1
 
 
 @pytest.mark.parametrize("kind", [OpenAIAdapter, AnthropicAdapter])

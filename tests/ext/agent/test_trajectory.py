@@ -80,13 +80,6 @@ def test_a_chain_that_is_cut_back_keeps_experts_and_nuclei_of_what_is_left(max_t
     assert sample.metadata["truncated"] is bool(max_tokens)
 
 
-def test_a_rewritten_first_prompt_always_forks():
-    manager = TrajectoryManager()
-    record(manager, [user("a")], assistant("b"), [1, 2], [3])
-    record(manager, [user("a"), assistant("b"), user("c")], assistant("d"), [1, 8, 3, 5], [7])
-    assert [s.tokens for s in manager.get_trajectory("s", base_sample=BASE)] == [[1, 2, 3], [1, 8, 3, 5, 7]]
-
-
 def test_two_conversations_of_one_session_do_not_mix():
     manager = TrajectoryManager()
     record(manager, [user("a")], assistant("b"), [1, 2], [3])
@@ -104,13 +97,6 @@ def test_every_drawn_token_is_trained_exactly_once_when_a_turn_is_played_again()
     record(manager, said, assistant("e"), [1, 2, 3], [5])
     samples = manager.get_trajectory("s", base_sample=BASE)
     assert [(s.tokens, s.loss_mask) for s in samples] == [([1, 2, 3, 4], [1, 0, 1]), ([1, 2, 3, 5], [1])]
-
-
-def test_ids_decide_where_messages_do_not():
-    manager = TrajectoryManager()
-    record(manager, [user("a")], assistant("b"), [1], [2])
-    record(manager, [user("A rewritten"), assistant("b"), user("c")], assistant("d"), [1, 2, 3], [4])
-    assert len(manager.get_trajectory("s", base_sample=BASE)) == 1
 
 
 def test_the_longest_known_beginning_is_found_without_its_reasoning():
@@ -162,36 +148,11 @@ def test_only_the_newest_weights_are_trained_on_request():
     assert sample.metadata["weight_spans"] == [("7", 0, 2), ("8", 2, 3)]
 
 
-def test_time_between_turns_is_time_of_tools():
-    manager = TrajectoryManager()
-    record(manager, [user("a")], assistant("b"), [1], [2], began_s=10.0, ended_s=11.0)
-    record(manager, [user("a"), assistant("b"), user("c")], assistant("d"), [1, 2, 3], [4], began_s=14.0, ended_s=15.0)
-    (sample,) = manager.get_trajectory("s", base_sample=BASE)
-    assert sample.non_generation_time == 3.0
-
-
-def test_a_turn_without_a_message_is_continued_by_its_ids_alone():
-    manager = TrajectoryManager()
-    record(manager, [user("a")], None, [1, 2], [3])
-    assert manager.known_prefix("s", [user("a")]) is None
-    record(manager, [user("a"), assistant("?"), user("c")], assistant("d"), [1, 2, 3, 4], [5])
-    (sample,) = manager.get_trajectory("s", base_sample=BASE)
-    assert (sample.tokens, sample.loss_mask) == ([1, 2, 3, 4, 5], [1, 0, 1])
-
-
 def test_the_samples_of_a_session_are_given_once():
     manager = TrajectoryManager()
     record(manager, [user("a")], assistant("b"), [1], [2])
     assert len(manager.get_trajectory("s", base_sample=BASE)) == 1
     assert not manager.has_session("s") and manager.turn_count("s") == 0
-    assert manager.get_trajectory("s", base_sample=BASE) == []
-
-
-def test_a_dropped_session_is_gone():
-    manager = TrajectoryManager()
-    record(manager, [user("a")], assistant("b"), [1], [2])
-    manager.drop_session("s")
-    assert not manager.has_session("s")
     assert manager.get_trajectory("s", base_sample=BASE) == []
 
 

@@ -15,13 +15,12 @@ from examples import tiny_products
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
 from examples.tiny_tools.agents import call
 from slime.ext.agent import session, verifiers_data
-from slime.ext.agent.flags import VERIFIERS, check_verifiers, derive_verifiers
+from slime.ext.agent.flags import VERIFIERS, derive_verifiers
 from slime.ext.agent.verifiers_env import check, generate
-from slime.rollout.prompt_dataset import Dataset, check_prompt_file
 from slime.rollout.prompt_files import read_rows
 from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
-from slime.utils.errors import ConfigError, DataError, GraderError
+from slime.utils.errors import ConfigError, GraderError
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
 from tests.unit.talking_engine import make_tokenizer
@@ -200,20 +199,6 @@ def test_rows_name_their_environment_and_number(stand_in):
     assert [row["label"] for row in rows_of("verifiers-eval:products")] == ["1456", "1469"]
 
 
-def test_the_ordinary_data_set_shuffles_them_by_its_seed(stand_in):
-    path = "verifiers:products?size=50"
-    assert check_prompt_file(path, "input", label_key="label", readers=READERS) == 50
-    read = [Dataset(path, None, None, None, prompt_key="input", label_key="label", readers=READERS) for _ in range(2)]
-    for dataset in read:
-        dataset.shuffle(1)
-    assert [one.metadata for one in read[0].samples] == [one.metadata for one in read[1].samples]
-    assert read[0].fingerprint == read[1].fingerprint and read[0].samples != read[0].origin_samples
-    other = Dataset(
-        "verifiers:products?size=49", None, None, None, prompt_key="input", label_key="label", readers=READERS
-    )
-    assert other.fingerprint != read[0].fingerprint
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -271,16 +256,6 @@ def test_a_rollout_of_two_turns_is_one_sample_with_the_tokens_that_were_drawn(st
     assert sample.metadata["source_name"] == "products" and sample.metadata["environment_reward"] == 1.0
 
 
-def test_one_turn_that_is_wrong_has_the_reward_zero(stand_in, talk):
-    (sample,) = played(talk(lambda prompt: "7")[0], samples_of("verifiers:products")[0])
-    assert (sample.reward, sample.loss_mask, trained_text(sample)) == (0.0, [1, 1], ("7<|im_end|>", ""))
-
-
-def test_a_named_grader_finds_the_reward_in_the_metadata(stand_in, talk):
-    (sample,) = played(talk(caller, custom_rm_path="a.b")[0], samples_of("verifiers:products")[0])
-    assert sample.reward is None and sample.metadata["environment_reward"] == 1.0
-
-
 @pytest.mark.parametrize("limits", [{"rollout_max_turns": 2}, {"rollout_max_context_len": 200}])
 def test_a_limit_truncates_and_keeps_what_was_drawn(stand_in, talk, limits):
     args, engine = talk(lambda prompt: call("multiply", a=2, b=3), **limits)
@@ -329,11 +304,6 @@ def test_a_rollout_that_is_over_leaves_its_samples_for_the_next(stand_in, talk):
     after = played(args, sample)
     assert after is sample and sample.status is Sample.Status.ABORTED and not sample.tokens
     assert json.dumps(sample.metadata) == before and sample.reward is None
-
-
-def test_other_rows_are_refused(talk):
-    with pytest.raises(DataError, match="no row of a --prompt-data verifiers:NAME"):
-        played(talk(caller)[0], Sample(index=1, prompt="?"))
 
 
 # The package itself
@@ -393,15 +363,6 @@ def test_the_packages_tools_over_two_turns(package, talk):
     assert sample.reward == 1.0 and sample.metadata["metrics"]["multiply_calls"] == 1
 
 
-def test_the_packages_errors(package, talk):
-    fault = Fault("status", requests=[1], status=400)
-    args, _ = talk(lambda prompt: "", script={"faults": [fault]}, rm_max_failures=1)
-    (empty,) = played(args, samples_of("verifiers:env-for-tests")[0])
-    assert (empty.reward, empty.response_length) == (0.0, 1) and not empty.remove_sample
-    with pytest.raises(GraderError, match="verifiers:env-for-tests: ModelError.*Error code: 502"):
-        played(args, samples_of("verifiers:env-for-tests")[0])
-
-
 def test_the_environment_of_the_example(package, talk):
     caller_of_boxes = lambda prompt: said if (said := caller(prompt))[0] == "<" else f"\\boxed{{{said}}}"  # noqa: E731
     args = talk(caller_of_boxes, custom_generate_function_path=VERIFIERS)[0]
@@ -411,19 +372,3 @@ def test_the_environment_of_the_example(package, talk):
     assert (sample.reward, sample.metadata["environment_reward"]) == (1.0, 1.0)
     assert asyncio.run(tiny_products.reward(args, [sample, sample])) == [1.0, 1.0]
     assert len(rows_of("verifiers-eval:examples.tiny_products?size=3")) == tiny_products.HELD_OUT
-
-
-def test_the_package_leaves_the_signals_of_the_job_alone(package):
-    import signal
-
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert len(rows_of("verifiers:env-for-tests")) == 4
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_an_environment_that_nothing_plays_is_no_data_set_of_a_mixture(tmp_path):
-    mixture = tmp_path / "mix.yaml"
-    mixture.write_text("datasets: [{path: rows.jsonl}, {path: 'verifiers:wordle'}]\n")
-    args = Namespace(prompt_data=str(mixture), custom_generate_function_path=None, runs_here=True)
-    (message,) = check_verifiers(args)
-    assert "mix.yaml: verifiers:wordle is an environment, and nothing plays the rows" in message

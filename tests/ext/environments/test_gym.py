@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slime.ext.environments import gym
-from slime.isolation.view import IsolationError, isolating_command
+from slime.isolation.view import IsolationError, check_isolation
 from slime.rollout.prompt_dataset import Dataset, check_prompt_file
 from slime.rollout.prompt_files import read_rows
 from slime.rollout.rm_hub import RM_TYPES, async_rm
@@ -49,9 +49,10 @@ NEEDED = ("reasoning_gym", "cellpylib", "pycosat", "zss")
 
 def can_isolate():
     try:
-        return bool(isolating_command())
+        check_isolation()
     except IsolationError:
         return False
+    return True
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from slime.ext.plan import recipe as recipe_module
 from slime.ext.plan.recipe import read_recipe
-from slime.isolation.view import IsolationError, isolating_command
+from slime.isolation.view import IsolationError, check_isolation
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
 
@@ -38,9 +38,10 @@ def read(tmp_path: Path, text: str, *more: str, is_trusted: bool = False):
 def can_hold() -> bool:
     """True where this machine isolates; else plans refuse scripts, which the next tests see."""
     try:
-        return isolating_command(keeps_user=True) is not None
+        check_isolation(keeps_user=True)
     except IsolationError:
         return False
+    return True
 
 
 def test_a_script_that_begins_by_ending_every_python_gives_its_command(tmp_path):
@@ -63,46 +64,24 @@ def test_a_script_without_ray_that_starts_train_py_gives_its_command(tmp_path):
     assert recipe.calls == ["python3 tools/convert.py --save x"]
 
 
-def test_commands_stay_recorded_when_a_script_puts_folders_in_front_of_path(tmp_path):
-    fake = tmp_path / "bin"
-    fake.mkdir()
-    for name in ("pkill", "ray"):
-        (fake / name).write_text(f"#!/bin/sh\necho met > {tmp_path}/private/met\n")
-        (fake / name).chmod(0o755)
-    recipe = read(tmp_path, f"export PATH={fake}:$PATH\npkill -9 python\nkill -9 -1\n{SUBMIT}", is_trusted=True)
-    assert recipe.calls == ["pkill -9 python", "kill -9 -1"]
-    assert not (tmp_path / "private/met").exists()
-
-
 def test_a_script_that_submits_nothing_is_an_error_with_what_it_said(tmp_path):
     with pytest.raises(ConfigError, match=r"ended with 3 before it submitted a job: no data"):
         read(tmp_path, "echo no data >&2; exit 3", is_trusted=True)
 
 
-def test_a_job_that_is_no_training_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"without `-- python3 train.py"):
-        read(tmp_path, "ray job submit -- bash -c 'x'", is_trusted=True)
-
-
-@pytest.mark.parametrize("text", ["{", '["A=1"]', '{"env_vars": [1]}'])
-def test_an_environment_that_is_no_object_is_an_error(text, tmp_path):
-    with pytest.raises(ConfigError, match="--runtime-env-json must be a JSON object"):
-        read(tmp_path, f"ray job submit --runtime-env-json='{text}' -- python3 train.py", is_trusted=True)
-
-
-def refuse(keeps_user: bool) -> None:
-    raise IsolationError(["unshare: not permitted"])
+def refuse(view) -> None:
+    raise IsolationError("unshare: not permitted")
 
 
 def test_where_nothing_can_hold_a_script_it_is_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe_module, "isolating_command", refuse)
+    monkeypatch.setattr(recipe_module, "isolated_command", refuse)
     with pytest.raises(ConfigError, match=r"was not run.*unshare: not permitted.*--trust-script"):
         read(tmp_path, f"echo met > {tmp_path}/met; {SUBMIT}")
     assert not (tmp_path / "met").exists()
 
 
 def test_a_trusted_script_is_run_where_nothing_holds_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe_module, "isolating_command", refuse)
+    monkeypatch.setattr(recipe_module, "isolated_command", refuse)
     assert read(tmp_path, SUBMIT, is_trusted=True).words == ["--num-rollout", "3"]
 
 

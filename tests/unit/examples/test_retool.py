@@ -82,11 +82,11 @@ def test_files_processes_and_the_network_are_out_of_reach(program, error):
 
 def test_a_run_that_cannot_isolate_does_not_start(monkeypatch):
     def refuse():
-        raise IsolationError(["unshare: not permitted"])
+        raise IsolationError("unshare: not permitted")
 
-    monkeypatch.setattr(view, "isolating_command", refuse)
+    monkeypatch.setattr(view, "check_isolation", refuse)
     for generate in (example.generate, coding_agent.generate):
-        with pytest.raises(ConfigError, match=r"not permitted.*bubblewrap.*--unsafe-local-sandbox"):
+        with pytest.raises(ConfigError, match=r"not permitted.*namespaces.*--unsafe-local-sandbox"):
             generate.check_args(Namespace(unsafe_local_sandbox=False))
         generate.check_args(Namespace(unsafe_local_sandbox=True))
 
