@@ -149,7 +149,7 @@ make_token() {
 _start_ray_once() {
     local num_gpus="$1" ports start=${SECONDS}
     shift
-    _RAY_DIR="$(python3 -m slime.utils.private_folder)"
+    _RAY_DIR="$(python3 -m slime.utils.files)"
     make_token
     mapfile -t ports < <(free_ports 6)
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${ports[1]}"

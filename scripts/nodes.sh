@@ -36,7 +36,7 @@ start_nodes() {
     fi
     export RAY_PORT="${RAY_PORT:-6379}" RAY_DASHBOARD_PORT="${RAY_DASHBOARD_PORT:-8265}"
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${RAY_DASHBOARD_PORT}"
-    _RAY_DIR="$(python3 -m slime.utils.private_folder)"
+    _RAY_DIR="$(python3 -m slime.utils.files)"
     if [[ -n "${HOSTFILE:-}${RAY_AUTH_TOKEN:-}" ]]; then
         make_token
     else

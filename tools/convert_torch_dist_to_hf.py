@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from slime.flags.kinds import positive_int
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import language_config, read_model_config, read_model_type
+from slime.utils.files import language_config, read_model_config, read_model_type
 from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter
 from slime.weights.hf_rewrite.plan import without_quantization
 from slime.weights.named_tensors import check_finite, config_dtype

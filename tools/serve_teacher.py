@@ -27,7 +27,7 @@ from slime.ext.distill.flags import TeacherServerConfig
 from slime.flags.config import read_config
 from slime.flags.security import secret_of_file
 from slime.utils.aiohttp_threaded import door, run_app_in_thread
-from slime.utils.json_file import language_config, read_model_config
+from slime.utils.files import language_config, read_model_config
 from tools.cli import logged_run
 from tools.convert_hf_to_torch_dist import join_world, parse_training_flags, with_layout
 

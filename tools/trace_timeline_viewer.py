@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.flags.kinds import port_number
 from slime.observability.dumps import read_dump
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.page_server import PageHandler, PageServer
+from slime.utils.http_door import PageHandler, PageServer
 from tools.cli import clean_exit
 from tools.terminal import say
 

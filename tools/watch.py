@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.ext.record.run_reader import read_run
 from slime.flags.kinds import port_number
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.http_door import PageHandler, PageServer
 from slime.utils.net import format_host_port, is_loopback
-from slime.utils.page_server import PageHandler, PageServer
 from tools.cli import clean_exit
 from tools.report import encoded, fill_page, page_of
 from tools.terminal import plain, say

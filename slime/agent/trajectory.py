@@ -126,15 +126,12 @@ def message_key(message: Mapping[str, Any]) -> str:
 
 
 def _tools_key(tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return a key that is equal for the same tools, in any order."""
     written = sorted(json.dumps(tool, sort_keys=True, default=str) for tool in tools or ())
     return blake2b(json.dumps(written).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(kw_only=True)
 class _State:
-    """The conversation after one turn."""
-
     messages: list[Message]
     keys: list[str]
     tools: str
@@ -146,12 +143,7 @@ class _State:
 
 
 class _Chain:
-    """Turns that continue each other, as one growing sample.
-
-    Args:
-        turn: the first one.
-        args: of the job, which tell the sizes of routed experts.
-    """
+    """Turns that continue each other, as one growing sample."""
 
     def __init__(self, turn: TurnRecord, args: Namespace | None = None) -> None:
         self._args = args
@@ -168,7 +160,6 @@ class _Chain:
 
     @property
     def ids(self) -> list[int]:
-        """Prompt and response so far."""
         return self.sample.tokens
 
     def _append(self, turn: TurnRecord) -> None:
@@ -270,13 +261,9 @@ class TrajectoryManager:
         """Record one turn.
 
         Args:
-            sid: the session.
-            turn: what the engine was given and what it drew.
-            prompt_messages: the conversation that ``turn.prompt_ids`` renders.
             response_message: the assistant's message that was made of the drawn ids; None when there is none, and the
                 next turn is known by its ids alone.
             metadata: facts about the turn; ``use_tool``, ``ill_formed`` and ``truncated`` reach the sample.
-            tools: the tools that ``turn.prompt_ids`` show to the model.
         """
         messages = list(prompt_messages)
         keys = [message_key(message) for message in messages]
@@ -345,7 +332,6 @@ class TrajectoryManager:
         return [*known, *messages[len(known) :]]
 
     def _states_before(self, sid: str, messages: Sequence[Message]) -> list[tuple[_Chain, _State]]:
-        """Return the turns of this session that ``messages`` begin with; the lock must be held."""
         keys = [message_key(message) for message in messages]
         states = [(chain, state) for chain in self._chains.get(sid, []) for state in chain.states]
         return [(chain, state) for chain, state in states if keys[: len(state.keys)] == state.keys]
@@ -368,8 +354,6 @@ class TrajectoryManager:
         Args:
             sid: the session; an unknown one has no samples.
             base_sample: gives index, group_index, prompt, label and the plug-ins of its data set.
-            reward: of the whole session.
-            extra_metadata: put into the metadata of every sample.
             max_sample_tokens: longer samples are cut there; 0: never.
             mask_off_policy: train only tokens drawn under the newest weight version of their sample.
         """
@@ -390,18 +374,15 @@ class TrajectoryManager:
         return sid in self._chains
 
     def turn_count(self, sid: str) -> int:
-        """Return the turns of ``sid`` so far."""
         with self._lock:
             return sum(len(chain.turns) for chain in self._chains.get(sid, []))
 
     def drop_session(self, sid: str) -> None:
-        """Forget ``sid``."""
         with self._lock:
             self._chains.pop(sid, None)
 
 
 def _sample_of(chain: _Chain, base: Sample, max_tokens: int, mask_off_policy: bool) -> Sample:
-    """Make the sample of one chain, without reward and extra metadata."""
     sample, last = chain.sample, chain.turns[-1]
     is_cut = max_tokens > 0 and len(sample.tokens) > max_tokens
     if is_cut:

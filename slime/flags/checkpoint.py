@@ -18,10 +18,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.flags.kinds import file_path, non_negative_int, positive_int
-from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.json_file import read_model_config, read_object
-from slime.utils.outside_file import MAX_TEXT_BYTES, check_inside, read_outside_file
+from slime.utils.files import (
+    MAX_TEXT_BYTES,
+    check_inside,
+    read_model_config,
+    read_object,
+    read_outside_file,
+    write_atomically,
+)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Written last by a save: its presence means that the save it names is complete."""

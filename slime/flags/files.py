@@ -24,7 +24,7 @@ from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL, RM_TYPES
 from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
 from slime.flags.security import trusts_remote_code
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.json_file import language_config, read_model_config, read_object
+from slime.utils.files import language_config, read_model_config, read_object
 
 if TYPE_CHECKING:
     from slime.rollout.eval_config import EvalDatasetConfig

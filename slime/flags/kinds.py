@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.algorithms.registry import Registry
-from slime.utils.json_file import parse_object
+from slime.utils.files import parse_object
 
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1

@@ -21,7 +21,7 @@ from slime.flags.config import backend_flags
 from slime.flags.reward import BOXED_PREFIX, INSTALL_MATH_VERIFY, RM_TYPES, is_math_verify_installed
 from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import language_config
+from slime.utils.files import language_config
 
 logger = logging.getLogger(__name__)
 

@@ -82,7 +82,6 @@ class Supervisor:
             self._watch()
 
     def _start(self) -> bool:
-        """Start the job of the next message; False when there will be none."""
         message, ends, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 4)
         if not message:
             return False
@@ -101,7 +100,6 @@ class Supervisor:
         return True
 
     def _reap(self) -> None:
-        """Tell the host the status of jobs that ended; other processes are forgotten."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -175,7 +173,6 @@ def _run_python() -> NoReturn:
 
 
 def _kill_everything() -> None:
-    """Kill all processes but this one."""
     if os.getpid() == 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # of the namespace: none is started while the kernel does this
@@ -224,7 +221,6 @@ def _descendants(root: int) -> list[int]:
 
 
 def _resident_bytes(pid: int) -> int | None:
-    """Return the memory of a process; None when it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * PAGE_BYTES
     return None

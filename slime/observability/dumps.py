@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
+from slime.utils.files import write_atomically
 from slime.utils.safe_pickle import DAMAGE, read_torch_file
 from slime.utils.types import Sample
 
@@ -92,10 +92,7 @@ def load_rollout_dump(
     """Read the samples of one rollout.
 
     Args:
-        template: the path template it was written with.
-        rollout_id: the rollout.
         subsample: keep this fraction, half of it from the front and half from the back; None keeps all.
-        flag: the flag that gave the template.
         is_trusted: objects of any class are read (``--trust-debug-data``); such a file can run code.
 
     Raises:
@@ -148,7 +145,6 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
 
     Args:
         template: may have ``{rollout_id}`` and ``{rank}``.
-        rank: the one that writes.
         shards: of each data-parallel rank: ``dp_rank``, ``rank``, the keys of ``LAYOUT``, ``raw_reward`` and
             ``samples``, one dict of columns for each entry of ``partition``.
 
@@ -187,18 +183,3 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
         to_disk=False,
     )
     return path
-
-
-def load_train_dump(path: str | Path) -> dict[str, Any]:
-    """Return the content of a file that ``save_train_dump`` wrote.
-
-    Raises:
-        DataError: the file is missing, damaged or of another format.
-    """
-    if not Path(path).exists():
-        raise DataError(f"{path} does not exist; --save-debug-train-data writes such files.")
-    content = read_torch_file(Path(path))
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        raise DataError(f"{path} has format_version {version}; this reader knows {FORMAT_VERSION}.")
-    return content

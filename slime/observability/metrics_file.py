@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.flags.observability import tracking_config
-from slime.utils.atomic_file import lock_file
+from slime.utils.files import lock_file
 
 FILE_NAME = "metrics.jsonl"
 LOCK_S = 30.0

@@ -66,7 +66,6 @@ class TrainProfiler(Sink):
             self._dump_memory(f"rollout{fields['rollout']}")
 
     def _dump_memory(self, tag: str) -> None:
-        """Write the history of the CUDA allocator."""
         folder = Path(self._config.memory_snapshot_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"memory_{tag}_rank{self._rank}_{int(time.time())}.pickle"

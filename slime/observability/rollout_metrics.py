@@ -31,7 +31,6 @@ from slime.utils.types import Sample
 
 
 def _reward(config: MetricsConfig, sample: Sample) -> float | None:
-    """Return a reward as a number; None when it is none (a dict without ``--reward-key``), or was not given."""
     if not sample.is_graded:
         return None
     key = config.reward_key
@@ -71,7 +70,6 @@ def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> 
 
 
 def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean number of ids that a trained token was drawn from; nothing when no engine said."""
     spans = [sample for sample in samples if sample.rollout_top_p_token_offsets is not None]
     if not spans:
         return {}
@@ -88,7 +86,6 @@ def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _engine_figures(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return figures of speculative decoding (when it is on) and prefix cache, summed over samples before dividing."""
     metrics: dict[str, float] = {}
     if config.sglang_speculative_algorithm:
         accepted = sum(sample.spec_info.spec_accept_token_num for sample in samples)
@@ -105,7 +102,6 @@ def _engine_figures(config: MetricsConfig, samples: Sequence[Sample]) -> dict[st
 
 
 def _reward_categories(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return error_cat/{category}: the share of samples whose reward dict names it (``--log-reward-category``)."""
     key = config.log_reward_category
     if not key:
         return {}
@@ -217,7 +213,6 @@ def compute_eval_record(
 
 
 def _standard_error(name: str, rewards: Sequence[float | None], group_size: int) -> dict[str, float]:
-    """Return ``eval/{name}/stderr``: of the mean reward, over prompts, whose answers lie side by side."""
     if len(rewards) % group_size:
         return {}
     groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
@@ -248,9 +243,7 @@ def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], answ
     is ``answers`` neighbours.
 
     Args:
-        samples: of a rollout or a data set.
         rewards: one for each sample; None for what is no number or was not graded, and is left out.
-        answers: rollouts asked for of each prompt.
     """
     has_names = any(sample.group_index is not None for sample in samples)
     if not has_names and (len(samples) % answers or _is_fanned_out(samples)):

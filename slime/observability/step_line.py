@@ -48,7 +48,6 @@ def _first(metrics: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
 
 
 def _short(value: float) -> str:
-    """Return 12.3k for 12345.0."""
     return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 

@@ -75,8 +75,6 @@ class Sink:
 
 
 class _Stream:
-    """The stream of this process."""
-
     args: Namespace | None = None
     sinks: tuple[Sink, ...] = ()
     """Those of the run."""
@@ -91,10 +89,8 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
 
     Args:
         args: the run's arguments, complete or not.
-        process: its name, such as ``actor 0``.
         sinks: those of the run beside its metrics, each made with ``args``, ``process`` and ``primary``; without a
             folder of the run there are none.
-        primary: the driver, which begins the run.
 
     Returns:
         :func:`values_of_the_run`.
@@ -179,8 +175,6 @@ def log(metrics: Mapping[str, Any], step_key: str, args: Namespace | None = None
     A sink whose disk is full loses the record, which is logged; training continues.
 
     Args:
-        metrics: names and values.
-        step_key: the one among them that is the step.
         args: of the run, in a process that may not have called :func:`start`.
     """
     if step_key not in metrics:
@@ -281,7 +275,6 @@ class Timer(metaclass=SingletonMeta):
         self._running[name] = Span(name, {}).__enter__()
 
     def end(self, name: str) -> float:
-        """End the span and return its seconds."""
         assert name in self._running, f"timer {name!r} is not running; running are {sorted(self._running)}"
         ended = self._running.pop(name)
         ended.__exit__()
@@ -302,7 +295,6 @@ class Timer(metaclass=SingletonMeta):
             return self._seconds.get(name, 0.0)
 
     def log_dict(self) -> dict[str, float]:
-        """Return name -> seconds."""
         with self._lock:
             return dict(self._seconds)
 
@@ -315,7 +307,6 @@ class Timer(metaclass=SingletonMeta):
                 self._seconds.pop(name, None)
 
     def context(self, name: str) -> Span:
-        """Time the body of a ``with``."""
         return Span(name, {})
 
 
@@ -354,8 +345,6 @@ class DeviceTimes:
 
 
 class _MetricsFile(Sink):
-    """Appends to ``metrics.jsonl``."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
 

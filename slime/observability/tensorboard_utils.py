@@ -47,5 +47,4 @@ class _TensorboardAdapter(Sink):
                 self._writer.add_scalar(name, float(value), at)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()

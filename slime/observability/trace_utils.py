@@ -63,7 +63,6 @@ _number = itertools.count(1)
 
 
 def _new_id(digits: int) -> str:
-    """Return so many hexadecimal digits: the last eight are counted, the others belong to this process."""
     return f"{_PROCESS_PREFIX[: digits - 8]}{next(_number) & 0xFFFFFFFF:08x}"
 
 
@@ -110,7 +109,6 @@ def trace_next_attempt(target: Any) -> None:
 
 
 def _handles(target: Any) -> list[TraceHandle]:
-    """Return the handles of a Sample, a handle, or a nested list of them; nothing for anything else."""
     if target is None:
         return []
     if isinstance(target, TraceHandle):
@@ -130,7 +128,6 @@ def _event(
 
 
 def _child_events(children: Iterable[Mapping[str, Any]], parent: str) -> list[dict[str, Any]]:
-    """Return the events of finished child spans; none when they are malformed."""
     events: list[dict[str, Any]] = []
     try:
         for child in children:
@@ -152,11 +149,9 @@ class TraceSpanContext:
     attrs: dict[str, Any] = field(default_factory=dict)
 
     def set(self, key: str, value: Any) -> None:
-        """Set one attribute."""
         self.attrs[key] = value
 
     def update(self, attrs: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Set several attributes."""
         self.attrs.update(attrs or {}, **more)
 
     set_attr = set
@@ -246,12 +241,8 @@ def trace_function(
     """Decorate a plain or async function so that each call is a span.
 
     Args:
-        name: the span's name.
         target: name of the argument that is traced; without it, and without a getter, the first argument that is a
             sample, a handle or a list of them.
-        target_getter: gives the target from the call's arguments.
-        attrs_getter: gives the span's attributes from the call's arguments.
-        record_error: whether an exception is noted on the span.
     """
 
     def find(positional: tuple[Any, ...], keyword: dict[str, Any], names: list[str]) -> Any:

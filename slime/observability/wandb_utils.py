@@ -91,5 +91,4 @@ class WandbTracker(Sink):
         self._run.log(dict(metrics))
 
     def close(self) -> None:
-        """Write out what is still queued."""
         self._run.finish()

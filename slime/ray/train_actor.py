@@ -35,7 +35,6 @@ from slime.utils import env
 from slime.utils.env import visible_index
 from slime.utils.errors import HangError
 from slime.utils.misc import Box
-from slime.utils.private_folder import user_folder
 
 FETCH_TIMEOUT_S = 3600
 """Deadline for one rank's train data to arrive through the object store; it may be tens of gigabytes."""

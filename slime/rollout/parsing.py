@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import parse_object, parse_value
+from slime.utils.files import parse_object, parse_value
 
 __all__ = [
     "ParsedModelOutput",

@@ -25,10 +25,9 @@ import safetensors.torch
 import torch
 import xxhash
 
-from slime.utils import pickle_types, safe_pickle
-from slime.utils.atomic_file import write_atomically
+from slime.utils import safe_pickle
 from slime.utils.errors import DataError
-from slime.utils.outside_file import read_outside_file
+from slime.utils.files import read_outside_file, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +252,7 @@ def _read_tag(item: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         return _AS_TEXT[kind[1:]][2](content)
     if kind == "$image":
         mode, size, palette, name = content
-        pickle_types.check_image(size, data := tensors[name].numpy().tobytes())
+        safe_pickle.check_image(size, data := tensors[name].numpy().tobytes())
         image = importlib.import_module("PIL.Image").frombytes(mode, tuple(size), data)
         if palette is not None:
             image.putpalette(palette)

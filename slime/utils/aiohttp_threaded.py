@@ -52,7 +52,6 @@ class FilteredAccessLogger(AbstractAccessLogger):
     """An access log of failed requests; the others, and health checks, only at DEBUG level."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        """Log one request that ended after ``time`` seconds."""
         went_well = response.status < 400 or request.path in _QUIET_PATHS
         level = logging.DEBUG if went_well else logging.WARNING
         self.logger.log(level, "%s %s: %d in %.2f s", request.method, request.path, response.status, time)
@@ -100,11 +99,7 @@ def run_app_in_thread(
 
     Args:
         app: the application; it belongs to the thread from now on.
-        host: address to listen at.
         port: 0 lets the system choose.
-        thread_name: shown by debuggers.
-        start_timeout_sec: the longest wait for the socket.
-        runner_kwargs: passed to ``aiohttp.web.AppRunner``.
 
     Raises:
         DeadlineError: it does not listen within ``start_timeout_sec``.

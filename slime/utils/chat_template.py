@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import DataError
-from slime.utils.json_file import parse_object
+from slime.utils.files import parse_object
 
 MEMORY_BYTES = 2 << 30
 """That this process may grow by while a template renders; a text of the longest allowed takes a hundredth."""
@@ -91,12 +91,6 @@ def apply_chat_template(
 ) -> str:
     """Return messages as text, by the template of ``tokenizer``.
 
-    Args:
-        tokenizer: of transformers.
-        messages: of a conversation.
-        where: names the messages in errors.
-        kwargs: of the tokenizer's ``apply_chat_template``.
-
     Raises:
         DataError: the template refuses the messages or takes too much memory, its text is too long or shows an
             object, or a message has a role that the template leaves out, or that no template names.
@@ -136,7 +130,6 @@ def text_after_end(tokenizer: Any, rest: str, alone: str, end: str) -> str | Non
     ``<|eom_id|>`` is not given the template's ``<|eot_id|>``.
 
     Args:
-        tokenizer: of the template.
         rest: what the template writes after the words of the assistant, with the messages that follow.
         alone: the same where no message follows; it begins with a special token if the template ends turns.
         end: text of the special token that ended the turn; "" if none did.

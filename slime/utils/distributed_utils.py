@@ -73,10 +73,6 @@ def open_store(
     ``MASTER_PORT`` is the launcher's own, which serves it already.
 
     Args:
-        address: of rank 0.
-        port: free there.
-        rank: of this process.
-        world_size: number of ranks.
         timeout: longest wait for the store, and for a key in it.
         counts_ranks: each rank counts itself and rank 0 waits for all, as in stores of torch's own rendezvous; either
             all ranks do so or none.

@@ -1,21 +1,30 @@
-"""Who may ask a server of slime.  Pages of other sites may not, though they ask from the browser of a user who may.
+"""Who may ask a server of slime, and the server of pages for people.
 
-A page sends simple requests to whatever address the browser reaches, as text or as a form (``Origin`` and
-``Sec-Fetch-Site`` tell); and it may have a name of its own lead to this machine, for the browser to take this server
-for the page's own (``Host`` tells).  Programs send no ``Origin``, and the address of their URL as ``Host``.
+Pages of other sites may not ask, though they do so from the browser of a user who may.  A page sends simple requests
+to whatever address the browser reaches, as text or as a form (``Origin`` and ``Sec-Fetch-Site`` tell); and it may have
+a name of its own lead to this machine, for the browser to take this server for the page's own (``Host`` tells).
+Programs send no ``Origin``, and the address of their URL as ``Host``.
 """
 
 from __future__ import annotations
 
+import http.server
+import io
 import ipaddress
 import json
+import logging
 import re
 import socket
+import socketserver
+import threading
+import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from slime.utils import env
-from slime.utils.net import is_loopback
+from slime.utils.net import is_ipv6, is_loopback
+
+logger = logging.getLogger(__name__)
 
 _ONCE = (
     "host", "origin", "authorization", "content-type", "content-length", "transfer-encoding", "sec-fetch-site",
@@ -38,10 +47,7 @@ def refusal(
     """Return why a request is not let in; None for one that is.
 
     Args:
-        method: of the request.
-        headers: pairs of a name and a value.
         own: names and addresses of this machine, as :func:`own_names` gives them; loopback is always its own.
-        needs_json: a body must be JSON.
     """
     given: dict[str, list[str]] = {}
     for key, value in headers:
@@ -86,13 +92,11 @@ def with_address(own: frozenset[str], address: Any) -> frozenset[str]:
 
 
 def _name_of(authority: str) -> str | None:
-    """Return the name or address in ``host:port``; None for anything else."""
     match = _AUTHORITY.fullmatch(authority)
     return None if match is None else _canonical(match[1])
 
 
 def _canonical(name: str) -> str:
-    """Return one spelling for all of a name or an address."""
     name = name.strip("[]").partition("%")[0].removesuffix(".").lower()
     try:
         address = ipaddress.ip_address(name)
@@ -110,7 +114,6 @@ class AsgiDoor:
         self._needs_json = needs_json
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass the request on, or answer why not."""
         refused = None if scope["type"] == "lifespan" else self.refusal(scope)
         if refused is None:
             await self.app(scope, receive, send)
@@ -127,3 +130,98 @@ class AsgiDoor:
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         own = with_address(self._own, scope.get("server"))
         return refusal(scope.get("method", "GET"), headers, own, needs_json=self._needs_json)
+
+
+# Pages for people, on threads: a bounded number of clients, each with a deadline for its request
+
+MAX_CLIENTS = 32
+"""Connections at a time; further ones are closed at once."""
+REQUEST_S = 10.0
+"""For a client to send its request, from its first byte to the last."""
+ANSWER_S = 30.0
+"""For a client to take each part of the answer."""
+
+
+class PageServer(http.server.ThreadingHTTPServer):
+    """Serves at ``host`` and ``port``; 0 takes a free one, see ``server_port``."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, handler: type[PageHandler]) -> None:
+        self.address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+        self.own = own_names()
+        self._free = threading.Semaphore(MAX_CLIENTS)
+        super().__init__((host.strip("[]"), port), handler)
+
+    def server_bind(self) -> None:
+        """Bind, without the look-up of a name that ``HTTPServer`` makes."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(timeout=0.0):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log why a client got no answer: mostly it is gone."""
+        logger.debug("%s got no answer.", client_address, exc_info=True)
+
+
+class PageHandler(http.server.BaseHTTPRequestHandler):
+    """Answers one request, if :func:`refusal` lets it in."""
+
+    server: PageServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_Until(self.connection, time.monotonic() + REQUEST_S))
+
+    def parse_request(self) -> bool:
+        """Return True for a request that is to be answered by its method."""
+        if not super().parse_request():
+            return False
+        own = with_address(self.server.own, self.connection.getsockname())
+        refused = refusal(self.command, self.headers.items(), own, needs_json=False)
+        if refused is not None:
+            self.send_error(refused.status, explain=refused.reason)
+        return refused is None
+
+    def send(self, status: int, kind: str, content: bytes, *headers: tuple[str, str]) -> None:
+        """Send an answer whose Content-Type is ``kind``, without its content where a client asks for the head."""
+        self.send_response(status)
+        for name, value in (("Content-Type", kind), ("Content-Length", str(len(content))), *headers):
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print no line for each request."""
+
+
+class _Until(io.RawIOBase):
+    """The bytes that a client sends before ``deadline``."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection, self._deadline = connection, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"The client did not send its request within {REQUEST_S:.0f} s.")
+        self._connection.settimeout(left_s)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(ANSWER_S)

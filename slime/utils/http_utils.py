@@ -227,10 +227,7 @@ async def post(
     """POST ``payload`` as JSON; the answer decoded from JSON, or as text when it is not JSON.
 
     Args:
-        url: full URL.
-        payload: JSON-serialisable body.
         max_retries: further attempts after the first one failed, one second apart; see :func:`waits_for_engines`.
-        headers: additional headers.
         timeout_s: deadline of the whole call in seconds, retries included.
         decode: makes the answer of the body's bytes in place of ``decode_json``.  A transport that was set decodes by
             itself.
@@ -330,7 +327,6 @@ async def _request(
     timeout_s: float,
     decode: Decoder,
 ) -> Any:
-    """Send one request with its retries, all before one deadline."""
     began = time.monotonic()
     attempt = num_failed = 0
     while True:

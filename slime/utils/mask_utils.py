@@ -78,7 +78,6 @@ class MultiTurnLossMaskGenerator:
 
         Args:
             messages: chat messages; ``step_loss_mask`` other than 1 leaves that message untrained.
-            tools: tool descriptions, rendered at the head of the conversation.
 
         Raises:
             DataError: the template does not render the conversation in a way the type can take apart.
@@ -102,7 +101,6 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """Call the module's function of that name."""
         return get_response_lengths(loss_masks)
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_mask: Sequence[int]) -> list[str]:
@@ -190,7 +188,6 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def _mask_of_spans(self, text: str, trained: list[tuple[int, int]]) -> TokensAndMask:
-        """Return a text's ids, and a mask with 1 at the tokens that lie in a span of characters as a whole."""
         if not getattr(self.tokenizer, "is_fast", False):
             return self._mask_without_offsets(text, trained)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -243,13 +240,11 @@ class MultiTurnLossMaskGenerator:
         return one[: 2 * len(one) - len(two)]
 
     def _generation_prompt(self) -> str:
-        """Return the header that the template writes for the assistant to go on."""
         return _without_prefix(self.render([_DUMMY], add_generation_prompt=True), self.render([_DUMMY]), [_DUMMY])
 
     def render(
         self, messages: list[Message], tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> str:
-        """Return a conversation as text."""
         shown = {"tools": tools, **self.template_kwargs, "add_generation_prompt": add_generation_prompt}
         return apply_chat_template(self.tokenizer, messages, **shown)
 
@@ -342,7 +337,6 @@ def _mark(turn: int) -> str:
 
 
 def _marked(message: Message, number: int) -> Message:
-    """Return a message of the assistant with a mark for its words and arguments; any other one as it is."""
     if message["role"] != "assistant":
         return message
     mark = _mark(number)
@@ -354,7 +348,6 @@ def _marked(message: Message, number: int) -> Message:
 
 
 def _ended_by(message: Message, mark: str) -> Message:
-    """Return a message whose text ends with the mark."""
     content = message.get("content")
     if isinstance(content, list):
         return {**message, "content": [*content, {"type": "text", "text": mark}]}
@@ -413,13 +406,11 @@ def _header_end(ids: list[int], header: list[int]) -> int:
 
 
 def _find(ids: list[int], needle: list[int], start: int) -> int:
-    """Return the first position from ``start`` on at which ``needle`` occurs in ``ids``; -1 when there is none."""
     last = len(ids) - len(needle)
     return next((i for i in range(start, last + 1) if ids[i : i + len(needle)] == needle), -1)
 
 
 def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ``[begin, end)`` of each stretch of ones."""
     edges = [i for i in range(len(mask) + 1) if (mask[i] if i < len(mask) else 0) != (mask[i - 1] if i else 0)]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -428,7 +419,6 @@ def _assistant_spans(text: str, written: str) -> list[tuple[int, int]]:
     """Return ``[begin, end)`` characters of what the assistant generates in each of its turns.
 
     Args:
-        text: the conversation.
         written: what a prompt has after the header of a turn, such as an opened or empty thought.
     """
     spans = []
@@ -448,7 +438,6 @@ def _assistant_spans(text: str, written: str) -> list[tuple[int, int]]:
 
 
 def _text_only(message: Message) -> Message:
-    """Join the text parts of a message and leave everything else out; every turn counts as trained."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else part.get("text", "") for part in content)

@@ -100,7 +100,6 @@ class SingletonMeta(type):
     _lock = threading.RLock()
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return the instance, made on the first call."""
         with SingletonMeta._lock:
             if cls not in SingletonMeta._instances:
                 SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
@@ -122,7 +121,6 @@ class Box:
 
     @property
     def inner(self) -> Any:
-        """The value."""
         return self._inner
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import os
 import signal
 import sys
 import threading
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from slime.utils.errors import HookError
 
@@ -136,7 +135,6 @@ def _add_note(call: PluginCall, error: Exception) -> None:
 
 
 def _ended(call: PluginCall, error: BaseException) -> BaseException:
-    """Return what to raise for an exception that would end the process; Ctrl-C stays what it is."""
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         return error
     return HookError(f"{call.describe(error)}\nA plug-in must not end the process; raise an exception instead.")
@@ -182,22 +180,16 @@ class _Overdue(BaseException):
 def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOUT_S) -> ModuleType:
     """Import the module of a plug-in.
 
-    Args:
-        module_name: dotted name.
-        where: beginning of the error: the flag and the path that name the module.
-        timeout_s: deadline.
-
     Raises:
         HookError: the import raised something, tried to end the process, or did not end in time.
     """
     if module_name in sys.modules:
         return importlib.import_module(module_name)
     try:
-        with _exits_raise():
-            if threading.current_thread() is threading.main_thread():
-                with _alarm(module_name, where, timeout_s):
-                    return importlib.import_module(module_name)
-            return _import_in_thread(module_name, where, timeout_s)
+        if threading.current_thread() is threading.main_thread():
+            with _alarm(module_name, where, timeout_s):
+                return importlib.import_module(module_name)
+        return _import_in_thread(module_name, where, timeout_s)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a module raises, the job must not end without its name
@@ -208,32 +200,6 @@ def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOU
             "package.module.attribute, importable from here and in Ray's workers (PYTHONPATH)."
             f"\n{frames_of(error)}".rstrip()
         ) from error
-
-
-_EXITS: list[Any] = [os._exit]
-"""The own one of Python, and one for each import under way: they may end in another order than they began."""
-_EXITS_LOCK = threading.Lock()
-
-
-@contextmanager
-def _exits_raise() -> Iterator[None]:
-    """Let ``os._exit`` of this process raise, since an exit without a word would look like the end of the job."""
-    own = os.getpid()
-
-    def raise_exit(status: int) -> NoReturn:
-        if os.getpid() != own:
-            _EXITS[0](status)  # a child that the module forked
-        raise SystemExit(f"os._exit({status})")
-
-    with _EXITS_LOCK:
-        _EXITS.append(raise_exit)
-        os._exit = raise_exit
-    try:
-        yield
-    finally:
-        with _EXITS_LOCK:
-            _EXITS.remove(raise_exit)
-            os._exit = _EXITS[-1]
 
 
 @contextmanager

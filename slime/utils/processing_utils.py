@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import io
 import ipaddress
-import json
 import logging
 import socket
 import struct
@@ -115,7 +114,7 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
+        return AutoTokenizer.from_pretrained(path, **kwargs)
     except (OSError, ValueError, KeyError) as error:
         _refuse_remote_code(path, error, trusted=bool(kwargs.get("trust_remote_code")))
         reason = str(error).strip().partition("\n")[0]
@@ -123,23 +122,6 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
             f"No tokenizer can be loaded from {path!r} ({type(error).__name__}: {reason}). "
             "It must hold tokenizer.json and tokenizer_config.json; set --hf-checkpoint to such a folder."
         ) from error
-    if not kwargs.get("trust_remote_code"):
-        _warn_of_another_class(path, "AutoTokenizer", tokenizer)
-    return tokenizer
-
-
-def _warn_of_another_class(path: str, kind: str, loaded: Any) -> None:
-    """Warn where a folder's own code has a class for what transformers loaded by one that it knows."""
-    own: list[str] = []
-    for file in filter(Path.is_file, (Path(path) / name for name in ("tokenizer_config.json", *PROCESSOR_FILES))):
-        classes = json.loads(file.read_text(encoding="utf-8")).get("auto_map") or {}
-        given = classes.get(kind) if isinstance(classes, dict) else classes  # of old, a tokenizer's alone
-        own += [name for name in (given if isinstance(given, list) else [given]) if name]
-    if own and type(loaded).__name__ not in {name.rpartition(".")[2] for name in own}:
-        logger.warning(
-            "%s has code of its own for %s, %s, which does not run without --trust-remote-code; %s of transformers is "
-            "used instead, and may not give the same.", path, kind, own[0], type(loaded).__name__,
-        )  # fmt: skip
 
 
 def _refuse_remote_code(path: str, error: Exception, *, trusted: bool) -> None:
@@ -184,9 +166,6 @@ def load_processor(path: str, **kwargs: Any) -> Any | None:
         return None
     if not isinstance(processor, ProcessorMixin):
         return None
-    if not kwargs.get("trust_remote_code"):
-        _warn_of_another_class(path, "AutoProcessor", processor)
-        _warn_of_another_class(path, "AutoImageProcessor", getattr(processor, "image_processor", None))
     return processor
 
 
@@ -226,12 +205,6 @@ def one_id_an_image(input_ids: Sequence[int], image_token: int) -> list[int]:
 
 def check_image_tokens(name: str, payload: Mapping[str, Any], meta_info: Mapping[str, Any], num_tokens: int) -> None:
     """Check that the engine made as many tokens of the images of ``payload`` as the trainer will read.
-
-    Args:
-        name: of the sample, for the message.
-        payload: the request.
-        meta_info: of the answer.
-        num_tokens: of the prompt here.
 
     Raises:
         DataError: it made another number.
@@ -331,7 +304,6 @@ def image_sources(prompt: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def _image_parts(prompt: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of messages that are images by their type or by one of their keys; parts may hold parts."""
     for holder in prompt:
         content = holder.get("content")
         for part in content if isinstance(content, list) else ():
@@ -351,7 +323,6 @@ def _first_name(part: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _source(part: Mapping[str, Any]) -> Any:
-    """Return the source of an image, which is under one of the keys for it, or beside its type."""
     return _unwrapped(next((part[name] for name in IMAGE_NAMES if part.get(name) is not None), part))
 
 

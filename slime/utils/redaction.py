@@ -104,7 +104,6 @@ def _plain_name(name: str) -> str:
 
 
 def _hides(name: str, value: Any) -> bool:
-    """Return True when a value is a secret because of its name."""
     if value is None or isinstance(value, bool) or (isinstance(value, Sized) and not len(value)):
         return False
     if _is_always_secret(name):
@@ -117,7 +116,6 @@ def redacted(value: Any, name: str = "") -> Any:
 
     Args:
         value: of a setting; containers are walked, texts are searched, objects are shown as text where that has one.
-        name: of the setting.
     """
     if name and _hides(name, value):
         return REDACTED
@@ -227,7 +225,6 @@ def _without_named(text: str) -> Iterator[str]:
 
 
 def _is_value(found: re.Match[str], value: str) -> bool:
-    """Return False for what only stands where the value of a secret would."""
     name = found["flag"] or found["name"]
     before = found.string[max(0, found.start() - 20) : found.start()].rstrip(" \t")
     if found["comma"] and not (found["key"] or name.startswith("--") or before[:-1].endswith(("(", "["))):
@@ -249,7 +246,6 @@ def hide_values(settings: Namespace) -> None:
 
 
 def _secret_texts(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the texts that are secrets because of their names."""
     if isinstance(value, Namespace):
         value = vars(value)
     if isinstance(value, str):

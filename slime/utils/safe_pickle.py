@@ -1,35 +1,33 @@
 """Pickles that others wrote, read without running their code.
 
-A pickle names the callables that rebuild its objects, and Python's own reader calls whatever is named, ``os.system``
-too.  The readers here know the names in ``pickle_types`` alone.  Any other name is an error; in files of which only a
-part is needed it becomes a placeholder, which does nothing.
+A pickle names the callables that rebuild its objects, and Python's reader calls whatever is named, ``os.system`` too.
+The reader here finds the names in ``_PLAIN`` and ``_BUILT`` alone: containers, numbers, texts, times, paths, arrays,
+tensors, images, named records.  Any other name is an error; in files of which only a part is needed it becomes a
+placeholder, which does nothing.  State is set only on objects that the load itself made.
 
-Beside names, a pickle can set the state of what it has in its hands, and claim lengths.  Here it has in its hands only
-what was made in this load, and nothing is longer than the bytes of the file allow.  ``torch.load`` with
-``weights_only=True`` is no replacement: it reads protocol 2 alone, its list is one for the whole process, it lets a
-state be set on members of enumerations and on numpy's dtypes, and a length of 2**60 is a length to it.
+``torch.load`` reads the files of ``torch.save`` with this reader.  Its own ``weights_only=True`` reads protocol 2
+alone, and has one list of names for the whole process.
 """
 
 from __future__ import annotations
 
+import collections
+import importlib
 import io
+import math
 import os
 import pickle
 import struct
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import SimpleNamespace
+from typing import Any
 
-from slime.utils import pickle_types
 from slime.utils.errors import DataError
-from slime.utils.outside_file import read_outside_file
-from slime.utils.pickle_types import Recipe, RefusedError, Storage
-
-if TYPE_CHECKING:
-    import torch
+from slime.utils.files import read_outside_file
 
 DAMAGE = (
     *(pickle.UnpicklingError, EOFError, OSError, RuntimeError, MemoryError, zipfile.BadZipFile, struct.error),
@@ -42,16 +40,20 @@ MAX_BYTES = min(64 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE
 """Of a file: it is read into memory, and tensors are copied out of it."""
 ITEMS_PER_BYTE = 64
 """A pickle may hold one list at several places.  Whoever walks over it then passes the same items again: so often."""
-_LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
-_ZIP_MAGIC, _ZIP_HEADER = b"PK\x03\x04", struct.Struct("<26xHH")
+REPEATS, FREE_BYTES = 16, 16 << 20
+"""A tensor may show its bytes so often, as an expanded one does; a small one oftener, up to ``FREE_BYTES``."""
+
+MAX_RANGE = 1 << 20
+
+
+class RefusedError(Exception):
+    """A pickle asks for something that is not on the list."""
 
 
 def load_pickle(data: bytes, *, where: str | Path, tolerant: bool = False, remedy: str = REMEDY) -> Any:
     """Return the object of a pickle.
 
     Args:
-        data: the whole pickle.
-        where: the file that it comes from, for errors.
         tolerant: objects of classes that are not on the list become placeholders instead of an error.
         remedy: last sentence of the error about such objects.
 
@@ -59,13 +61,19 @@ def load_pickle(data: bytes, *, where: str | Path, tolerant: bool = False, remed
         DataError: the bytes are damaged, or ask for something that is not on the list.
     """
     with _as_data_error(where, data, remedy):
-        return _Reader(_File(data), tolerant=tolerant).load()
+        return (_TolerantReader if tolerant else _Reader)(io.BytesIO(data)).load()
 
 
 def load_torch(data: bytes, *, where: str | Path, tolerant: bool = False, remedy: str = REMEDY) -> Any:
     """Return what ``torch.save`` wrote, tensors on the CPU; arguments and errors as for :func:`load_pickle`."""
+    import torch
+
+    reader = _TolerantReader if tolerant else _Reader
     with _as_data_error(where, data, remedy):
-        return (_load_zip if data.startswith(_ZIP_MAGIC) else _load_legacy)(data, tolerant)
+        if zipfile.is_zipfile(io.BytesIO(data)):
+            _check_archive(data)
+        module = SimpleNamespace(__name__="safe", Unpickler=reader, load=lambda file, **kw: reader(file, **kw).load())
+        return torch.load(io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False)
 
 
 def read_torch_file(path: Path, *, remedy: str = REMEDY) -> Any:
@@ -79,7 +87,6 @@ def read_torch_file(path: Path, *, remedy: str = REMEDY) -> Any:
 
 @contextmanager
 def _as_data_error(where: str | Path, data: bytes, remedy: str) -> Iterator[None]:
-    """Make a DataError of what readers of pickles raise."""
     try:
         yield
     except RefusedError as error:
@@ -94,90 +101,14 @@ def _as_data_error(where: str | Path, data: bytes, remedy: str) -> Iterator[None
         ) from error
 
 
-# ------------------------------------------------------------------------------------------ the files of torch.save
-
-
-def _load_zip(data: bytes, tolerant: bool) -> Any:
-    """Return the object of an archive: ``NAME/data.pkl``, and the bytes of storage 0 in ``NAME/data/0``."""
-    import torch
-
+def _check_archive(data: bytes) -> None:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-    if "constants.pkl" in entries:
+        entries = archive.infolist()
+    if any(entry.filename.endswith("/constants.pkl") for entry in entries):
         raise RefusedError("a TorchScript program")
-    sizes = [entry.file_size for entry in entries.values()]
-    is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries.values())
-    if not is_stored or len(sizes) != len(archive.infolist()) or sum(sizes) > len(data):
+    is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    if not is_stored or sum(entry.file_size for entry in entries) > len(data):
         raise RefusedError("compressed or overlapping parts, which torch.save does not write")
-
-    def part(name: str) -> memoryview:
-        entry = entries[name]
-        begin = entry.header_offset + _ZIP_HEADER.size
-        begin += sum(_ZIP_HEADER.unpack_from(data, entry.header_offset))
-        if begin + entry.file_size > len(data):
-            raise EOFError(f"{name} ends after the file")
-        return memoryview(data)[begin : begin + entry.file_size]
-
-    if "byteorder" in entries and bytes(part("byteorder")) != b"little":
-        raise RefusedError("numbers of a machine of another byte order")
-    loaded: dict[str, torch.Tensor] = {}
-
-    def storage(kind: Any, key: str, location: str, num_elements: int) -> Storage:
-        if key not in loaded:
-            content = bytearray(part(f"data/{key}"))
-            loaded[key] = torch.frombuffer(content, dtype=torch.uint8) if content else torch.zeros(0).byte()
-        return Storage(loaded[key], kind.value)
-
-    return _Reader(_File(part("data.pkl")), tolerant=tolerant, storage=storage).load()
-
-
-def _load_legacy(data: bytes, tolerant: bool) -> Any:
-    """Return the object of a file of torch before 1.6: five pickles, then length and bytes of each storage."""
-    import torch
-
-    loaded: dict[str, torch.Tensor] = {}
-
-    def storage(kind: Any, key: str, location: str, num_elements: int, view: None = None) -> Storage:
-        num_bytes = num_elements * kind.value.itemsize
-        if view is not None or not 0 <= num_bytes + sum(map(len, loaded.values())) <= len(data):
-            raise RefusedError(f"a storage of {num_bytes} bytes")
-        if key not in loaded:
-            loaded[key] = torch.zeros(num_bytes, dtype=torch.uint8)
-            sizes[key] = num_elements
-        return Storage(loaded[key], kind.value)
-
-    sizes: dict[str, int] = {}
-    file = _File(data)
-    if [_Reader(file).load() for _ in range(2)] != [_LEGACY_MAGIC, _LEGACY_VERSION] or not isinstance(
-        about := _Reader(file).load(), dict
-    ):
-        raise pickle.UnpicklingError("torch.save did not write it")
-    if not about.get("little_endian", True):
-        raise RefusedError("numbers of a machine of another byte order")
-    value = _Reader(file, tolerant=tolerant, storage=storage).load()
-    for key in _Reader(file).load():
-        content = loaded.pop(key)
-        if int.from_bytes(file.read(8), "little") != sizes[key] or file.readinto(cast(Any, content.numpy())) != len(
-            content
-        ):
-            raise EOFError(f"the bytes of storage {key} are cut")
-    if loaded:
-        raise EOFError(f"the bytes of storage {next(iter(loaded))} are missing")
-    return value
-
-
-# ---------------------------------------------------------------------------------------------------- the operations
-
-
-class _File(io.BytesIO):
-    """Bytes that end with an error: Python's reader takes what there is."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Return as many bytes as are asked for."""
-        data = super().read(size)
-        if size is not None and len(data) < size:
-            raise EOFError(f"{size} bytes are named, and {len(data)} are left")
-        return data
 
 
 class Placeholder:
@@ -185,7 +116,12 @@ class Placeholder:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Placeholder:
+        return self
+
     def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
 
     def append(self, item: Any) -> None:
         """Take an item of a list."""
@@ -197,103 +133,60 @@ class Placeholder:
         """Take an item of a set."""
 
 
-def _is_placeholder(recipe: Any) -> bool:
-    return isinstance(recipe, Recipe) and isinstance(recipe.new, type) and issubclass(recipe.new, Placeholder)
-
-
 _PythonReader: Any = pickle._Unpickler
 
 
 class _Reader(_PythonReader):
-    """Python's reader in Python, whose operations can be replaced; that in C fills memory for an index in six bytes.
+    """Python's reader in Python; that in C fills memory for an index of its memo in six bytes."""
 
-    Args:
-        file: the pickle.
-        tolerant: see :func:`load_pickle`.
-        storage: returns the bytes under a tensor by what ``torch.save`` wrote of them.
-    """
-
-    def __init__(self, file: _File, *, tolerant: bool = False, storage: Callable[..., Storage] | None = None) -> None:
-        super().__init__(file, encoding="utf-8")
-        self._tolerant, self._storage, self._num_bytes = tolerant, storage, len(file.getbuffer())
+    def __init__(self, file: Any, *, encoding: str = "utf-8") -> None:
+        super().__init__(file, encoding=encoding)
+        self._num_bytes = len(file.getbuffer())
 
     def load(self) -> Any:
-        """Return the object."""
         value = super().load()
         if _num_items(value, {}) > max(self._num_bytes, 1 << 16) * ITEMS_PER_BYTE:
             raise RefusedError("lists that hold one another so often that they have no end")
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the recipe that stands for a name."""
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        found = pickle_types.find(module, name)
-        if found is not None:
-            return found
-        if not self._tolerant:
-            raise RefusedError(f"{module}.{name}")
-        kind = type(name.split(".")[-1], (Placeholder,), {"__module__": module})
-        return Recipe(f"{module}.{name}", call=kind, new=kind)
+        if f"{module}.{name}" in _BUILT:
+            return _BUILT[f"{module}.{name}"]
+        if name in _PLAIN.get(module, ()):
+            return getattr(importlib.import_module(module), name)
+        if module == "torch":
+            import torch
 
-    def persistent_load(self, what: Any) -> Storage:
-        """Return the bytes under a tensor."""
-        is_storage = isinstance(what, tuple) and what[:1] == ("storage",) and isinstance(what[1], Recipe)
-        if self._storage is None or not is_storage:
-            raise RefusedError(f"a reference to {str(what)[:80]}")
-        return self._storage(*what[1:])
+            if isinstance(value := getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format):
+                return value
+        if module.startswith("PIL.") and name in ("Image", *(f"{kind}ImageFile" for kind in _IMAGES)):
+            return importlib.import_module("PIL.Image").Image
+        return self.find_unlisted(module, name)
 
-    def _call(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._made(self.stack[-1], lambda recipe: recipe.call, arguments)
-
-    def _new(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._made(self.stack[-1], lambda recipe: recipe.new, arguments)
-
-    def _new_with_keywords(self) -> None:
-        keywords = self.stack.pop()
-        if keywords and not _is_placeholder(self.stack[-2]):
-            raise RefusedError("an object made with keywords")
-        self._new()
-
-    def _made(self, recipe: Any, way: Callable[[Recipe], Any], arguments: Any) -> Any:
-        if isinstance(recipe, Placeholder):
-            return Placeholder()
-        make = way(recipe) if isinstance(recipe, Recipe) else None
-        if make is None:
-            raise RefusedError(f"a call of {getattr(recipe, 'name', type(recipe).__name__)}")
-        return make(*arguments)
+    def find_unlisted(self, module: str, name: str) -> Any:
+        raise RefusedError(f"{module}.{name}")
 
     def _fill(self) -> None:
         state = self.stack.pop()
         thing = self.stack[-1]
-        if isinstance(thing, Placeholder):
+        kind = type(thing)
+        full = f"{kind.__module__}.{kind.__qualname__}"
+        if isinstance(thing, Placeholder) or full == "collections.OrderedDict":  # its attributes
             return
-        if (filled := pickle_types.fill(thing, state)) is not thing:
-            self.stack[-1] = filled
-            self.memo: dict[int, Any] = {
-                index: filled if value is thing else value for index, value in self.memo.items()
-            }
+        if kind.__name__ in _RECORDS.get(kind.__module__, ()):
+            _fill_record(thing, state)
+        elif full in _FILLED or kind.__module__ == "numpy.dtypes":
+            _FILLED.get(full, _fill_dtype)(thing, state)
+        else:
+            raise RefusedError(f"a change of {full if kind is not type else thing.__qualname__}")
 
-    def _byte_array(self) -> None:
-        (length,) = struct.unpack("<Q", self.read(8))
-        self.append(bytearray(self.read(length)))
+    dispatch = {**_PythonReader.dispatch, pickle.BUILD[0]: _fill}
 
-    def _refuse(self) -> None:
-        raise RefusedError("an operation that pickles of data do not use")
 
-    dispatch = {
-        **_PythonReader.dispatch,
-        pickle.REDUCE[0]: _call,
-        pickle.NEWOBJ[0]: _new,
-        pickle.NEWOBJ_EX[0]: _new_with_keywords,
-        pickle.BUILD[0]: _fill,
-        pickle.BYTEARRAY8[0]: _byte_array,
-        **dict.fromkeys(
-            (code[0] for code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4)), _refuse
-        ),
-        **dict.fromkeys((code[0] for code in (pickle.PERSID, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)), _refuse),
-    }
+class _TolerantReader(_Reader):
+    def find_unlisted(self, module: str, name: str) -> Any:
+        return type(name.split(".")[-1], (Placeholder,), {"__module__": module})
 
 
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes})
@@ -315,3 +208,213 @@ def _num_items(value: Any, known: dict[int, int]) -> int:
     else:
         known[id(value)] = 1 + sum(1 if type(item) in _ATOMS else _num_items(item, known) for item in items)
     return known[id(value)]
+
+
+# ------------------------------------------------------------------------------------- how listed objects are made
+
+
+def _bytes(text: Any = b"", encoding: str = "latin1") -> bytes:
+    """Return bytes that a pickle of protocol 2 holds as text; a number would be a length."""
+    if isinstance(text, bytes | bytearray):
+        return bytes(text)
+    if not isinstance(text, str) or encoding.lower().replace("-", "") not in ("latin1", "utf8", "ascii"):
+        raise RefusedError(f"bytes made of a {type(text).__name__} in the encoding {encoding[:40]!r}")
+    return text.encode(encoding)
+
+
+def _made_of_list(kind: Callable[[Any], Any]) -> Callable[..., Any]:
+    def make(items: Any = (), maxlen: None = None) -> Any:
+        if not isinstance(items, list | tuple | set | frozenset | dict):
+            raise RefusedError(f"a container made of a {type(items).__name__}")
+        return kind(items)
+
+    return make
+
+
+def _defaultdict(factory: Any = None) -> Any:
+    if factory not in (None, bool, int, float, str, list, tuple, dict, set):
+        raise RefusedError("a defaultdict of something else than a plain type")
+    return collections.defaultdict(factory)
+
+
+def _range(*bounds: int) -> range:
+    if len(made := range(*bounds)) > MAX_RANGE:
+        raise RefusedError(f"a range of more than {MAX_RANGE} numbers")
+    return made
+
+
+def _bare(kind: Any, base: Any = object, state: Any = None) -> Any:
+    """Return an object without its state, as pickles of protocols 0 and 1 make it."""
+    if not isinstance(kind, type) or kind.__name__ not in _RECORDS.get(kind.__module__, ()):
+        raise RefusedError(f"a bare {getattr(kind, '__name__', type(kind).__name__)}")
+    return object.__new__(kind)
+
+
+def _fill_record(thing: Any, state: Any) -> None:
+    if hasattr(thing, "__setstate__"):  # torch's TensorProperties
+        thing.__setstate__(state)
+        return
+    if isinstance(state, tuple) and len(state) == 2 and not state[1]:
+        state = state[0]
+    if not isinstance(state, dict) or not all(type(key) is str and key[:2] != "__" for key in state):
+        raise RefusedError(f"a {type(thing).__qualname__} whose fields are no fields")
+    vars(thing).update(state)
+
+
+def _fill_file(thing: io.BytesIO, state: Any) -> None:
+    content, position, _ = state
+    thing.write(content)
+    thing.seek(min(position, len(content)))
+
+
+def check_image(size: Any, data: Any) -> None:
+    """Check that an image has the bytes for its pixels, at least one bit for each: their memory comes first.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if len(size) != 2 or min(size) < 0 or not isinstance(data, bytes) or math.prod(size) > 8 * len(data):
+        raise ValueError(f"an image of {str(size)[:80]} in {len(data)} bytes")
+
+
+def _fill_image(image: Any, state: Any) -> None:
+    """Fill an image from its pixels; a name of a file in it is passed over."""
+    info, mode, size, palette, data = state[:5]
+    check_image(size, data)
+    type(image).__setstate__(image, [info if isinstance(info, dict) else {}, mode, tuple(size), palette, data])
+
+
+def _dtype(text: str, align: Any = False, copy: Any = False) -> Any:
+    """Return a dtype that no other part of the program has, so that the pickle may set its order of bytes."""
+    import numpy as np
+
+    if not isinstance(text, str):
+        raise RefusedError(f"numpy's dtype {str(text)[:40]!r}")
+    return np.dtype(text, copy=True)
+
+
+def _fill_dtype(dtype: Any, state: Any) -> None:
+    is_text = dtype.kind in "SU"
+    sizes = (dtype.itemsize, dtype.alignment) if is_text else (-1, -1)
+    dtype.__setstate__((3, "|" if state[1] not in ("<", ">") else state[1], None, None, None, *sizes, dtype.flags))
+
+
+def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
+    import numpy as np
+
+    return np.empty(0, "b")
+
+
+def _array_of_buffer(buffer: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    import numpy as np
+
+    return np.frombuffer(bytearray(buffer), dtype).reshape(shape, order=order)
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    import numpy as np
+
+    (value,) = np.frombuffer(_bytes(data), dtype)
+    return value
+
+
+def _tensor(
+    storage: Any, offset: int, size: Any, stride: Any, requires_grad: Any = False, hooks: Any = None,
+    dtype: Any = None, metadata: Any = None,
+) -> Any:  # fmt: skip
+    """Return a view of a storage, inside of it: torch would make the storage larger."""
+    import torch
+
+    dtype, num_bytes, num_elements = dtype or storage.dtype, storage._untyped_storage.nbytes(), math.prod(size)
+    end = offset + sum((side - 1) * step for side, step in zip(size, stride, strict=True)) + 1 if num_elements else 0
+    is_outside = min(offset, *size, *stride, 0) < 0 or end * dtype.itemsize > num_bytes
+    if is_outside or num_elements * dtype.itemsize > max(REPEATS * num_bytes, FREE_BYTES):
+        raise RefusedError(f"a tensor of {str(size)[:80]} {dtype} in {num_bytes} bytes")
+    tensor = torch.empty(0, dtype=dtype).set_(storage._untyped_storage, offset, tuple(size), tuple(stride))
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
+    import torch
+
+    return torch.nn.Parameter(data, requires_grad=bool(requires_grad))
+
+
+def _tensor_of_class(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """Return a tensor that had attributes, or another class, without these."""
+    if make not in (_tensor, _parameter):
+        raise RefusedError(f"a tensor made by {make}")
+    return make(*arguments)
+
+
+def _layout(name: str) -> Any:
+    import torch
+
+    if not isinstance(value := getattr(torch, name.removeprefix("torch."), None), torch.layout):
+        raise RefusedError(f"the layout {name[:40]!r}")
+    return value
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_SHARDS = "torch.distributed._shard.sharded_tensor.metadata"
+_IMAGES = ("Png", "Jpeg", "WebP", "Bmp", "Gif", "Tiff")
+_RECORDS: Mapping[str, tuple[str, ...]] = {
+    "argparse": ("Namespace",),
+    "types": ("SimpleNamespace",),
+    f"{_CHECKPOINT}.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata"),
+    ),
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    f"{_CHECKPOINT}.planner": ("SavePlan", "WriteItem", "TensorWriteData"),
+    _SHARDS: ("TensorProperties",),
+}
+"""Module -> classes whose objects are their fields."""
+_ENUMERATIONS: Mapping[str, tuple[str, ...]] = {
+    "signal": ("Signals",),
+    f"{_CHECKPOINT}.metadata": ("_MEM_FORMAT_ENCODING",),
+    f"{_CHECKPOINT}.filesystem": ("SerializationFormat",),
+    f"{_CHECKPOINT}.planner": ("WriteItemType",),
+    _SHARDS: ("MEM_FORMAT_ENCODING",),
+}
+_PLAIN: Mapping[str, tuple[str, ...]] = {
+    "builtins": ("bool", "int", "float", "complex", "str", "list", "tuple", "dict", "slice"),
+    "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath"),
+    "datetime": ("datetime", "date", "time", "timedelta", "timezone"),
+    "decimal": ("Decimal",),
+    "uuid": ("UUID",),
+    "io": ("BytesIO",),
+    "_io": ("BytesIO",),
+    "torch": ("Size", "device", "UntypedStorage"),
+    "torch.storage": ("UntypedStorage",),
+    **{
+        module: (*_RECORDS.get(module, ()), *_ENUMERATIONS.get(module, ()))
+        for module in (*_RECORDS, *_ENUMERATIONS)
+    },
+}  # fmt: skip
+"""Module -> names that stand for themselves."""
+_BUILT: Mapping[str, Any] = {
+    "builtins.object": object, "builtins.range": _range,
+    "builtins.bytes": _bytes, "builtins.bytearray": lambda *given: bytearray(_bytes(*given)), "_codecs.encode": _bytes,
+    "builtins.set": _made_of_list(set), "builtins.frozenset": _made_of_list(frozenset),
+    "collections.OrderedDict": _made_of_list(collections.OrderedDict),
+    "collections.Counter": _made_of_list(collections.Counter), "collections.deque": _made_of_list(collections.deque),
+    "collections.defaultdict": _defaultdict, "copyreg._reconstructor": _bare,
+    "numpy.dtype": _dtype, "numpy.ndarray": None,
+    **{f"numpy.{core}.multiarray._reconstruct": _empty_array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _array_of_buffer for core in ("core", "_core")},
+    "torch._utils._rebuild_tensor": _tensor, "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": _parameter, "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _tensor_of_class, "torch.serialization._get_layout": _layout,
+    "torch.Tensor": None, "torch.nn.parameter.Parameter": None,
+}  # fmt: skip
+"""Names that stand for a function above; None: they only say for which class another one is called."""
+_FILLED: Mapping[str, Callable[[Any, Any], None]] = {
+    "_io.BytesIO": _fill_file,
+    "PIL.Image.Image": _fill_image,
+    "numpy.ndarray": lambda array, state: array.__setstate__(tuple(state)),
+    "uuid.UUID": lambda thing, state: object.__setattr__(thing, "int", state["int"]),
+}
+"""Kinds of objects -> how they take their state."""

@@ -42,12 +42,10 @@ class _MetaSums:
         return copy.copy(self)
 
     def to_dict(self) -> dict[str, int]:
-        """Return the counters as a plain dict."""
         return dict(self.__dict__)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, int]) -> Any:
-        """Return counters from what ``to_dict`` made; absent ones are 0."""
         return cls(**{spec.name: data.get(spec.name, 0) for spec in fields(cls)})
 
 
@@ -71,7 +69,6 @@ class SampleSpecInfo(_MetaSums):
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add the counts of one engine call."""
         # SGLang 0.5.15 has new names; older engines and recorded answers have the old ones.
         accepted = meta_info.get("spec_num_correct_drafts", meta_info.get("spec_accept_token_num"))
         drafted = meta_info.get("spec_num_proposed_drafts", meta_info.get("spec_draft_token_num"))
@@ -94,7 +91,6 @@ class SamplePrefixCacheInfo(_MetaSums):
         return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add the counts of one engine call."""
         self.cached_tokens += meta_info.get("cached_tokens") or 0
         self.total_prompt_tokens += meta_info.get("prompt_tokens") or 0
 
@@ -200,7 +196,6 @@ def decode_generate_answer(body: bytes) -> Any:
 
 
 def _without_ids(head: bytes) -> bytes:
-    """Return the text without the items of its ``output_ids``."""
     start = head.find(_IDS_START)
     stop = head.find(b"]", start)
     return head if start < 0 or stop < 0 else head[: start + len(_IDS_START)] + head[stop:]
@@ -253,7 +248,6 @@ def read_top_p_spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Tensor, 
     """Return the token ids each generated token was drawn from, as ``(ids, offsets)``; None when the engine sent none.
 
     Args:
-        meta: the engine's ``meta_info``.
         num_tokens: generated tokens that the spans must cover.
 
     Returns:
@@ -345,7 +339,6 @@ def problem_with_answer(output: Any, payload: Mapping[str, Any]) -> str | None:
     """Return why an answer cannot be used, with the field and its value; None when it can.
 
     Args:
-        output: decoded.
         payload: body of the request; empty where it is not known.
     """
     if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
@@ -370,7 +363,6 @@ def problem_with_answer(output: Any, payload: Mapping[str, Any]) -> str | None:
 
 
 def _problem_with_tokens(entries: Any) -> str | None:
-    """Return what is wrong with one of the ``[log_prob, token_id, ...]``."""
     if isinstance(entries, TokenLogProbs):
         try:
             low, high = min(entries.log_probs, default=0), max(entries.log_probs, default=0)
@@ -399,7 +391,6 @@ _COUNTS = (
 
 
 def _problem_with_facts(meta: Mapping[str, Any]) -> str | None:
-    """Return which entry of ``meta_info`` is of a type that it never has."""
     for name in _COUNTS:
         value = meta.get(name) or 0
         if type(value) is not int or value < 0:
@@ -413,7 +404,6 @@ def _problem_with_facts(meta: Mapping[str, Any]) -> str | None:
 def _problem_with_counts(
     output: Mapping[str, Any], meta: Mapping[str, Any], payload: Mapping[str, Any], num_tokens: int
 ) -> str | None:
-    """Return which number or length of the answer does not fit its tokens or the request."""
     limit = (payload.get("sampling_params") or {}).get("max_new_tokens")
     if isinstance(limit, int) and num_tokens > limit:
         return f"it has {num_tokens} tokens; max_new_tokens of the request is {limit}."

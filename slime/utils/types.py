@@ -217,11 +217,8 @@ class Sample:
 
         Args:
             args: needed for routed experts (``num_layers``, ``moe_router_topk``) and speculative-decoding counts.
-            tokens: new token ids.
             log_probs: log-prob in nats of each new token; required for trainable tokens, refused for others.
             trainable: whether the policy drew the tokens.  Others (tool output) get mask 0 and log-prob 0.0.
-            meta_info: the engine's account of the call that produced the tokens.
-            text: the new tokens as text.
             update_terminal_info: whether ``meta_info["finish_reason"]`` sets the status, the weight version and the
                 cache and speculation counts; turn it off for all but the last chunk of a stream.
 
@@ -256,7 +253,6 @@ class Sample:
     def _new_entries(
         self, tokens: list[int] | None, log_probs: Sequence[float] | None, trainable: bool
     ) -> dict[str, tuple[list[Any], list[Any]]]:
-        """Return, of tokens, mask and log-probs, the list so far and what it grows by; empty without ``tokens``."""
         num_new = len(tokens or ())
         if log_probs is not None and not trainable:
             raise ValueError("log_probs were given for tokens with trainable=False; only sampled tokens have them.")
@@ -283,7 +279,6 @@ class Sample:
         }
 
     def _grown_top_p(self, new_spans: Any, num_new: int) -> dict[str, Any]:
-        """Return the two top-p fields after ``num_new`` tokens; empty when neither side has spans."""
         spans = None
         if self.rollout_top_p_token_offsets is not None:
             spans = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
@@ -295,7 +290,6 @@ class Sample:
         return {"rollout_top_p_token_ids": grown[0], "rollout_top_p_token_offsets": grown[1]}
 
     def _grown_replay(self, args: Namespace | None, meta: Mapping[str, Any], tokens: list[int]) -> dict[str, Any]:
-        """Return the fields that the trainer replays from the engine: top-p spans and routed experts."""
         grown = self._grown_top_p(sglang_meta.read_top_p_spans(meta, len(tokens)), len(tokens))
         if meta.get(sglang_meta.ROUTED_EXPERTS_KEY) is not None:
             if args is None:
@@ -312,7 +306,6 @@ class Sample:
     def _check_lengths(
         self, num_new: int, new_entries: Mapping[str, tuple[list[Any], list[Any]]], replay: Mapping[str, Any]
     ) -> None:
-        """Check that every per-token field will have one entry per response token."""
         length = self.response_length + num_new
         after = {name: len(earlier) + len(new) for name, (earlier, new) in new_entries.items()}
         for name, extra in (("loss_mask", 0), ("rollout_log_probs", 0), ("rollout_top_p_token_offsets", 1)):
@@ -326,7 +319,6 @@ class Sample:
 
 
 def _status_of_finish_reason(reason: Any) -> SampleStatus | None:
-    """Return the status for an engine's finish reason; None for one that is not known."""
     kind = str(reason.get("type") if isinstance(reason, Mapping) else reason)
     if kind not in STATUS_OF_FINISH_REASON:
         _warn_of_finish_reason(kind)
@@ -335,7 +327,6 @@ def _status_of_finish_reason(reason: Any) -> SampleStatus | None:
 
 @functools.cache
 def _warn_of_finish_reason(kind: str) -> None:
-    """Log, once for each kind, that the engine's finish reason says nothing about a sample's status."""
     message = "An engine ended a response with finish_reason type %r, not stop, length or abort: its status stays."
     logger.warning(message, kind)
 
@@ -391,7 +382,6 @@ class MultimodalTypes:
 
     @classmethod
     def all(cls) -> list[MultimodalType]:
-        """Return every kind, in a fixed order."""
         return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
 
     @classmethod

@@ -25,10 +25,8 @@ from typing import IO, Any, TypeAlias
 import xxhash
 from torch import Tensor, uint8
 
-from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
-from slime.utils.json_file import parse_object
-from slime.utils.outside_file import opened, read_outside_file
+from slime.utils.files import opened, parse_object, read_outside_file, write_atomically
 from slime.weights.stored_tensors import (
     INDEX_FILE,
     LENGTH_BYTES,

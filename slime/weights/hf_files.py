@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from slime.utils.atomic_file import sync_to_disk, write_atomically
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.files import sync_to_disk, write_atomically
 from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of, pieces_of
 from slime.weights.named_tensors import tensor_bytes
 from slime.weights.stored_tensors import INDEX_FILE, save_tensors

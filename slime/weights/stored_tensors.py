@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from slime.utils.errors import DataError
-from slime.utils.json_file import COPY_AGAIN, parse_object
-from slime.utils.outside_file import opened, read_outside_file
+from slime.utils.files import COPY_AGAIN, opened, parse_object, read_outside_file
 
 Bytes = NDArray[np.uint8]
 """One dimension, contiguous."""

@@ -35,9 +35,9 @@ from slime.flags.security import secret_of_file
 from slime.rollout.prompt_files import split_path
 from slime.utils import env
 from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.files import parse_object
 from slime.utils.http_door import AsgiDoor
 from slime.utils.http_utils import has_secret
-from slime.utils.json_file import parse_object
 from slime.utils.net import is_loopback
 from slime_plugins.rollout_buffer.registry import Generator, Item, load_generators
 

@@ -19,7 +19,7 @@ from slime.agent.adapters.openai import OpenAIAdapter
 from slime.backends.sglang_utils.server_guard import ServerGuard
 from slime.ext.record.prometheus_page import LoggedMetrics, MetricsPage
 from slime.ray.engines.models import JobState
-from slime.utils import page_server
+from slime.utils import http_door
 from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.http_door import AsgiDoor, own_names, refusal, with_address
 from slime_plugins.rollout_buffer import buffer
@@ -139,7 +139,7 @@ def aiohttp_server(app: Any) -> Iterator[int]:
 
 
 @contextmanager
-def page(server: page_server.PageServer) -> Iterator[int]:
+def page(server: http_door.PageServer) -> Iterator[int]:
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_port
@@ -274,7 +274,7 @@ def ends(port: int, begins: bytes) -> bool:
 
 @pytest.mark.parametrize("begins", SLOW)
 def test_a_client_that_does_not_finish_its_request_is_sent_away(begins, tmp_path, monkeypatch):
-    monkeypatch.setattr(page_server, "REQUEST_S", 0.5)
+    monkeypatch.setattr(http_door, "REQUEST_S", 0.5)
     monkeypatch.setattr(buffer, "REQUEST_S", 0.5)
     monkeypatch.setattr("slime.utils.aiohttp_threaded.KEEPALIVE_S", 0.5)
     for name in ("buffer", "adapter", "metrics", "watch"):
@@ -286,15 +286,15 @@ def test_a_client_that_does_not_finish_its_request_is_sent_away(begins, tmp_path
 
 
 def test_a_page_keeps_few_threads_for_silent_clients_and_serves_when_they_are_gone(monkeypatch):
-    monkeypatch.setattr(page_server, "REQUEST_S", 1.0)
+    monkeypatch.setattr(http_door, "REQUEST_S", 1.0)
     with metrics() as port, ExitStack() as stack:
         before = threading.active_count()
         silent = [
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
-            for _ in range(page_server.MAX_CLIENTS * 3)
+            for _ in range(http_door.MAX_CLIENTS * 3)
         ]
         for client in silent:
             client.settimeout(30)
             assert client.recv(1) == b""
-            assert threading.active_count() <= before + page_server.MAX_CLIENTS
+            assert threading.active_count() <= before + http_door.MAX_CLIENTS
         assert raw(port, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200

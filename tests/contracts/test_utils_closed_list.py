@@ -18,18 +18,13 @@ KIT = {
     "async_utils",
     "sglang_meta",
     "net",
-    "page_server",
     "distributed_utils",
     "accelerator",
     "memory_utils",
     "env",
     "errors",
-    "json_file",
-    "atomic_file",
+    "files",
     "safe_pickle",
-    "pickle_types",
-    "outside_file",
-    "private_folder",
 }
 OLD_PATHS = {
     facade.removeprefix("slime.utils.").split(".")[0] for facade in FACADES if facade.startswith("slime.utils.")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.observability.dumps import load_train_dump
+from slime.utils.safe_pickle import read_torch_file
 from tests.dist.trainer_case import LENGTHS, cut, make_args, make_train_data, run_workers, start_worker, write_model
 
 pytestmark = pytest.mark.dist
@@ -40,7 +40,7 @@ def train_and_dump(rank: int, world_size: int, port: int, hf: str, folder: str) 
 def test_all_layouts_write_the_same_samples(tmp_path):
     write_model(tmp_path / "hf")
     run_workers(train_and_dump, 2, str(tmp_path / "hf"), str(tmp_path), timeout_s=250)
-    dumps = {name: load_train_dump(tmp_path / name / "3.pt") for name in LAYOUTS}
+    dumps = {name: read_torch_file(tmp_path / name / "3.pt") for name in LAYOUTS}
     given = make_train_data()
     for name, dump in dumps.items():
         assert (dump["format_version"], dump["rollout_id"], dump["rank"]) == (2, 3, 0)

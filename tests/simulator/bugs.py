@@ -47,7 +47,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "if self._wanted is None:",
     ),
     "files are written in place": _bug(
-        "slime.utils.atomic_file:replace_file", 'path.with_name(path.name + ".tmp")', "path"
+        "slime.utils.files:replace_file", 'path.with_name(path.name + ".tmp")', "path"
     ),
     "a router that hangs is not found": _bug(
         "slime.backends.sglang_utils.router_process:RouterHandle.problem",

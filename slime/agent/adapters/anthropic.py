@@ -61,7 +61,6 @@ class AnthropicAdapter(BaseAdapter):
         return messages, [_function_tool(tool) for tool in offered if tool.get("input_schema") is not None]
 
     def _messages(self, message: dict[str, Any]) -> list[Message]:
-        """Return one turn as messages of a chat template: each result of a tool becomes a message of its own."""
         role, blocks = message["role"], message["content"]
         if role == "assistant":
             return [_assistant_message(blocks)]
@@ -111,7 +110,6 @@ class AnthropicAdapter(BaseAdapter):
 
 
 def _blocks(content: Any) -> list[dict[str, Any]]:
-    """Return a message's content as blocks."""
     parts = [content] if isinstance(content, str) else content or []
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
@@ -143,7 +141,6 @@ def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _assistant_message(blocks: list[dict[str, Any]]) -> Message:
-    """Return the assistant's content blocks as one message of a chat template."""
     text = flatten_content([block for block in blocks if block.get("type") == "text"])
     message: Message = {"role": "assistant", "content": text}
     reasoning = "\n".join(block["thinking"] for block in blocks if block.get("type") == "thinking")
@@ -156,7 +153,6 @@ def _assistant_message(blocks: list[dict[str, Any]]) -> Message:
 
 
 def _events(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the answer as the events of a stream."""
     usage = message["usage"]
     opened = {**message, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 1}}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": opened}]
@@ -171,7 +167,6 @@ def _events(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _block_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the block as it opens, and the deltas that fill it."""
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
     if block["type"] == "thinking":

@@ -19,16 +19,18 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from slime.agent.adapters.engine import ask_router, build_prompt_ids, call_sglang_generate
-from slime.agent.adapters.images import PromptEncoder, text_of, translate_content
 from slime.agent.adapters.messages import (
     EventStream,
+    PromptEncoder,
     Reply,
     flatten_content,
     manager_finish_reason,
     read_part,
     sid_from_bearer,
     sid_from_body,
+    text_of,
     tool_call_dict,
+    translate_content,
     with_named_tools,
 )
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
@@ -36,8 +38,8 @@ from slime.agent.trajectory import KnownPrefix, Message, Pictures, TrajectoryMan
 from slime.rollout.parsing import ParsedModelOutput, check_parsers, opens_reasoning, parse_model_output
 from slime.utils.aiohttp_threaded import door
 from slime.utils.errors import SlimeError
+from slime.utils.files import parse_object
 from slime.utils.http_utils import POST_TIMEOUT_S, HttpStatusError
-from slime.utils.json_file import parse_object
 from slime.utils.types import Sample
 
 __all__ = [
@@ -75,16 +77,12 @@ class BaseAdapter(ABC):
     """A server in front of SGLang that records the turns of agents.
 
     Args:
-        tokenizer: of the model, with its chat template.
-        sglang_url: of the router or an engine.
         tool_parser: SGLang's name of the model's tool-call format; None reads the common ones.
         reasoning_parser: SGLang's name of the model's reasoning format; None reads ``<think>`` blocks.
         max_turns_per_sid: further turns of a session are refused (429); None: no limit.
-        fork_threshold_tokens: see ``TrajectoryManager``.
         debug_callback: called for each turn with ``(sid, translated, tools, message, turn)``; what it raises is
             logged.
         generate_timeout_s: deadline of one turn of the engine, its continuations after aborts included.
-        chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
         processor: of a model that sees images; without it each image of a request becomes a mark.
         args: of the job; with ``--use-rollout-routing-replay`` turns bring the experts of their tokens.
         ask: gives the engine's answer to a request and a session; by default that of ``sglang_url``.
@@ -193,7 +191,6 @@ class BaseAdapter(ABC):
         return samples
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
-        """Close the session and forget what it drew."""
         await self._sessions.close(sid, wait_timeout)
         self.manager.drop_session(sid)
 
@@ -202,7 +199,6 @@ class BaseAdapter(ABC):
         await self._sessions.shut(sid, wait_timeout)
 
     def _content(self, content: Any) -> str | list[dict[str, Any]]:
-        """Return a message's content as chat templates take it, with its images where the model sees them."""
         return translate_content(content, shows_images=self.processor is not None)
 
     # What a protocol provides.
@@ -256,7 +252,6 @@ class BaseAdapter(ABC):
         return web.json_response(body)
 
     async def _run_turn(self, request: web.Request) -> web.StreamResponse:
-        """Serve one request from its body to its answer."""
         sid = DEFAULT_SID
         try:
             body = await self._read_body(request)
@@ -324,7 +319,6 @@ class BaseAdapter(ABC):
             session.in_flight.discard(task)
 
     async def _prompt_in_time(self, session: Session, body: dict[str, Any]) -> Prompt:
-        """Return what ``_prompt`` does; a template may never end, and is left behind then."""
         try:
             return await asyncio.wait_for(asyncio.to_thread(self._prompt, session, body), PROMPT_TIMEOUT_S)
         except TimeoutError as error:
@@ -365,7 +359,6 @@ class BaseAdapter(ABC):
         stream: bool,
         pictures: list[Pictures],
     ) -> TurnRecord:
-        """Generate the engine's turn while the client is connected; failures become errors of the protocol."""
         shown = {"pictures": pictures} if pictures else {}  # the function may be one that knows no images
         drawing = call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=session.sid, **shown)
         call = asyncio.ensure_future(drawing)
@@ -401,7 +394,6 @@ class BaseAdapter(ABC):
         return turn
 
     def _text_of(self, turn: TurnRecord) -> str:
-        """Return the drawn text without its stop token or stop string."""
         text = turn.text or self.tokenizer.decode(turn.output_ids, skip_special_tokens=False)
         reason = turn.meta_infos[-1].get("finish_reason") if turn.meta_infos else None
         matched = (reason or {}).get("matched")
@@ -428,7 +420,6 @@ class BaseAdapter(ABC):
 
 
 def _wants_stream(request: web.BaseRequest, body: dict[str, Any]) -> bool:
-    """Return ``stream`` of the body; where it is not given, the header ``Accept`` decides."""
     wanted = body.get("stream")
     if not isinstance(wanted, bool | None):
         raise AdapterError(400, f"stream is {str(wanted)[:200]!r}; it must be true or false.")
@@ -436,5 +427,4 @@ def _wants_stream(request: web.BaseRequest, body: dict[str, Any]) -> bool:
 
 
 def _is_gone(request: web.BaseRequest) -> bool:
-    """Return True when the client has closed its connection."""
     return request.transport is None or request.transport.is_closing()

@@ -13,8 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slime.agent.adapters.images import PromptEncoder
-from slime.agent.adapters.messages import read_part
+from slime.agent.adapters.messages import PromptEncoder, read_part
 from slime.agent.adapters.sessions import AdapterError, Session
 from slime.agent.trajectory import KnownPrefix, Message, Pictures, TurnRecord
 from slime.utils.chat_template import apply_chat_template, special_text, text_after_end
@@ -45,12 +44,7 @@ def build_prompt_ids(
     """Return the ids to send to the engine.
 
     Args:
-        tokenizer: with a chat template.
-        messages: the whole conversation; it begins with those of ``known``.
-        tools: tools that the template shows to the model.
         known: a beginning of the conversation whose ids, with these tools, are known.
-        template_kwargs: further arguments of the template.
-        encode: text -> ids, with the images of its messages.
     """
     encode = encode or PromptEncoder(tokenizer, None)
     shown = {"tools": list(tools) if tools else None, **(template_kwargs or {})}
@@ -66,7 +60,6 @@ def build_prompt_ids(
 
 
 def _text_after(tokenizer: Any, render: Callable[..., str], text: str, known: KnownPrefix) -> str | None:
-    """Return the text after the drawn tokens of ``known``; None when the template now renders them differently."""
     head = render(known.messages, add_generation_prompt=False)
     if not text.startswith(head):
         return None
@@ -94,13 +87,9 @@ async def call_sglang_generate(
     which weights drew which tokens.  Cancelling the coroutine closes the connection, on which SGLang ends the request.
 
     Args:
-        prompt_ids: the prompt.
-        session: its settings bound what the request asks for.
-        body: of the request.
         adapter: a ``BaseAdapter``; its ``sglang_url`` is the router or an engine, with or without ``/generate``; its
             keys name the limits of a body.
         session_id: sent as routing key, so that a session's turns can share an engine's prefix cache.
-        pictures: those of the prompt, in order.
 
     Raises:
         AdapterError: a parameter of the request cannot be used, or the prompt leaves no room.

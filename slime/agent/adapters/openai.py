@@ -99,7 +99,6 @@ def _wire_call(call_id: str, use: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chunks(head: dict[str, Any], reply: Reply, usage: dict[str, int] | None) -> list[dict[str, Any]]:
-    """Return the answer as the chunks of a stream."""
     head = {**head, "object": "chat.completion.chunk"}
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"reasoning_content": piece} for piece in pieces(reply.wire.get("reasoning_content") or "")]

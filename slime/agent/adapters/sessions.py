@@ -66,12 +66,6 @@ class Session:
     ) -> dict[str, Any]:
         """Merge the session's defaults, the request's parameters and the session's overrides, in this order.
 
-        Args:
-            body: of the request.
-            num_prompt: tokens of the prompt.
-            max_token_keys: keys of the body that limit the response; the first one present counts.
-            stop_keys: keys of the body with stop strings; the first one present counts.
-
         Raises:
             AdapterError: a parameter is of another type or out of its range, or the prompt leaves no room (400).
         """
@@ -177,7 +171,6 @@ class SessionBook:
 
 
 def _in_range(key: str, value: Any) -> float:
-    """Return a sampling parameter of a request.  AdapterError when it is no number, or out of its range."""
     low, high = _RANGES[key]
     kinds = (int,) if isinstance(low, int) else (int, float)
     if type(value) not in kinds or not low <= value <= high or (key == "top_k" and value == 0):
@@ -187,7 +180,6 @@ def _in_range(key: str, value: Any) -> float:
 
 
 def _stops(stop: Any) -> list[str]:
-    """Return the stop strings of a request.  AdapterError when they are none, or too many."""
     given = [stop] if isinstance(stop, str) else stop
     is_list = isinstance(given, list) and all(isinstance(one, str) for one in given)
     if not is_list or len(given) > MAX_STOPS or any(len(one) > MAX_STOP_CHARS for one in given):

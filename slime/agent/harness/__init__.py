@@ -47,7 +47,6 @@ class ClaudeCodeHarness(NpmHarness):
         }
 
     def start_cmd(self, extra_args: str) -> str:
-        """Return the command."""
         return f"claude -p --dangerously-skip-permissions --output-format json {extra_args}"
 
 
@@ -80,9 +79,7 @@ class CodexHarness(NpmHarness):
         await sb.write_file(f"{HOME}/.codex/config.toml", "\n".join([*lines, ""]), user=AGENT_USER)
 
     def environment(self, ctx: HarnessContext) -> dict[str, str]:
-        """Return the session as the provider's key."""
         return {KEY_VARIABLE: ctx.session_id}
 
     def start_cmd(self, extra_args: str) -> str:
-        """Return the command."""
         return f"codex exec --skip-git-repo-check --json {extra_args} -"

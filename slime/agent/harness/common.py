@@ -33,7 +33,6 @@ async def install_node22(sb: Sandbox, node_runtime: Path | None = None) -> None:
     """Install Node 22, unless the sandbox has it.
 
     Args:
-        sb: the sandbox.
         node_runtime: Node's tarball on this machine; by default the file that ``SLIME_AGENT_NODE_TARBALL`` names.
 
     Raises:
@@ -62,10 +61,8 @@ async def install_npm_cli(
     """Install a command from npm, unless ``check_cmd`` succeeds already.
 
     Args:
-        sb: the sandbox.
         node_runtime: Node's tarball on this machine, see ``install_node22``.
         npm_package: a tarball of this machine (for sandboxes without network), or a package's name.
-        check_cmd: succeeds when the command is there.
     """
     check = f'export PATH="{NODE_PATH}"; {check_cmd}'
     if await _succeeds(sb, check):
@@ -91,17 +88,7 @@ async def run_agent(
     tag: str = "agent",
     user: str = AGENT_USER,
 ) -> int:
-    """Run an agent's command to its end; its exit code, or ``EXIT_TIME_BUDGET_EXCEEDED``.
-
-    Args:
-        sb: the sandbox.
-        workdir: where it runs.
-        start_cmd: a line of bash.
-        env: its variables.
-        time_budget_sec: then it is killed.
-        tag: names it in files and in the log.
-        user: who runs it.
-    """
+    """Run an agent's command to its end; its exit code, or ``EXIT_TIME_BUDGET_EXCEEDED``."""
     code, output = await exec_and_wait(
         sb,
         cmd=f'export PATH="{NODE_PATH}"; {start_cmd}',
@@ -194,12 +181,8 @@ class BaseHarness(metaclass=SingletonABCMeta):
         """Install, configure and run; the exit code, or ``EXIT_TIME_BUDGET_EXCEEDED``.
 
         Args:
-            sb: an entered sandbox.
             workdir: the folder the agent works in; it comes to belong to the user ``agent``.
-            session_id: of the adapter's session.
-            adapter_url: of the adapter, as the sandbox reaches it.
             time_budget_sec: for the agent alone; installation has deadlines of its own.
-            prompt: the task.
         """
         ctx = HarnessContext(workdir=workdir, session_id=session_id, adapter_url=adapter_url.rstrip("/"))
         await ensure_agent_user(sb, workdir)

@@ -64,7 +64,6 @@ class E2BSandbox:
 
     @staticmethod
     def _service() -> Any:
-        """Import the class of E2B's client."""
         try:
             from e2b import AsyncSandbox
         except ImportError as error:
@@ -105,7 +104,6 @@ class E2BSandbox:
         check: bool = False,
         idempotent: bool = True,
     ) -> ExecResult:
-        """Run a shell command; see ``Sandbox.exec``."""
 
         async def run() -> ExecResult:
             try:
@@ -122,7 +120,6 @@ class E2BSandbox:
         return checked(result, cmd, check)
 
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
-        """Write a file."""
         data = content.read_bytes() if isinstance(content, Path) else content
         files = self._entered().files
         deadline_s = RPC_TIMEOUT_S + len(data) / 1e6  # large tarballs: at least 1 MB/s
@@ -151,7 +148,6 @@ class E2BSandbox:
     async def _retried(
         self, what: str, call: Callable[[], Awaitable[T]], timeout_s: float, *, once: bool = False
     ) -> T:
-        """Call the service, again when it fails, each attempt with its own deadline."""
         attempts = 1 if once else self.rpc_retries + 1
         for attempt in range(1, attempts + 1):
             try:

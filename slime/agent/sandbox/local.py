@@ -28,7 +28,6 @@ class LocalSandbox:
     ``user`` is ignored.  Paths of ``write_file`` and ``read_file`` are the sandbox's; relative ones lie in ``folder``.
 
     Args:
-        limits: bounds of all commands together.
         reach: a URL that commands reach, at ``address_of`` it.
         is_unsafe: isolate nothing (``--unsafe-local-sandbox``).
     """
@@ -39,7 +38,6 @@ class LocalSandbox:
 
     @property
     def sandbox_id(self) -> str:
-        """The folder's name."""
         return "" if self.folder is None else self.folder.name
 
     async def __aenter__(self) -> Self:

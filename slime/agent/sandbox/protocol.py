@@ -60,11 +60,6 @@ class Sandbox(Protocol):
         """Run a shell command; returns ``(exit code, output, errors)``, plain or as an ``ExecResult``.
 
         Args:
-            cmd: a line of bash.
-            user: who runs it.
-            env: variables beside those of the sandbox.
-            timeout: deadline in seconds.
-            check: raise when the command fails.
             idempotent: whether it may be sent again when the connection broke.
 
         Raises:
@@ -122,13 +117,8 @@ async def exec_and_wait(
     """Run ``cmd`` detached and wait for its end; returns ``(exit code, output)``.
 
     Args:
-        sb: the sandbox.
-        cmd: a line of bash.
         time_budget_sec: then the job and its children are killed, and the code is ``EXIT_TIME_BUDGET_EXCEEDED``.
         tag: names the job's files; two jobs at a time need two tags.
-        user: who runs it.
-        env: variables of the job.
-        workdir: where it runs.
         out_file: gets standard output and error; by default a file in /tmp.
         want_output: give the end of that file; else "", or a few last lines when the job failed.
 
@@ -180,7 +170,6 @@ async def _spawn(sb: Sandbox, start: str, group_file: str, user: str) -> None:
 
 
 async def _wait_for_code(sb: Sandbox, code_file: str, user: str, deadline: float) -> int | None:
-    """Poll for the exit code of the job; None when the deadline comes first."""
     wait_s, lost = POLL_FIRST_S, 0
     while True:
         try:

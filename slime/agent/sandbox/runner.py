@@ -62,7 +62,6 @@ class IsolatedRunner:
     behind for the runner's next programs.
 
     Args:
-        limits: bounds.
         reach: a URL of this machine that programs reach as http://127.0.0.1 with its port.
         is_unsafe: isolate nothing; bounds, and the end of all processes, stay.
     """
@@ -138,8 +137,6 @@ class IsolatedRunner:
         Args:
             argv: the program; None for Python code from ``stdin``, which can start no process and open no socket.
             timeout_s: then it is killed, with all that it started.
-            stdin: its standard input.
-            env: all of its variables.
             limits: rlimits of this program, by their names in lower case.
 
         Raises:
@@ -175,7 +172,6 @@ class IsolatedRunner:
                 output.close()
 
     async def _ended(self, job: socket.socket, outputs: list[_Output], timeout_s: float) -> Ended:
-        """Read what a job prints until it ends, or is made to."""
         loop = asyncio.get_running_loop()
         over = loop.create_future()
         for output in outputs:
@@ -202,7 +198,6 @@ class IsolatedRunner:
         return Ended(int(facts["code"]), bytes(outputs[0].data), bytes(outputs[1].data), reason)
 
     async def _greet(self, host: str, port: int | None) -> None:
-        """Wait for the supervisor; its message brings the socket whose connections are relayed."""
         assert self._control is not None and self._process is not None and self._process.stderr is not None
         loop = asyncio.get_running_loop()
         there = asyncio.Event()
@@ -230,7 +225,6 @@ class IsolatedRunner:
             self._relay = await asyncio.start_server(relay, sock=listener)
 
     async def _close(self) -> None:
-        """End every process of the sandbox; the kernel frees its memory and files."""
         if self._relay is not None:
             self._relay.close()
         for task in self._relayed:
@@ -286,8 +280,6 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hos
 
 
 class _Output:
-    """A pipe, read up to a limit."""
-
     def __init__(self, limit: int) -> None:
         self._end, self.write_end = os.pipe()
         os.set_blocking(self._end, False)
@@ -302,12 +294,10 @@ class _Output:
         asyncio.get_running_loop().add_reader(self._end, self._read)
 
     def drain(self) -> None:
-        """Read what there is."""
         while self._read():
             pass
 
     def close(self) -> None:
-        """Read no more."""
         if self._over is not None:
             self._over.get_loop().remove_reader(self._end)
         os.close(self._end)

@@ -31,7 +31,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.telemetry import Timer, span
 from slime.train_data.columns import RankBatch
 from slime.utils.distributed_utils import get_gloo_group
-from slime.utils.json_file import read_model_config
+from slime.utils.files import read_model_config
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import ExcludedEngine
 

@@ -41,9 +41,9 @@ from slime.backends.megatron_utils.layers.value_head import find_value_head, tak
 from slime.backends.megatron_utils.model_transform import AddedParameters, added_parameters
 from slime.flags.checkpoint import TRACKER as TRACKER_FILE
 from slime.flags.checkpoint import read_tracker as read_tracker_file
-from slime.utils.atomic_file import write_atomically
 from slime.utils.distributed_utils import object_of_first
 from slime.utils.errors import DataError
+from slime.utils.files import write_atomically
 from slime.utils.redaction import redacted
 
 logger = logging.getLogger(__name__)

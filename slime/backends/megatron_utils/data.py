@@ -25,7 +25,7 @@ from slime.train_data.convert import sample_name
 from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.utils.errors import DataError
-from slime.utils.json_file import read_model_config
+from slime.utils.files import read_model_config
 from slime.utils.processing_utils import full_pixels
 
 PER_TOKEN_COLUMNS = frozenset(

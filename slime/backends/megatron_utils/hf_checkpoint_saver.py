@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_model_config
+from slime.utils.files import read_model_config
 from slime.weights.hf_files import HfFolderWriter
 from slime.weights.named_tensors import config_dtype, tensor_bytes
 from slime.weights.quantize import Quantizer

@@ -41,7 +41,7 @@ from slime.flags.kinds import (
 )
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import language_config, read_model_config
+from slime.utils.files import language_config, read_model_config
 from slime.utils.net import format_host
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")

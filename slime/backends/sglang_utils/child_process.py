@@ -34,7 +34,7 @@ import psutil
 
 from slime.utils import env
 from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, PortTakenError
-from slime.utils.private_folder import own_folder, user_folder
+from slime.utils.files import own_folder, user_folder
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.flags.security import trusts_remote_code
-from slime.utils.json_file import read_model_config
+from slime.utils.files import read_model_config
 
 logger = logging.getLogger(__name__)
 

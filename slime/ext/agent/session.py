@@ -52,7 +52,6 @@ async def play(
     A turn has ``max_new_tokens``, and a session ``--rollout-max-turns`` and ``--rollout-max-context-len``.
 
     Args:
-        adapter_class: the protocol of the agent.
         host: where this process listens, as the agent reaches it.
         evaluation: whether ``--eval-max-context-len`` bounds it.
     """
@@ -86,7 +85,6 @@ async def play(
 def _adapter_of(
     args: Namespace, adapter_class: type[BaseAdapter], host: str, template_kwargs: dict[str, Any]
 ) -> tuple[BaseAdapter, str]:
-    """Return the adapter of this process and its URL; the first call starts it."""
     key = (adapter_class, host, json.dumps(template_kwargs, sort_keys=True))
     config = turns_config(args)
     with _SERVERS_LOCK:

@@ -42,7 +42,6 @@ def load(path: str, flag: str = "--prompt-data") -> Any:
 
 
 def _made(path: str, flag: str) -> Any:
-    """Make the environment in a new thread: its code, and the download of its data, may hang."""
     name, arguments = parse_query(path)
     outcome: list[Any] = []
     failure: list[BaseException] = []
@@ -73,7 +72,6 @@ def _made(path: str, flag: str) -> Any:
 
 
 def _problem_with(environment: Any) -> str:
-    """Return why an environment cannot be trained with; empty when it can."""
     if environment.message_type != "chat":
         return f"its message_type is {environment.message_type!r}; only chat is supported"
     for rubric in getattr(environment.rubric, "rubrics", [environment.rubric]):

@@ -30,8 +30,8 @@ from slime.ext.disk_push.versions import (
     version_folder,
     version_text,
 )
-from slime.utils.atomic_file import lock_file, replace_file, sync_to_disk
 from slime.utils.errors import ConfigError, DataError, WeightSyncError
+from slime.utils.files import lock_file, replace_file, sync_to_disk
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, call_plugin
 from slime.weights.hf_files import INDEX_FILE, is_weight_file

@@ -31,10 +31,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from slime.ext.disk_push.delta import COMPRESSION, ENCODINGS
-from slime.utils.atomic_file import replace_file, sync_to_disk
 from slime.utils.errors import DataError, WeightSyncError
-from slime.utils.json_file import parse_object
-from slime.utils.outside_file import read_outside_file
+from slime.utils.files import parse_object, read_outside_file, replace_file, sync_to_disk
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.named_tensors import tensor_bytes
 from slime.weights.stored_tensors import save_tensors

@@ -29,7 +29,7 @@ from typing import IO, Any
 import msgspec
 
 from slime.utils.errors import DataError
-from slime.utils.outside_file import opened
+from slime.utils.files import opened
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from slime.ext.lora.flags import LoraConfig
-from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
-from slime.utils.json_file import parse_object
-from slime.utils.outside_file import read_outside_file
+from slime.utils.files import parse_object, read_outside_file, write_atomically
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -45,7 +45,7 @@ from slime.ext.lora.targets import chosen_parts
 from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
-from slime.utils.json_file import read_model_type
+from slime.utils.files import read_model_type
 from slime.weights.named_tensors import check_finite
 
 _NAME = re.compile(r"(.+)\.lora\.([ab])(\d*)")

@@ -15,7 +15,7 @@ from slime.ext.lora.flags import ALL_LINEAR, LoraConfig, engine_adapters, lora_b
 from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
 from slime.flags.config import backend_flags
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.json_file import read_model_type
+from slime.utils.files import read_model_type
 from slime.weights.push.adapter import as_engines_call
 from slime.weights.stored_tensors import read_header
 

@@ -84,7 +84,6 @@ def layer_terms(
 
 
 def _norm_copy(dims: ModelDims, batch: MicroBatch) -> int:
-    """Return the bytes a norm keeps: its input, or an fp32 copy of it where the weight is an offset from one."""
     return 4 // batch.element_bytes if dims.has_centered_norms else 1
 
 
@@ -148,7 +147,6 @@ def _linear_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, reco
 
 
 def _latents(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch) -> int:
-    """Return the bytes of the latents, before and after their norms."""
     return (
         local_tokens(batch, sizes) * batch.element_bytes * (2 * (dims.q_lora or 0) + 2 * dims.kv_lora + dims.rope_dim)
     )

@@ -48,9 +48,7 @@ def complete_run(words: Sequence[str], folder: Path, groups: Sequence[FlagGroup]
     goes by the flags and by what is known of published checkpoints.
 
     Args:
-        words: the command line.
         folder: takes a stand-in for a checkpoint that is not here; the args name it.
-        groups: of flags that the command may have.
     """
     notes: list[str] = []
     try:
@@ -74,8 +72,6 @@ def complete_run(words: Sequence[str], folder: Path, groups: Sequence[FlagGroup]
 
 
 def _check(args: Namespace, groups: Sequence[FlagGroup]) -> list[str]:
-    """Run every stage of checks that can still run; each reports what it finds."""
-
     def problems_of(check: Callable[[Namespace], None]) -> list[str]:
         try:
             check(args)
@@ -102,7 +98,6 @@ _ONE_RANK: dict[str, Any] = {
 
 
 def _complete_model(args: Namespace) -> None:
-    """Fill in the sizes of the model that the engines of a run without a trainer serve."""
     vars(args).update(_ONE_RANK)
     vars(args).update(fill_model_flags(args))
     vars(args).update(derived_arguments(args))

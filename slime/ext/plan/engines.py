@@ -52,8 +52,6 @@ def engine_places(
 
     Args:
         groups: (model, worker type, GPUs of the group, GPUs of an engine); a placeholder only takes GPUs.
-        rollout_offset: first GPU of the engines' part of the job.
-        gpus_per_node: of the cluster.
         trainer_gpus: the first so many GPUs of the job are the trainer's.
     """
     places, gpu = [], rollout_offset
@@ -218,7 +216,6 @@ def adapter_slot_bytes(dims: ModelDims, engine: EngineShape) -> int:
 
 
 def _replaced_shared(dims: ModelDims, own: int, engine: EngineShape, mlp_tp: int) -> int:
-    """Correct the size of shared experts, which are cut as the dense MLPs are."""
     shared = (dims.gate_factor + 1) * dims.shared_ffn * dims.hidden_size
     return own - shared // engine.attention_tp + shared // mlp_tp
 
@@ -243,11 +240,7 @@ def engine_memory(
     more than ``max_total_tokens`` need.
 
     Args:
-        dims: of the model.
-        engine: its layout.
-        card_bytes: memory of the card.
         other_bytes: what a sleeping trainer keeps there.
-        is_colocated: the card is a trainer's too.
     """
     free = card_bytes - CONTEXT_BYTES - other_bytes
     slots, slot_bytes = engine.adapter_slots, adapter_slot_bytes(dims, engine)
@@ -281,11 +274,7 @@ def engine_problems(
     """Yield the rules that the engines of one group break, beside those that its flags are checked by.
 
     Args:
-        dims: of the model.
-        engine: its layout.
         flags: ``--sglang-*`` values without the prefix, the group's overrides laid over them.
-        environment: of the job.
-        where: names the group.
     """
     if not engine.has_ranks(dims):
         yield (

@@ -81,13 +81,7 @@ def fitted(
     """Return the command with the flags that were chosen, and a table of the choice and the two next best.
 
     Args:
-        words: the command line; ``--fit`` is taken out.
-        options: card, environment.
         num_gpus: of this machine, for a command that does not say how many to use.
-        groups: of flags that the command may have.
-
-    Raises:
-        ConfigError: the command is not legal, or no layout fits.
     """
     words = [word for word in words if word != "--fit"]
     given = {word.split("=", 1)[0] for word in words if is_flag(word)}
@@ -111,11 +105,7 @@ def fitted(
 
 
 def fitted_here(words: Sequence[str], groups: Sequence[FlagGroup]) -> list[str]:
-    """Return the command of ``train.py ... --fit`` for the GPUs of this machine, and print the choice.
-
-    Raises:
-        ConfigError: there are none, or as :func:`fitted`.
-    """
+    """Return the command of ``train.py ... --fit`` for the GPUs of this machine, and print the choice."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -135,7 +125,6 @@ def fitted_here(words: Sequence[str], groups: Sequence[FlagGroup]) -> list[str]:
 
 
 def _on_this_machine(given: set[str], num_gpus: int) -> list[str]:
-    """Return the flags of size and placement that the command leaves out."""
     words = []
     if "--actor-num-gpus-per-node" not in given:
         words += ["--actor-num-gpus-per-node", str(num_gpus)]
@@ -152,9 +141,6 @@ def choices(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions,
     """Return the layouts that fit, the fastest first: those of the trainer, each with its best engines.
 
     Args:
-        args: complete flags of some layout.
-        hf_config: config.json.
-        options: of the plan.
         given: flags that are not to be chosen.
     """
     dims = model_dims(args, hf_config)
@@ -241,7 +227,6 @@ def _engine_layouts(args: Namespace, given: set[str]) -> Iterator[dict[str, Any]
 def _planned(
     args: Namespace, layout: Mapping[str, Any], hf_config: Mapping[str, Any], options: PlanOptions
 ) -> tuple[Namespace, Plan | None]:
-    """Return args of a layout with the plan of them; no plan where the layers or batches cannot be cut so."""
     candidate = Namespace(**{**vars(args), **layout})
     model_size = (
         candidate.tensor_model_parallel_size * candidate.pipeline_model_parallel_size * candidate.context_parallel_size

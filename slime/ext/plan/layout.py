@@ -42,7 +42,6 @@ class ParallelSizes:
 
     @classmethod
     def from_args(cls, args: Namespace) -> ParallelSizes:
-        """Read the sizes from complete flags."""
         return cls(
             world=args.world_size,
             tensor=args.tensor_model_parallel_size,
@@ -93,7 +92,6 @@ def rank_places(sizes: ParallelSizes, gpus_per_node: int) -> list[RankPlace]:
 
 
 def _digits(number: int, radices: tuple[int, ...]) -> tuple[int, ...]:
-    """Return ``number`` in mixed radix, the lowest digit first; the last has what is left."""
     digits = []
     for radix in radices:
         number, digit = divmod(number, radix)
@@ -140,7 +138,6 @@ class PipelineSplit:
 
     @classmethod
     def from_args(cls, args: Namespace) -> PipelineSplit:
-        """Read the split from complete flags."""
         return cls(
             num_layers=args.num_layers,
             stages=args.pipeline_model_parallel_size,
@@ -154,11 +151,7 @@ class PipelineSplit:
 
 
 def stage_chunks(split: PipelineSplit) -> list[list[StageChunk]]:
-    """Return [stage][virtual stage] chunks: layers run through the first chunk of every stage, then the second, ...
-
-    Raises:
-        ConfigError: the layers do not divide so.
-    """
+    """Return [stage][virtual stage] chunks: layers run through the first chunk of every stage, then the second, ..."""
     counts = _layout_counts(split) if split.layout else _even_counts(split)
     chunks: list[list[StageChunk]] = [[] for _ in range(split.stages)]
     next_layer = 0
@@ -178,7 +171,6 @@ def stage_chunks(split: PipelineSplit) -> list[list[StageChunk]]:
 
 
 def _even_counts(split: PipelineSplit) -> list[list[int]]:
-    """Return the layers of every chunk where stages are alike but for the first and the last."""
     fixed = [count for count in (split.first, split.last) if count is not None]
     units = split.num_layers - sum(fixed) + split.embedding_counts + split.loss_counts
     alike = split.stages - len(fixed)

@@ -67,12 +67,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     """Make the plan of complete ``args``.
 
     Args:
-        args: derived and checked as for a run.
         hf_config: config.json of ``--hf-checkpoint``, or what is assumed of it.
-        options: what the flags do not say.
-
-    Raises:
-        ConfigError: the layers cannot be cut as the flags say.
     """
     problems: list[str] = []
     notes = list(_notes(args, options))

@@ -50,7 +50,6 @@ class ParameterCount:
         return self.dense + self.expert
 
     def as_frozen(self) -> ParameterCount:
-        """Return the same count without gradients."""
         return ParameterCount(frozen=self.total, buffers_fp32=self.buffers_fp32)
 
 
@@ -82,9 +81,6 @@ def chunk_parameters(
     """Count the parameters that one rank of a pipeline stage holds.
 
     Args:
-        chunks: of the stage.
-        dims: of the model.
-        sizes: of the parallel groups.
         has_router_bias: each router has a bias in fp32 (``--moe-router-enable-expert-bias``).
     """
     is_alone = sum(chunk.has_embedding + chunk.has_head for chunk in chunks) == 2
@@ -136,7 +132,6 @@ class Matrix:
 
     @property
     def is_expert(self) -> bool:
-        """True for a routed expert's."""
         return ".experts." in self.name
 
     def adapter(self, config: Adapters) -> int:
@@ -186,7 +181,6 @@ def _grouped_attention(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Matrix
 
 
 def _linear_attention(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Matrix]:
-    """Yield two projections; the last two inputs of the first are one number per value head."""
     rows = dims.linear_channels + dims.linear_value_width + 2 * dims.linear_value_heads
     yield _attention("in_proj", "in_proj_qkvz in_proj_ba", rows // sizes.tensor, dims.hidden_size)
     yield _attention("out_proj", "out_proj", dims.hidden_size, dims.linear_value_width // sizes.tensor)
@@ -263,15 +257,7 @@ def model_size(dims: ModelDims) -> int:
 def with_adapters(
     count: ParameterCount, chunks: Sequence[StageChunk], dims: ModelDims, sizes: ParallelSizes, config: Adapters
 ) -> ParameterCount:
-    """Count a rank whose adapters are trained, and nothing else.
-
-    Args:
-        count: of the rank without them.
-        chunks: of the stage.
-        dims: of the model.
-        sizes: of the parallel groups.
-        config: of the adapters.
-    """
+    """Count a rank whose adapters are trained, and nothing else."""
 
     def adapted(layer: int, sizes: ParallelSizes = sizes) -> list[Matrix]:
         # Sparse attention absorbs the up-projection of keys and values into queries and outputs.

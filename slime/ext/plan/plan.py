@@ -42,11 +42,7 @@ CARDS = {
 
 
 def find_card(name: str) -> Card:
-    """Return the card called ``name``.
-
-    Raises:
-        ConfigError: it is not known.
-    """
+    """Return the card called ``name``."""
     if name.upper() not in CARDS:
         raise ConfigError(f"--gpu is {name!r}; known cards are {', '.join(CARDS)}.")
     return CARDS[name.upper()]

@@ -29,7 +29,6 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
     """Return the tokens of each prompt, in the order in which rollouts take them.
 
     Args:
-        args: complete flags.
         checkpoint: the folder of ``--hf-checkpoint`` as the user gave it, with the tokenizer.
 
     Returns:
@@ -78,13 +77,11 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
 
 
 def _is_here(path: str, prefixes: Iterable[str]) -> bool:
-    """Return whether the rows of a data set are on this machine, or are made on it."""
     name, _ = split_path(path)
     return name.startswith(tuple(prefixes)) or Path(name).is_file()
 
 
 def _text(prompt: Any) -> str:
-    """Return a rendered prompt, or the words of one that is still messages."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content", "")) for message in prompt)
@@ -112,11 +109,7 @@ def longest_sample(args: Namespace, prompts: Sequence[int] = ()) -> int:
 
 
 def image_patches(dims: ModelDims, options: PlanOptions) -> list[int]:
-    """Return the patches of each image of a sample.
-
-    Raises:
-        ConfigError: there are images, and the trainer's model has no vision tower.
-    """
+    """Return the patches of each image of a sample."""
     if not options.images:
         return []
     if dims.tower is None:

@@ -78,12 +78,8 @@ def read_recipe(script: str, more: Sequence[str], folder: Path, *, is_trusted: b
 
     Args:
         script: a file like those of scripts/run-*.sh.
-        more: flags after its own.
         folder: takes the temporary files that the script writes; the words may name one (an --sglang-config).
         is_trusted: run it even where no namespace holds it; recorders stand for commands all the same.
-
-    Raises:
-        ConfigError: the script is missing, cannot be held, runs too long, or submits no job.
     """
     if not Path(script).is_file():
         raise ConfigError(f"{script} does not exist; give a recipe (scripts/run-*.sh) or the arguments of train.py.")
@@ -164,7 +160,6 @@ def _write_tools(folder: Path) -> None:
 
 
 def _submitted(words: list[str], calls: list[str], script: str) -> Recipe:
-    """Take the job of the words after ``ray``."""
     if "--" not in words or not any(word.endswith(".py") for word in words[words.index("--") :]):
         raise ConfigError(
             f"{script} submits {shlex.join(words)[:200]!r}, without `-- python3 train.py ...`; give the arguments of "

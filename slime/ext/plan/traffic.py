@@ -54,10 +54,7 @@ def step_work(
 
     Args:
         lengths: tokens of each sample, prompt included.
-        schedule: layout and packing.
-        flops: cost of a sequence.
         global_batch_size: rollouts of an optimizer step.
-        pipeline: stages.
         forward_passes: over all samples, without gradients.
         recomputes_everything: full recompute makes a third forward pass of every layer.
         images: patches of each image of a sample, the same for all.

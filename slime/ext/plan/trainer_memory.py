@@ -58,15 +58,7 @@ class TrainerSettings:
     def from_args(
         cls, args: Namespace, sizes: ParallelSizes, *, tokens: int, num_microbatches: int, patches: int = 0
     ) -> TrainerSettings:
-        """Read the settings from complete flags.
-
-        Args:
-            args: complete flags.
-            sizes: of the groups.
-            tokens: of the largest micro-batch on a rank.
-            num_microbatches: of a step and rank.
-            patches: of the images in it that the rank computes.
-        """
+        """Read the settings from complete flags."""
         element = 4 if args.fp32 else 2
         return cls(
             batch=MicroBatch(tokens=tokens, element_bytes=element, patches=patches),
@@ -119,7 +111,6 @@ class RankMemory:
 
     @property
     def static(self) -> int:
-        """Weights, gradients and optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -146,16 +137,7 @@ def rank_memory(
     sizes: ParallelSizes,
     settings: TrainerSettings,
 ) -> RankMemory:
-    """Return the memory of a rank of one pipeline stage.
-
-    Args:
-        chunks: layers of the stage.
-        stage: its number.
-        count: parameters of the rank.
-        dims: of the model.
-        sizes: of the groups.
-        settings: batch, recompute, precision, offload.
-    """
+    """Return the memory of a rank of one pipeline stage."""
     owned = shard(count.dense, sizes.data * sizes.context) + shard(count.expert, sizes.expert_data)
     optimizer = owned * settings.optimizer_bytes if settings.has_optimizer else 0
     offloaded = int(optimizer * settings.offloaded_fraction)
@@ -238,7 +220,6 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """The sum, at its largest moment."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
@@ -255,14 +236,11 @@ def rank_host_memory(
     """Return the memory that one rank adds to its node.
 
     Args:
-        memory: of the rank on its card.
         parked_copies: sets of weights in pinned memory: the actor's, the reference's, the teacher's, old actors'; what
             adapters leave as it is counts once, where the trainer sleeps.
         is_offloaded: the trainer sleeps; optimizers, and a critic's weights, are copied to the host while it does.
         saves_in_background: ``--async-save`` writes a copy of what a save holds.
-        state_copies: of ``--trainer-recovery memory``.
         trains_critic: a second trainer of the same shape on the same GPUs.
-        has_engine: an engine's process uses the same GPU.
     """
     times = 2 if trains_critic else 1
     state = memory.host_optimizer + memory.optimizer

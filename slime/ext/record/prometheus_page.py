@@ -29,9 +29,9 @@ from slime.observability.telemetry import Sink
 from slime.ray.engines.models import JobState, PageSource, read_page
 from slime.ray.utils import listen_address
 from slime.utils.errors import ConfigError, DeadlineError
+from slime.utils.http_door import PageHandler, PageServer
 from slime.utils.http_utils import has_secret
 from slime.utils.net import format_host_port, is_loopback
-from slime.utils.page_server import PageHandler, PageServer
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from slime.ext.record.writer import RecordWriter
 from slime.observability.metrics_file import plain, run_folder
 from slime.observability.telemetry import Sink
 from slime.utils import env
-from slime.utils.atomic_file import replace_file
+from slime.utils.files import replace_file
 from slime.utils.redaction import redacted, redacted_words
 from slime.utils.types import Sample
 

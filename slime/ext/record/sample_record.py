@@ -24,8 +24,8 @@ from slime.ext.record.sample_pictures import SmallCopies
 from slime.ext.record.writer import SAMPLES_FOLDER, RecordWriter
 from slime.observability.rollout_metrics import REQUEST_SPANS
 from slime.observability.trace_utils import finished_spans
-from slime.utils.atomic_file import replace_file
 from slime.utils.errors import DataError
+from slime.utils.files import replace_file
 from slime.utils.types import Sample
 
 _INTS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())

@@ -20,8 +20,8 @@ from typing import Any
 
 from slime.utils import env
 from slime.utils.errors import ConfigError
+from slime.utils.files import user_folder
 from slime.utils.misc import exec_command
-from slime.utils.private_folder import user_folder
 
 __all__ = [
     "NUM_GPUS_OF_HARDWARE",
@@ -79,7 +79,6 @@ def convert_checkpoint(
         megatron_model_type: the file of ``scripts/models`` that describes the model.
         multinode: run as one node of several: ``SLURM_JOB_NUM_NODES`` or ``SLIME_SCRIPT_NUM_NODES``,
             ``SLURM_NODEID``, ``MASTER_ADDR`` and ``MASTER_PORT`` say which.
-        hf_checkpoint: the model's folder, when it is another one.
     """
     target = Path(dir_dst) / f"{model_name}_torch_dist"
     if (target / "latest_checkpointed_iteration.txt").exists():
@@ -189,7 +188,6 @@ def _enter(megatron_model_type: str | None) -> str:
 
 
 def _words(text: str) -> dict[str, str]:
-    """Parse ``A=1 B=2`` into a dict."""
     pairs = {}
     for word in shlex.split(text):
         name, sign, value = word.partition("=")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.json_file import read_model_config
+from slime.utils.files import read_model_config
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.hf_rewrite.tensor_file import RowReader, make_header
 from slime.weights.stored_tensors import StoredTensor, TensorInfo, check_parts, read_header, read_index

@@ -17,9 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.utils.atomic_file import sync_to_disk
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_object
+from slime.utils.files import read_object, sync_to_disk
 from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of, pieces_of_file
 from slime.weights.hf_files import INDEX_FILE, PARTIAL_SUFFIX, is_weight_file
 from slime.weights.hf_rewrite.plan import CONFIG_FILE, FilePlan, HfSource, make_index

@@ -18,7 +18,7 @@ from slime.utils.errors import DataError
 from slime.utils.types import Sample
 from tests.ext.ledger.test_ledger import Process
 from tests.unit.rollout.test_positions import Payload
-from tests.unit.utils.test_outside_file import KINDS, deadline  # noqa: F401  a fixture
+from tests.unit.utils.test_files import KINDS, deadline  # noqa: F401  a fixture
 from tests.unit.utils.test_redaction import PLACES, assert_absent
 
 

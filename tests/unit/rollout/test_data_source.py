@@ -8,8 +8,8 @@ import pytest
 from slime.rollout import data_source as data_source_module
 from slime.rollout import plain_values
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, state_path
-from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import ConfigError, DataError, HookError
+from slime.utils.files import write_atomically
 from slime.utils.types import Sample
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from slime.observability import logging_utils
 from slime.observability.dumps import dump_rollout, load_rollout_dump, save_train_dump
-from slime.utils.atomic_file import write_atomically
 from slime.utils.errors import DataError
+from slime.utils.files import write_atomically
 from slime.utils.types import Sample
 
 

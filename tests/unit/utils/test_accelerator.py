@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
 from slime.utils import accelerator
 from slime.utils.errors import ConfigError
-from slime.utils.memory_utils import available_memory, clear_memory, print_memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's answers")
 
@@ -36,12 +33,3 @@ def test_the_kind_may_be_named(monkeypatch):
     monkeypatch.setenv("SLIME_ACCELERATOR", "abacus")
     with pytest.raises(ConfigError, match=r"SLIME_ACCELERATOR is 'abacus'.*no module torch.abacus"):
         accelerator.current_device()
-
-
-def test_memory_is_told_and_logged(caplog):
-    caplog.set_level(logging.INFO)
-    clear_memory(clear_host_memory=True)
-    keys = {"gpu", "total_GB", "free_GB", "used_GB", "allocated_GB", "reserved_GB"}
-    assert available_memory().keys() == keys
-    assert print_memory("after the step", clear_before_print=True).keys() == keys
-    assert "after the step (cleared before)" in caplog.text

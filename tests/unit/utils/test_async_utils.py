@@ -5,17 +5,8 @@ import threading
 
 import pytest
 
-from slime.utils.async_utils import get_async_loop, run
+from slime.utils.async_utils import run
 from slime.utils.errors import DeadlineError, ProcessError
-
-
-def test_coroutines_run_on_one_loop_in_another_thread():
-    async def where():
-        return asyncio.get_running_loop(), threading.current_thread()
-
-    loop, thread = run(where())
-    assert run(where())[0] is loop is get_async_loop().loop
-    assert thread is not threading.current_thread()
 
 
 def test_an_error_of_the_coroutine_reaches_the_caller():

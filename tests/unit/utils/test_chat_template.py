@@ -7,7 +7,6 @@ import json
 import pytest
 
 from slime.agent.adapters.engine import build_prompt_ids
-from slime.agent.adapters.messages import tool_call_dict
 from slime.agent.trajectory import KnownPrefix
 from slime.rollout.multi_turn import observation_text
 from slime.rollout.prompt_dataset import render
@@ -48,18 +47,6 @@ def test_arguments_are_an_object_also_where_a_row_has_them_as_json_text(name):
     assert build_prompt_ids(tokenizer, as_text, None) == build_prompt_ids(tokenizer, as_object, None)
     of_rows = (MultiTurnLossMaskGenerator(tokenizer, "any").get_loss_mask(one) for one in (as_text, as_object))
     assert next(of_rows) == next(of_rows)
-
-
-@pytest.mark.parametrize("arguments", ["", " ", None, {}])
-def test_a_call_without_arguments_has_an_empty_object(arguments):
-    assert apply_chat_template(tokenizer_of("qwen3"), [USER, calls(arguments)]).count('"arguments": {}}') == 1
-    assert tool_call_dict("f", arguments)["function"]["arguments"] == {}
-
-
-@pytest.mark.parametrize("arguments", ["2, 3", "[2, 3]", '"a"', [2, 3], 5])
-def test_arguments_that_are_no_object_are_refused(arguments):
-    with pytest.raises(DataError, match="row 7: .*the arguments of a call are"):
-        apply_chat_template(tokenizer_of("qwen3"), [USER, calls(arguments)], "row 7")
 
 
 # What follows a drawn turn
@@ -118,16 +105,6 @@ def test_an_agents_prompt_keeps_the_token_that_ended_its_turn():
     assert ids[: len(known.ids)] == known.ids
     rest = tokenizer.decode(ids[len(known.ids) :])
     assert rest.startswith("<|start_header_id|>ipython") and "<|eot_id|><|start_header_id|>assistant" in rest
-
-
-def test_arguments_of_the_template_hold_for_every_turn():
-    observation = [{"role": "user", "content": "Sure?"}]
-    closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert between("qwen3", observation, "<|im_end|>", enable_thinking=False).endswith(closed)
-    assert not between("qwen3", observation, "<|im_end|>").endswith(closed)
-    tokenizer = tokenizer_of("qwen3")
-    ids = build_prompt_ids(tokenizer, [USER], None, template_kwargs={"enable_thinking": False})
-    assert tokenizer.decode(ids).endswith(closed)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from slime.utils import distributed_utils
-from slime.utils.distributed_utils import bind_stores, hold_port, open_store
+from slime.utils.distributed_utils import hold_port, open_store
 from slime.utils.net import get_free_port
 
 LIMIT = {"world_size": 2, "timeout": timedelta(seconds=20)}
@@ -54,17 +54,3 @@ def test_under_torchrun_ranks_meet_at_the_store_of_the_launcher(monkeypatch):
     assert launcher.num_keys() > 0
     other = get_free_port(24800)
     assert open_store("127.0.0.1", other, rank=0, **LIMIT).port == other  # a group's own store is served as ever
-
-
-def test_a_rendezvous_by_url_listens_at_that_address_alone(monkeypatch):
-    monkeypatch.setattr(distributed_utils._rendezvous, "_create_c10d_store", None)
-    bind_stores()
-    port = get_free_port(24600)
-    store, rank, size = next(
-        distributed_utils._rendezvous.rendezvous(
-            f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=LIMIT["timeout"]
-        )
-    )
-    assert (rank, size, store.num_keys()) == (0, 1, 1)  # it counts itself, as torch's own stores do
-    sockets = psutil.Process().net_connections("tcp")
-    assert {each.laddr.ip for each in sockets if each.laddr.port == port and not each.raddr} == {"127.0.0.1"}

@@ -11,18 +11,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
 from slime.flags.hook_checks import check_import
 from slime.flags.hooks import HOOKS
-from slime.rollout import plain_values
 from slime.rollout.plain_values import read_state
-from slime.rollout.prompt_dataset import Dataset, check_prompt_file
+from slime.rollout.prompt_dataset import check_prompt_file
 from slime.utils import env
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
 from slime.utils.sglang_meta import decode_int32, problem_with_answer
@@ -72,28 +69,18 @@ def entry(**changes: Any) -> bytes:
 TWICE = '"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 FOLDERS = {
     "config nested": ({"config.json": DEEP}, "config.json is not JSON"),
-    "config with a giant number": ({"config.json": f'{{"a": {DIGITS}}}'}, "config.json is not JSON"),
     "index of numbers": ({"model.safetensors.index.json": '{"weight_map": {"a": 3}}'}, "names '3'"),
-    "index of lists": ({"model.safetensors.index.json": '{"weight_map": {"a": ["x"]}}'}, "no.* file beside it"),
-    "index nested": ({"model.safetensors.index.json": DEEP}, "index.json is no.* JSON"),
     "index out of the folder": ({"model.safetensors.index.json": '{"weight_map": {"a": "../x"}}'}, "'../x'"),
-    "index without a name": ({"model.safetensors.index.json": '{"weight_map": {"a": ""}}'}, "lacks|no.* file"),
     "index of nothing": ({"model.safetensors.index.json": '{"weight_map": {}}'}, "no weight_map|holds no|is no"),
     "weights nested": ({"a.safetensors": header(DEEP)}, "a.safetensors is no whole safetensors file"),
-    "weights with a giant number": ({"a.safetensors": header('{"a":{"shape":[' + DIGITS + "]}}")}, "a.safetensors"),
     "a dtype of no format": ({"a.safetensors": entry(dtype="Q7")}, "the dtype 'Q7'"),
     "a negative shape": ({"a.safetensors": entry(shape=[-1, -1])}, r"'a' the shape \[-1, -1\]"),
     "a shape of floats": ({"a.safetensors": entry(shape=[1.0])}, "the shape"),
-    "a shape of truths": ({"a.safetensors": entry(shape=[True])}, "the shape"),
-    "offsets of floats": ({"a.safetensors": entry(data_offsets=[0.0, 4.0])}, "the shape"),
     "a tensor twice": ({"a.safetensors": header(f"{{{TWICE},{TWICE}}}")}, "twice"),
-    "a tensor without a name": ({"a.safetensors": header("{" + TWICE.replace('"a"', '""') + "}")}, "gives '' the"),
     "metadata that is a list": ({"a.safetensors": header('{"__metadata__":[1],' + TWICE + "}")}, "a.safetensors"),
     "digests nested": ({"digests.json": DEEP}, "digests.json is damaged"),
-    "digests with a giant number": ({"digests.json": f'{{"files": {{"a": [[{DIGITS}]]}}}}'}, "is damaged"),
     "a folder for weights": ({"a.safetensors": os.mkdir}, "a.safetensors is .*a folder"),
     "a pipe for weights": ({"a.safetensors": os.mkfifo}, "a.safetensors is .*device"),
-    "a folder for digests": ({"digests.json": os.mkdir}, "digests.json is damaged"),
 }  # fmt: skip
 
 
@@ -127,18 +114,13 @@ def test_a_broken_model_folder_is_named_with_its_file(name, tmp_path):
 
 DATA = {
     "a tool that is a number": ({"tools": [1]}, "has the tool 1"),
-    "a tool that is empty": ({"tools": [{}]}, r"has the tool \{\}"),
     "a tool without a name": ({"tools": [{"a": 1}]}, r"has the tool \{'a': 1\}"),
-    "a tool whose name is a number": ({"tools": [{"type": "function", "function": {"name": 5}}]}, "has the tool"),
     "a part whose text is a number": ({"input": [{"role": "user", "content": [{"text": 5}]}]}, "has the part"),
-    "a part of text without one": ({"input": [{"role": "user", "content": [{"type": "text"}]}]}, "has the part"),
     "calls that are a number": ({"input": [{"role": "assistant", "tool_calls": 5}]}, "has the tool_calls 5"),
     "a grader that is a number": ({"metadata": {"rm_type": 5}}, "rm_type in its metadata is 5"),
     "a grader that there is not": ({"metadata": {"rm_type": "mathh"}}, "is 'mathh'; it may be math, f1"),
     "a role that is a number": ({"input": [{"role": 1, "content": "x"}]}, "the role 1"),
-    "messages in a list": ({"input": [[{"role": "user", "content": "x"}]]}, "must have a role"),
     "a prompt of nothing to see": ({"input": "\u200b"}, "which is blank"),
-    "a prompt that is not a number": ({"input": float("nan")}, "the prompt is nan"),
     "metadata nested in text": ({"metadata": DEEP}, "nested deeper"),
 }
 
@@ -150,40 +132,6 @@ def test_a_row_of_no_use_is_named_with_its_line(name, tmp_path):
     path.write_text(json.dumps({"input": "fine"}) + "\n" + json.dumps({"input": "q"} | row))
     with pytest.raises(DataError, match=rf"d\.jsonl line 2.*{says}"):
         check_prompt_file(str(path), "input", tool_key="tools", rm_types=("math", "f1"))
-
-
-@pytest.mark.parametrize(
-    "image",
-    ["/nowhere.png", "data:image/png;base64,AAAA", "data:,%", 5, [1], {}, {"bytes": 3}, "http://127.0.0.1:9/x", ""],
-)
-def test_an_image_that_cannot_be_read_is_named_with_its_row(image, tmp_path):
-    content = [{"type": "image", "image": image}, {"type": "text", "text": "q"}]
-    (tmp_path / "d.jsonl").write_text(json.dumps({"text": [{"role": "user", "content": content}]}))
-    told = one_line(lambda: Dataset(str(tmp_path / "d.jsonl"), None, object(), None, multimodal_keys={"image": "no"}))
-    assert "d.jsonl line 1: " in told and "image" in told.lower()
-
-
-@pytest.mark.parametrize(
-    "column",
-    [
-        pyarrow.array([10**15], pyarrow.timestamp("s")),
-        pyarrow.array([2**30], pyarrow.date32()),
-        pyarrow.array([10**15], pyarrow.duration("s")),
-        pyarrow.array([b"\xff"]),
-    ],
-    ids=lambda column: str(column.type),
-)
-@pytest.mark.parametrize("key", ["input", "tools", "metadata"])
-def test_a_column_of_values_that_python_does_not_have_is_named(key, column, tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"input": ["q"]} | {key: column}), tmp_path / "d.parquet")
-    assert "d.parquet" in one_line(lambda: check_prompt_file(str(tmp_path / "d.parquet"), "input", tool_key="tools"))
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
-def test_what_is_no_file_is_no_data(make, tmp_path):
-    for name in ("d.jsonl", "d.parquet"):
-        make(tmp_path / name)
-        assert "there is no file" in one_line(lambda: check_prompt_file(str(tmp_path / name), "input"))  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -213,41 +161,16 @@ def answer(**meta: Any) -> dict[str, Any]:
     return {"text": "x", "meta_info": plain | meta}
 
 
-@pytest.mark.parametrize(
-    ("meta", "says"),
-    [
-        ({"output_token_logprobs": [[-1.0, 2**40, None]]}, "the token 1099511627776"),
-        ({"output_token_logprobs": [[-1.0, True, None]]}, "the token True"),
-        ({"output_token_logprobs": [[-1e300, 5, None]]}, "the log-prob -1e+300"),
-        ({"weight_version": [1]}, "meta_info['weight_version'] is [1]"),
-        ({"weight_version": True}, "meta_info['weight_version'] is True"),
-        ({"weight_version": "9" * 10**6}, "meta_info['weight_version'] is '999"),
-        ({"cached_tokens": -5}, "meta_info['cached_tokens'] is -5"),
-        ({"cached_tokens": "many"}, "meta_info['cached_tokens'] is 'many'"),
-        ({"spec_verify_ct": 0.5}, "meta_info['spec_verify_ct'] is 0.5"),
-        ({"completion_tokens": "1"}, "meta_info['completion_tokens'] is '1'"),
-    ],
-)
-def test_an_answer_with_a_number_of_no_sense_is_refused(meta, says):
-    assert problem_with_answer(answer(), {}) is None
-    assert says in str(problem_with_answer(answer(**meta), {}))
-
-
 # ------------------------------------------------------------------------------------------ plug-ins
 
 
 PLUGINS = {
     "an exception of its own": ("class Odd(BaseException): pass\nraise Odd('no')", "raised Odd: no"),
-    "the end of a generator": ("raise GeneratorExit", "raised GeneratorExit"),
-    "a cancellation": ("import asyncio\nraise asyncio.CancelledError", "raised CancelledError"),
     "an exception without a text": (
         "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd",
         r"raised Odd: \(its text cannot be had: ValueError\)",
     ),
-    "names that raise": ("def __getattr__(name): raise RuntimeError('x')", "raised RuntimeError: x when .* for f"),
     "a signature that is none": ("class F:\n    __signature__ = 5\n    def __call__(self): pass\nf = F()", None),
-    "recursion": ("def f(): f()\nf()", "raised RecursionError"),
-    "zero bytes": ("x = 1\0", "raised (SyntaxError|ValueError)"),
     "nothing": ("f = None", "f is a NoneType and cannot be called"),
 }  # fmt: skip
 
@@ -277,12 +200,6 @@ def test_an_address_that_nobody_reaches_is_refused(host, monkeypatch):
     monkeypatch.setenv("SLIME_HOST_IP", host)
     with pytest.raises(ConfigError, match="SLIME_HOST_IP is .*without a port"):
         env.host_ip_override()
-
-
-@pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1", "[fe80::1]", "node-3", "node3.cluster.local"])
-def test_an_address_or_a_name_of_a_host_is_taken(host, monkeypatch):
-    monkeypatch.setenv("SLIME_HOST_IP", host)
-    assert env.host_ip_override() == host
 
 
 def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_path):
@@ -318,28 +235,6 @@ def test_a_part_of_a_quantization_of_another_type_is_named(key, name):
     assert one_line(lambda: read_format(method | {key: ODD[name]}))
 
 
-@pytest.mark.parametrize("pattern", ["re:(", "re:[", "re:*", "re:(?P<a"])
-def test_a_regular_expression_that_is_none_is_named(pattern):
-    message = one_line(lambda: read_format({"quant_method": "compressed-tensors", "ignore": [pattern]}))
-    assert pattern in message and "ignore" in message
-
-
-@pytest.mark.parametrize("name", [name for name in ODD if name != "a text"])
-@pytest.mark.parametrize(
-    "tag", ["$array", "$tensor", "$scalar", "$bytes", "$image", "$datetime", "$date", "$uuid", "$path"]
-)
-def test_a_position_whose_parts_are_of_another_type_is_damaged(tag, name):
-    data = json.dumps({"a": {tag: ODD[name]}}).encode()
-    assert "is cut or damaged" in one_line(lambda: plain_values.loads(data, where="position.pt"))
-
-
-def test_an_image_of_a_position_is_no_larger_than_its_bytes():
-    tree = json.dumps({"$image": ["RGB", [10**5, 10**5], None, "0"]}).encode()
-    tensors = {"0": torch.zeros(3, dtype=torch.uint8), "json": torch.frombuffer(bytearray(tree), dtype=torch.uint8)}
-    message = one_line(lambda: plain_values.loads(save(tensors), where="position.pt"))
-    assert "an image of [100000, 100000] in 3 bytes" in message
-
-
 USUAL = (("completion_tokens", True), ("finish_reason", {"a": 1}))
 
 
@@ -366,19 +261,3 @@ def test_an_array_of_an_answer_that_holds_no_whole_numbers_is_refused(value):
     assert decode_int32([[1, -2], [3, 4]]).tolist() == [1, -2, 3, 4] and decode_int32([]).tolist() == []
     with pytest.raises(DataError, match=r"^meta_info\['routed_experts'\] "):
         decode_int32(value, "routed_experts")
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b" \n", b"a\nb", b"\0", b"a" * 5000, b"\xff\xfe", "\u00e9".encode(), b"a\tb", DEEP.encode()]
-)
-def test_a_file_without_a_secret_in_it_is_refused(data, monkeypatch, tmp_path):
-    (tmp_path / "secret").write_bytes(data)
-    monkeypatch.setenv("SLIME_JOB_SECRET_FILE", str(tmp_path / "secret"))
-    assert "SLIME_JOB_SECRET_FILE" in one_line(env.job_secret)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "5", "x", DEEP, DIGITS, "null", '{"a": 1}', "[1,2,3,4]", "true"])
-def test_what_an_engine_passes_on_to_its_processes_is_checked(text, monkeypatch):
-    monkeypatch.setenv("SLIME_ENGINE_GUARD", text)
-    if text != "null":
-        assert "SLIME_ENGINE_GUARD" in one_line(env.engine_guard)

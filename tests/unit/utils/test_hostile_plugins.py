@@ -7,13 +7,12 @@ from dataclasses import fields
 import pytest
 import torch
 
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, check_samples
-from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
+from slime.rollout.base_types import check_samples
 from slime.train_data.columns import TrainBatch
 from slime.train_data.convert import check_columns, samples_to_train_data
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
-from slime.utils.errors import DataError, HookError, SlimeError
+from slime.utils.errors import SlimeError
 from slime.utils.types import Sample
 from tests.unit.utils.test_hostile_input import ODD
 
@@ -73,41 +72,6 @@ def test_a_sample_that_a_plug_in_leaves_with_a_field_of_another_kind_is_named(na
         assert kind in ALWAYS, f"{name}: {kind} passes in silence"
 
 
-def test_metadata_that_a_plug_in_leaves_out_is_empty():
-    bare, parts = Sample(metadata=None), [[Sample(metadata=None)], Sample(metadata={"kept": 1})]
-    check_samples([bare, parts], "generate returned")
-    assert [bare.metadata, parts[0][0].metadata, parts[1].metadata] == [{}, {}, {"kept": 1}]
-
-
-@pytest.mark.parametrize("value", FOREIGN.values(), ids=FOREIGN)
-def test_a_rollout_function_that_returns_something_else_is_named(value):
-    for evaluation, outputs in (
-        (False, (value, RolloutFnTrainOutput(samples=value), RolloutFnTrainOutput(samples=[], metrics=value))),
-        (True, (value, {"a": value}, {"a": {"rewards": value}}, RolloutFnEvalOutput(data=value))),
-        (True, ({"a": {"rewards": [], "samples": value}}, RolloutFnEvalOutput(data={}, metrics=value))),
-    ):
-        for output in outputs:
-            try:
-                returned = call_rollout_fn(lambda evaluation: output, evaluation=evaluation)  # noqa: B023
-                if isinstance(returned, RolloutFnTrainOutput):
-                    check_samples(returned.samples, "it gave")
-            except HookError as error:
-                assert "\n" not in str(error) and len(str(error)) < 1500
-            else:
-                assert value is None or isinstance(value, dict | list), output
-
-
-@pytest.mark.parametrize("value", FOREIGN.values(), ids=FOREIGN)
-def test_a_filter_that_gives_no_verdict_is_named(value):
-    for output in (value, DynamicFilterOutput(keep=value)):
-        try:
-            assert isinstance(call_dynamic_filter(lambda: output).keep, bool)  # noqa: B023
-        except HookError as error:
-            assert "must return a DynamicFilterOutput or a bool" in str(error)
-        else:
-            assert isinstance(value, int | float | complex) and value == value
-
-
 @pytest.mark.parametrize(
     "name", ["tokens", "response_lengths", "loss_masks", "rollout_log_probs", "teacher_log_probs"]
 )
@@ -128,17 +92,3 @@ def test_a_column_of_a_converter_of_another_kind_is_named(name, is_entry):
             assert "\n" not in str(error) and len(str(error)) < 1500
         else:
             assert (name, is_entry, kind) == ("loss_masks", True, "a tensor of two") or value is None, kind
-
-
-@pytest.mark.parametrize("name", ["rollout_ids", "rollout_mask_sums", "rewards"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1j, [1], {"a": 1}, torch.ones(2), None, "x"], ids=str)
-def test_a_number_of_a_converter_that_is_none_is_named(name, value):
-    columns = {"tokens": [[1, 2]], "response_lengths": [1], "rewards": [1.0], "rollout_ids": [0], "loss_masks": [[1]]}
-    if (name, value) in (("rollout_mask_sums", None), ("rollout_ids", "x")):
-        return
-    with pytest.raises(DataError):
-        batch = TrainBatch.from_dict(columns | {name: [value]})
-        check_columns(batch)
-        split_by_rank(
-            batch, build_dp_schedule(ScheduleConfig(dp_size=1), [2], global_batch_size=1, rollout_indices=[0])
-        )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.utils.types import MultimodalTypes, Sample
+from slime.utils.types import Sample
 
 
 def int32_text(values):
@@ -23,16 +23,6 @@ def started():
     return sample
 
 
-def test_drawn_tokens_extend_every_per_token_field():
-    sample = started()
-    assert sample.tokens == [5, 6, 7, 8]
-    assert sample.response == "ab"
-    assert sample.response_length == 2
-    assert sample.loss_mask == [1, 1]
-    assert sample.rollout_log_probs == [-0.1, -0.2]
-    assert sample.status is Sample.Status.PENDING
-
-
 def test_tool_tokens_get_mask_zero_and_log_prob_zero():
     sample = started()
     sample.append_response_tokens(tokens=[9], trainable=False, text="c")
@@ -43,31 +33,10 @@ def test_tool_tokens_get_mask_zero_and_log_prob_zero():
     assert sample.effective_response_length == 3
 
 
-def test_a_missing_mask_counts_as_ones_for_the_tokens_before():
-    sample = Sample(tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -2.0])
-    sample.append_response_tokens(tokens=[4], log_probs=[-3.0])
-    assert sample.loss_mask == [1, 1, 1]
-
-
-def test_missing_log_probs_count_as_zeros_before_tool_tokens():
-    sample = Sample(tokens=[1, 2, 3], response_length=2)
-    sample.append_response_tokens(tokens=[4], trainable=False)
-    assert sample.rollout_log_probs == [0.0, 0.0, 0.0]
-    assert sample.loss_mask == [1, 1, 0]
-
-
-def test_text_alone_changes_no_token_field():
-    sample = Sample(tokens=[1])
-    sample.append_response_tokens(text="x")
-    assert (sample.response, sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ("x", [1], None, None)
-
-
 @pytest.mark.parametrize(
     ("sample", "call", "message"),
     [
         (Sample(), {"tokens": [1]}, "without log_probs"),
-        (Sample(), {"tokens": [1, 2], "log_probs": [-1.0]}, "1 log_probs were given for 2 tokens"),
-        (Sample(), {"log_probs": [-1.0]}, "1 log_probs were given for 0 tokens"),
         (Sample(), {"tokens": [1], "log_probs": [-1.0], "trainable": False}, "trainable=False"),
         (
             Sample(tokens=[1, 2], response_length=1),
@@ -88,11 +57,6 @@ def test_text_alone_changes_no_token_field():
             Sample(),
             {"tokens": [1], "log_probs": [-1.0], "meta_info": {"top_p_token_ids": [1]}},
             "ids without offsets",
-        ),
-        (
-            Sample(),
-            {"tokens": [1], "log_probs": [-1.0], "meta_info": {"top_p_token_ids": [1], "top_p_token_offsets": [0]}},
-            "2 are needed",
         ),
         (
             Sample(),
@@ -118,16 +82,6 @@ def test_top_p_spans_of_two_calls_are_joined_with_an_empty_span_for_tool_tokens(
     assert sample.rollout_top_p_token_ids.tolist() == [7, 9, 8, 4, 5]
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3, 3, 5]
     assert sample.rollout_top_p_token_ids.dtype == torch.int32
-
-
-def test_spans_may_begin_after_tool_tokens_but_not_after_drawn_ones():
-    meta = {"top_p_token_ids": [4], "top_p_token_offsets": [0, 1]}
-    masked = Sample(tokens=[0])
-    masked.append_response_tokens(tokens=[50, 51], trainable=False)
-    masked.append_response_tokens(tokens=[4], log_probs=[-0.3], meta_info=meta)
-    assert masked.rollout_top_p_token_offsets.tolist() == [0, 0, 0, 1]
-    with pytest.raises(ValueError, match="earlier trained tokens have none"):
-        started().append_response_tokens(tokens=[4], log_probs=[-0.3], meta_info=meta)
 
 
 def test_routed_experts_of_a_cached_prefix_are_taken_from_the_call_before():
@@ -162,16 +116,6 @@ def test_the_finish_reason_sets_status_version_and_cache_counts(reason, status):
     assert sample.spec_info == Sample.SpecInfo()
 
 
-def test_an_unknown_finish_reason_leaves_the_status_and_is_warned_of_once(caplog):
-    meta = {"finish_reason": {"type": "unheard_of"}, "weight_version": "3", "cached_tokens": 2, "prompt_tokens": 8}
-    for status in (Sample.Status.PENDING, Sample.Status.ABORTED):
-        sample = Sample(tokens=[5], status=status)
-        sample.append_response_tokens(tokens=[7], log_probs=[-0.1], meta_info=meta)
-        assert (sample.status, sample.tokens, sample.weight_versions) == (status, [5, 7], ["3"])
-        assert sample.prefix_cache_info.cached_tokens == 2
-    assert [record.getMessage().count("'unheard_of'") for record in caplog.records] == [1]
-
-
 def test_lists_grow_in_place_for_whoever_holds_them():
     """Tool loops of plug-ins keep ``loss_mask = sample.loss_mask`` and write it back at the end."""
     sample = started()
@@ -192,12 +136,6 @@ def test_lists_grow_in_place_for_whoever_holds_them():
     new = [7]
     empty.append_response_tokens(tokens=new, log_probs=[-0.1])
     assert mask == [1] and new == [7]
-
-
-def test_lists_of_another_kind_become_lists():
-    sample = Sample(tokens=(5,), response_length=0, loss_mask=np.array([], dtype=int), rollout_log_probs=())
-    sample.append_response_tokens(tokens=[7], log_probs=[-0.1])
-    assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([5, 7], [1], [-0.1])
 
 
 @pytest.mark.parametrize("status", Sample.Status)
@@ -221,15 +159,6 @@ def test_a_status_that_is_none_is_refused_with_its_value(status):
     with pytest.raises(ValueError, match="must be one of"):
         Sample(status=status)
     assert sample.status is Sample.Status.PENDING
-
-
-def test_a_chunk_of_a_stream_leaves_the_end_to_the_last_one():
-    sample = Sample()
-    meta = {"finish_reason": {"type": "stop"}, "weight_version": "3"}
-    sample.append_response_tokens(tokens=[7], log_probs=[-0.1], meta_info=meta, update_terminal_info=False)
-    sample.append_response_tokens(tokens=[8], log_probs=[-0.1], meta_info={"finish_reason": None})
-    assert sample.status is Sample.Status.PENDING
-    assert sample.weight_versions == []
 
 
 @pytest.mark.parametrize(
@@ -266,28 +195,6 @@ def test_a_sample_and_its_extra_attributes_survive_a_dict():
     assert data["status"] == "pending"
 
 
-@pytest.mark.parametrize("data", [{}, {"status": "asleep"}])
-def test_a_dict_without_a_known_status_is_refused(data):
-    with pytest.raises(ValueError, match="pending, completed, truncated, aborted, failed"):
-        Sample.from_dict(data)
-
-
-def test_the_reward_value_follows_the_reward_key():
-    assert Sample(reward=0.5).get_reward_value(Namespace(reward_key=None)) == 0.5
-    assert Sample(reward={"score": 1.0}).get_reward_value(Namespace(reward_key="score")) == 1.0
-
-
-def test_the_positional_order_of_fields_is_the_public_one():
-    sample = Sample(1, 2, 3, "p", [4])
-    assert (sample.group_index, sample.index, sample.rollout_id, sample.prompt, sample.tokens) == (1, 2, 3, "p", [4])
-
-
-def test_multimodal_kinds_are_found_by_singular_and_plural():
-    assert MultimodalTypes.get("images") is MultimodalTypes.IMAGE
-    assert [kind.placeholder for kind in MultimodalTypes.all()] == ["<image>", "<video>", "<audio>"]
-    assert MultimodalTypes.get("smell") is None
-
-
 def test_a_deep_copy_of_a_sample_shares_nothing_with_it():
     sample = Sample(tokens=[1], metadata={"a": [1]}, multimodal_inputs={"images": [torch.zeros(1)]})
     sample.prefix_cache_info.cached_tokens = 3
@@ -302,14 +209,3 @@ def test_a_deep_copy_of_a_sample_shares_nothing_with_it():
     twin.prefix_cache_info.cached_tokens += 1
     assert (sample.tokens, sample.metadata, sample.note) == ([1], {"a": [1]}, {"k": [1]})
     assert sample.multimodal_inputs["images"][0] == 0 and sample.prefix_cache_info.cached_tokens == 3
-
-
-def test_masked_calls_are_no_parameter_and_are_stored_where_there_are_any():
-    with pytest.raises(TypeError, match="num_untrained_calls"):
-        Sample(num_untrained_calls=1)
-    sample = Sample(index=3)
-    assert "num_untrained_calls" not in sample.to_dict()
-    sample.num_untrained_calls = 2
-    again = Sample.from_dict(sample.to_dict())
-    assert again.num_untrained_calls == 2
-    assert again == sample == Sample(index=3)

@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from slime.utils.errors import DataError
-from slime.utils.json_file import parse_object
-from slime.utils.outside_file import opened, read_outside_file
+from slime.utils.files import opened, parse_object, read_outside_file
 from slime.utils.safe_pickle import load_pickle, load_torch
 from slime.weights.file_digests import OVERLAP_BYTES, FolderDigests
 

@@ -47,9 +47,9 @@ from torch.futures import Future
 
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import first_cause
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import COMMON_FILE, FORMAT, FORMAT_FILE
-from slime.utils.atomic_file import sync_to_disk
 from slime.utils.distributed_utils import gather_objects, init_file_group, object_of_first
 from slime.utils.errors import DataError, SlimeError
+from slime.utils.files import sync_to_disk
 from slime.weights.file_digests import DigestWriter, FolderDigests, Piece
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from slime.flags.checkpoint import is_huggingface_folder
 from slime.flags.distillation import trainer_teachers
 from slime.utils import env
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import COPY_AGAIN, language_config, read_model_config, read_model_type
+from slime.utils.files import COPY_AGAIN, language_config, read_model_config, read_model_type
 from slime.weights.named_tensors import config_dtype
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, pad_
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
-from slime.utils.json_file import read_model_config, read_model_type
+from slime.utils.files import read_model_config, read_model_type
 from slime.weights.named_tensors import check_finite, config_dtype, dtype_name
 
 logger = logging.getLogger(__name__)

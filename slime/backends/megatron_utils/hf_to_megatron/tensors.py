@@ -18,7 +18,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.models import WeightMap
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
-from slime.utils.json_file import read_model_config
+from slime.utils.files import read_model_config
 from slime.weights.file_digests import OVERLAP_BYTES, FolderDigests, check_header, check_tensor
 from slime.weights.manifest import Manifest, TensorEntry
 from slime.weights.quantize import read_format

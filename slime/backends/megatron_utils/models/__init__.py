@@ -16,7 +16,7 @@ from typing import Any
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError
-from slime.utils.json_file import read_model_type
+from slime.utils.files import read_model_type
 
 
 def _load_families() -> dict[str, ModelFamily]:

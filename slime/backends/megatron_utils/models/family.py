@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.models.flag_rules import (
     shared_rules,
 )
 from slime.backends.megatron_utils.models.rule import WeightMap
-from slime.utils.json_file import language_config
+from slime.utils.files import language_config
 
 BLOCK_FP8: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],

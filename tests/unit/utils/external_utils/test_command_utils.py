@@ -70,11 +70,6 @@ def test_several_nodes_another_script_and_no_model(commands):
     assert commands[0].endswith("submit_job train_async.py --x")
 
 
-def test_the_number_of_nodes_comes_from_the_environment(monkeypatch):
-    monkeypatch.setenv("SLIME_SCRIPT_NUM_NODES", "3")
-    assert U.ExecuteTrainConfig().num_nodes == 3
-
-
 def test_an_unknown_model_is_named_with_the_known_ones(commands):
     with pytest.raises(ConfigError, match="qwen4.*qwen3-4B"):
         U.execute_train("", 8, "qwen4")
@@ -107,27 +102,6 @@ def test_a_checkpoint_is_converted_once(commands, tmp_path, monkeypatch):
     (tmp_path / "M_torch_dist" / "latest_checkpointed_iteration.txt").write_text("release")
     U.convert_checkpoint("M", "qwen3-4B", 8, dir_dst=str(tmp_path))
     assert len(commands) == 2
-
-
-def test_downloads_copies_and_casts_are_one_command_each(commands, tmp_path):
-    U.hf_download_dataset("zhuzilin/dapo-math-17k")
-    U.rsync_simple("/a", "/b c")
-    U.fp8_cast_bf16("/fp8", str(tmp_path))
-    download, copy, cast = commands
-    assert download.endswith("zhuzilin/dapo-math-17k --local-dir /root/datasets/dapo-math-17k")
-    assert copy == "mkdir -p '/b c' && rsync -a --info=progress2 /a/ '/b c'"
-    assert cast.endswith(f"tools/fp8_cast_bf16.py --input-fp8-hf-path /fp8 --output-bf16-hf-path {tmp_path}")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    U.fp8_cast_bf16("/fp8", str(tmp_path))
-    assert len(commands) == 3
-
-
-def test_wandb_flags_hold_no_key(commands, monkeypatch):
-    assert U.get_default_wandb_args("tests/test_x.py") == ""
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    flags = U.get_default_wandb_args("tests/test_x.py", run_name_prefix="p", run_id="7")
-    assert flags.split()[:5] == ["--use-wandb", "--wandb-project", "slime-test_x", "--wandb-group", "p_7"]
-    assert "secret" not in flags
 
 
 def test_small_things(monkeypatch):

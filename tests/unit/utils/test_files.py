@@ -1,11 +1,14 @@
-"""Links out of a folder, pipes, devices, sockets and files with holes in the place of files that others wrote."""
+"""Files of others, JSON of others, folders of one user."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import socket
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,13 +16,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
-from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint, read_tracker, version_before
-from slime.observability.dumps import load_train_dump, read_dump, save_rollout_dump
+from slime.flags.checkpoint import check_huggingface_folder, read_tracker
+from slime.observability.dumps import read_dump, save_rollout_dump
 from slime.rollout.plain_values import read_state, write_state
-from slime.utils.errors import DataError, SlimeError
-from slime.utils.json_file import read_object
-from slime.utils.outside_file import MAX_TEXT_BYTES, read_outside_file
+from slime.utils import files
+from slime.utils.errors import ConfigError, DataError, SlimeError
+from slime.utils.files import parse_object, read_model_type, read_object, read_outside_file
 from slime.weights.file_digests import FolderDigests
 from slime.weights.stored_tensors import read_header, read_layout
 
@@ -81,7 +83,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a tracker": lambda path: read_tracker(path, "--load"),
     "a position": lambda path: read_state(path, what="It"),
     "a rollout dump": read_dump,
-    "a train dump": load_train_dump,
     "weights": read_header,
 }
 
@@ -115,13 +116,6 @@ def test_a_link_inside_of_the_folder_and_a_linked_folder_are_read(tmp_path):
     assert read_outside_file(tmp_path / "there/link") == b"x"
     os.link(tmp_path / "real/data", tmp_path / "real/hard")
     assert read_outside_file(tmp_path / "real/hard") == b"x"
-
-
-def test_a_file_is_as_large_as_it_may_be(tmp_path):
-    (tmp_path / "file").write_bytes(bytes(10))
-    assert len(read_outside_file(tmp_path / "file", max_bytes=10)) == 10 < MAX_TEXT_BYTES
-    with pytest.raises(DataError, match="has 10 bytes, and at most 9 are read"):
-        read_outside_file(tmp_path / "file", max_bytes=9)
 
 
 def hub_cache(folder: Path) -> Path:
@@ -178,46 +172,99 @@ def test_a_file_of_a_model_that_is_none_is_named(name, kind, tmp_path):
     assert all("\n" not in message and len(message) < 800 for message in told), told
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tracker_or_a_note_of_the_version_that_is_no_file_is_named(kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = Path("run")
-    (folder / "rollout").mkdir(parents=True)
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    tracker.write_text("3")
-    KINDS[kind](tracker)
-    with pytest.raises(SlimeError):
-        inspect_checkpoint(str(folder), "--load")
-    note = folder / "rollout/weight_version.json"
-    note.write_text('{"version": 3, "rollout": 2}')
-    (folder / "elsewhere").unlink(missing_ok=True)
-    KINDS[kind](note)
-    args = type("Args", (), {"load": str(folder), "save": None, "update_weight_start_version": 0})
-    if not note.is_file():
-        assert version_before(args, 5) == 5
-        return
-    with pytest.raises(SlimeError, match="weight_version"):
-        version_before(args, 5)
+REFUSED = {
+    "a key twice": ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' twice"),
+    "NaN": ('{"NaN": "NaN",\n "b": NaN}', "NaN, which JSON does not have"),
+    "infinity": ('{"a": [1, -Infinity]}', "-Infinity, which"),
+    "a number beyond floats": ('{"a": 1e999}', "the number 1e999"),
+    "a number of 5000 digits": ('{"a": ' + "9" * 5000 + "}", "4300 digits"),
+    "bytes that are no UTF-8": (b'{"a": "\xff"}', "position 7"),
+    "half a surrogate pair": ('{"a": "\\ud800"}', "surrogates"),
+    "depth": ('{"a":' * 100_000, "nested too deep"),
+    "a list": ("[1]", "holds a list"),
+    "nothing": ("", "char 0"),
+    "a comma at the end": ('{"a": 1,}', "line 1"),
+    "a line feed in a text": ('{"a": "\n"}', "control character"),
+}  # fmt: skip
 
 
-def checkpoint(folder: Path) -> Path:
-    folder.mkdir()
-    for name in ("common.pt", ".metadata", "metadata.json", "digests.json"):
-        (folder / name).write_bytes(b"{}")
-    return folder
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_text_of_no_or_two_meanings_is_refused_with_its_place(name, tmp_path):
+    text, says = REFUSED[name]
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=rf"--x: .*config\.json is not JSON.*{says}.*again\.") as caught:
+        read_object(path, flag="--x", error=ConfigError)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert caught.value.__cause__ is not None
+    with pytest.raises(DataError):
+        read_object(path)
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"a folder"}))
-@pytest.mark.parametrize("name", ["common.pt", ".metadata", "metadata.json", "digests.json"])
-def test_a_file_of_a_checkpoint_that_is_none_is_named(name, kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = checkpoint(Path("c"))
-    KINDS[kind](folder / name)
-    if name == "digests.json":
-        with pytest.raises(DataError, match=name):
-            FolderDigests.read(folder)
-        return
-    reader = object.__new__(CheckpointReader)
-    reader.folder, reader.digests = folder, None
-    with pytest.raises(DataError, match=name):
-        reader.read_file(name)
+def test_what_has_one_meaning_is_what_json_says():
+    for text in ('{"a": [1e-9, -0.0, "\\ud83d\\ude00", true, null, 1000000000000000019884624838656]}', "{}"):
+        assert parse_object(text) == parse_object(text.encode()) == json.loads(text)
+
+
+def test_a_config_without_a_model_type_and_no_config_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        read_model_type(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": null}')
+    with pytest.raises(ConfigError, match="has no model_type"):
+        read_model_type(tmp_path)
+
+
+@pytest.fixture
+def temp(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    return tmp_path
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_all_processes_of_a_user_share_one_folder_that_nobody_else_enters(temp):
+    mine = temp / f"slime-{os.getuid()}"
+    assert files.user_folder() == files.user_folder() == mine and mode_of(mine) == 0o700
+    mine.chmod(0o775)  # as earlier versions made it
+    assert mode_of(files.user_folder()) == 0o700
+
+
+def test_a_link_or_a_file_in_the_place_of_the_folder_is_refused_and_left_alone(temp):
+    target, mine = temp / "target", temp / f"slime-{os.getuid()}"
+    target.mkdir(mode=0o755)
+    for put in (lambda: mine.symlink_to(target), lambda: mine.symlink_to(temp / "nothing"), mine.touch):
+        put()
+        with pytest.raises(ConfigError, match=r"slime-\d+ is (a link|no folder).*TMPDIR"):
+            files.user_folder()
+        mine.unlink()
+    assert mode_of(target) == 0o755 and not (temp / "nothing").exists()
+
+
+def test_the_folder_of_ray_is_open_to_others_only_below_one_that_is_not(temp):
+    temp = temp if len(str(temp)) < 18 else Path(tempfile.mkdtemp(dir="/tmp"))
+    tempfile.tempdir = str(temp)
+    folder = files.new_ray_folder()
+    assert folder.parent == temp and mode_of(folder) == 0o700 and not (folder / "ray").is_symlink()
+    assert files.new_ray_folder() != folder
+    for made in (*temp.iterdir(),):
+        files.remove_ray_folder(made)
+    temp.rmdir()
+
+
+def test_where_the_path_is_too_long_for_sockets_they_have_a_short_one_and_the_files_stay(temp, monkeypatch):
+    long = temp / ("long" * 10)
+    long.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    folder = files.new_ray_folder()
+    assert folder.parent == Path("/tmp") and mode_of(folder) == 0o700
+    [behind] = long.iterdir()
+    assert (folder / "ray").resolve() == behind.resolve() and mode_of(behind) == 0o700
+    session = folder / "ray/session_2026-11-28_16-56-05_123456_1234567/sockets"
+    session.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(session / "plasma_store.1"))
+    files.remove_ray_folder(folder)
+    assert list(long.iterdir()) == [] and not folder.exists()
