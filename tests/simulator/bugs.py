@@ -46,9 +46,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "if not self._is_written or self._wanted is None:",
         "if self._wanted is None:",
     ),
-    "files are written in place": _bug(
-        "slime.utils.files:replace_file", 'path.with_name(path.name + ".tmp")', "path"
-    ),
+    "files are written in place": _bug("slime.utils.files:replace_file", 'path.with_name(path.name + ".tmp")', "path"),
     "a router that hangs is not found": _bug(
         "slime.backends.sglang_utils.router_process:RouterHandle.problem",
         "if timeout_s is not None and",

@@ -37,7 +37,7 @@ ESCAPES = {
     "the death of others": "import os; os.kill({victim}, 9); escaped()",
     "the death of all": "import os; os.kill({victim}, 0); os.kill(-1, 9); escaped()",
 }  # fmt: skip
-"""Those that come through without isolation, too, which shows that they are real."""
+"""Those that come through without isolation."""
 
 KERNEL_ESCAPES = {
     "tracing another": "libc.ptrace(16, {victim}, 0, 0) == 0 and escaped()",

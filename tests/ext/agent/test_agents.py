@@ -70,23 +70,6 @@ def test_a_task_ends_with_the_verdict_of_the_database(talk, tau, policy, reward)
     assert " ".join(map(str, orders)) in observations and "done" not in observations
 
 
-def test_an_interrupted_task_goes_on_where_it_was(talk, tau):
-    args, engine = talk(clerk)
-    name, orders = agents.order_task(3)
-    done = [("get_orders", {"user": name}), ("cancel_order", {"order": orders[-1]})]
-    begin = f"<|im_start|>user\ncancel last order of {name}<|im_end|>\n<|im_start|>assistant\n"
-    rest = "looked<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
-    tokenizer = build_tokenizer()
-    tokens = tokenizer.encode(begin + rest)
-    sample = Sample(index=0, prompt=begin, tokens=tokens, response=rest, metadata={"task_index": 3, "actions": done})
-    sample.response_length = len(tokens) - len(tokenizer.encode(begin))
-    sample.loss_mask = [1] * sample.response_length
-    sample.rollout_log_probs = [0.0] * sample.response_length
-    sample.metadata["turn_start"] = len(rest)
-    sample = asyncio.run(tau.generate(args, sample, {"max_new_tokens": 300}))
-    assert sample.reward == 1.0 and len(sample.metadata["actions"]) == 3
-
-
 # coding_agent_rl
 
 

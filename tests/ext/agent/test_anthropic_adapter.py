@@ -95,24 +95,6 @@ def test_a_call_of_a_tool_and_its_result_make_one_sample(world):
     assert first["usage"] == {"input_tokens": len(sent[0]), "output_tokens": len(replies[0])}
 
 
-def test_a_system_message_within_the_conversation_becomes_part_of_the_users_turn(world):
-    here = world(say=lambda prompt: "ok")
-    question = {"role": "user", "content": "What is 1 + 2?"}
-    note = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
-    result = {"type": "tool_result", "tool_use_id": "t", "content": "3"}
-    call = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
-    messages = [note, question, note, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-    translated, _ = here.adapter._translate({**QUESTION, "messages": [*messages, note, question]})
-    assert [(message["role"], message["content"]) for message in translated] == [
-        ("system", "Be good.\nBe brief."),
-        ("user", "What is 1 + 2?\n<system-reminder>\nBe brief.\n</system-reminder>"),
-        ("assistant", ""),
-        ("tool", "3"),
-        ("user", "<system-reminder>\nBe brief.\n</system-reminder>\nWhat is 1 + 2?"),
-    ]
-    assert here.ask(messages=[*messages, note]).status_code == 200
-
-
 def test_the_events_of_a_stream_add_up_to_the_message(world):
     answer = world().ask(stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -126,11 +108,6 @@ def test_the_events_of_a_stream_add_up_to_the_message(world):
     assert json.loads(written) == {"a": 1, "b": 2}
     assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-2]["usage"]["output_tokens"] > 0
     assert events[-1] == {"type": "message_stop"}
-
-
-def test_a_cut_answer_says_max_tokens(world):
-    answer = world(say=lambda prompt: "a long answer").ask(max_tokens=3).json()
-    assert answer["stop_reason"] == "max_tokens"
 
 
 @pytest.mark.parametrize(

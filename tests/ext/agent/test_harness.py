@@ -11,10 +11,9 @@ import pytest
 
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.harness import BaseHarness, ClaudeCodeHarness, CodexHarness, HarnessContext
-from slime.agent.harness.common import install_node22, install_npm_cli, run_agent
+from slime.agent.harness.common import install_npm_cli, run_agent
 from slime.agent.sandbox import LocalSandbox
 from slime.utils.aiohttp_threaded import run_app_in_thread
-from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 from tests.unit.talking_engine import TalkingEngine
 
@@ -93,15 +92,6 @@ def test_node_and_the_package_come_from_tarballs_of_this_machine(tmp_path, monke
     asyncio.run(install_npm_cli(sb, npm_package=package, check_cmd="tool --version", **given))
     assert (sb.files["/tmp/node22.tar"], sb.files["/tmp/npm-package.tgz"]) == (node, package)
     assert any("npm install -g" in cmd and "/tmp/npm-package.tgz" in cmd for _, cmd in sb.ran)
-
-
-def test_an_image_without_node_says_what_to_set(monkeypatch):
-    monkeypatch.delenv("SLIME_AGENT_NODE_TARBALL", raising=False)
-    with pytest.raises(ConfigError, match="SLIME_AGENT_NODE_TARBALL"):
-        asyncio.run(install_node22(NoteTaking("node -e")))
-    monkeypatch.setenv("SLIME_AGENT_NODE_TARBALL", "/nowhere.tar")
-    with pytest.raises(ConfigError, match="nowhere"):
-        asyncio.run(install_node22(NoteTaking("node -e")))
 
 
 AGENT = """

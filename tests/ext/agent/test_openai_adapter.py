@@ -152,18 +152,6 @@ def test_a_stream_says_the_same_as_an_answer_in_one_piece(setup):
     assert chunks[-1].usage.completion_tokens > 20
 
 
-def test_a_waiting_stream_is_kept_alive(setup, monkeypatch):
-    monkeypatch.setattr(common, "KEEP_ALIVE_S", 0.3)
-    world = setup(lambda prompt: "at last", script={"faults": [Fault(kind="slow", seconds=1.5)]})
-    client = world.client()
-    url = f"http://127.0.0.1:{world.server.port}/v1/chat/completions"
-    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
-    with client._client.stream("POST", url, json=body, headers={"Authorization": "Bearer s1"}) as answer:
-        raw = answer.read().decode()
-    assert raw.count(": working") >= 2
-    assert '"content": "at last"' in raw
-
-
 def test_a_hung_engine_is_a_timeout(setup):
     world = setup(script={"faults": [Fault(kind="hang")]}, generate_timeout_s=1.0)
     with pytest.raises(openai.InternalServerError) as late:
@@ -206,17 +194,6 @@ def test_what_is_not_supported_is_refused_with_the_reason(setup, change, message
     request = {"messages": [{"role": "user", "content": "hi"}], **change}
     with pytest.raises(openai.BadRequestError, match=message):
         ask(setup().client(), **request)
-
-
-def test_a_session_may_take_so_many_turns(setup):
-    world = setup(lambda prompt: "ok", max_turns_per_sid=2)
-    client = world.client(max_retries=3)
-    for _ in range(2):
-        ask(client, [{"role": "user", "content": "hi"}])
-    began = time.monotonic()
-    with pytest.raises(openai.RateLimitError):
-        ask(client, [{"role": "user", "content": "hi"}])
-    assert time.monotonic() - began < 10
 
 
 def test_a_prompt_beyond_the_context_is_refused_and_the_sample_is_marked(setup):
@@ -301,27 +278,3 @@ def test_an_answer_that_dropped_its_reasoning_goes_on_from_the_tokens_of_the_tem
         token for token, on in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if on
     ]
     assert trained[-len(world.engine.script.replies[tuple(second)]) :] == world.engine.script.replies[tuple(second)]
-
-
-def test_tools_that_change_between_turns_reach_the_model_and_its_tokens_are_trained_once(setup, tokenizer):
-    world = setup(lambda prompt: ANSWER)
-    client = world.client()
-    more = [*TOOLS, {"type": "function", "function": {"name": "write_file", "parameters": {"type": "object"}}}]
-    messages = [{"role": "user", "content": "one"}]
-    for offered in ({"tools": TOOLS}, {"tools": more}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS}):
-        content = ask(client, messages, **offered).choices[0].message.content
-        messages += [{"role": "assistant", "content": content}, {"role": "tool", "content": str(len(messages))}]
-    prompts = [payload["input_ids"] for payload in world.engine.payloads]
-    shown = [tokenizer.decode(prompt) for prompt in prompts]
-    assert ["write_file" in text for text in shown] == [False, True, False, False]
-    assert ['"add"' in text for text in shown] == [True, True, False, True]
-    assert shown[3].count("Easy.") == 3  # the reasoning of turns with other tools, too
-    replies = [world.engine.script.replies[tuple(prompt)] for prompt in prompts]
-    samples = world.finish()
-    # The last turn has the tools of the first, and goes on from its ids.
-    assert [sample.tokens for sample in samples] == [prompts[k] + replies[k] for k in (3, 1, 2)]
-    between = len(prompts[3]) - len(prompts[0]) - len(replies[0])
-    assert samples[0].loss_mask == [1] * len(replies[0]) + [0] * between + [1] * len(replies[3])
-    assert [sample.loss_mask for sample in samples[1:]] == [[1] * len(replies[1]), [1] * len(replies[2])]
-    for sample in samples:
-        assert len(sample.rollout_log_probs) == sample.response_length == len(sample.loss_mask)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import struct
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +14,6 @@ from slime.agent.sandbox import (
     SandboxError,
     exec_and_wait,
     protocol,
-    runner,
 )
 from slime.agent.sandbox import e2b as e2b_module
 from slime.utils.errors import ConfigError
@@ -108,39 +104,6 @@ def test_a_job_is_not_started_again_when_the_answer_is_lost(monkeypatch, reached
     else:
         with pytest.raises(SandboxError, match="connection broke"):
             asyncio.run(play())
-
-
-@pytest.mark.parametrize("is_reset", [False, True])
-@pytest.mark.parametrize("by_program", [False, True])
-def test_the_end_of_a_relayed_connection_reaches_the_other_side(is_reset, by_program):
-    async def play():
-        accepted: asyncio.Queue = asyncio.Queue()
-        server = await asyncio.start_server(lambda *ends: accepted.put_nowait(ends), "127.0.0.1", 0)
-        address = server.sockets[0].getsockname()
-        tasks = []
-
-        async def relay(reader, writer):
-            tasks.append(asyncio.current_task())
-            await runner._relay(reader, writer, *address)
-
-        between = await asyncio.start_server(relay, "127.0.0.1", 0)
-        program = await asyncio.open_connection(*between.sockets[0].getsockname())
-        program[1].write(b"question")
-        adapter = await accepted.get()
-        assert await adapter[0].read(8) == b"question"
-        (_, ending), (reader, writer) = (program, adapter) if by_program else (adapter, program)
-        if is_reset:
-            # With a linger time of 0 closing sends a reset.
-            ending.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        ending.close()
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-        writer.close()
-        await asyncio.gather(*tasks)
-        between.close()
-        server.close()
-
-    asyncio.run(asyncio.wait_for(play(), 20))
 
 
 class NotFoundException(Exception):
@@ -253,17 +216,6 @@ def test_a_command_that_the_service_does_not_answer_is_left_at_its_deadline_and_
             assert len(service.ran) == 4
 
     asyncio.run(asyncio.wait_for(play(), 30))
-
-
-def test_settings_come_from_the_environment_in_both_spellings(monkeypatch):
-    monkeypatch.setenv("SLIME_AGENT_SANDBOX_LIFETIME_SEC", "77")
-    monkeypatch.setenv("SWE_RPC_RETRIES", "9")
-    monkeypatch.setenv("SLIME_AGENT_E2B_SANDBOX_SIZE", "small")
-    box = E2BSandbox("img")
-    assert (box.timeout, box.rpc_retries, box.size) == (77, 9, "small")
-    monkeypatch.setenv("SLIME_AGENT_SANDBOX_LIFETIME_SEC", "long")
-    with pytest.raises(ConfigError, match="SLIME_AGENT_SANDBOX_LIFETIME_SEC"):
-        E2BSandbox("img")
 
 
 def test_a_missing_package_is_named():

@@ -50,21 +50,3 @@ def test_a_template_that_drops_old_reasoning_is_believed(tokenizer):
     dropped = build_prompt_ids(tokenizer, [USER, answer, USER], None, before)
     assert dropped == build_prompt_ids(tokenizer, [USER, ANSWER, USER], None)
     assert "why" not in tokenizer.decode(dropped)
-
-
-def test_a_stop_token_that_opens_the_next_turn_is_not_written_twice(tokenizer):
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    import copy
-
-    opening = copy.deepcopy(tokenizer)
-    opening.chat_template = template
-    start = opening.convert_tokens_to_ids("<|im_start|>")
-    prompt = build_prompt_ids(opening, [USER], None)
-    before = KnownPrefix(
-        messages=[USER, ANSWER], ids=[*prompt, *drawn(opening, "the tool"), start], finish_reason="stop"
-    )
-    ids = build_prompt_ids(opening, [USER, ANSWER, RESULT], None, before)
-    assert opening.decode(ids[len(before.ids) - 1 :]) == "<|im_start|>tool\n3<|im_start|>assistant\n"

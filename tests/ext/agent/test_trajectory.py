@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.agent.trajectory import TrajectoryManager, TurnRecord, message_key
+from slime.agent.trajectory import TrajectoryManager, TurnRecord
 from slime.utils.errors import DataError
 from slime.utils.types import Sample
 
@@ -122,14 +122,6 @@ def test_a_beginning_is_known_with_the_same_tools_alone_in_any_order():
     assert [(s.tokens, s.loss_mask) for s in samples] == [([1, 2, 3, 4, 5], [1, 0, 0, 1]), ([7, 2, 3, 4], [1])]
 
 
-def test_a_limit_cuts_the_sample_and_says_so():
-    manager = TrajectoryManager()
-    record(manager, [user("a")], assistant("b"), [1, 2], [3, 4])
-    (sample,) = manager.get_trajectory("s", base_sample=BASE, max_sample_tokens=3)
-    assert (sample.tokens, sample.loss_mask, sample.metadata["truncated"]) == ([1, 2, 3], [1], True)
-    assert manager.get_trajectory("s", base_sample=BASE, max_sample_tokens=2) == []
-
-
 def test_facts_about_turns_reach_the_metadata():
     manager = TrajectoryManager()
     facts = {"use_tool": True, "ill_formed": True}
@@ -148,32 +140,9 @@ def test_only_the_newest_weights_are_trained_on_request():
     assert sample.metadata["weight_spans"] == [("7", 0, 2), ("8", 2, 3)]
 
 
-def test_the_samples_of_a_session_are_given_once():
-    manager = TrajectoryManager()
-    record(manager, [user("a")], assistant("b"), [1], [2])
-    assert len(manager.get_trajectory("s", base_sample=BASE)) == 1
-    assert not manager.has_session("s") and manager.turn_count("s") == 0
-    assert manager.get_trajectory("s", base_sample=BASE) == []
-
-
 def test_a_turn_whose_parts_do_not_fit_is_refused():
     assert TurnRecord([1], [2], [0.0], "length").finish_reason == "length"
     with pytest.raises(DataError, match="2 log-probs for 1"):
         TurnRecord([1], [2], [0.0, 0.0])
     with pytest.raises(DataError, match="do not cover"):
         turn([1], [2], weight_spans=[("1", 5)])
-
-
-def test_messages_that_say_the_same_have_one_key():
-    as_text = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}],
-    }
-    as_object = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
-    }
-    assert message_key(as_text) == message_key({**as_object, "reasoning_content": "x"})
-    assert message_key(as_text) != message_key({"role": "assistant", "content": ""})

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import json
 import sys
 import time
-from argparse import Namespace
 
 import pytest
 
-from examples import tiny_products
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
 from examples.tiny_tools.agents import call
 from slime.ext.agent import session, verifiers_data
-from slime.ext.agent.flags import VERIFIERS, derive_verifiers
-from slime.ext.agent.verifiers_env import check, generate
+from slime.ext.agent.flags import VERIFIERS
+from slime.ext.agent.verifiers_env import generate
 from slime.rollout.prompt_files import read_rows
 from slime.rollout.rm_hub.policy import FAILURES
-from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
+from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.errors import ConfigError, GraderError
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
@@ -223,27 +219,6 @@ def test_an_environment_that_does_not_load_in_time_is_refused(stand_in, monkeypa
         rows_of("verifiers:products")
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install -e '.\[verifiers\]'"):
-        rows_of("verifiers:products")
-
-
-def test_the_flag_names_the_generate_function_unless_another_is_given():
-    flags = {"rollout_tools": None, "rollout_environment": None}
-    for path, given, wanted in [
-        ("verifiers:products", None, VERIFIERS),
-        ("verifiers:products", "a.b", "a.b"),
-        ("rows.jsonl", None, None),
-    ]:
-        args = Namespace(prompt_data=path, custom_generate_function_path=given, prompt_readers={}, **flags)
-        derive_verifiers(args)
-        assert args.custom_generate_function_path == wanted
-    check(args)
-    with pytest.raises(ConfigError, match="brings its tools"):
-        check(Namespace(**flags | {"rollout_tools": ["a.b"]}))
-
-
 # Rollouts
 
 
@@ -294,16 +269,6 @@ def test_an_engine_that_fails_is_no_fault_of_the_answer(stand_in, talk):
     args, _ = talk(caller, script={"faults": [Fault("status", status=400)]}, rm_max_failures=1)
     with pytest.raises(GraderError, match="verifiers:products: Failed: the model .*Error code: 502"):
         played(args, samples_of("verifiers:products")[0])
-
-
-def test_a_rollout_that_is_over_leaves_its_samples_for_the_next(stand_in, talk):
-    args, _ = talk(caller)
-    sample = samples_of("verifiers:products?fault=raise")[0]
-    GenerateState(args).aborted = True
-    before = json.dumps(sample.metadata)
-    after = played(args, sample)
-    assert after is sample and sample.status is Sample.Status.ABORTED and not sample.tokens
-    assert json.dumps(sample.metadata) == before and sample.reward is None
 
 
 # The package itself
@@ -361,14 +326,3 @@ def test_the_packages_tools_over_two_turns(package, talk):
     (sample,) = asyncio.run(generate_and_rm(args, samples_of("verifiers:env-for-tests")[2], PARAMS))
     check_two_turns(engine, sample, product="182")
     assert sample.reward == 1.0 and sample.metadata["metrics"]["multiply_calls"] == 1
-
-
-def test_the_environment_of_the_example(package, talk):
-    caller_of_boxes = lambda prompt: said if (said := caller(prompt))[0] == "<" else f"\\boxed{{{said}}}"  # noqa: E731
-    args = talk(caller_of_boxes, custom_generate_function_path=VERIFIERS)[0]
-    (asked,) = samples_of("verifiers:examples.tiny_products?size=3@[1:2]")
-    asked.custom_rm_path = "examples.tiny_products.reward"
-    (sample,) = asyncio.run(generate_and_rm(args, asked, PARAMS))
-    assert (sample.reward, sample.metadata["environment_reward"]) == (1.0, 1.0)
-    assert asyncio.run(tiny_products.reward(args, [sample, sample])) == [1.0, 1.0]
-    assert len(rows_of("verifiers-eval:examples.tiny_products?size=3")) == tiny_products.HELD_OUT

@@ -12,7 +12,6 @@ import torch
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims, tower_dims
 from slime.ext.plan.activations import (
-    Kept,
     MicroBatch,
     Recompute,
     chunk_activations,
@@ -23,7 +22,7 @@ from slime.ext.plan.activations import (
 from slime.ext.plan.layout import ParallelSizes, StageChunk
 from slime.ext.plan.parameters import chunk_parameters
 from slime.ext.plan.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
-from slime.train_data.model_dims import ModelDims, TowerDims
+from slime.train_data.model_dims import ModelDims
 from tests.matrix.case import hide_broken_torchvision
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
@@ -35,10 +34,6 @@ SMALL = (
     "--moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-enable-expert-bias "
     "--moe-aux-loss-coeff 0 --moe-grouped-gemm --moe-shared-expert-intermediate-size 128 "
     "--moe-token-dispatcher-type alltoall"
-)
-DELTA_NET = (
-    "--spec slime_plugins.models.qwen3_next get_qwen3_next_spec --linear-attention-freq 2 --linear-num-key-heads 2 "
-    "--linear-num-value-heads 4 --linear-key-head-dim 32 --linear-value-head-dim 48"
 )
 
 
@@ -83,36 +78,6 @@ def test_the_second_half_of_a_layer_keeps_what_its_terms_say(layer):
     assert kept == sum(terms.get(name, 0) for name in of_mlp)
 
 
-def test_a_gated_delta_net_keeps_what_its_terms_say():
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from slime.backends.megatron_utils.model_provider import get_model_provider
-
-    args = parse(*SMALL.split(), *DELTA_NET.split())
-    start_single_process(args)
-    attention = get_model_provider(args)().bfloat16().decoder.layers[0].self_attention
-    cu = torch.tensor([0, TOKENS], dtype=torch.int32)
-    packing = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=TOKENS, max_seqlen_kv=TOKENS
-    )
-    hidden = torch.randn(TOKENS, 1, 128, dtype=torch.bfloat16, requires_grad=True) * 1.0
-    attention(hidden, packed_seq_params=packing)  # index tensors, which all layers share, are made
-
-    def run() -> object:
-        return attention(hidden, packed_seq_params=packing)
-
-    kept = bytes_that_autograd_keeps(run, [hidden, *attention.parameters()])
-    dims, batch = model_dims(args, {}), MicroBatch(tokens=TOKENS)
-    terms = layer_terms(dims, ParallelSizes(), batch, 0)
-    others = layer_terms(replace(dims, is_linear=()), ParallelSizes(), batch, 0)
-    # On a CPU the norm is composed and keeps one tensor more.
-    more = 4 * TOKENS * dims.linear_value_width
-    own = sum(value for name, value in terms.items() if name not in others or name == "attention output")
-    assert kept == pytest.approx(own + more, rel=0.02)
-    dropped = layer_terms(dims, ParallelSizes(), batch, 0, Recompute(granularity="selective"))
-    assert sum(terms.values()) - sum(dropped.values()) > 0.7 * own
-
-
 MEASURED = (
     # (GiB, dims, layout, recompute), 16,384 tokens a micro-batch: benchmarks/results
     (37.1, qwen3(1024, 3072, 16, 28), ParallelSizes(), Recompute()),
@@ -143,15 +108,6 @@ def test_recompute_keeps_inputs_of_groups_or_of_the_first_layers():
     assert kept(granularity="full", method="uniform", num_layers=1) == (6 * row, whole)
     assert kept(granularity="full", method="uniform", num_layers=4) == (2 * row, 4 * whole)
     assert kept(granularity="full", method="block", num_layers=2) == (2 * row + 4 * whole, whole)
-
-
-def test_sequence_parallelism_cuts_what_is_kept_outside_of_attention_and_mlp():
-    dims, batch = qwen3(1024, 3072, 16, 1), MicroBatch(tokens=1000)
-    whole = layer_bytes(dims, ParallelSizes(), batch, 0)
-    cut = layer_bytes(dims, ParallelSizes(world=2, tensor=2, sequence_parallel=True), batch, 0)
-    uncut = layer_bytes(dims, ParallelSizes(world=2, tensor=2), batch, 0)
-    assert cut * 2 == whole
-    assert cut < uncut < whole
 
 
 def test_micro_batches_in_flight_follow_the_schedule():
@@ -190,25 +146,3 @@ def test_a_trained_tower_keeps_what_autograd_counts(tmp_path: Path, element_byte
     output = element_bytes * (1 + len(deep)) * 96 // 4
     beside = batch.patches * ((element_bytes + 4) * dims.tower.patch_size + output)
     assert tower_activations(dims, batch).kept - beside == pytest.approx(counted, rel=0.005)
-
-
-def test_a_frozen_tower_keeps_its_output_and_one_block_at_once() -> None:
-    tower = TowerDims(
-        depth=27, hidden_size=1152, ffn_hidden_size=4304, num_heads=16, patch_size=1536, patch_side=16, merge=2,
-        out_size=4096, num_mergers=4,
-    )  # fmt: skip
-    dims = replace(qwen3(4096, 12288, 32, 36), tower=tower)
-    patches = tower.patches_of(1024, 1024)
-    assert patches == 4096
-    found = tower_activations(dims, MicroBatch(tokens=2048, patches=patches))
-    assert found.kept == 4096 * 2 * 4 * 4096 // 4
-    assert found.again == 4096 * (2 * (11 * 1152 + 2 * 4304) + 16 + 64 + 8 * 72)
-    assert tower_activations(dims, MicroBatch(tokens=2048)) == Kept(0, 0)
-    first, last = (StageChunk((0,), has_embedding=has) for has in (True, False))
-    settings = TrainerSettings(batch=MicroBatch(tokens=2048, patches=patches))
-    sizes = ParallelSizes()
-    of_stage = [
-        rank_memory([chunk], 0, chunk_parameters([chunk], dims, sizes), dims, sizes, settings)
-        for chunk in (first, last)
-    ]
-    assert of_stage[0].activations - of_stage[1].activations == found.kept

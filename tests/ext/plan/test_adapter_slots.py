@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from benchmarks.published_configs import PUBLISHED
 from slime.backends.sglang_utils import cpu_shim
-from slime.ext.plan.engines import AdapterSlots, EngineShape, adapter_slot_bytes, engine_memory
+from slime.ext.plan.engines import AdapterSlots, EngineShape, adapter_slot_bytes
 from tests.ext.plan.test_parameters import dims_of, model_args
 from tests.unit.backends.megatron_utils.megatron_case import parse
 
@@ -55,32 +54,3 @@ def test_slots_are_counted_as_sglang_allocates_them(name: str, modules: list[str
     engine = EngineShape(tp_size=tp_size, adapter_slots=AdapterSlots(tuple(modules), RANK, COUNT))
     expected = pool_bytes(name, modules, tp_size, has_experts=bool(dims.num_experts))
     assert adapter_slot_bytes(dims, engine) == expected > 2**25
-
-
-def test_the_cache_has_what_weights_and_slots_leave() -> None:
-    settings = {"enable_lora": True, "lora_target_modules": [*ATTENTION, *MLP], "max_lora_rank": RANK}
-    slots = AdapterSlots.from_args(Namespace(engine_settings=settings | {"max_loras_per_batch": COUNT}))
-    assert slots is not None and slots.count == COUNT
-    assert AdapterSlots.from_args(Namespace(engine_settings={})) is None
-    dims = dims_of(parse(*model_args("qwen3-4B"), "--bf16"))
-    plain, adapted = (
-        engine_memory(dims, EngineShape(tp_size=1, adapter_slots=one), card_bytes=80 << 30, other_bytes=0)
-        for one in (None, slots)
-    )
-    taken = adapted.weights - plain.weights
-    assert taken == plain.kv_cache - adapted.kv_cache == 2 * COUNT * RANK * 36 * 57_344
-
-
-def test_an_engine_on_its_trainers_card_keeps_the_last_two_adapters_there() -> None:
-    dims = dims_of(parse(*model_args("glm4-9B"), "--bf16"))
-    slots = AdapterSlots((*ATTENTION, "gate_up_proj", "down_proj"), RANK, COUNT)
-    apart, shared, wide = (
-        engine_memory(
-            dims, EngineShape(tp_size=tp_size, adapter_slots=slots), card_bytes=80 << 30, other_bytes=0,
-            is_colocated=is_colocated,
-        )
-        for tp_size, is_colocated in ((1, False), (1, True), (2, True))
-    )  # fmt: skip
-    assert apart.adapters == wide.adapters == 0
-    assert shared.adapters == 2 * adapter_slot_bytes(dims, EngineShape(tp_size=1, adapter_slots=slots)) // COUNT
-    assert apart.reserve - shared.reserve == shared.adapters > 2**27

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published_configs import NUM_PARAMETERS, PUBLISHED, WITHOUT_A_FILE
+from benchmarks.published_configs import PUBLISHED, WITHOUT_A_FILE
 from benchmarks.train_mfu import first_layers, sequence_lengths
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.ext.plan.command import complete_run
@@ -19,7 +19,6 @@ from slime.ext.plan.make_plan import make_plan
 from slime.ext.plan.plan import PlanOptions, find_card
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
-from tests.ext.plan.test_plan import data_of
 
 RUN = "--num-rollout 3 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 128 --prompt-data /x.jsonl"
 RUN += " --rm-type math --rollout-max-response-len 1024"
@@ -143,31 +142,6 @@ def test_training_takes_what_was_measured_and_layouts_have_their_order(tmp_path)
             assert sorted(names, key=rates.__getitem__, reverse=True) == names
 
 
-def test_generation_takes_what_was_measured(tmp_path):
-    generation = measured("recipes_true_size_h200", "... generation")
-    _, dense = seconds(tmp_path, "qwen3-4B", f"{TP2} --rollout-num-gpus-per-engine 2")
-    assert dense == pytest.approx(generation[1], rel=0.15)
-    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    four = f"{TP2.replace('-node 2', '-node 4')} --context-parallel-size 2"
-    _, quantized = seconds(tmp_path, "glm4-9B", four, **fp8)
-    assert quantized == pytest.approx(generation[2], rel=0.3)  # its FP8 kernels are slower than their bytes
-
-
-MEGAPIXEL = (1024, 1024)
-
-
-@pytest.mark.parametrize(("row", "num_images"), [("frozen", 8), ("trained", 6)])
-def test_a_tower_takes_what_was_measured(tmp_path, row, num_images):
-    table = json.loads((REPO / "benchmarks/results/train_mfu_images_h200.json").read_text())["tables"][0]
-    parts = next(line[5] for line in table["rows"] if line[0] == row and line[3] == num_images).split(", ")
-    was = sum(float(part) for part in parts if part != "none") / num_images
-    flags = f"{ONE} {FULL}" + " --train-vision-tower" * (row == "trained")
-    blind, seeing = (
-        seconds(tmp_path, "qwen3-vl-8B", flags, replace(H200, images=images))[0] for images in ((), (MEGAPIXEL,))
-    )
-    assert (seeing - blind) / 128 == pytest.approx(was, rel=0.15)
-
-
 def test_the_choice_is_legal_keeps_what_is_given_and_shows_the_next_best(tmp_path):
     words = [
         *checkpoint(tmp_path, "qwen3-4B"),
@@ -189,67 +163,6 @@ def test_the_choice_is_legal_keeps_what_is_given_and_shows_the_next_best(tmp_pat
     assert [line.split(":")[0] for line in lines[1:7:2]] == ["chosen", "next 1", "next 2"]
     steps = [float(line.split()[1 if line.startswith("chosen") else 2]) for line in lines[1:7:2]]
     assert steps == sorted(steps)
-
-
-def test_the_choice_counts_a_towers_parameters_activations_tokens_and_time(tmp_path):
-    words = [*checkpoint(tmp_path, "qwen3-vl-2B"), *RUN.split(), "--multimodal-keys", '{"image": "images"}']
-    options = replace(H200, card=find_card("H100"), lengths=None)
-
-    def fit(images: int, *flags: str) -> tuple[Any, Any, str]:
-        seeing = replace(options, images=(MEGAPIXEL,) * images)
-        chosen, table = fitted([*words, *flags, "--fit"], seeing, num_gpus=1)
-        run = complete_run(chosen, tmp_path)
-        assert run.args is not None and run.problems == []
-        return run.args, make_plan(run.args, run.hf_config, seeing), table
-
-    args, plan, table = fit(4, "--train-vision-tower")
-    stage, same = plan.stages[0], replace(options, images=())
-    blind = make_plan(args, json.loads((tmp_path / "config.json").read_text()), same)
-    assert plan.num_parameters == stage.parameters.trained == NUM_PARAMETERS["qwen3-vl-2B"]
-    assert args.max_tokens_per_gpu >= 4 * 1024 + 1024, "tokens of images and of a response"
-    block = 2 * 4096 * 4 * (11 * 1024 + 2 * 4096)  # bf16 of four images: what autograd keeps in one of 24
-    assert stage.memory.activations - blind.stages[0].memory.activations > 24 * block
-    assert plan.train_seconds > 3 * blind.train_seconds and plan.too_large == []
-    assert "No image is counted" not in table
-    assert "No image is counted" in fit(0, "--max-tokens-per-gpu", "4096", "--sglang-mem-fraction-static", "0.5")[2]
-    fit(16)
-    with pytest.raises(ConfigError, match="no layout of 1 x H100 fits"):
-        fit(16, "--train-vision-tower")
-
-
-def test_the_longest_data_set_of_a_mixture_decides_the_micro_batch(tmp_path):
-    words = [*checkpoint(tmp_path, "qwen3-4B"), *RUN.split(), "--rollout-max-response-len", "64"]
-    more = data_of(tmp_path, [100] * 4).split()  # writes a tokenizer too
-    lines = [json.dumps({"text": " ".join(["w1"] * 9000)})]
-    (tmp_path / "long.jsonl").write_text("\n".join(lines) + "\n")
-    sets = [{"path": f"{tmp_path}/data.jsonl", "weight": 7}, {"path": f"{tmp_path}/long.jsonl"}]
-    (tmp_path / "mix.yaml").write_text(json.dumps({"datasets": sets}))
-
-    def fit(data: str) -> int:
-        flags = [word.replace("data.jsonl", data) for word in more if word not in ("--hf-checkpoint", str(tmp_path))]
-        chosen, _ = fitted([*words, *flags, "--fit"], replace(H200, lengths=None), num_gpus=1)
-        return int(chosen[chosen.index("--max-tokens-per-gpu") + 1])
-
-    assert fit("data.jsonl") <= 1024 * 4 < 9064 <= fit("mix.yaml")
-
-
-def test_an_image_is_read_by_engines_once_and_not_drawn_token_by_token(tmp_path):
-    def generation(prompt: int, more: str = "", *images: tuple[int, int]) -> float:
-        options = replace(H200, lengths=None, prompts=(prompt,), images=images)
-        return seconds(tmp_path, "qwen3-vl-2B", f"{ONE} {more}", options)[1]
-
-    text, seen = generation(2048), generation(1024, "", MEGAPIXEL)
-    drawn = generation(0, "--rollout-max-response-len 3072")
-    assert text < 0.7 * drawn
-    num_prompts, patches, hidden = 16, 4096, 1024
-    blocks = 24 * (2 * patches * hidden * (4 * hidden + 2 * 4096) + 4 * patches**2 * hidden)
-    assert seen - text == pytest.approx(num_prompts * blocks / (0.27 * 989e12), rel=0.1)
-
-
-def test_a_model_that_no_layout_takes_is_refused(tmp_path):
-    words = [*checkpoint(tmp_path, "qwen3-235B-A22B"), *RUN.split(), "--fit"]
-    with pytest.raises(ConfigError, match="no layout of 1 x H100 fits; use more GPUs"):
-        fitted(words, replace(H200, card=find_card("H100")), num_gpus=1)
 
 
 def test_adapters_fit_where_all_weights_do_not_and_a_base_in_four_bits_takes_a_third(tmp_path):

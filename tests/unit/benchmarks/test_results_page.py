@@ -28,10 +28,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_run_is_read_as_it_was_saved(folder):
-    assert results_page.load(folder) == {"run": RUN}
-
-
 def test_text_is_split_into_notes_and_tables_with_numbers():
     text = "One\nnote.\n\n## t\n\n| a | b |\n|---|---|\n| **1,575** | x \\| y |\n| 2e-07 | -0.5 |\n"
     notes, tables = results_page.parse(text)
@@ -44,15 +40,3 @@ def test_a_new_measurement_replaces_its_table_and_keeps_the_others(folder):
     run = results_page.load(folder)["run"]
     assert [table["title"] for table in run["tables"]] == ["new", "kept"]
     assert run["hardware"] == "another machine" and run["notes"] == ["A note."]
-
-
-def test_the_page_has_every_run_and_what_was_not_run(folder):
-    page = results_page.page(folder)
-    assert "### A run\n\n2026-01-02. a machine. torch 2. File `run.json`." in page
-    assert "## Not run\n\n* Mars.\n" in page
-
-
-def test_a_file_without_its_keys_is_named(folder):
-    (folder / "other.json").write_text(json.dumps({"title": "x"}))
-    with pytest.raises(ValueError, match=r"other\.json: keys are"):
-        results_page.load(folder)

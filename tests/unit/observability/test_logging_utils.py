@@ -23,18 +23,6 @@ def test_metrics_land_in_the_save_folder(tmp_path: Path) -> None:
     assert record["train/loss"] == 1.5
 
 
-def test_a_process_that_was_not_set_up_logs_too(tmp_path: Path) -> None:
-    logging_utils.finish_tracking()
-    logging_utils.log(arguments(tmp_path), {"rollout/step": 1}, "rollout/step")
-    logging_utils.finish_tracking()
-    assert len(list(read_records(tmp_path / "metrics.jsonl"))) == 1
-
-
-def test_a_record_without_its_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="train/step"):
-        logging_utils.log(arguments(tmp_path), {"train/loss": 1.0}, "train/step")
-
-
 def test_the_primary_makes_the_run_id_that_no_flag_gave(tmp_path: Path) -> None:
     facts = logging_utils.init_tracking(arguments(tmp_path))
     assert list(facts) == ["wandb_run_id"]

@@ -1,29 +1,19 @@
 """metrics.jsonl: whole lines from many writers, torn lines skipped, the latest value wins; the line of a step."""
 
 import fcntl
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from slime.observability import metrics_file
 from slime.observability.metrics_file import (
     NewRecords,
     append_record,
     merge_by_step,
-    metrics_path,
     read_records,
 )
-from slime.observability.step_line import StepLine, format_step
-
-
-def test_a_record_is_read_back_with_the_time_of_writing(tmp_path: Path) -> None:
-    append_record(tmp_path / "m.jsonl", {"train/step": 3, "train/loss": torch.tensor(0.5), "note": None})
-    (record,) = read_records(tmp_path / "m.jsonl")
-    assert record.pop("time") > 0
-    assert record == {"train/step": 3, "train/loss": 0.5, "note": None}
+from slime.observability.step_line import format_step
 
 
 def test_nan_and_infinity_stay_valid_json(tmp_path: Path) -> None:
@@ -87,12 +77,6 @@ def test_following_a_file_gives_whole_new_lines_only(tmp_path: Path) -> None:
     assert NewRecords(path).read() == []
 
 
-def test_the_file_lies_in_the_save_folder_or_in_a_folder_named_by_the_run() -> None:
-    assert metrics_path(Namespace(save="/x/y", wandb_run_id="r")) == Path("/x/y/metrics.jsonl")
-    assert metrics_path(Namespace(save=None, wandb_run_id="r")) == Path("runs/r/metrics.jsonl").absolute()
-    assert metrics_path(Namespace(save=None, wandb_run_id=None)) is None
-
-
 # The line of a step
 
 
@@ -118,22 +102,3 @@ def test_the_line_shows_what_was_measured_and_nothing_else() -> None:
         "step 12/40 | reward 0.683 | loss 0.0012 | kl 0.00040 | grad 0.412 | eval held_out 0.951 | gen 4.1k tok/s"
         " | train 7.9k tok/s | packed 97% | 3.7 s = rollout 1.9 + train 1.6 + push 0.2"
     )
-
-
-def test_metrics_of_several_processes_meet_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    append_record(path, {"rollout/step": 0, "rollout/raw_reward": 0.9})
-    line = StepLine(path)
-    append_record(path, {"rollout/step": 3, "rollout/raw_reward": 0.25})
-    append_record(path, {"train/step": 3, "train/grad_norm": 0.5, "train/loss": 0.1})
-    assert line.line(3) == "step 4 | reward 0.250 | loss 0.1000 | grad 0.500"
-    assert line.line(4) == "step 5"
-
-
-def test_a_rollout_generated_ahead_waits_for_its_own_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    line = StepLine(path)
-    append_record(path, {"rollout/step": 0, "rollout/raw_reward": 0.1})
-    append_record(path, {"rollout/step": 1, "rollout/raw_reward": 0.2})
-    assert line.line(0) == "step 1 | reward 0.100"
-    assert line.line(1) == "step 2 | reward 0.200"

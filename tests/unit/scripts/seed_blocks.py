@@ -169,11 +169,6 @@ ray job submit ... \
    ...
 """
 
-DYNAMIC_SAMPLING = r"""
-   --over-sampling-batch-size ${OVER_SAMPLING_BS} \
-   --dynamic-sampling-filter-path \
-     slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std \
-"""
 
 CUDA_GRAPH_SIZES = "SGLANG_ARGS=(--sglang-cuda-graph-bs 1 2 4 8 $(seq 16 8 128))"
 

@@ -47,10 +47,6 @@ def test_a_recording_gives_the_files_of_the_second_call_and_the_lines_of_all_pro
     assert recorded.lines["slime/a.py"] == {3, 4}
 
 
-def test_translated_prose_is_counted_by_thousands_of_words():
-    assert gauges.translated(["The job goes on anew.", "word " * 995]).startswith("2.0 per 1,000 words of 1,000")
-
-
 def test_golden_numbers_differ_by_a_bit_a_step_and_a_name():
     recorded = {"steps": [{"loss": 0.1}], "rollouts": [{"tokens": "ab"}]}
     assert differences(recorded, recorded) == []

@@ -105,15 +105,3 @@ def test_extras_that_go_together_pin_a_package_alike():
             for one in of_extras(extra):
                 found.setdefault(canonicalize_name(one.name), set()).add(str(one.specifier))
         assert {name: versions for name, versions in found.items() if len(versions) > 1} == {}
-
-
-def test_the_image_is_made_from_the_lock_by_make_install():
-    lines = re.sub(r"\\\n", " ", (REPO / "Dockerfile").read_text()).splitlines()
-    orders = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
-    assert orders[0][0] == "FROM" and f"cuda:{GPU['nvidia-cuda-runtime'].rsplit('.', 2)[0]}." in orders[0][1]
-    for order, words in orders:
-        assert order in {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "CMD"}
-        if order == "COPY":
-            assert all((REPO / word).exists() for word in words.split()[:-1])
-    assert any(order == "RUN" and "DEVICE=gpu" in words and "make install" in words for order, words in orders)
-    assert {".git", ".venv", "runs"} <= set((REPO / ".dockerignore").read_text().split())

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 from ray.dashboard.modules.job.cli import submit
-from ray.scripts.scripts import start
 from torch.distributed.run import get_args_parser
 
 from slime.compose import flag_groups, parse_flags
@@ -48,12 +45,6 @@ def test_a_block_is_a_shell_script(name):
     assert bash_takes(BLOCKS[name])
 
 
-@pytest.mark.parametrize("line", TYPING_ERRORS)
-def test_typing_errors_of_the_documents_are_those_we_know(line):
-    assert not bash_takes(line)
-    assert bash_takes(TYPING_ERRORS[line])
-
-
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_a_conversion_is_taken_by_torchrun_and_by_the_tool(name, tmp_path):
     block, nodes, processes = CONVERSIONS[name]
@@ -87,19 +78,6 @@ def test_quantization_tools_take_their_lines(tmp_path):
     assert options.output_bf16_hf_path == "/base/DeepSeek-R1-bf16/"
 
 
-def test_workers_of_an_mpi_hostfile_are_started_and_the_head_is_left_alone(tmp_path):
-    (tmp_path / "mpi_hostfile").write_text("10.0.0.1 slot=8\n10.0.0.2 slot=8\n10.0.0.3 slot=8\n")
-    calls = typed(seed_blocks.START_WORKERS, tmp_path, BASE_DIR=str(tmp_path))
-    assert sorted(call[1] for call in calls) == ["root@10.0.0.2", "root@10.0.0.3"]
-    for _, host, command in calls:
-        joins = shlex.split(command.split(" ; ")[-1])
-        assert joins[:2] == ["ray", "start"]
-        context = start.make_context("start", joins[2:], resilient_parsing=False)
-        assert context.params["address"] == "10.0.0.1:6379"
-        assert context.params["num_gpus"] == 8
-        assert f"root@{context.params['node_ip_address']}" == host
-
-
 @pytest.mark.parametrize("block", ["separate", "shared"])
 def test_a_submitted_job_is_taken_by_ray_and_by_slime(block, tmp_path):
     # Three dots stand for what the document has said before.
@@ -125,24 +103,8 @@ def test_a_script_extends_the_models_flags(tmp_path):
     assert parse_flags(call[1:]).rotary_base == 10000  # what comes last counts
 
 
-def test_flags_between_other_flags(tmp_path):
-    words = seed_blocks.DYNAMIC_SAMPLING.replace("${OVER_SAMPLING_BS}", "64").replace("\\\n", " ")
-    args = parse_flags(shlex.split(words))
-    assert args.over_sampling_batch_size == 64
-    assert args.dynamic_sampling_filter_path.endswith("check_reward_nonzero_std")
-    [call] = typed(seed_blocks.CUDA_GRAPH_SIZES + '\npython "${SGLANG_ARGS[@]}"', tmp_path)
-    assert parse_flags(call[1:]).sglang_cuda_graph_bs_decode == [1, 2, 4, 8, *range(16, 129, 8)]
-
-
 def test_every_script_that_the_documents_run_is_there(tmp_path):
     calls = typed(seed_blocks.RUN_BLOCKS, tmp_path)
     assert len(calls) == 6
     for program, script in calls:
         assert program == "bash" and (REPO / script).is_file()
-
-
-def test_an_editable_install_without_dependencies_has_what_it_needs():
-    text = (REPO / "pyproject.toml").read_text()
-    assert re.search(r"^\[build-system\]\nrequires = \[\"setuptools", text, re.MULTILINE)
-    found = re.search(r"^include = \[(.*)\]", text, re.MULTILINE)
-    assert found is not None and all(name in found[1] for name in ("slime*", "slime_plugins*"))

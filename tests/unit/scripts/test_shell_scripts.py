@@ -1,6 +1,5 @@
 """The shell scripts: they parse, and they stop only what they started."""
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -30,32 +29,9 @@ def lib(command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]
     return subprocess.run(shell, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def test_free_ports_are_distinct() -> None:
-    ports = lib("free_ports 6").stdout.split()
-    assert len(set(ports)) == 6
-    assert all(1024 <= int(port) <= 65535 for port in ports)
-
-
 def test_a_script_ends_with_the_code_of_what_failed() -> None:
     assert lib("exit 7").returncode == 7
     assert lib("false").returncode == 1
-
-
-@pytest.mark.parametrize("script", ["run-tiny-cpu.sh", "run-tiny-gpu.sh", "run-tiny-cpu-sft.sh"])
-def test_a_script_without_what_the_demo_makes_starts_nothing_and_says_so(script: str, tmp_path: Path) -> None:
-    environment = dict(os.environ) | {"TINY_DIR": str(tmp_path / "nothing")}
-    command = [str(REPO / "scripts" / script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert "nothing/task" in done.stderr and "Run make demo first" in done.stderr
-
-
-def test_a_cluster_that_the_caller_started_is_used_and_left_alone() -> None:
-    done = lib(
-        "export SLIME_RAY_STARTED=1 RAY_API_SERVER_ADDRESS=http://h:1; start_ray 8; echo $RAY_API_SERVER_ADDRESS"
-    )
-    assert done.stdout == "http://h:1\n"
-    assert done.returncode == 0
 
 
 START_LOG = """Local node IP: 10.0.0.2
@@ -82,47 +58,6 @@ def test_the_cause_of_a_failed_start_is_shown_wherever_ray_wrote_it(tmp_path: Pa
     assert "No module named 'aiohttp_cors'" in shown
     assert shown.count("No address added for '0.0.0.0:57797'") == 1
     assert f"{logs}/gcs_server.err:" in shown and "RAY_ERROR_INFO_CHANNEL" not in shown
-
-
-def test_a_failed_start_without_an_error_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    (tmp_path / "ray-start.log").write_text("".join(f"line {number}\n" for number in range(100)))
-    shown = lib(f'_RAY_DIR="{tmp_path}"; _show_cause').stdout
-    assert "line 99" in shown and "line 80" in shown and "line 10\n" not in shown
-
-
-@pytest.mark.parametrize("script", ["run-tiny-cpu.sh", "run-tiny-gpu.sh"])
-def test_a_loop_that_a_script_does_not_know_is_refused(script: str, tmp_path: Path) -> None:
-    config = tmp_path / "task/hf/config.json"
-    config.parent.mkdir(parents=True)
-    config.touch()
-    environment = dict(os.environ) | {"TINY_DIR": str(tmp_path), "LOOP": "asynchron", "SLIME_RAY_STARTED": "1"}
-    command = [str(REPO / "scripts" / script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert f"{script}: LOOP is asynchron; it must be sync, async" in done.stderr
-
-
-def test_a_teacher_that_somebody_serves_needs_no_model_of_the_demo(tmp_path: Path) -> None:
-    command = ["bash", str(REPO / "examples/on_policy_distillation/run-tiny-sglang-teacher.sh")]
-    environment = dict(os.environ) | {"TINY_DIR": str(tmp_path)}
-    for more, says in (
-        ({}, "set TEACHER_HF or TEACHER_URL"),
-        ({"TEACHER_URL": "http://h:1/generate"}, "task/eval.yaml"),
-    ):
-        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode != 0 and says in done.stderr
-
-
-def test_a_token_of_the_user_s_is_that_of_every_attempt(tmp_path: Path) -> None:
-    command = f'export RAY_AUTH_TOKEN=mine _RAY_DIR="{tmp_path}"; make_token; make_token; cat "{tmp_path}/token"; env'
-    text = lib(command).stdout
-    assert text.startswith("mine\n") and text.count("mine") == 1
-
-
-def test_an_ipv6_address_has_brackets_where_a_port_follows() -> None:
-    for address, says in (("::1", "[::1]:6379"), ("10.0.0.1", "10.0.0.1:6379"), ("head", "head:6379")):
-        done = lib(f'source "{REPO}/scripts/nodes.sh"; MASTER_ADDR={address} RAY_PORT=6379 join_command ADDRESS 8')
-        assert f"ray start --address={says} --num-gpus 8 --node-ip-address ADDRESS" in done.stdout
 
 
 def test_a_node_that_ssh_starts_looks_for_ray_in_the_folder_of_the_head(tmp_path: Path) -> None:

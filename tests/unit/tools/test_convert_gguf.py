@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from slime.utils.errors import ConfigError
 from tools import convert_gguf_to_hf
 
 HIDDEN, FFN, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
@@ -26,11 +24,6 @@ MERGES = ["Ġ Ġ", "ĠĠ ĠĠ", "1 2", "Ġ 1", "h e", "Ġ t", "Ġt he", "l l", "
 VOCAB = [*SPECIAL, *BYTES.values(), *(merge.replace(" ", "") for merge in MERGES)]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = (
-    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-CUTS = {"gpt-2": GPT2, "llama-bpe": LLAMA3, "qwen2": LLAMA3.replace("{1,3}", "")}
 AWKWARD = [
     *("", " ", "12", "a  12 b", "  the\tthe\r\n\n x", "3.14e-10 + 007", "don't WE'LL 'tis", "the    the", "tail  "),
     *(
@@ -163,14 +156,6 @@ def test_every_text_has_the_tokens_of_plain_merging(pair, text):
     assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_other_tokenizers_cut_text_as_they_are_published(name):
-    letters = {character: byte for byte, character in BYTES.items()}
-    for text in AWKWARD:
-        pieces = [piece for piece, _ in convert_gguf_to_hf.pre_tokenizer(name).pre_tokenize_str(text)]
-        assert [bytes(letters[c] for c in piece).decode() for piece in pieces] == regex.findall(CUTS[name], text)
-
-
 def test_the_folder_is_complete(pair):
     tokenizer, model = AutoTokenizer.from_pretrained(pair[1]), AutoModelForCausalLM.from_pretrained(pair[1])
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == (
@@ -184,27 +169,3 @@ def test_the_folder_is_complete(pair):
     assert (config.model_type, config.num_key_value_heads, config.eos_token_id) == ("llama", KV_HEADS, 2)
     assert config.tie_word_embeddings and config.rope_parameters["rope_theta"] == 5e4
     assert model.generation_config.eos_token_id == 2
-
-
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ({"architecture": "gemma"}, "'gemma'"),
-        ({"extra": "rope_freqs.weight"}, "rope_freqs.weight"),
-        ({"pre": "deepseek-v3"}, "'deepseek-v3'"),
-    ],
-)
-def test_what_cannot_be_converted_is_named(tmp_path, file, message):
-    write_gguf(tmp_path / "model.gguf", **file)
-    with pytest.raises(ConfigError, match=message):
-        convert_gguf_to_hf.convert(tmp_path / "model.gguf", tmp_path / "hf", "float32")
-    assert not (tmp_path / "hf").exists()
-
-
-def test_a_file_of_another_kind_is_a_message_and_no_traceback(tmp_path, monkeypatch, capsys):
-    (tmp_path / "x.gguf").write_bytes(b"no model at all")
-    arguments = ["tool", "--gguf", str(tmp_path / "x.gguf"), "--output-dir", str(tmp_path / "hf")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit, match="2"):
-        convert_gguf_to_hf.main()
-    assert "no GGUF file" in capsys.readouterr().err

@@ -7,10 +7,7 @@ import shlex
 import sys
 
 import pytest
-import torch
 
-from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.plan import open_source
 from slime.weights.quantize import read_format
 from tests.unit.weights.hf_rewrite.checkpoints import read_folder, tensors_of, write_folder
 from tools import (
@@ -75,61 +72,6 @@ def test_integers_there_and_back(base_dir, command):
     assert quantization_of(base_dir / "BF16") is None
 
 
-def test_scales_of_integers_have_the_dtype_in_which_engines_hold_the_model(base_dir, command):
-    write_folder(base_dir / "HALF", tensors_of("qwen3"), config={"dtype": "float16"})
-    command(convert_hf_to_int4_direct, "--model-dir $BASE_DIR/HALF --save-dir $BASE_DIR/INT4 --is-symmetric false")
-    assert read_folder(base_dir / "INT4")["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.float16
-    assert read_folder(base_dir / "INT4")["model.layers.0.mlp.up_proj.weight_zero_point"].dtype == torch.int32
-
-
-@pytest.mark.parametrize(
-    ("tool", "line", "message"),
-    [
-        (convert_hf_to_fp8, "--model-dir $BASE_DIR/MODEL --save-dir $BASE_DIR/MODEL", "over its own source"),
-        (convert_hf_to_fp8, "--model-dir $BASE_DIR/lost --save-dir $BASE_DIR/out", "is no folder"),
-        (
-            convert_hf_to_fp8,
-            "--model-dir $BASE_DIR/MODEL --save-dir $BASE_DIR/out --block-size 0 1",
-            "--block-size is 0 1",
-        ),
-        (
-            fp8_cast_bf16,
-            "--input-fp8-hf-path $BASE_DIR/MODEL --output-bf16-hf-path $BASE_DIR/out",
-            "has no FP8 tensor",
-        ),
-        (
-            convert_k2_thinking_int4_to_bf16,
-            "--model-dir $BASE_DIR/MODEL --output-dir $BASE_DIR/out --config-path $BASE_DIR/MODEL/config.json",
-            "has no quantization_config",
-        ),
-        (
-            convert_hf_to_int4,
-            "--input-dir $BASE_DIR/MODEL --output-dir $BASE_DIR/out --data-dir $BASE_DIR/MODEL",
-            "holds no file that ends in .jsonl or .parquet",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_without_a_traceback(base_dir, command, capsys, tool, line, message):
-    with pytest.raises(SystemExit) as ended:
-        command(tool, line)
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and message in said
-    assert not (base_dir / "out").exists()
-
-
-class Tokenizer:
-    """Words as tokens."""
-
-    def __call__(self, text, truncation, max_length):
-        assert truncation
-        return {"input_ids": [len(word) for word in text.split()][:max_length]}
-
-    def apply_chat_template(self, messages, tokenize):
-        assert not tokenize
-        return " ".join(message["content"] for message in messages)
-
-
 @pytest.fixture
 def gptq(base_dir):
     """Options of the GPTQ tool, with eight rows of data."""
@@ -154,44 +96,3 @@ def test_gptq_is_asked_for_a_form_that_pushed_weights_can_have(gptq, base_dir):
     called = convert_hf_to_int4.oneshot_arguments(options, base_dir / "partial")
     assert called["num_calibration_samples"] == 8 and called["max_seq_length"] == 2048
     assert called["model"] == f"{base_dir}/MODEL" and called["output_dir"] == f"{base_dir}/partial"
-
-
-def test_gptq_reads_texts_prompts_and_chats(tmp_path):
-    rows = [{"text": "one two"}, {"prompt": "three"}, {"messages": [{"role": "user", "content": "a bc def"}]}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    (tmp_path / "notes.txt").touch()
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"]}), tmp_path / "b.parquet")
-    found = list(convert_hf_to_int4.calibration_rows(tmp_path))
-    assert found == [*rows, {"prompt": "x"}]
-    assert [convert_hf_to_int4.token_ids(Tokenizer(), row, 2) for row in found] == [[3, 3], [5], [1, 2], [1]]
-    with pytest.raises(DataError, match=r"has the columns \['question'\]"):
-        convert_hf_to_int4.token_ids(Tokenizer(), {"question": "?"}, 2)
-    (tmp_path / "b.parquet").write_bytes(b"PAR1")
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "tw')
-    for file, says in (("a.jsonl", "a.jsonl line 2 is not JSON"), ("b.parquet", "b.parquet")):
-        with pytest.raises(DataError, match=says):
-            list(convert_hf_to_int4.calibration_rows(tmp_path / file))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--num-calibration-samples=9"], r"has 8 rows; lower --num-calibration-samples \(9\)"),
-        (["--max-sequence-length=0"], "--max-sequence-length is 0"),
-        (["--dampening-frac=1.5"], "--dampening-frac is 1.5"),
-        (["--quant-group-size=-1"], "--quant-group-size is -1"),
-    ],
-)
-def test_gptq_refuses_flags_before_it_looks_for_its_package(gptq, flags, message):
-    with pytest.raises(ConfigError, match=message):
-        convert_hf_to_int4.convert(gptq(*flags))
-
-
-def test_gptq_names_the_package_that_it_needs(gptq, base_dir):
-    assert open_source(base_dir / "MODEL").quantization_config is None
-    with pytest.raises(ConfigError, match=r"pip install llmcompressor==[\d.]+ in an environment of its own"):
-        convert_hf_to_int4.convert(gptq())
-    assert not (base_dir / "out").exists()

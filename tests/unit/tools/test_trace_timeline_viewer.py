@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-from slime.observability.trace_utils import TRACE_CHILDREN_KEY, trace_event, trace_span
-from slime.utils.types import Sample
-from tools.trace_timeline_viewer import QUEUE_SLICE, page_data, trace_events, tracks_of
+from tools.trace_timeline_viewer import QUEUE_SLICE, trace_events, tracks_of
 
 
 def event(kind, name, ts, span=None, parent=None, **attrs):
@@ -60,26 +58,3 @@ def test_trace_events_are_what_perfetto_reads():
     assert (moment["name"], moment["ts"], moment["s"]) == ("tool", 1e6, "t")
     for inner, outer in zip(slices[1:3], slices[:2]):
         assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
-
-
-def test_children_that_a_span_carries_are_slices_of_their_own():
-    sample = Sample(index=0, group_index=0)
-    with trace_span(sample, "turn") as span:
-        span.set(TRACE_CHILDREN_KEY, [{"name": "prefill", "start": 1.0, "end": 2.0, "attrs": {"x": 1}}])
-        trace_event(sample, "moment")
-    (track,) = tracks_of([sample.trace])
-    child = next(one for one in track.slices if one.name == "prefill")
-    assert (child.start, child.end, child.depth, child.attrs) == (1.0, 2.0, 1, {"x": 1})
-    assert all(TRACE_CHILDREN_KEY not in one.attrs for one in track.slices)
-
-
-def test_a_sample_of_events_alone_begins_with_the_first():
-    tracks = tracks_of([{"events": [event("event", "tool", 101.0), event("event", "tool", 103.0)]}])
-    moments = [item["ts"] for item in trace_events(tracks)["traceEvents"] if item["ph"] == "i"]
-    assert moments == [0.0, 2e6]
-    page = page_data("x", tracks)
-    assert ([moment[1] for moment in page["rows"][0]["moments"]], page["seconds"]) == ([0.0, 2.0], 2.0)
-
-
-def test_nothing_to_show_is_an_empty_document():
-    assert trace_events([])["traceEvents"] == []
