@@ -28,7 +28,7 @@ from ray.exceptions import RpcError
 from slime.flags.cluster import plan_gpus
 from slime.utils import env
 from slime.utils.errors import ConfigError, ProcessError
-from slime.utils.private_folder import RAY, new_ray_folder, problem_of, remove_ray_folder
+from slime.utils.files import RAY, new_ray_folder, problem_of, remove_ray_folder
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from slime.ray import cluster, utils
 from slime.ray.cluster import ANSWER_TIMEOUT_S, CHECK_EVERY_S, SILENT_S, RayServers, leave_ray, own_cluster
 from slime.utils import env, net
 from slime.utils.errors import ConfigError, ProcessError
-from slime.utils.private_folder import remove_ray_folder
+from slime.utils.files import remove_ray_folder
 
 STRANGER = 54321
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files and processes to another user")
