@@ -34,6 +34,7 @@ from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.utils import env
 from slime.utils.env import visible_index
 from slime.utils.errors import HangError
+from slime.utils.files import user_folder
 from slime.utils.misc import Box
 
 FETCH_TIMEOUT_S = 3600
