@@ -19,6 +19,6 @@ In the order in which a reward becomes a gradient:
     registry.py            the table type of ESTIMATORS, KL_KINDS and the losses of --loss-type
 
 One algorithm, one file, one docstring with the equation and its paper.  The trainer binds them to its batches in
-``slime.backends.megatron_utils``, ``advantages.py`` and ``loss.py`` (which reads a batch through ``loss_columns.py``);
-the rollout side in ``slime.train_data.rewards``.
+``slime.backends.megatron_utils``, ``advantages.py`` and ``loss.py``; the rollout side in
+``slime.train_data.rewards``.
 """

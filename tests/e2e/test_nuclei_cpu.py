@@ -18,7 +18,7 @@ import torch
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.child_process import ChildProcess
-from slime.backends.sglang_utils.nuclei_support import check_returns_nuclei
+from slime.backends.sglang_utils.nuclei import check_returns_nuclei
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import start_server, wait_until_healthy
 from slime.train_data.convert import samples_to_train_data

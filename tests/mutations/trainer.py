@@ -76,14 +76,14 @@ TRAINER_BUGS = (
     ),
     Mutation(
         bug="rejection makes the other tokens weigh more",
-        target=f"{TRAINER}.loss_columns:reducer_of",
+        target=f"{TRAINER}.loss:reducer_of",
         old='batch["rollout_mask_sums"]',
         new="None",
         cells=(("dp2", "mis_rejection_sequence"),),
     ),
     Mutation(
         bug="a masked slot multiplied by 0: NaN times 0 is NaN",
-        target=f"{TRAINER}.loss_columns:TrainedTokens.only",
+        target=f"{TRAINER}.loss:TrainedTokens.only",
         old="torch.where(self._is_trained_T, torch.cat(list(column_N)), 0.0)",
         new="(torch.cat(list(column_N)) * self._is_trained_T)",
         tests=(f"{UNIT}test_untrained_slots.py::test_loss_metrics_and_gradient_do_not_see_them",),

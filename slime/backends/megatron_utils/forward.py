@@ -1,25 +1,39 @@
-"""Forward-only passes over a rank's rollout: log-probs, entropies and values, in the order of the samples;
-and the decision whether the old log-probs take a pass of their own.
+"""Passes of a rank's micro-batches through the model: of the training step, and forward only for log-probs,
+entropies and values; and the decision whether the old log-probs need such a pass.
+
+Micro-batches are packed to different lengths.  megatron-core lets each stage of a pipeline send its neighbour the
+shape of what is coming, with a wait for the device on both sides; with two stages and virtual ones in each, where both
+neighbours are the same rank, those messages pair up wrongly.  Here every stage knows the lengths of all micro-batches,
+because all stages hold the same samples, and the order in which they arrive follows from the schedule; so nothing is
+sent but the tensors.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from slime.algorithms.advantages import get_estimator
 from slime.backends.megatron_utils.cp_utils import packing_of
-from slime.backends.megatron_utils.data import DataIterator, forward_arguments, get_batch
+from slime.backends.megatron_utils.data import DataIterator, forward_arguments, get_batch, packed_lengths
 from slime.backends.megatron_utils.log_probs import reader_columns
 from slime.backends.megatron_utils.loss import wants_mismatch
-from slime.backends.megatron_utils.pipeline import run_microbatches
+from slime.backends.megatron_utils.reloadable_groups import plain_group
+from slime.backends.train_worker import Pulse
 from slime.utils.misc import call_hook
 
 _KEYS = ("multimodal_train_inputs", "host_tokens")
@@ -134,3 +148,122 @@ def readers_of_old_log_probs(args: Namespace, num_steps: int) -> Iterator[str]:
         yield "--use-routing-replay: the pass records the routes"
     if args.use_rollout_entropy:
         yield "--use-rollout-entropy: the pass computes it"
+
+
+ForwardStep = Callable[[DataIterator, torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
+"""Takes the next micro-batch from the iterator; gives the chunk's output, and what makes a loss (or a reading) of it.
+"""
+
+Shape = tuple[int, int, int]
+
+
+def run_microbatches(
+    args: Namespace,
+    step: ForwardStep,
+    model: Sequence[torch.nn.Module],
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: int,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Run all micro-batches of a step through this rank's chunks, forward and (unless ``forward_only``) backward.
+
+    Args:
+        step: see :data:`ForwardStep`; what it makes of the output counts on the last stage only.
+        data_iterator: one for each chunk, standing at the step's first micro-batch.
+        num_microbatches: of the step, the same on every rank.
+
+    Returns:
+        what each micro-batch reported, in their order, on the last pipeline stage; nothing elsewhere.
+    """
+    options: dict[str, Any] = {}
+    communicator: KnownShapes | None = None
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        config = get_model_config(model[0])
+        lengths = packed_lengths(data_iterator[0], num_microbatches, packing_of(args))
+        groups = _process_groups()
+        communicator = KnownShapes(groups.pp, config, lengths, num_chunks=len(model))
+        options = {"pg_collection": groups, "p2p_communicator": communicator}
+    phase = "micro-batch of a forward pass" if forward_only else "micro-batch of training"
+
+    def marked(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        Pulse().mark(phase)
+        return step(iterator, chunk)
+
+    reports = get_forward_backward_func()(
+        forward_step_func=marked,
+        data_iterator=list(data_iterator),
+        model=list(model),
+        num_microbatches=num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+        **options,
+    )
+    if communicator is not None:
+        communicator.finish()
+    Pulse().mark(None if forward_only else "optimizer step")
+    return reports
+
+
+class KnownShapes(P2PCommunicator):
+    """Point-to-point exchange of activations and gradients between pipeline stages that know every shape.
+
+    A message from a neighbour is the output of one of its micro-batches, and messages of one direction arrive in the
+    order in which they were sent, which is the order of the neighbour's schedule.  The same table serves forward and
+    backward: going backward, the chunks are visited in reverse.
+
+    Args:
+        lengths: packed tokens of each micro-batch of the step on one context-parallel rank.
+    """
+
+    def __init__(self, pp_group: Any, config: TransformerConfig, lengths: Sequence[int], *, num_chunks: int) -> None:
+        super().__init__(plain_group(pp_group), config)
+        split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        group_size = config.microbatch_group_size_per_vp_stage or pp_group.size()
+        table = get_schedule_table(len(lengths), num_chunks, group_size)
+        shapes: list[Shape] = [(length // split, 1, config.hidden_size) for length in lengths]
+        is_first, is_last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
+        # The stage before the first is the last one, whose last chunk ends the model and sends nothing on; likewise
+        # going backward, where it is the first stage that has nothing to pass on from its first chunk.
+        ends = num_chunks - 1
+        self._from_previous = deque(shapes[m] for m, chunk in table if not (is_first and chunk == ends))
+        self._from_next = deque(shapes[m] for m, chunk in table if not (is_last and chunk == ends))
+        self._last_sent: dict[str, Any] = {}
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape, Shape]:
+        """Return the shapes that arrive next from the previous and from the next stage; called before every
+        exchange.
+        """
+        nothing: Shape = (0, 0, 0)
+        previous = self._from_previous.popleft() if recv_prev else nothing
+        return previous, self._from_next.popleft() if recv_next else nothing
+
+    def _communicate(self, **arguments: Any) -> tuple[Tensor | None, Tensor | None, Any]:
+        """Exchange with the neighbours once; returns what arrived and, when not waited for, the requests by name."""
+        previous, following, requests = super()._communicate(**arguments)
+        if requests:
+            self._last_sent |= {name: request for name, request in requests.items() if name.startswith("send")}
+        return previous, following, requests
+
+    def finish(self) -> None:
+        """Wait for what was sent last, which the schedules leave to itself; gloo drops a message with its request."""
+        for request in self._last_sent.values():
+            if not request.is_completed():
+                request.wait()
+        self._last_sent.clear()
+        assert not self._from_previous, f"{len(self._from_previous)} messages of the previous stage never came"
+
+
+def _process_groups() -> ProcessGroupCollection:
+    """Return the groups that the schedules and the end of a backward pass use."""
+    groups: Any = ProcessGroupCollection()
+    groups.tp = mpu.get_tensor_model_parallel_group()
+    groups.cp = mpu.get_context_parallel_group()
+    groups.pp = mpu.get_pipeline_model_parallel_group()
+    groups.embd = mpu.get_embedding_group(check_initialized=False)
+    groups.pos_embd = mpu.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = mpu.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups

@@ -13,10 +13,9 @@ from slime.backends.megatron_utils import train_metrics
 from slime.backends.megatron_utils.advantages import choose_teachers, compute_advantages_and_returns
 from slime.backends.megatron_utils.data import DataIterator, current_device
 from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
-from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_log_probs_and_top, get_values
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies, teacher_tag
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
-from slime.backends.megatron_utils.top_k import get_log_probs_and_top
 from slime.backends.megatron_utils.train_metrics import ExpertLoad
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,16 +25,14 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.adam import parts_of
 from slime.backends.megatron_utils.cp_utils import packing_of
-from slime.backends.megatron_utils.data import DataIterator, get_batch, sample_columns
-from slime.backends.megatron_utils.forward import run_model
+from slime.backends.megatron_utils.data import DataIterator, current_device, get_batch, sample_columns
+from slime.backends.megatron_utils.forward import run_microbatches, run_model
 from slime.backends.megatron_utils.layers.mtp import mtp_inputs, send_embedding_to_mtp
-from slime.backends.megatron_utils.layers.routed_samples import attach_routed_samples
+from slime.backends.megatron_utils.layers.router import attach_routed_samples
 from slime.backends.megatron_utils.loss import loss_function
-from slime.backends.megatron_utils.pipeline import run_microbatches
-from slime.backends.megatron_utils.replicas import Marks
-from slime.backends.megatron_utils.step_times import optimizer_time, recorded_step
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.backends.train_worker import Pulse
+from slime.observability.telemetry import DeviceTimes, span, wants
 from slime.utils.errors import StepError
 from slime.utils.misc import call_hook
 
@@ -271,3 +272,171 @@ def train_rollout(
             )
         on_step(step_id, result)
         Pulse().mark(None)
+
+
+# Seconds of forward, backward, communication and the optimizer, for the run's record.
+#
+# megatron-core's schedules start and stop a timer; here that is a pair of events on the device's stream, read when the
+# step is over.  What overlaps with a pass (a gather, a reduction) counts as the pass.
+
+
+PARTS = ("forward", "backward", "communication", "optimizer")
+"""In the order of their spans: sums over the micro-batches, one after the other."""
+_GATHER = "params-all-gather"
+
+
+class _StepTimes:
+    """The timers of one step, as megatron-core calls them."""
+
+    def __init__(self) -> None:
+        self._times = DeviceTimes()
+        self._open: dict[str, AbstractContextManager[None]] = {}
+        self._name = ""
+
+    def __call__(self, name: str, log_level: int | None = None) -> _StepTimes:
+        self._name = name
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin the timer of the last call; it waits for nobody."""
+        if (part := _part_of(self._name)) is not None:
+            self._open[self._name] = self._times.span(part, current_device())
+            self._open[self._name].__enter__()
+
+    def stop(self, barrier: bool = False) -> None:
+        """End it."""
+        if self._name in self._open:
+            self._open.pop(self._name).__exit__(None, None, None)
+
+    def optimizer(self) -> AbstractContextManager[None]:
+        """Time the body as the optimizer's, gathers of parameters included."""
+        return self._times.span("optimizer", current_device())
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part; waits for the device."""
+        found = self._times.seconds()
+        gather = found.pop(_GATHER, 0.0)
+        found["communication"] = found.get("communication", 0.0) + gather
+        found["optimizer"] = max(0.0, found.get("optimizer", 0.0) - gather)
+        return found
+
+
+def _part_of(name: str) -> str | None:
+    if name in ("forward-compute", "backward-compute"):
+        return name.partition("-")[0]
+    if name == _GATHER:
+        return name  # within the optimizer
+    is_sent = any(word in name for word in ("-send", "-recv", "grads-sync", "all-reduce"))
+    return "communication" if is_sent else None
+
+
+@contextmanager
+def recorded_step(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Record where the body, one optimizer step, spends its time, in a run that is recorded."""
+    if not wants("details"):
+        yield
+        return
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    configs: list[Any] = [get_model_config(model[0]), *(part.config for part in parts)]
+    times, began = _StepTimes(), time.time()
+    for config in configs:
+        config.timers = times
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.timers = None
+    record_parts(times.seconds(), began, time.time())
+
+
+def optimizer_time(model: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+    """Time the body as the optimizer's, in a step that is recorded."""
+    timers: Any = get_model_config(model[0]).timers
+    return timers.optimizer() if isinstance(timers, _StepTimes) else nullcontext()
+
+
+def record_parts(seconds: dict[str, float], began: float, ended: float) -> None:
+    """Record the parts of a step as spans that lie one after the other within it."""
+    scale = min(1.0, (ended - began) / max(sum(seconds.values()), 1e-9))
+    for name in PARTS:
+        until = began + seconds.get(name, 0.0) * scale
+        span(name, began, until)
+        began = until
+
+
+# Checks of each step: ranks that must hold the same weights do, and every rank's loss is finite.
+#
+# megatron-core's sharded optimizer gives every rank of a data-parallel group the same norm of the gradient, whatever a
+# rank computed; only its copy of the weights shows that a rank went its own way.
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Checksums and losses of the ranks of one group in a step, on the device; reading them waits for the device."""
+
+    ranks: list[int]
+    table: Tensor
+    """A row for each rank: the checksum of its weights, the micro-batches whose loss is not finite."""
+
+    @classmethod
+    def gather(cls, model: Sequence[torch.nn.Module], losses: Sequence[Tensor]) -> list[Marks]:
+        """Exchange the marks of the ranks that hold the same dense weights, and the same experts.
+
+        Nothing waits for the device: read them after something that does anyway.
+
+        Args:
+            losses: of this rank's micro-batches; none except on the last pipeline stage.
+        """
+        weights = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad]
+        experts = [weight for weight in weights if not getattr(weight, "allreduce", True)]
+        dense = [weight for weight in weights if getattr(weight, "allreduce", True)]
+        gathered = []
+        for replicated, group in (
+            (dense, mpu.get_data_parallel_group(with_context_parallel=True)),
+            (experts, mpu.get_expert_data_parallel_group()),
+        ):
+            if replicated:
+                num_ranks = dist.get_world_size(group)
+                not_finite = _num_not_finite(losses, replicated[0].device)
+                # A rank alone has nothing to compare, and need not read all its weights again in each step.
+                checksum = _checksum(replicated) if num_ranks > 1 else torch.zeros_like(not_finite)
+                mine = torch.stack([checksum, not_finite])
+                table = mine.new_empty(num_ranks * 2)
+                dist.all_gather_into_tensor(table, mine, group=group)
+                gathered.append(cls(dist.get_process_group_ranks(group), table))
+        return gathered
+
+    def check(self, moment: str) -> None:
+        """Compare the copies of the weights.
+
+        Raises:
+            StepError: they differ; names the ranks that hold others than most do.
+        """
+        sums = self.table.tolist()[::2]
+        counts = Counter(sums).most_common()
+        if len(counts) == 1:
+            return
+        is_tie = counts[0][1] == counts[1][1]
+        others = [rank for rank, value in zip(self.ranks, sums, strict=True) if is_tie or value != counts[0][0]]
+        who = f"ranks {others} hold weights that differ" if is_tie else f"ranks {others} hold other weights than most"
+        raise StepError(
+            f"{moment}: {who}, of ranks {self.ranks}, which must hold the same. Look at the GPU and memory of their "
+            "nodes; --on-nan rollback goes back to a checkpoint instead of ending the run"
+        )
+
+    def not_finite(self) -> list[int]:
+        """Return the ranks with a loss that is not finite."""
+        return [rank for rank, count in zip(self.ranks, self.table.tolist()[1::2], strict=True) if count]
+
+
+@torch.no_grad()
+def _checksum(weights: Sequence[Tensor]) -> Tensor:
+    """Sum of the bits of every weight's norm: equal for equal weights, and changed by any rank's own update."""
+    norms = torch.stack(torch._foreach_norm(list(weights), 2, dtype=torch.float32))
+    return norms.view(torch.int32).sum(dtype=torch.int64)
+
+
+def _num_not_finite(losses: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not losses:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return (~torch.stack([loss.detach() for loss in losses]).isfinite()).sum()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.nuclei_support import layout_problems
+from slime.backends.sglang_utils.nuclei import layout_problems
 from slime.backends.sglang_utils.server_args import present_name
 from slime.backends.sglang_utils.sglang_config import (
     ServerGroupConfig,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.backends.sglang_utils.nuclei_support import check_returns_nuclei
+from slime.backends.sglang_utils.nuclei import check_returns_nuclei
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.flags.security import job_secret
 from slime.utils.errors import ConfigError, ProcessError

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.backends.megatron_utils.ci_checks import check_rollout, check_step
+from slime.backends.megatron_utils.train_reports import check_rollout, check_step
 from slime.utils.errors import CheckError
 
 GOOD = {"ppo_kl": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.01, "mtp_loss": 0.5}

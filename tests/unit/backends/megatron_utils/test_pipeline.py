@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from slime.backends.megatron_utils.data import sample_columns
 from slime.backends.megatron_utils.flags.config_builders import num_stages_of_layout
-from slime.backends.megatron_utils.pipeline import KnownShapes
+from slime.backends.megatron_utils.forward import KnownShapes
 from slime.train_data.context_parallel import CPRank
 from slime.train_data.microbatch import PackingConfig, pack_thd, packed_length
 from slime.utils.errors import ConfigError

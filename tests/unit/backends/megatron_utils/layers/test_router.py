@@ -11,8 +11,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_de
 from torch import Tensor
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.layers.routed_samples import RoutedSamples, routers_need_samples
-from slime.backends.megatron_utils.layers.router import Router
+from slime.backends.megatron_utils.layers.router import RoutedSamples, Router, routers_need_samples
 from slime.backends.megatron_utils.train_metrics import ExpertLoad, load_metrics
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
