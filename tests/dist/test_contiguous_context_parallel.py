@@ -78,16 +78,6 @@ def test_each_rank_takes_its_part_of_the_whole_stream_and_knows_all_offsets(rank
     assert ranks[0]["offsets"] == ranks[1]["offsets"] == [0, 9, 11, 41, 46, 48]
 
 
-def test_the_loss_mask_is_cut_as_the_tokens_are(ranks: list[dict[str, Any]]) -> None:
-    mask = ranks[0]["mask"] + ranks[1]["mask"]
-    predicting = [
-        position
-        for start, total, response in zip(STARTS, TOTAL, RESPONSE, strict=True)
-        for position in range(start + total - response - 1, start + total - 1)
-    ]
-    assert [position for position, value in enumerate(mask) if value] == predicting
-
-
 def test_values_come_back_as_the_pieces_that_zigzag_would_have(ranks: list[dict[str, Any]]) -> None:
     assert all(all(rank["equal"]) and rank["negated"] for rank in ranks)
     assert [sum(owned) for owned in zip(*(rank["owned"] for rank in ranks), strict=True)] == RESPONSE

@@ -180,29 +180,6 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_a_model_without_updates_serves_at_once(make_group, router):
-    group = make_group(1, takes_updates=False)
-    kill(group)
-    wait_until(lambda: group.find_exited(5.0), SLACK_S)
-    (found,) = group.find_exited(5.0).items()
-    assert "was killed by signal 9" in found[1]
-    group.report(found[0], EngineEvent.DIED, found[1])
-    group.wait_settled(300)
-    assert group.states == [EngineState.SERVING] and group.urls[0] in listed(router)
-
-
-def test_a_paused_monitor_evicts_nobody(make_group):
-    group = make_group(1)
-    monitor = HealthMonitor(ARGS, group)
-    kill(group)
-    time.sleep(3)
-    assert group.states == [EngineState.SERVING]
-    monitor.resume()
-    wait_until(lambda: group.states[0] is not EngineState.SERVING, SLACK_S)
-    monitor.stop()
-    group.wait_settled(300)
-
-
 def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_restarted(make_group):
     group = make_group(2, restarts=False)
     monitor = StallMonitor(ARGS, group)

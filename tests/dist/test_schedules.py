@@ -76,13 +76,6 @@ def test_a_kept_actor_is_the_policy_that_drew_the_rollout(
             assert matches == [index == version for index in range(len(computed))]
 
 
-def test_training_goes_on_from_the_actors_weights_whatever_is_kept(follow: Follow) -> None:
-    (kept,) = follow(1, "--keep-old-actor", "--update-weights-interval", 2, *NOTE, rollouts=4)
-    (plain,) = follow(1, rollouts=2)
-    assert same(kept["weights"][1], plain["weights"][1])  # in rollout 0 the old policy is the actor itself
-    assert distance(kept["weights"][2], plain["weights"][2], plain["weights"][0]) > 1e-3
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_reference_becomes_the_actor_after_the_interval_and_not_before(follow: Follow, world_size: int) -> None:
     for rank in follow(world_size, *KL, "--ref-update-interval", 2, rollouts=4):

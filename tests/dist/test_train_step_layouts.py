@@ -192,12 +192,6 @@ def test_a_step_does_not_depend_on_the_layout(
     check_equal(per_token, one_process["per token"])
 
 
-def test_the_gradient_is_not_zero(one_process: dict[str, Any]) -> None:
-    gradients, steps, _ = one_process["packed to 40 tokens"]
-    assert all(any(values) for values in gradients.values())
-    assert steps[0]["train/grad_norm"] > 0.1
-
-
 def go_astray(rank: int, world_size: int, port: int, folder: str) -> tuple[str, list[int]]:
     """Two steps: in the first one rank has a loss that is not finite, before the second one its weights change."""
     import torch

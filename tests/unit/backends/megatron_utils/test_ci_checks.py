@@ -99,10 +99,6 @@ def test_the_kl_in_the_reward_of_the_first_rollout_is_checked_too(caplog):
     assert "rollout/kl is 0.25" in caplog.text
 
 
-def test_the_reference_does_not_choose_the_engines_experts():
-    check({"kl_loss": 1e-3}, use_rollout_routing_replay=True)
-
-
 def test_gradient_norms_of_two_runs_are_compared(tmp_path):
     template = str(tmp_path / "{role}_{rollout_id}_{step_id}.pt")
     check({}, grad_norm=5.0, rollout_id=2, ci_save_grad_norm=template)

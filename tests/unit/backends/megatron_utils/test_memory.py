@@ -23,9 +23,3 @@ def test_an_out_of_memory_error_names_the_flags_also_on_another_process(args: Na
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.56 GiB.")
     (note,) = pickle.loads(pickle.dumps(caught.value)).__notes__
     assert flag in note and "--recompute-granularity full" in note and "--fit" in note
-
-
-def test_other_errors_stay_as_they_are() -> None:
-    with pytest.raises(ValueError) as caught, memory.naming_flags(Namespace()):
-        raise ValueError("of another kind")
-    assert not hasattr(caught.value, "__notes__")

@@ -47,11 +47,6 @@ def test_the_logits_are_those_of_the_padded_vocabulary() -> None:
     assert logits.shape == (3, 12)
 
 
-def test_two_models_of_one_seed_are_equal() -> None:
-    first, second = build().state_dict(), build().state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first if torch.is_tensor(first[name]))
-
-
 def test_a_spec_function_shapes_the_layers() -> None:
     model = build("--qk-layernorm", "--spec", HERE, "short_spec")
     names = [name for name, _ in model.named_parameters()]
@@ -102,12 +97,6 @@ def test_parameters_outside_of_the_list_do_not_train() -> None:
     ]
 
 
-def test_parameters_on_the_freeze_list_do_not_train() -> None:
-    model = build("--freeze-params-name-list", r"layers\.0\.")
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert frozen == {name for name, _ in model.named_parameters() if ".layers.0." in name}
-
-
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 
 
@@ -144,14 +133,6 @@ def test_a_pattern_without_a_parameter_is_told_and_a_model_without_trained_param
         build_model(args, wrap_with_ddp=False)
 
 
-def test_without_lists_nothing_is_frozen() -> None:
-    model = torch.nn.Linear(2, 2)
-    freeze_parameters(model)
-    assert model.weight.requires_grad and model.bias.requires_grad
-    freeze_parameters(model, freeze=["bias"])
-    assert model.weight.requires_grad and not model.bias.requires_grad
-
-
 def test_both_lists_at_once_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         build("--only-train-params-name-list", "a", "--freeze-params-name-list", "b")
@@ -174,13 +155,6 @@ def test_the_expert_layers_follow_the_pattern(flags: str, pattern: list[bool]) -
 def test_a_pattern_of_another_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="--moe-layer-freq has 3 entries; --num-layers is 2"):
         parse(*DENSE, "--num-experts", "2", "--moe-ffn-hidden-size", "8", "--moe-layer-freq", "[0,1,1]")
-
-
-def test_names_on_disk_are_those_of_transformer_engine() -> None:
-    keys = {value.key for value in build().sharded_state_dict().values() if hasattr(value, "key")}
-    assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in keys
-    assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in keys
-    assert not any("input_layernorm" in key or "pre_mlp_layernorm" in key for key in keys)
 
 
 def test_a_deterministic_run_and_a_user_hook_are_set_up_by_init(monkeypatch: pytest.MonkeyPatch) -> None:

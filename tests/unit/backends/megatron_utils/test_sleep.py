@@ -22,7 +22,7 @@ from trainer_case import make_args, write_model
 from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensors
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
-from slime.backends.megatron_utils.sleep import HostArena, OffloadedState
+from slime.backends.megatron_utils.sleep import OffloadedState
 from slime.compose import parts
 from slime.weights.pinned_memory import aligned
 
@@ -169,29 +169,6 @@ def test_a_copy_that_the_model_is_ahead_of_is_not_what_comes_back(folders: dict[
     assert are_equal(state(model, optimizer), trained)
 
 
-def test_a_buffer_of_which_one_weight_has_a_copy_is_copied_whole(folders: dict[str, Path]) -> None:
-    _, model, optimizer, _ = build(folders, "fp32")
-    before = [tensor.clone() for tensor in weights_of(model)]
-    switch = ModelSwitch(model)
-    switch.backup("actor")
-    offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
-    offloaded.offload(switch.current_copies()[:1])
-    offloaded.onload()
-    assert are_equal(weights_of(model), before)
-
-
-def test_giving_back_twice_is_giving_back_once(folders: dict[str, Path]) -> None:
-    _, model, optimizer, _ = build(folders, "bf16")
-    before = [tensor.clone() for tensor in weights_of(model)]
-    offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
-    offloaded.onload()
-    for _ in range(2):
-        offloaded.offload()
-    for _ in range(2):
-        offloaded.onload()
-    assert are_equal(weights_of(model), before)
-
-
 def test_a_model_without_an_optimizer_sleeps_too(folders: dict[str, Path]) -> None:
     _, model, _, _ = build(folders, "fp32")
     before = [tensor.clone() for tensor in weights_of(model)]
@@ -199,15 +176,3 @@ def test_a_model_without_an_optimizer_sleeps_too(folders: dict[str, Path]) -> No
     offloaded.offload()
     offloaded.onload()
     assert are_equal(weights_of(model), before)
-
-
-def test_pieces_of_the_arena_span_chunks_and_overlap_nowhere() -> None:
-    arena = HostArena(8, is_pinned=False)
-    arena.grow(17)
-    assert (len(arena.chunks), arena.num_bytes) == (3, 24)
-    places = [(begin, size) for begin, size in ((0, 5), (5, 3), (8, 8), (16, 1))]
-    assert [[len(piece) for piece in arena.pieces(*place)] for place in [*places, (3, 18)]] == [
-        [5], [3], [8], [1], [5, 8, 5]
-    ]  # fmt: skip
-    arena.grow(9)
-    assert len(arena.chunks) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,21 +84,6 @@ def test_the_towers_step_is_the_factor_times_what_it_is_without(tmp_path: Path, 
     assert any(step.any() for name, step in plain.items() if name.startswith("vision_model."))
 
 
-def test_the_towers_schedule_is_the_factor_times_that_of_the_rest(tmp_path: Path) -> None:
-    CASE.write_checkpoint(tmp_path)
-    with one_process_world():
-        job = Job(tmp_path, FACTOR)
-        seen = []
-        for _ in range(6):
-            job.scheduler.step(job.args.global_batch_size)
-            rates = job.rates()
-            assert rates.keys() == {1.0, FACTOR}
-            (rest,), (tower,) = rates[1.0], rates[FACTOR]
-            assert tower == pytest.approx(FACTOR * rest, rel=1e-12)
-            seen.append(rest)
-    assert len(set(seen)) > 3, "warm-up and decay"
-
-
 def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(tmp_path: Path, data: dict[str, Any]) -> None:
     CASE.write_checkpoint(tmp_path / "hf")
     flags = ("--save", tmp_path / "run", "--save-interval", 1)
@@ -135,11 +119,3 @@ def test_a_factor_that_cannot_hold_is_refused(
     with pytest.raises((ConfigError, SystemExit)) as caught:
         trainer.make_args(CASE, tmp_path, "--vision-tower-lr-mult", FACTOR, *SCHEDULE, *flags)
     assert re.search(message, str(caught.value) + capsys.readouterr().err)
-
-
-def test_a_factor_for_a_frozen_tower_is_refused(tmp_path: Path) -> None:
-    CASE.write_checkpoint(tmp_path)
-    words = [word for word in map(str, CASE.flags(tmp_path)) if word != "--train-vision-tower"]
-    case = replace(CASE, flags=lambda folder: words)
-    with pytest.raises(ConfigError, match="--vision-tower-lr-mult is 0.25, but the tower is frozen"):
-        trainer.make_args(case, tmp_path, "--vision-tower-lr-mult", FACTOR)

@@ -19,7 +19,7 @@ from trainer_case import cut, make_args, make_train_data, write_model
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
-from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer, total_train_iters
+from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import perf_metrics, reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
@@ -52,14 +52,6 @@ def train(args: Namespace, model: Any, optimizer: Any, scheduler: Any, rollout_i
     return results
 
 
-def test_pass_rates_are_left_to_the_rollout_side(folder):
-    args, *_ = build(folder, "--log-passrate")
-    data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
-    metrics = rollout_metrics(args, data)
-    assert "rollout/raw_reward" in metrics
-    assert not any(name.startswith("passrate/") for name in metrics)
-
-
 def test_rewards_that_were_not_given_are_in_no_mean(folder):
     args, *_ = build(folder)
     batch = make_train_data()
@@ -70,12 +62,6 @@ def test_rewards_that_were_not_given_are_in_no_mean(folder):
     metrics = rollout_metrics(args, data)
     assert (metrics["rollout/rewards"], metrics["rollout/raw_reward"]) == (0.5, 2.0)
     data.graded = [False] * count
-    assert not any("reward" in name for name in rollout_metrics(args, data))
-
-
-def test_demonstrations_have_no_rewards_to_report(folder):
-    args, *_ = build(folder, "--loss-type", "sft_loss", "--disable-compute-advantages-and-returns")
-    data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
     assert not any("reward" in name for name in rollout_metrics(args, data))
 
 
@@ -106,12 +92,6 @@ def test_the_schedule_counts_samples_and_flags_count_steps(folder: Path) -> None
     assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3, 0])
 
 
-def test_the_run_has_as_many_steps_as_its_samples_fill(folder: Path) -> None:
-    args = make_args(folder, "--actor-num-gpus-per-node", 1)
-    assert total_train_iters(args) == 4  # 4 rollouts of 4 x 2 samples, 8 to a step
-    assert total_train_iters(Namespace(**{**vars(args), "global_batch_size": 4})) == 8
-
-
 def test_a_warm_up_longer_than_the_decay_is_refused(folder: Path) -> None:
     args, _, optimizer, _ = build(folder)
     with pytest.raises(ConfigError, match="warms up for 4 of 4 optimizer steps; lower --lr-warmup-iters"):
@@ -137,14 +117,6 @@ def test_without_the_check_such_a_step_is_skipped(folder: Path) -> None:
     assert not result.is_applied and result.not_finite_ranks == (0,)
     assert scheduler.num_steps == 0, "nor does the learning rate move"
     assert all(torch.equal(value, before[name]) or value.isnan().any() for name, value in parameters(model).items())
-
-
-def test_a_learning_rate_of_zero_leaves_the_weights_exactly_as_they_are(folder: Path) -> None:
-    args, model, optimizer, scheduler = build(folder, "--lr", 0)
-    before = parameters(model)
-    (result,) = train(args, model, optimizer, scheduler)
-    assert result.is_applied and result.grad_norm > 0
-    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
 
 
 def test_two_steps_a_rollout_split_its_samples(folder: Path) -> None:
@@ -178,24 +150,6 @@ def test_resetting_reaches_moments_on_the_host_that_a_checkpoint_has_just_given(
     adam.state[weight] = {name: torch.ones(()) for name in names}  # it keeps no state of its own before a step
     reset_optimizer_states(Namespace(optimizer=on_host))
     assert [float(adam.state[weight][name]) for name in names] == [0, 0, 0]
-
-
-def test_parked_weights_come_back_bit_for_bit(folder: Path) -> None:
-    args, model, optimizer, scheduler = build(folder)
-    switch = ModelSwitch(model)
-    switch.backup("actor")
-    first = parameters(model)
-    train(args, model, optimizer, scheduler)
-    switch.active = "trained"
-    switch.backup("trained")
-    trained = parameters(model)
-    assert any(not torch.equal(trained[name], first[name]) for name in first)
-    switch.switch_to("actor")
-    assert all(torch.equal(value, first[name]) for name, value in parameters(model).items())
-    switch.switch_to("trained")
-    assert all(torch.equal(value, trained[name]) for name, value in parameters(model).items())
-    with pytest.raises(ConfigError, match="no weights are kept under 'ref'; kept are"):
-        switch.switch_to("ref")
 
 
 def test_a_switch_to_the_reference_and_back_does_not_disturb_training(folder: Path) -> None:

@@ -119,15 +119,3 @@ def test_advantages_and_returns_of_trained_tokens_do_not_see_them(estimator: str
     for values, expected in zip(trained(strange), trained(-1.0 if estimator != "ppo" else strange), strict=True):
         assert torch.isfinite(values).all()
         torch.testing.assert_close(values, expected)
-
-
-def test_ppo_does_not_see_what_is_not_finite_where_a_token_is_not_trained() -> None:
-    data = make_batch(masks=((1, 0, 1),), log_probs=[[-1.0] * 3], ref_log_probs=[[-1.0, float("nan"), -1.0]])
-    data |= {"rewards": [1.0], "values": [torch.tensor([0.1, float("inf"), 0.3])]}
-    args = make_args(
-        advantage_estimator="ppo", kl_coef=0.1, gamma=1.0, lambd=1.0, use_opd=False, normalize_advantages=False,
-        custom_advantage_function_path=None,
-    )  # fmt: skip
-    compute_advantages_and_returns(args, data)
-    assert data["advantages"][0].tolist() == pytest.approx([0.9, 0.0, 0.7])
-    assert data["returns"][0].tolist() == pytest.approx([1.0, 0.0, 1.0])

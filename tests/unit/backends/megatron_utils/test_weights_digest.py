@@ -29,11 +29,6 @@ def test_every_bit_and_every_place_counts(size, dtype):
         assert not torch.equal(sums_of(swapped), sums)
 
 
-def test_a_view_that_does_not_begin_at_a_word_is_read_as_its_copy():
-    weight = torch.randn(100).bfloat16()
-    assert torch.equal(sums_of(weight[1:]), sums_of(weight[1:].clone()))
-
-
 @pytest.mark.parametrize("max_bytes", [1, 100, 2**26])
 def test_every_weight_counts_however_they_are_joined(max_bytes):
     weights = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(1), torch.randn(64)]

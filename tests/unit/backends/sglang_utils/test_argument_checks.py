@@ -61,15 +61,6 @@ def test_whole_blocks_are_served(shape, options):
     assert problems(shape, **options) == []
 
 
-def test_dense_layers_of_an_expert_model_are_looked_at_too():
-    (found,) = problems(DEEPSEEK, 64, ep=64)
-    assert "intermediate_size 18432" in found and "288" in found
-
-
-def test_more_groups_of_experts_than_ranks_are_left_to_the_rule_about_sizes():
-    assert problems(QWEN3_30B, 4, ep=8) == []
-
-
 def test_blocks_of_each_model_are_judged_by_its_own_engines(tmp_path):
     models = []
     for name, shape, num_gpus, kind, overrides in (

@@ -53,12 +53,6 @@ def test_every_field_of_server_args_has_a_prefixed_flag_or_is_slimes(parser):
     assert not {f"sglang_{name}" for name in SLIME_DECIDES.keys() - {"config"}} & attributes
 
 
-def test_values_reach_prefixed_attributes(parser):
-    args = parse(parser, "--sglang-mem-fraction-static 0.7 --sglang-context-length 4096 --router-policy random")
-    assert (args.sglang_mem_fraction_static, args.sglang_context_length) == (0.7, 4096)
-    assert args.router_policy == "random"
-
-
 def test_defaults_of_the_router_and_of_slimes_own_flags(parser):
     args = parse(parser, "")
     assert (args.router_log_level, args.router_balance_abs_threshold, args.router_balance_rel_threshold) == (
@@ -69,15 +63,6 @@ def test_defaults_of_the_router_and_of_slimes_own_flags(parser):
     assert (args.sglang_router_ip, args.sglang_router_port) == (None, None)
     assert (args.sglang_router_request_timeout_secs, args.sglang_server_concurrency) == (14400, 512)
     assert (args.sglang_config, args.prefill_num_servers) == (None, None)
-
-
-def test_consistent_hashing_is_a_policy(parser):
-    assert parse(parser, "--router-policy consistent_hashing").router_policy == "consistent_hashing"
-
-
-def test_the_engines_size_follows_from_its_gpus(parser):
-    args = parse(parser, "--rollout-num-gpus-per-engine 8 --sglang-pp-size 2")
-    assert (args.sglang_tp_size, args.sglang_pipeline_parallel_size) == (4, 2)
 
 
 def test_long_names_and_short_names_agree(parser):
@@ -107,10 +92,6 @@ def test_nsa_spellings_are_dsa(parser):
 
 def test_ipv6_routers_are_bracketed(parser):
     assert parse(parser, "--sglang-router-ip ::1 --sglang-router-port 3000").sglang_router_ip == "[::1]"
-
-
-def test_the_help_can_be_formatted(parser):
-    assert "--sglang-mem-fraction-static" in parser.format_help()
 
 
 @pytest.mark.parametrize(

@@ -102,14 +102,6 @@ def test_a_delta_rule_in_parts_is_that_of_the_whole():
     assert not states[[0, 1, 3]].any()
 
 
-def test_drafts_are_not_verified():
-    with pytest.raises(NotImplementedError, match="speculative"):
-        delta_nets.delta_rule_next(
-            **dict.fromkeys(("A_log", "dt_bias", "q", "k", "v", "a", "b"), torch.zeros(1)),
-            initial_state_source=torch.zeros(1), initial_state_indices=torch.zeros(1), disable_state_update=True,
-        )  # fmt: skip
-
-
 def test_queries_are_normed_and_parted_from_their_gates():
     generator = torch.Generator().manual_seed(2)
     both, keys = torch.randn(3, 2 * 2 * 4, generator=generator), torch.randn(3, 4, generator=generator)

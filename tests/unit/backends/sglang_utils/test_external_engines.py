@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 
 import pytest
@@ -12,18 +11,6 @@ from slime.backends.sglang_utils.external_engines import check_capabilities, des
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port
 from tests.scripted_engine.server import ScriptedEngine
-
-
-@pytest.mark.parametrize(
-    ("address", "url"),
-    [
-        ("10.0.0.1:30000", "http://10.0.0.1:30000"),
-        ("http://host:1/", "http://host:1"),
-        ("[::1]:7", "http://[::1]:7"),
-    ],
-)
-def test_an_address_becomes_a_url(address, url):
-    assert normalise(address) == url
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "https://host:1", "http://host:1/path", "host:port", ":3"])
@@ -91,9 +78,3 @@ def test_an_engine_without_what_the_run_needs_is_refused(flag, field):
     with pytest.raises(ConfigError, match=field.replace("_", "-")):
         check_capabilities(flags(**{flag: True}), describe("http://e:1", {}))
     check_capabilities(flags(**{flag: True}), describe("http://e:1", {field: True}))
-
-
-def test_another_model_path_is_told(caplog):
-    with caplog.at_level(logging.WARNING):
-        check_capabilities(flags(), describe("http://e:1", {"model_path": "/other"}))
-    assert "/other" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import nuclei
-from slime.backends.sglang_utils.nuclei import Capture, PackedNuclei, joint_nuclei, pack_meta, torch_nuclei
+from slime.backends.sglang_utils.nuclei import Capture, joint_nuclei, pack_meta, torch_nuclei
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, SGLangConfig
 from slime.utils.errors import ConfigError
@@ -68,16 +68,6 @@ def test_a_batch_is_what_loops_over_its_rows_give(keeps_ties: bool, monkeypatch:
         assert sorted(probs[row, list(found)].tolist()) == sorted(probs[row, list(expected)].tolist())
 
 
-@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1000])
-def test_packed_rows_come_back_in_order(vocab_size: int) -> None:
-    kept = torch.rand(9, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) < 0.3
-    kept[4] = False
-    rows = PackedNuclei(kept, [row != 2 for row in range(9)])
-    for row in range(9):
-        expected = kept[row].nonzero().flatten().to(torch.int32).numpy().tobytes()
-        assert rows[row] == (None if row == 2 else expected)
-
-
 def capture_of(info: Namespace, probs: torch.Tensor, asked: list[bool], backend: str = "pytorch") -> Capture:
     capture = Capture(asked, is_greedy=False)
     capture.see(probs, info, backend=backend, renorm={})
@@ -97,21 +87,6 @@ def test_log_probs_are_renormalised_over_the_nucleus_where_it_was_asked_for() ->
         for row in packed
     ]
     assert ids == [[1, 3], None, [], [0, 1]]
-
-
-def test_a_greedy_batch_could_draw_its_tokens_alone() -> None:
-    capture = Capture([True, True], is_greedy=True)
-    tokens, probs = torch.tensor([2, 0]), torch.tensor([[0.2, 0.3, 0.5], [0.5, 0.3, 0.2]])
-    assert capture.correction(probs.log(), tokens).exp().tolist() == pytest.approx([0.5, 0.5])
-    assert list(capture.pack(tokens, 3)) == [b"\x02\0\0\0", b"\0\0\0\0"]
-
-
-def test_flashinfer_cuts_before_a_min_p() -> None:
-    probs = torch.tensor([[0.5, 0.3, 0.2]])
-    capture = Capture([True], is_greedy=False)
-    cut = {"top_k": lambda p, k: p, "top_p": lambda p, top_p: torch.tensor([[0.625, 0.375, 0.0]])}
-    capture.see(probs, limits([(ALL, 0.7, 0.6)]), backend="flashinfer", renorm=cut)
-    assert list(capture.pack(torch.tensor([0]), 3)) == [b"\0\0\0\0\1\0\0\0"]
 
 
 def test_an_answer_says_ids_and_offsets_as_the_trainer_reads_them() -> None:

@@ -14,7 +14,7 @@ from slime.backends.sglang_utils import cpu_shim
 
 cpu_shim.install()
 from sglang.srt.managers import io_struct  # noqa: E402 - after the shim
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput  # noqa: E402
+from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
@@ -24,7 +24,6 @@ from slime.backends.sglang_utils.request_check import (  # noqa: E402
     check_request,
     check_sequence,
     check_text,
-    give_own_ids,
 )
 from slime.backends.sglang_utils.sglang_plugin import _abort, _check_template, _generate, _leave_a_token  # noqa: E402
 from tests.unit.backends.sglang_utils.hostile_requests import IDS, PASSED, REQUESTS  # noqa: E402
@@ -93,14 +92,6 @@ def test_what_slime_sends_passes_as_it_is(name: str) -> None:
     check_request(obj)
     assert obj == same
     assert scheduled(OURS[name])
-
-
-def test_an_embedding_is_checked_too() -> None:
-    check_request(EmbeddingReqInput(text=[["a", "b"]]))
-    with pytest.raises(ValueError, match=r"input_ids is \[\]"):
-        check_request(EmbeddingReqInput(input_ids=[]))
-    with pytest.raises(ValueError, match="embed_overrides"):
-        check_request(EmbeddingReqInput(input_ids=IDS, embed_overrides=[[0.1]]))
 
 
 def test_labels_of_metrics_are_those_that_the_server_knows() -> None:
@@ -173,13 +164,6 @@ def test_two_requests_with_one_id_have_two_in_the_scheduler_and_are_aborted_by_t
     for rid, abort_all in (("", True), (inner[0], False), ("nobody", False)):
         _abort(abort, manager, rid, abort_all)
     assert manager.aborted == [("", True), (inner[0], False), ("nobody", False)]
-
-
-def test_the_servers_own_health_check_keeps_its_id() -> None:
-    manager = Manager()
-    asked(manager, GenerateReqInput(rid="HEALTH_CHECK_1", input_ids=[0]), "/health_generate")
-    assert manager.seen == ["HEALTH_CHECK_1"]
-    assert give_own_ids(GenerateReqInput(input_ids=IDS)) == ""
 
 
 @pytest.mark.parametrize(

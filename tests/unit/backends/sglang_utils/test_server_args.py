@@ -48,51 +48,10 @@ def build(args: Namespace | None = None, place: EnginePlace = PLACE, on_cpu: boo
     return build_server_args(args or flags(), place, model_path="/hf", overrides=overrides, on_cpu=on_cpu)
 
 
-def test_what_slime_decides_is_set():
-    built = build()
-    expected = {
-        "model_path": "/hf",
-        "trust_remote_code": False,
-        "random_seed": 124,
-        "enable_memory_saver": True,
-        "host": "10.0.0.1",
-        "port": 15000,
-        "nccl_port": 15001,
-        "nnodes": 1,
-        "node_rank": 0,
-        "dist_init_addr": "10.0.0.1:15002",
-        "gpu_id_step": 1,
-        "base_gpu_id": 4,
-        "tp_size": 2,
-        "dp_size": 1,
-        "pp_size": 1,
-        "ep_size": 1,
-        "skip_server_warmup": True,
-        "enable_draft_weights_cpu_backup": True,
-        "enable_metrics": True,
-    }
-    assert {name: built[name] for name in expected} == expected
-
-
 def test_flags_fill_the_rest_and_router_flags_stay_out():
     built = build(flags(sglang_context_length=4096))
     assert built["context_length"] == 4096
     assert not {"router_ip", "server_concurrency", "data_parallel_size"} & set(built)
-
-
-def test_pipeline_stages_divide_the_engines_gpus():
-    built = build(flags(sglang_pp_size=2), replace(PLACE, num_gpus_per_engine=8))
-    assert (built["tp_size"], built["pp_size"]) == (4, 2)
-
-
-def test_an_engine_over_two_nodes_numbers_them():
-    built = build(place=replace(PLACE, num_gpus_per_engine=16, node_rank=1))
-    assert (built["nnodes"], built["node_rank"]) == (2, 1)
-
-
-def test_overrides_win_over_everything():
-    built = build(flags(sglang_context_length=4096), context_length=1, enable_memory_saver=False, tp_size=1)
-    assert (built["context_length"], built["enable_memory_saver"], built["tp_size"]) == (1, False, 1)
 
 
 def test_weight_loaders_of_a_group_stand_beside_those_of_the_flags():
@@ -110,10 +69,6 @@ def test_prefill_and_decode_engines_get_their_roles():
     assert decode["disaggregation_mode"] == "decode"
     assert "enable_hierarchical_cache" not in decode
     assert build(place=replace(PLACE, worker_type="encoder"))["encoder_only"] is True
-
-
-def test_routing_replay_returns_routed_experts():
-    assert build(flags(use_rollout_routing_replay=True))["enable_return_routed_experts"] is True
 
 
 def test_prefill_graphs_are_off_while_memory_can_be_released():
@@ -137,25 +92,6 @@ def test_prefill_graphs_are_off_while_memory_can_be_released():
 )
 def test_the_engine_computes_in_the_trainers_precision(given, on_cpu, dtype):
     assert build(flags(**given), on_cpu=on_cpu).get("dtype") == dtype
-
-
-def test_a_cpu_engine_is_small_has_no_memory_saver_and_sleeps_without_requests():
-    built = build(on_cpu=True)
-    expected = {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "mem_fraction_static": 0.5,
-        "max_total_tokens": 65536,
-        "disable_overlap_schedule": True,
-        "enable_memory_saver": False,
-        "sleep_on_idle": True,
-    }
-    assert {name: built[name] for name in expected} == expected
-
-
-def test_flags_of_the_user_win_over_the_cpu_defaults():
-    built = build(flags(sglang_mem_fraction_static=0.3, sglang_max_total_tokens=1000), on_cpu=True)
-    assert (built["mem_fraction_static"], built["max_total_tokens"]) == (0.3, 1000)
 
 
 def test_fields_that_the_installed_version_lacks_are_dropped_and_named(caplog):

@@ -103,29 +103,6 @@ def test_the_groups_may_give_the_path_that_they_serve(tmp_path):
     assert model.model_path == "/b"  # GPUs left empty serve nothing
 
 
-def test_a_model_without_groups_is_a_router_alone(tmp_path):
-    (model,) = load(tmp_path, "sglang: [{name: a, server_groups: []}]").models
-    assert (model.server_groups, model.num_gpus, model.num_engines) == ((), 0, 0)
-    assert (model.model_path, model.update_weights) == ("/hf", True)
-
-
-def test_a_missing_file_is_refused_with_the_flag():
-    with pytest.raises(ConfigError, match="--sglang-config: /nowhere.yaml is not a file"):
-        resolve_sglang_config(flags(sglang_config="/nowhere.yaml"))
-
-
-def test_without_a_file_there_is_one_group_of_regular_engines():
-    (model,) = resolve_sglang_config(flags()).models
-    (group,) = model.server_groups
-    assert (model.name, model.update_weights) == ("default", True)
-    assert (group.worker_type, group.num_gpus, group.num_gpus_per_engine) == ("regular", 8, 2)
-
-
-def test_no_gpus_means_a_router_without_engines():
-    (model,) = resolve_sglang_config(flags(rollout_num_gpus=0)).models
-    assert model.server_groups == ()
-
-
 def test_the_model_that_evaluates_takes_no_updates_of_its_own(tmp_path):
     path = tmp_path / "engines.yaml"
 
@@ -146,19 +123,9 @@ def test_the_model_that_evaluates_takes_no_updates_of_its_own(tmp_path):
         models(first, f"{second}, model_path: /b")
 
 
-def test_prefill_servers_leave_the_rest_for_decoding():
-    (model,) = resolve_sglang_config(flags(prefill_num_servers=1)).models
-    assert [(g.worker_type, g.num_gpus) for g in model.server_groups] == [("prefill", 2), ("decode", 6)]
-
-
 def test_prefill_servers_that_leave_nothing_are_refused():
     with pytest.raises(ConfigError, match="--prefill-num-servers is 4"):
         resolve_sglang_config(flags(prefill_num_servers=4))
-
-
-def test_gpus_that_do_not_divide_into_engines_are_refused():
-    with pytest.raises(ConfigError, match="7 GPUs do not divide into engines of 2"):
-        resolve_sglang_config(flags(rollout_num_gpus=7))
 
 
 def test_the_gpus_of_a_file_must_be_those_of_the_flag(tmp_path):
@@ -166,25 +133,6 @@ def test_the_gpus_of_a_file_must_be_those_of_the_flag(tmp_path):
     path.write_text(f"sglang: [{{name: a, server_groups: [{GROUP}]}}]")
     with pytest.raises(ConfigError, match="^--sglang-config: the groups in .* take 2 GPUs, --rollout-num-gpus is 8"):
         resolve_sglang_config(flags(sglang_config=str(path)))
-
-
-def test_engines_that_take_requests_are_counted_and_no_others(tmp_path):
-    config = load(
-        tmp_path,
-        """
-sglang:
-  - name: policy
-    server_groups:
-      - {worker_type: regular, num_gpus: 4}
-      - {worker_type: placeholder, num_gpus: 2}
-      - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 4}
-      - {worker_type: encoder, num_gpus: 2}
-  - name: judge
-    model_path: /judge
-    server_groups: [{worker_type: regular, num_gpus: 8}]
-""",
-    )
-    assert [model.num_engines for model in config.models] == [3, 4]
 
 
 @pytest.mark.parametrize(

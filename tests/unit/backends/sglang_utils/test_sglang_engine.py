@@ -21,7 +21,7 @@ from slime.backends.sglang_utils.server_control import NoAnswer, Refused
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.sglang_plugin import _choose_adapter
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs
-from slime.utils.errors import ConfigError, DataError, DeadlineError, EngineError, WeightSyncError
+from slime.utils.errors import DataError, DeadlineError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.weights.push.adapter import IN_ONE_BUFFER
 
@@ -70,20 +70,6 @@ def test_releasing_flushes_first_and_never_releases_twice(engine):
     ]
 
 
-def test_only_what_was_released_is_resumed(engine):
-    engine.resume_memory_occupation(["weights"])
-    assert engine.server.asked == []
-    engine.release_memory_occupation()
-    engine.server.asked.clear()
-    engine.resume_memory_occupation(["weights"])
-    engine.resume_memory_occupation(["weights"])
-    engine.resume_memory_occupation()
-    assert [payload for _, _, payload in engine.server.asked] == [
-        {"tags": ["weights"]},
-        {"tags": ["kv_cache", "cuda_graph"]},
-    ]
-
-
 def test_an_update_sends_what_was_given_and_nothing_else(engine):
     engine.update_weights_from_tensor(["s"], "flattened_bucket", "4")
     engine.update_weights_from_distributed(["a"], ["torch.bfloat16"], [(2, 3)], "g", "5")
@@ -113,35 +99,6 @@ def test_a_comparison_raises_what_the_engine_reports(engine):
     engine.server.answers["/get_weights_by_name"] = ["q_proj: 3 elements differ"]
     with pytest.raises(WeightSyncError, match=r"compare_weights found 1 problems:\n  q_proj: 3 elements differ"):
         engine.check("mine.compare_weights", ["s"])
-
-
-def test_an_unknown_check_is_refused(engine):
-    with pytest.raises(ConfigError, match="'checksum'; it knows snapshot, reset_tensors, compare"):
-        engine.check_weights("checksum")
-
-
-def test_the_later_nodes_of_an_engine_ask_nothing():
-    engine = make_engine(rank=1, num_gpus_per_engine=16)
-    assert (engine.node_rank, engine.get_url()) == (1, None)
-    engine.pause_generation()
-    engine.flush_cache()
-    engine.update_weights_from_disk("/hf")
-    assert engine.get_weight_version() is None
-    assert engine.server.asked == []
-
-
-def test_the_version_is_that_of_model_info(engine):
-    engine.server.answers["/model_info"] = {"weight_version": "9"}
-    assert engine.get_weight_version() == "9"
-
-
-def test_an_engine_that_was_never_started_says_so():
-    engine = make_engine()
-    engine.server = None
-    with pytest.raises(EngineError, match="engine 0 was never started"):
-        engine.pause_generation()
-    engine.shutdown()
-    assert engine.describe_exit() is None
 
 
 def test_every_loader_that_a_server_is_told_of_exists():

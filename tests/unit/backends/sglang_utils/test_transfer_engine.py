@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from slime.backends.sglang_utils.cpu_shim.transfer_engine import FAILED, TransferEngine, _is_same_user
+from slime.backends.sglang_utils.cpu_shim.transfer_engine import FAILED, TransferEngine
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +49,6 @@ def test_a_write_that_leaves_the_registered_region_is_refused(engine, session, o
     assert engine.send_probe(session) == 0  # over a new connection
 
 
-def test_memory_that_was_unregistered_is_not_written(engine, session):
-    target = np.zeros(8, dtype=np.uint8)
-    engine.register_memory(address(target), 8)
-    engine.unregister_memory(address(target))
-    assert engine.unregister_memory(address(target)) == FAILED
-    assert engine.transfer_sync_write(session, address(np.ones(8, dtype=np.uint8)), address(target), 8) == FAILED
-
-
-def test_a_peer_that_is_gone_fails_the_write(engine):
-    assert engine.send_probe(f"127.0.0.1:{os.getpid() + 4_000_000}") == FAILED
-
-
 LISTEN_AS = """
 import os, socket, sys
 server = socket.socket(socket.AF_UNIX)
@@ -80,11 +68,3 @@ def test_nothing_is_written_to_a_peer_of_another_user(engine):
         engine._connect(session)
     assert engine.send_probe(session) == FAILED
     other.communicate(timeout=20)
-
-
-def test_only_processes_of_the_same_user_are_let_in():
-    import socket
-
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        assert _is_same_user(ours)

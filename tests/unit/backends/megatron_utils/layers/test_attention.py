@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from slime.backends.megatron_utils.flags.config_builders import transformer_conf
 from slime.backends.megatron_utils.layers import attention, attention_kernels
 from slime.backends.megatron_utils.layers.attention import (
     PackedAttention,
-    ZigzagPlan,
     per_sequence_attention,
     varlen_attention,
     zigzag_attention,
@@ -51,27 +47,6 @@ def random_qkv(length: int, *, heads: int = 4, groups: int = 2, width: int = 6, 
 
 def cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-def test_a_sequence_of_one_token_is_its_own_value() -> None:
-    query, key, value = random_qkv(1, groups=4)
-    assert torch.allclose(per_sequence_attention(query, key, value, [1], [1], scale=1.0), value)
-
-
-def test_no_query_sees_another_sequence_or_a_later_token() -> None:
-    lengths = [3, 1, 5]
-    query, key, value = random_qkv(9)
-    out = per_sequence_attention(query, key, value, lengths, lengths, scale=0.5)
-    expected = [
-        textbook_attention(*parts, 0.5) for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
-    ]
-    assert torch.allclose(out.double(), torch.cat(expected), atol=1e-6)
-
-
-def test_fewer_queries_than_keys_stand_at_the_end() -> None:
-    query, key, value = random_qkv(7)
-    out = per_sequence_attention(query[5:], key, value, [2], [7], scale=0.5)
-    assert torch.allclose(out.double(), textbook_attention(query, key, value, 0.5)[5:], atol=1e-6)
 
 
 @pytest.mark.parametrize("cp_size", [2, 3])
@@ -167,15 +142,6 @@ def test_a_layer_has_a_window_where_the_flags_say_so(monkeypatch: pytest.MonkeyP
     assert seen == [(7, 0)]
 
 
-def test_a_chunk_sees_the_gathered_rows_of_the_chunks_up_to_itself() -> None:
-    # 8 tokens in chunks of 2: rank 0 holds chunks 0 and 3 (gathered rows 0 to 3), rank 1 chunks 1 and 2 (rows 4 to 7).
-    first, second = (ZigzagPlan.build(cumulative([8]), 4, CPRank(rank, 2)) for rank in (0, 1))
-    assert first.cu_q.tolist() == second.cu_q.tolist() == [0, 2, 4]
-    assert (first.cu_k.tolist(), second.cu_k.tolist()) == ([0, 2, 10], [0, 4, 10])
-    assert first.keys_K.row_of_copy.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
-    assert second.keys_K.row_of_copy.tolist() == [0, 1, 4, 5, 0, 1, 4, 5, 6, 7]
-
-
 @pytest.mark.parametrize("knows_gqa", [True, False], ids=["torch-2.13", "torch-2.11"])
 @pytest.mark.parametrize(("width", "value_width"), [(6, 4), (4, 6), (6, 6)])
 def test_the_flash_kernel_is_called_with_equal_widths_and_a_causal_window(
@@ -235,18 +201,6 @@ def test_a_shape_that_flash_attn_4_refuses_is_left_to_torch(
     assert "head dimension 6 is not supported" in caplog.text
 
 
-def test_compiled_kernels_are_kept_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    name = "FLASH_ATTENTION_CUTE_DSL_CACHE"
-    monkeypatch.setenv("SLIME_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv(f"{name}_ENABLED", "0")
-    monkeypatch.delenv(f"{name}_DIR", raising=False)
-    attention_kernels._has_flash_attn_4()
-    assert os.environ[f"{name}_ENABLED"] == "0"
-    assert os.environ[f"{name}_DIR"] == str(tmp_path / "flash_attention")
-
-
 @pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (0.5, False)])
 @pytest.mark.parametrize("window", [None, 8])
 def test_a_kernel_is_held_against_fp64(factor: float, is_right: bool, window: int | None) -> None:
@@ -272,16 +226,6 @@ def test_the_padded_layout_gives_what_the_packed_one_gives() -> None:
     assert torch.allclose(padded.transpose(0, 1).reshape(10, 1, 16), packed, atol=1e-6)
 
 
-def test_the_unfused_backend_gives_the_same() -> None:
-    args = parse(*DENSE, "--attention-backend", "unfused")
-    start_single_process(args)
-    unfused = PackedAttention(transformer_config_from_args(args), layer_number=1)
-    assert unfused.is_unfused
-    fused = PackedAttention(transformer_config_from_args(parse(*DENSE)), layer_number=1)
-    inputs = [torch.randn(4, 2, 4, 4) for _ in range(3)]
-    assert torch.allclose(unfused(*inputs), fused(*inputs), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -294,16 +238,3 @@ def test_the_unfused_backend_gives_the_same() -> None:
 def test_an_option_that_packed_attention_has_not_is_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(*DENSE, *flags.split())
-
-
-def test_dropout_in_a_config_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--attention-dropout"):
-        attention.check_attention_config(
-            SimpleNamespace(
-                attention_dropout=0.1,
-                window_size=None,
-                softmax_type="vanilla",
-                qk_clip=False,
-                log_max_attention_logit=False,
-            )
-        )

@@ -22,7 +22,6 @@ from slime.backends.megatron_utils.layers.experts import (
     StackedExperts,
     StackedLinear,
     grouped_linear,
-    has_grouped_product,
 )
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
@@ -120,21 +119,6 @@ def test_biases_and_the_clamped_gate_are_those_of_the_formula(flags: tuple[Any, 
         torch.testing.assert_close(actual, expected)
 
 
-def test_parameters_say_how_they_are_cut_and_reduced() -> None:
-    experts = stacked()
-    first, second = experts.linear_fc1.weight, experts.linear_fc2.weight
-    assert first.shape == (NUM_EXPERTS, 2 * FFN, HIDDEN) and second.shape == (NUM_EXPERTS, HIDDEN, FFN)
-    assert (first.partition_dim, second.partition_dim) == (1, 2)
-    assert first.tensor_model_parallel and first.is_stacked_experts
-    assert first.allreduce and second.allreduce  # without expert parallelism they are reduced like all others
-
-
-def test_every_expert_starts_from_other_numbers() -> None:
-    weight = stacked().linear_fc1.weight
-    assert len({float(matrix.sum()) for matrix in weight}) == NUM_EXPERTS
-    assert 0.01 < float(weight.std()) < 0.03
-
-
 def test_drawing_them_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
@@ -142,33 +126,6 @@ def test_drawing_them_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.Mo
     seeds.clear()
     StackedExperts(NUM_EXPERTS, settings, pg_collection=get_default_pg_collection())
     assert seeds == []
-
-
-def test_checkpoint_entries_are_the_parameters_under_the_common_names() -> None:
-    experts = stacked()
-    state = experts.sharded_state_dict("decoder.layers.1.mlp.experts.", ((0, 1, 2),))
-    entries = list(state.values())
-    assert [entry.key for entry in entries] == [
-        "decoder.layers.1.mlp.experts.experts.linear_fc1.weight",
-        "decoder.layers.1.mlp.experts.experts.linear_fc2.weight",
-    ]
-    assert entries[0].data is experts.linear_fc1.weight and entries[1].data is experts.linear_fc2.weight
-    assert isinstance(entries[0], ShardedTensorFactory)
-    halves = entries[0].build()
-    assert halves["gate"].global_shape == (2, NUM_EXPERTS, 2 * FFN, HIDDEN)
-    assert halves["gate"].global_offset == (1, 0, 0, 0) and halves["up"].global_offset == (1, 0, FFN, 0)
-    joined = entries[0].merge_fn({name: half.data for name, half in halves.items()})
-    assert torch.equal(joined, experts.linear_fc1.weight)
-    assert entries[1].global_shape == (2, NUM_EXPERTS, HIDDEN, FFN)
-
-
-def test_biases_are_parameters_and_checkpoint_entries_of_their_own() -> None:
-    experts = stacked(*GPT_OSS)
-    bias = experts.linear_fc1.bias
-    assert bias.shape == (NUM_EXPERTS, 2 * FFN) and bias.is_stacked_experts and bias.allreduce
-    entry = experts.sharded_state_dict("mlp.experts.", ((0, 1, 2),))["mlp.experts.linear_fc1.bias"]
-    assert entry.key == "mlp.experts.experts.linear_fc1.bias" and entry.data is bias
-    assert entry.global_shape == (2, NUM_EXPERTS, 2 * FFN) and entry.global_offset == (1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -271,24 +228,7 @@ def test_each_expert_multiplies_its_own_rows_and_gradients_are_those_of_autograd
         torch.testing.assert_close(actual, wanted)
 
 
-def test_an_expert_without_tokens_has_a_zero_gradient_not_none() -> None:
-    weight = torch.ones(2, 3, 4, requires_grad=True)
-    grouped_linear(torch.ones(5, 4), weight, torch.tensor([5, 0]), use_grouped_product=False).sum().backward()
-    assert weight.grad is not None and not weight.grad[1].any() and (weight.grad[0] == 5).all()
-
-
 def test_a_rank_whose_experts_get_no_tokens_still_has_gradients() -> None:
     x, weight = torch.ones(0, 4, requires_grad=True), torch.ones(2, 3, 4, requires_grad=True)
     grouped_linear(x, weight, torch.tensor([0, 0]), use_grouped_product=True).sum().backward()
     assert x.grad is not None and weight.grad is not None and not weight.grad.any()
-
-
-def test_a_frozen_matrix_gets_no_gradient() -> None:
-    x, weight = torch.ones(3, 4, requires_grad=True), torch.ones(1, 2, 4)
-    grouped_linear(x, weight, torch.tensor([3]), use_grouped_product=False).sum().backward()
-    assert weight.grad is None and (x.grad == 2).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_grouped_kernel_is_not_asked_for_on_the_cpu(dtype: torch.dtype) -> None:
-    assert not has_grouped_product(torch.ones(8, 16, dtype=dtype), torch.ones(2, 16, 16, dtype=dtype))

@@ -58,21 +58,6 @@ def test_the_three_products_are_those_of_numbers_rounded_by_block(sizes: tuple[i
             assert bool(((found - left @ right).abs() <= bound).all())
 
 
-def test_by_hand() -> None:
-    # The largest of the row is 448 * 0.5: the scale is 0.5, and 17 * 0.5 lies between 16 and 18 of e4m3's numbers.
-    x = torch.tensor([[224.0, 8.5, 0.0, -9.75]])
-    assert rounded(x, (1, 128)).tolist() == [[224.0, 8.0, 0.0, -10.0]]
-    assert Fp8Product.apply(x, torch.eye(4) * 448).tolist() == [[224.0 * 448, 8.0 * 448, 0.0, -10.0 * 448]]
-
-
-def test_gates_and_ups_have_the_blocks_of_the_checkpoints_matrices() -> None:
-    gate, up, x = draw(192, 128), 100 * draw(192, 128, seed=1), draw(3, 128, seed=2)
-    y = Rows((192, 192)).product(x, torch.cat([gate, up]))
-    expected = [Fp8Product.apply(x, matrix) for matrix in (gate, up)]
-    assert torch.equal(y, torch.cat(expected, dim=1))
-    assert not torch.equal(y, Fp8Product.apply(x, torch.cat([gate, up]))), "a block across both has another scale"
-
-
 @pytest.mark.parametrize(("width", "heads", "groups"), [(64, 8, 2), (16, 4, 4), (128, 4, 2)])
 def test_queries_keys_and_values_have_the_blocks_of_the_checkpoints_matrices(width, heads, groups) -> None:
     """Each matrix of the checkpoint has a size of its own, so that a block across two of them would show."""

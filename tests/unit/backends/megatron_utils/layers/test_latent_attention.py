@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.layers.rotary import LatentRotary, rotate_pairs
+from slime.backends.megatron_utils.layers.rotary import LatentRotary
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.parameters import iter_global_parameters
 from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
@@ -110,13 +108,6 @@ def test_yarn_is_that_of_transformers(change: dict[str, Any]) -> None:
     assert rotary.softmax_scale(config.qk_head_dim) == pytest.approx(scaling, rel=1e-12)
 
 
-def test_a_pair_of_neighbours_turns_by_its_angle() -> None:
-    angle = torch.tensor([[0.3, 1.1]])
-    turned = rotate_pairs(torch.tensor([[1.0, 0.0, 0.0, 2.0]]), angle.cos(), angle.sin())
-    expected = [math.cos(0.3), -2 * math.sin(1.1), math.sin(0.3), 2 * math.cos(1.1)]
-    assert turned[0].tolist() == pytest.approx(expected, rel=1e-6)
-
-
 # The module
 
 
@@ -158,29 +149,6 @@ def test_packed_padded_and_single_sequences_agree(checkpoint: tuple[list[str], P
             batch = model(input_ids=padded, position_ids=None, attention_mask=None)
             torch.testing.assert_close(logits, alone, atol=1e-5, rtol=0)
             torch.testing.assert_close(logits, batch[1, : len(sequence)], atol=1e-5, rtol=0)
-
-
-def test_the_layers_of_a_micro_batch_share_the_angles(checkpoint: tuple[list[str], Path]) -> None:
-    model, _ = build(checkpoint)
-    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=3, max_seqlen_kv=3)
-    key = torch.zeros(5, 1, 8)
-    first, second = (layer.self_attention.rotary_tables(key, params)[0] for layer in model.decoder.layers[:2])
-    assert first is second
-
-
-def test_names_on_disk_are_those_of_transformer_engines_layers(checkpoint: tuple[list[str], Path]) -> None:
-    model, args = build(checkpoint)
-    keys = {value.key for value in model.sharded_state_dict().values() if hasattr(value, "key")}
-    names = {key.split("self_attention.")[1] for key in keys if "self_attention." in key and "_extra_state" not in key}
-    query = (
-        {"linear_q_proj.weight"}
-        if args.q_lora_rank is None
-        else {"linear_q_down_proj.weight", "linear_q_up_proj.weight", "linear_q_up_proj.layer_norm_weight"}
-    )
-    key_value = {"linear_kv_down_proj.weight", "linear_kv_up_proj.weight", "linear_kv_up_proj.layer_norm_weight"}
-    assert names == {*query, *key_value, "linear_proj.weight"}
-    assert any(key.endswith("input_layernorm.weight") for key in keys)
 
 
 # Weights

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from slime.backends.megatron_utils.layers.norm import Norm
-from slime.utils.errors import ConfigError
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -52,14 +50,3 @@ def test_a_zero_centred_weight_is_not_rounded_before_it_is_used() -> None:
     doubled = Norm(config(layernorm_zero_centered_gamma=True), 2, eps=0.0)
     doubled.weight.data.copy_(norm.weight.data.float())
     assert torch.equal(norm(x), doubled(x.float()).to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-def test_parameters_are_marked_under_sequence_parallelism(normalization: str) -> None:
-    norm = Norm(config(normalization=normalization, sequence_parallel=True), 4)
-    assert all(parameter.sequence_parallel for parameter in norm.parameters())
-
-
-def test_an_unknown_norm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--normalization is 'BatchNorm'"):
-        Norm(config(normalization="BatchNorm"), 4)

@@ -24,19 +24,10 @@ class Group:
         return self._size
 
 
-def test_positions_begin_again_with_every_sequence() -> None:
-    cu_seqlens = torch.tensor([0, 3, 4, 8], dtype=torch.int32)
-    assert packed_positions(cu_seqlens, 8, CPRank()).tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("rank", "expected"), [(0, [0, 1, 6, 7, 0, 3]), (1, [2, 3, 4, 5, 1, 2])])
 def test_a_context_parallel_rank_has_the_positions_of_its_two_chunks(rank: int, expected: list[int]) -> None:
     cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
     assert packed_positions(cu_seqlens, 6, CPRank(rank, 2)).tolist() == expected
-
-
-def test_an_empty_sequence_has_no_positions() -> None:
-    assert packed_positions(torch.tensor([0, 2, 2, 5]), 5, CPRank()).tolist() == [0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

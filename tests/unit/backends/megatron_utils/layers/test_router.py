@@ -144,16 +144,6 @@ def test_how_samples_are_packed_does_not_change_balancing_losses(kind: str) -> N
     torch.testing.assert_close(layer.weight.grad, together)
 
 
-def test_passes_without_gradients_and_in_evaluation_have_no_balancing_loss() -> None:
-    layer = router(*SOFTMAX, *FLAGS_OF["seq_aux_loss"], *FLAGS_OF["z_loss"])
-    layer.samples = samples(WEIGHTS)
-    plain = router(*SOFTMAX)
-    layer.eval()
-    (layer(tokens())[0].sum() * 0.0).backward()
-    assert not layer.weight.grad.any()
-    assert torch.equal(layer(tokens())[0], plain(tokens())[0])
-
-
 def test_the_bias_counts_real_tokens_once_and_moves_towards_the_unloaded() -> None:
     layer = router(*BIAS, "--moe-router-bias-update-rate", 0.25)
     layer.samples = samples(WEIGHTS)
@@ -194,15 +184,6 @@ def test_the_balance_of_the_layers_by_hand() -> None:
         "expert_load/worst_max_over_mean": 4.0,
         "expert_load/worst_idle": 0.75,
     }
-
-
-def test_a_rate_of_zero_leaves_every_bit_of_the_bias() -> None:
-    layer = router(*BIAS, "--moe-router-bias-update-rate", 0)
-    bias = torch.randn(NUM_EXPERTS)
-    layer.expert_bias.copy_(bias)
-    layer(tokens())
-    _update_router_expert_bias([layer], layer.config)
-    assert torch.equal(layer.expert_bias, bias)
 
 
 def test_the_bias_stays_fp32_when_the_model_becomes_bf16() -> None:
