@@ -54,7 +54,7 @@ def on_one_of_two_ranks() -> dict[str, Any]:
     # Each rank's loss weighs its own pieces by 1 (rank 0) or 3 (rank 1).
     loss = (1.0 + 2.0 * mpu.get_context_parallel_rank()) * torch.cat(result["values"]).sum()
     (gradient,) = torch.autograd.grad(loss, logits)
-    rows, positions = response_rows(args, logits, TOTAL, RESPONSE)
+    rows, positions = response_rows(logits, TOTAL, RESPONSE, allgather_cp=args.allgather_cp)
     values = logits[0, rows, 0].detach()
     pieces = zigzag_from_contiguous({"values": values, "negated": -values}, positions, TOTAL, RESPONSE)
     return {

@@ -1,4 +1,4 @@
-"""A trainer that sleeps between its verbs, on two ranks: it trains, saves and sends what one that never sleeps does."""
+"""A trainer that sleeps between its verbs, on two ranks, does what one does that never sleeps."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ TRAINER_BUGS = (
     Mutation(
         bug="rejected tokens stay in the loss",
         target=POLICY,
-        old="reduce = reducer_of(args, batch, loss_masks)",
+        old="reduce = reducer_of(batch, loss_masks, per_token=args.calculate_per_token_loss)",
         new="pass",
         cells=(("dp2", "mis_rejection"), ("cp2", "mis_veto")),
     ),

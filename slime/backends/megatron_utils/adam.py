@@ -18,7 +18,6 @@ state: arXiv:1502.02551; block-wise scales: arXiv:2110.02861.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import torch
@@ -137,14 +136,13 @@ def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
-def choose_adam(args: Namespace, optimizer: MegatronOptimizer) -> None:
-    """Put the Adam that the flags ask for into each part of an optimizer that was just built."""
-    dtypes = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
+def choose_adam(optimizer: MegatronOptimizer, *, is_stateless: bool, dtypes: dict[str, torch.dtype]) -> None:
+    """Put stateless Adam, or Adam with moments in ``dtypes``, into each part of an optimizer that was just built."""
     for part in parts_of(optimizer):
         adam = part.optimizer
         if not isinstance(adam, torch.optim.AdamW):
             continue  # another optimizer, or one with its own kernels
-        if args.use_stateless_adam:
+        if is_stateless:
             part.optimizer = StatelessAdam(adam.param_groups)
         elif set(dtypes.values()) != {torch.float32}:
             part.optimizer = LowPrecisionAdam(adam.param_groups, dtypes)

@@ -26,9 +26,9 @@ def cp_rank() -> CPRank:
     return CPRank(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
 
 
-def has_contiguous_parts(args: Namespace) -> bool:
+def has_contiguous_parts(allgather_cp: bool) -> bool:
     """Return True when context parallelism gives each rank a contiguous part of the stream (``--allgather-cp``)."""
-    return bool(args.allgather_cp) and mpu.get_context_parallel_world_size() > 1
+    return allgather_cp and mpu.get_context_parallel_world_size() > 1
 
 
 def packing_of(args: Namespace) -> PackingConfig:
@@ -36,7 +36,7 @@ def packing_of(args: Namespace) -> PackingConfig:
     return PackingConfig(
         cp_rank(),
         pad_multiple=mpu.get_tensor_model_parallel_world_size() * args.data_pad_size_multiplier,
-        layout="allgather" if has_contiguous_parts(args) else "zigzag",
+        layout="allgather" if has_contiguous_parts(args.allgather_cp) else "zigzag",
     )
 
 

@@ -28,7 +28,7 @@ def vocab_group() -> dist.ProcessGroup | None:
 
 
 def response_rows(
-    args: Namespace, logits: Tensor, total_lengths: Sequence[int], response_lengths: Sequence[int]
+    logits: Tensor, total_lengths: Sequence[int], response_lengths: Sequence[int], *, allgather_cp: bool
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Return the rows of the packed logits that predict response tokens.
 
@@ -39,7 +39,7 @@ def response_rows(
         ``(rows_R, positions_N)``: the rows, on the logits' device; the positions of the predicted tokens in each
         sample, on the host.
     """
-    if has_contiguous_parts(args):
+    if has_contiguous_parts(allgather_cp):
         windows = allgather_response_windows(
             total_lengths, response_lengths, cp_rank(), local_stream_length=logits.shape[1]
         )
@@ -60,14 +60,15 @@ def predicted_tokens(tokens_N: Sequence[Tensor], positions_N: Sequence[Tensor]) 
 
 
 def _by_sample(
-    args: Namespace,
     columns: Mapping[str, Tensor],
     positions_N: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
+    *,
+    allgather_cp: bool,
 ) -> dict[str, list[Tensor]]:
     """Return columns [R] of :func:`response_rows` as [local response tokens] of each sample."""
-    if has_contiguous_parts(args):
+    if has_contiguous_parts(allgather_cp):
         return zigzag_from_contiguous(columns, positions_N, total_lengths, response_lengths)
     counts = [len(position) for position in positions_N]
     return {name: list(column_R.split(counts)) for name, column_R in columns.items()}
@@ -108,7 +109,8 @@ def get_log_probs_and_entropy(
     Returns:
         an empty tensor, and ``{"log_probs": [...], "entropy": [...]}``: [local response tokens] fp32 per sample.
     """
-    rows_R, positions_N = response_rows(args, logits, total_lengths, response_lengths)
+    lengths = total_lengths, response_lengths
+    rows_R, positions_N = response_rows(logits, *lengths, allgather_cp=args.allgather_cp)
     keep = None
     if top_p_token_ids is not None and top_p_token_offsets is not None:
         starts = [total - response for total, response in zip(total_lengths, response_lengths, strict=True)]
@@ -134,7 +136,7 @@ def get_log_probs_and_entropy(
     if with_entropy:
         assert entropy_R is not None
         columns["entropy"] = entropy_R
-    return logits.new_empty(0), _by_sample(args, columns, positions_N, total_lengths, response_lengths)
+    return logits.new_empty(0), _by_sample(columns, positions_N, *lengths, allgather_cp=args.allgather_cp)
 
 
 def _kept_by_top_p(
@@ -182,9 +184,10 @@ def get_values(
         logits: [1, T, 1], the value head's output.
         unused: further arguments of :func:`get_log_probs_and_entropy`, which a forward pass passes to either.
     """
-    rows_R, positions_N = response_rows(args, logits, total_lengths, response_lengths)
+    lengths = total_lengths, response_lengths
+    rows_R, positions_N = response_rows(logits, *lengths, allgather_cp=args.allgather_cp)
     columns = {"values": logits.squeeze(-1).squeeze(0).index_select(0, rows_R).float()}
-    return logits.new_empty(0), _by_sample(args, columns, positions_N, total_lengths, response_lengths)
+    return logits.new_empty(0), _by_sample(columns, positions_N, *lengths, allgather_cp=args.allgather_cp)
 
 
 # Top-k distillation (``--opd-top-k``): what a teacher in the trainer keeps, and how far the student is from it.
@@ -198,7 +201,8 @@ def get_log_probs_and_top(
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Compute what ``get_log_probs_and_entropy`` does, and ``top``: the teacher's column of each sample."""
     nothing, result = get_log_probs_and_entropy(logits, args=args, **columns)
-    rows_R, positions_N = response_rows(args, logits, columns["total_lengths"], columns["response_lengths"])
+    lengths = columns["total_lengths"], columns["response_lengths"]
+    rows_R, positions_N = response_rows(logits, *lengths, allgather_cp=args.allgather_cp)
     target_R = predicted_tokens(columns["unconcat_tokens"], positions_N)
     logits_TV = logits.squeeze(0)
     ids_RK, value_RK = top_logits(
@@ -209,14 +213,16 @@ def get_log_probs_and_top(
         vocab_size=args.vocab_size,
         rows_per_chunk=rows_per_chunk or max(CHUNK_BYTES // (4 * logits_TV.shape[-1]), 1),
     )
-    log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(result["log_probs"]), args)
+    log_normaliser_R1 = _log_normaliser(
+        logits_TV, rows_R, target_R, torch.cat(result["log_probs"]), args.rollout_temperature
+    )
     top_R2K = torch.stack([ids_RK.float(), value_RK / args.rollout_temperature - log_normaliser_R1], dim=1)
     result["top"] = list(top_R2K.split([len(log_prob) for log_prob in result["log_probs"]]))
     return nothing, result
 
 
 def top_k_divergence(
-    args: Namespace, batch: Mapping[str, Any], logits: Tensor, log_probs: Sequence[Tensor]
+    batch: Mapping[str, Any], logits: Tensor, log_probs: Sequence[Tensor], *, temperature: float, allgather_cp: bool
 ) -> list[Tensor]:
     """Return the reverse KL from the teacher's top tokens at each response token, [r] for each sample.
 
@@ -232,20 +238,21 @@ def top_k_divergence(
             "megatron, or from slime.rollout.on_policy_distillation.reward_func and post_process_rewards."
         )
     logits_TV = logits.squeeze(0)
-    rows_R, positions_N = response_rows(args, logits, batch["total_lengths"], batch["response_lengths"])
+    lengths = batch["total_lengths"], batch["response_lengths"]
+    rows_R, positions_N = response_rows(logits, *lengths, allgather_cp=allgather_cp)
     target_R = predicted_tokens(batch["unconcat_tokens"], positions_N)
     # What is not trained may hold anything; it is taken out of the loss later, and must not reach the gradient.
     top_R2K = torch.cat(list(batch["teacher_top"])).nan_to_num(0.0)
     ids_RK, teacher_RK = top_R2K[:, 0].long(), top_R2K[:, 1]
-    log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(list(log_probs)), args)
-    student_RK = logits_of(logits_TV, rows_R, ids_RK, tp_group=vocab_group()) / args.rollout_temperature
+    log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(list(log_probs)), temperature)
+    student_RK = logits_of(logits_TV, rows_R, ids_RK, tp_group=vocab_group()) / temperature
     divergence_R = reverse_kl_on_top(student_RK - log_normaliser_R1, teacher_RK)
     return list(divergence_R.split([len(log_prob) for log_prob in log_probs]))
 
 
 def _log_normaliser(
-    logits_TV: Tensor, rows_R: Tensor, target_R: Tensor, log_prob_R: Tensor, args: Namespace
+    logits_TV: Tensor, rows_R: Tensor, target_R: Tensor, log_prob_R: Tensor, temperature: float
 ) -> Tensor:
     """Return [R, 1] logsumexp of the rows: the target's logit less its log-prob, so no second pass over the logits."""
     target_logit_R1 = logits_of(logits_TV, rows_R, target_R[:, None], tp_group=vocab_group())
-    return target_logit_R1 / args.rollout_temperature - log_prob_R[:, None]
+    return target_logit_R1 / temperature - log_prob_R[:, None]

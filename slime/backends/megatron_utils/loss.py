@@ -110,14 +110,14 @@ def response_log_probs(
     return result["log_probs"], result.get("entropy", [])
 
 
-def reducer_of(args: Namespace, batch: Batch, loss_masks: Sequence[Tensor]) -> Reducer:
+def reducer_of(batch: Batch, loss_masks: Sequence[Tensor], *, per_token: bool) -> Reducer:
     """Return ``reduction.sum_of_sample_means`` over ``loss_masks``, with the denominators of the batch's own masks."""
     return get_sum_of_sample_mean(
         batch["total_lengths"],
         batch["response_lengths"],
         loss_masks,
         batch["rollout_mask_sums"],
-        args.calculate_per_token_loss,
+        per_token,
     )
 
 
@@ -148,7 +148,7 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     tokens = TrainedTokens(batch)
     log_probs, entropies = response_log_probs(args, batch, logits, with_entropy=True)
     log_prob_N, entropy_T = tokens.only(log_probs), torch.cat(tokens.only(entropies))
-    train_N, old_N = _earlier_log_probs(args, batch, tokens, log_prob_N)
+    train_N, old_N = _earlier_log_probs(batch, tokens, log_prob_N, takes_engines=args.use_rollout_logprobs)
     advantage_N = tokens.required("advantages", f"--loss-type {args.loss_type} needs advantages")
 
     # The loss of each token
@@ -184,7 +184,7 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
         metrics_T |= mismatch_T
         if applies_correction(args):
             loss_T, loss_masks = corrected_T, kept_masks
-            reduce = reducer_of(args, batch, loss_masks)
+            reduce = reducer_of(batch, loss_masks, per_token=args.calculate_per_token_loss)
 
     # The loss of the micro-batch
     reduce_loss = reduce
@@ -203,7 +203,10 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
         loss = loss + args.kl_loss_coef * metrics["kl_loss"]
 
     if args.use_opd and args.opd_top_k is not None:
-        divergence_N = tokens.only(top_k_divergence(args, batch, logits, log_probs))
+        divergences = top_k_divergence(
+            batch, logits, log_probs, temperature=args.rollout_temperature, allgather_cp=args.allgather_cp
+        )
+        divergence_N = tokens.only(divergences)
         metrics["opd_loss"] = reduce(torch.cat(divergence_N))
         loss = loss + args.opd_kl_coef * metrics["opd_loss"]
 
@@ -215,12 +218,12 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
 
 
 def _earlier_log_probs(
-    args: Namespace, batch: Batch, tokens: TrainedTokens, log_prob_N: list[Tensor]
+    batch: Batch, tokens: TrainedTokens, log_prob_N: list[Tensor], *, takes_engines: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the log-probs of the weights before training, and those that the ratio is taken to."""
     train_N = batch.get("log_probs")
     train_N = [log_prob.detach() for log_prob in log_prob_N] if train_N is None else tokens.only(train_N)
-    if args.use_rollout_logprobs:
+    if takes_engines:
         return train_N, tokens.required("rollout_log_probs", "--use-rollout-logprobs needs log-probs")
     return train_N, train_N
 
@@ -285,7 +288,7 @@ def loss_function(
     mtp_log_probs: list[Tensor] = []
     if isinstance(logits, LogitsAndMtp):
         logits, mtp_log_probs = logits
-    reducer = reducer_of(args, batch, batch["loss_masks"])
+    reducer = reducer_of(batch, batch["loss_masks"], per_token=args.calculate_per_token_loss)
     function = LOSSES[loss_type]
     if args.recompute_loss_function:
         loss, metrics = checkpoint(function, args, batch, logits, reducer, use_reentrant=False)

@@ -64,7 +64,11 @@ def build_model(
             )
         )
     if role == "actor":
-        check_trained_parameters(args, chunks)
+        check_trained_parameters(
+            chunks,
+            only_train=args.only_train_params_name_list or [],
+            freeze=args.freeze_params_name_list or [],
+        )
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -112,7 +116,8 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
             config_overrides=_parameter_groups(args, config),
             use_gloo_process_groups=args.enable_gloo_process_groups,
         )
-    choose_adam(args, optimizer)
+    dtypes = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
+    choose_adam(optimizer, is_stateless=args.use_stateless_adam, dtypes=dtypes)
     return optimizer
 
 
@@ -127,12 +132,6 @@ def _parameter_groups(args: Namespace, config: OptimizerConfig) -> dict[ParamKey
     return groups
 
 
-def total_train_iters(args: Namespace) -> int:
-    """Return the optimizer steps of the whole run: all samples of all rollouts over the global batch size."""
-    num_samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
-    return num_samples // args.global_batch_size
-
-
 def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the schedule of learning rate and weight decay over the samples trained on.
 
@@ -143,7 +142,8 @@ def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerP
             that of the decay, is only known now (``--num-epoch``); else when the flags are checked.
     """
     unit = args.global_batch_size
-    train_iters = max(total_train_iters(args), 1)
+    num_samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
+    train_iters = max(num_samples // args.global_batch_size, 1)
     warmup_steps, decay_steps = (steps * unit for steps in warmup_and_decay_steps(args, train_iters))
     wsd_iters = args.lr_wsd_decay_iters
     return OptimizerParamScheduler(

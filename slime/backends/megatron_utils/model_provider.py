@@ -103,13 +103,14 @@ def freeze_parameters(
             parameter.requires_grad_(False)
 
 
-def check_trained_parameters(args: Namespace, chunks: Sequence[torch.nn.Module]) -> None:
+def check_trained_parameters(
+    chunks: Sequence[torch.nn.Module], *, only_train: Sequence[str], freeze: Sequence[str]
+) -> None:
     """Warn of patterns of frozen or trained parameters that match none on any rank.  Collective where one is given.
 
     Raises:
         ConfigError: the lists leave nothing to train.
     """
-    only_train, freeze = list(args.only_train_params_name_list or ()), list(args.freeze_params_name_list or ())
     if not only_train and not freeze:
         return
     names = [name for chunk in chunks for name, _ in chunk.named_parameters()]

@@ -90,7 +90,7 @@ class RolloutTraining:
             metrics |= self.take_steps(rollout_id, data, iterators, args.loss_type)
         self._reports.record(rollout_id, data, iterators[-1].kept)
         if args.save_debug_train_data:
-            dump_train_data(args, rollout_id, DeviceBatch(data | dump_only))
+            dump_train_data(args.save_debug_train_data, rollout_id, DeviceBatch(data | dump_only))
         if self._routing is not None:
             self._routing.clear()
         self._record_weights(rollout_id)

@@ -156,13 +156,13 @@ class TrainReports:
 # ``--save-debug-train-data``: the rollout's columns from all ranks, as one file.
 
 
-def dump_train_data(args: Namespace, rollout_id: int, rollout_data: DeviceBatch) -> None:
+def dump_train_data(template: str, rollout_id: int, rollout_data: DeviceBatch) -> None:
     """Write the data that the rollout was trained on.  Collective over all ranks; the first one writes."""
     shards = gather_on_first(_shard_of_this_rank(rollout_data))
     if shards is not None:
         known = sorted((shard for shard in shards if shard is not None), key=lambda shard: shard["dp_rank"])
         try:
-            path = save_train_dump(args.save_debug_train_data, rollout_id, 0, known)
+            path = save_train_dump(template, rollout_id, 0, known)
             logger.info("Train data of rollout %d: %s", rollout_id, path)
         except DataError as error:  # training does not depend on a dump
             logger.error("%s The run goes on without this dump.", error)
@@ -225,7 +225,12 @@ def check_step(
     if not args.ci_test:
         _warn(where, problems)
         return
-    problems += _wrong_numbers(args, metrics)
+    limit = args.ci_train_rollout_logprob_abs_diff_threshold
+    name = "train_rollout_logprob_abs_diff"
+    if name in metrics and not metrics[name] < limit:
+        problems.append(f"{name} is {metrics[name]:g}; --ci-train-rollout-logprob-abs-diff-threshold is {limit:g}")
+    if "mtp_loss" in metrics and not metrics["mtp_loss"] < MTP_LOSS_LIMIT:
+        problems.append(f"mtp_loss is {metrics['mtp_loss']:g}; it must be below {MTP_LOSS_LIMIT:g}")
     names = {"role": role, "rollout_id": rollout_id, "step_id": step_id}
     if args.ci_save_grad_norm is not None:
         path = Path(args.ci_save_grad_norm.format(**names))
@@ -288,15 +293,6 @@ def _starts_from_reference(args: Namespace, rollout_id: int) -> bool:
         return False  # the same weights, but only the policy's experts are the engine's
     first = args.num_critic_only_steps if args.use_critic else 0
     return rollout_id == first and (args.ci_test or (args.ref_load is not None and args.load == args.ref_load))
-
-
-def _wrong_numbers(args: Namespace, metrics: Mapping[str, float]) -> Iterator[str]:
-    limit = args.ci_train_rollout_logprob_abs_diff_threshold
-    name = "train_rollout_logprob_abs_diff"
-    if name in metrics and not metrics[name] < limit:
-        yield f"{name} is {metrics[name]:g}; --ci-train-rollout-logprob-abs-diff-threshold is {limit:g}"
-    if "mtp_loss" in metrics and not metrics["mtp_loss"] < MTP_LOSS_LIMIT:
-        yield f"mtp_loss is {metrics['mtp_loss']:g}; it must be below {MTP_LOSS_LIMIT:g}"
 
 
 def _wrong_grad_norm(path: Path, grad_norm: float) -> Iterator[str]:
