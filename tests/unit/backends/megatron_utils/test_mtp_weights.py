@@ -15,8 +15,6 @@ from slime.backends.megatron_utils.checkpoint import save_checkpoint
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
-from slime.backends.megatron_utils.models import find_weight_map
-from slime.train_data.model_dims import ModelDims
 from tests.matrix import trainer
 from tests.matrix.case import Tensors, load_cases, read_tensors, write_tensors
 from tests.matrix.parity import one_process_world
@@ -37,67 +35,6 @@ def load_and_export(folder: Path) -> Tensors:
         args = trainer.make_args(CASE, folder)
         initialize.init(args)
         return dict(trainer.export(args, trainer.load_model(args), dtype=None))
-
-
-def shape_of(num_layers: int, num_mtp_layers: int) -> ModelDims:
-    sizes = dict.fromkeys(("num_attention_heads", "num_query_groups", "head_dim", "hidden_size"), 2)
-    return ModelDims(
-        num_layers=num_layers,
-        num_mtp_layers=num_mtp_layers,
-        vocab_size=8,
-        padded_vocab_size=8,
-        has_tied_embeddings=False,
-        **sizes,
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "name", "hf_names"),
-    [
-        ("glm4_moe", "mtp.layers.1.eh_proj.weight", ["model.layers.93.eh_proj.weight"]),
-        ("deepseek_v3", "mtp.layers.0.final_layernorm.weight", ["model.layers.92.shared_head.norm.weight"]),
-        (
-            "glm4_moe_lite",
-            "mtp.layers.0.transformer_layer.mlp.experts.linear_fc2.weight7",
-            ["model.layers.92.mlp.experts.7.down_proj.weight"],
-        ),
-        ("mimo", "mtp.layers.1.eh_proj.weight", ["model.mtp_layers.1.input_proj.weight"]),
-        (
-            "mimo",
-            "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight",
-            ["model.mtp_layers.0.mlp.gate_proj.weight", "model.mtp_layers.0.mlp.up_proj.weight"],
-        ),
-    ],
-)
-def test_names_of_mtp_tensors(model: str, name: str, hf_names: list[str]) -> None:
-    assert list(find_weight_map(model).find(name, shape_of(92, 2))[1]) == hf_names
-
-
-@pytest.mark.parametrize(
-    ("model", "names"),
-    [
-        ("deepseek_v3", ["model.layers.92.eh_proj.weight", "model.layers.92.mlp.experts.3.up_proj.weight_scale_inv"]),
-        ("glm4_moe", ["model.layers.92.enorm.weight"]),
-        ("glm4_moe_lite", ["model.layers.92.shared_head.norm.weight"]),
-        ("glm_moe_dsa", ["model.layers.92.self_attn.indexer.wk.weight"]),
-        ("mimo", ["model.mtp_layers.0.input_proj.weight"]),
-        ("qwen3_next", ["mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"]),
-        ("qwen3_5", ["mtp.norm.weight"]),
-    ],
-)
-def test_tensors_of_mtp_layers_are_left_out_by_a_model_without_them_alone(model: str, names: list[str]) -> None:
-    weight_map = find_weight_map(model)
-    for name in names:
-        assert weight_map.is_left_out(name, shape_of(92, 0))
-        assert not weight_map.is_left_out(name, shape_of(92, 1))
-    assert not weight_map.is_left_out("model.layers.91.self_attn.o_proj.weight", shape_of(92, 0))
-
-
-def test_mimo_joins_hidden_and_embedding_the_other_way_round() -> None:
-    rule, _ = find_weight_map("mimo").find("mtp.layers.0.eh_proj.weight", shape_of(3, 1))
-    ours, theirs = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[3, 4, 1, 2]])
-    assert torch.equal(rule.merge(theirs, shape_of(3, 1)), ours)
-    assert torch.equal(rule.split(ours, shape_of(3, 1))[0], theirs)
 
 
 def test_the_export_has_the_copies_that_its_source_has(folder: Path) -> None:

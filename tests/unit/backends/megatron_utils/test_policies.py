@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from slime.backends.megatron_utils import policies
-from slime.backends.megatron_utils.checkpoint import find_checkpoint
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.utils.errors import DataError
 
@@ -78,19 +76,3 @@ def test_a_teacher_that_is_not_there_is_named_by_the_flag_that_gave_it(given: di
     model = torch.nn.Linear(3, 2)
     with pytest.raises(DataError, match=f"{flag} is 'gone'"):
         Policies(args, [model], ModelSwitch([model])).load(with_ref=False, with_teacher=True, is_resumed=False)
-
-
-@pytest.mark.parametrize(
-    ("given", "flag"),
-    [
-        ("--load", "--ckpt-step"),
-        ("--ref-load", "--ref-ckpt-step"),
-        ("--opd-teacher-load", "--opd-teacher-ckpt-step"),
-        ("--opd-teachers", "--opd-teacher-ckpt-step"),
-    ],
-)
-def test_a_step_that_is_not_there_is_chosen_again_by_the_flag_of_that_model(
-    tmp_path: Path, given: str, flag: str
-) -> None:
-    with pytest.raises(DataError, match=f"Pick a complete one with {flag}\\."):
-        find_checkpoint(tmp_path, 3, flag=given)

@@ -128,13 +128,6 @@ def test_prefill_servers_that_leave_nothing_are_refused():
         resolve_sglang_config(flags(prefill_num_servers=4))
 
 
-def test_the_gpus_of_a_file_must_be_those_of_the_flag(tmp_path):
-    path = tmp_path / "engines.yaml"
-    path.write_text(f"sglang: [{{name: a, server_groups: [{GROUP}]}}]")
-    with pytest.raises(ConfigError, match="^--sglang-config: the groups in .* take 2 GPUs, --rollout-num-gpus is 8"):
-        resolve_sglang_config(flags(sglang_config=str(path)))
-
-
 @pytest.mark.parametrize(
     ("groups", "trained", "message"),
     [

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers import attention
-from slime.backends.megatron_utils.layers.attention import PackedAttention, zigzag_attention
+from slime.backends.megatron_utils.layers.attention import zigzag_attention
 from slime.train_data.context_parallel import CPRank
-from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 DENSE = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --kv-channels 4 --vocab-size 8".split()
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 4.0])
@@ -57,14 +53,6 @@ def test_outputs_and_gradients_are_those_of_the_formula(window: int | None) -> N
     assert results[0][-1].abs().min() > 1e-3  # every sink has a gradient
 
 
-def test_a_sink_that_weighs_nothing_leaves_plain_attention() -> None:
-    parts, lengths = random_qkv(7), [7]
-    nothing = torch.full((4,), -math.inf)
-    out = attention.per_sequence_attention(*parts, lengths, lengths, scale=0.5, sinks=nothing)
-    plain = attention.per_sequence_attention(*parts, lengths, lengths, scale=0.5)
-    torch.testing.assert_close(out, plain)
-
-
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_a_sink_counts_once_for_a_query_however_many_ranks_hold_its_keys(
@@ -95,25 +83,3 @@ def test_a_sink_counts_once_for_a_query_however_many_ranks_hold_its_keys(
         mine = [local(x, rank) for x in (query, key, value)]
         out = zigzag_attention(attend, *mine, cu, max(lengths), None, CPRank(rank, cp_size))  # type: ignore[arg-type]
         torch.testing.assert_close(out.double(), local(expected, rank), atol=1e-6, rtol=1e-5)
-
-
-def test_the_sinks_are_a_parameter_cut_by_heads_with_an_entry_in_checkpoints() -> None:
-    args = parse(*DENSE, "--softmax-type", "learnable")
-    start_single_process(args)
-    module = PackedAttention(transformer_config_from_args(args), layer_number=1)
-    sinks = module.softmax_offset
-    assert sinks is not None and sinks.shape == (4,) and sinks.tensor_model_parallel and sinks.partition_dim == 0
-    entry = module.sharded_state_dict("core_attention.", ((0, 2, 5),))["core_attention.softmax_offset"]
-    assert entry.global_shape == (5, 4) and entry.global_offset == (2, 0)
-    with torch.no_grad():
-        sinks.copy_(SINKS)
-    query, key, value = (x[:, None] for x in random_qkv(5))
-    expected = textbook(*random_qkv(5), SINKS).view(5, 1, -1)
-    torch.testing.assert_close(module(query, key, value).double(), expected, atol=1e-6, rtol=1e-5)
-
-
-def test_without_sinks_there_is_no_parameter() -> None:
-    args = parse(*DENSE)
-    start_single_process(args)
-    module = PackedAttention(transformer_config_from_args(args), layer_number=1)
-    assert not list(module.parameters()) and not module.sharded_state_dict("core_attention.")

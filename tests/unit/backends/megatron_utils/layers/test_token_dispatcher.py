@@ -89,13 +89,3 @@ def test_outputs_of_a_tokens_experts_are_added_up_in_fp32() -> None:
 def test_which_dispatcher_serves_which_flags(flags: tuple[Any, ...], is_ours: bool) -> None:
     layer = RoutedExperts(config(*flags))
     assert isinstance(layer.token_dispatcher, GatherDispatcher) is is_ours
-
-
-@pytest.mark.parametrize("policy", ["probs", "position"])
-def test_tokens_above_capacity_are_dropped(policy: str) -> None:
-    flags = ("--moe-expert-capacity-factor", 0.5, "--moe-token-drop-policy", policy)
-    layer = RoutedExperts(config(*flags))
-    output, bias = layer(torch.randn(NUM_TOKENS, 1, HIDDEN))
-    assert bias is None and output.shape == (NUM_TOKENS, 1, HIDDEN)
-    kept = [len(layer.token_dispatcher.reversed_local_input_permutation_mapping)]
-    assert kept[0] < NUM_TOKENS * TOPK

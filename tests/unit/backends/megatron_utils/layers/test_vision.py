@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +14,9 @@ from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
-from slime.backends.megatron_utils.layers.vision import ImageBatch, VisionModel, place_images, rotary_axes
+from slime.backends.megatron_utils.layers.vision import ImageBatch, place_images
 from slime.backends.megatron_utils.models import find_weight_map, has_tower
 from slime.backends.megatron_utils.train_metrics import image_patches
-from slime.train_data.context_parallel import CPRank
-from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
@@ -80,19 +77,6 @@ def test_a_cut_image_is_refused_with_its_size():
 def test_videos_are_refused_and_not_left_out(inputs):
     with pytest.raises(DataError, match="video.*; the vision towers here take images alone"):
         ImageBatch([torch.tensor([1])], [inputs]).grids()
-
-
-def test_the_matrix_has_an_image_on_both_sides_of_a_cut_between_context_parallel_ranks():
-    data = make_train_data(CASE.vocab_size, add_images=CASE.add_images)
-    tokens, grids = torch.tensor(data["tokens"][4]), data["multimodal_train_inputs"][4]["image_grid_thw"]
-    rows, _ = place_images(tokens, grids, image_token=IMAGE, merge=2)
-    ends = (grids.prod(1) // 4).cumsum(0)
-    image = torch.where(rows < 0, -1, torch.searchsorted(ends, rows, right=True))
-    ranks = [
-        set(pack_thd([image], PackingConfig(CPRank(rank, 2)), pad_id=-1).tokens[0].tolist()) - {-1}
-        for rank in range(2)
-    ]
-    assert ranks[0] & ranks[1]
 
 
 def test_a_frozen_tower_gets_no_gradient_and_text_gets_the_same(tmp_path: Path):
@@ -185,18 +169,3 @@ def test_a_model_in_bf16_keeps_the_frequencies_of_its_tower(tmp_path: Path):
         tower = next(module for name, module in chunk.named_modules() if name.endswith("vision_model"))
     assert tower.rotary_pos_emb.inv_freq.dtype == torch.float32
     assert tower.patch_embed.proj.weight.dtype == torch.bfloat16
-
-
-def test_rotary_tables_lie_row_by_row_as_the_kernel_of_a_gpu_reads_them():
-    frequencies = SimpleNamespace(inv_freq=torch.tensor([1.0, 0.5, 0.25]))
-    model = SimpleNamespace(rotary_pos_emb=frequencies, axes=rotary_axes((1, 1, 1), interleaved=True))
-    positions = torch.tensor([[0, 1, 2, 3], [0, 10, 20, 30], [0, 100, 200, 300]])
-    tables = VisionModel._rotary_tables(model, positions)
-    assert tables.cos.is_contiguous() and tables.sin.is_contiguous()
-    angles = torch.tensor([[1, 5, 25]]) * torch.arange(4)[:, None]
-    torch.testing.assert_close(tables.sin, angles.float().sin())
-
-
-def test_axes_take_turns_among_the_frequencies_or_have_a_run_of_them_each():
-    assert rotary_axes((4, 2, 1), interleaved=True).tolist() == [0, 1, 2, 0, 1, 0, 0]
-    assert rotary_axes((1, 2, 3), interleaved=False).tolist() == [0, 1, 1, 2, 2, 2]

@@ -8,8 +8,6 @@ from slime.backends.megatron_utils.models.index_sharing import IndexSharing, Pip
 from slime.utils.errors import ConfigError
 
 GLM5_2 = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
-SEED_STAGES = [1, 15, 23, 31, 39, 47, 55, 63]
-"""First layers of the eight stages with 14 layers in the first and 16 in the last."""
 
 
 def computing(sharing: IndexSharing) -> list[int]:
@@ -20,18 +18,6 @@ def test_glm5_2_chooses_in_layers_1_2_3_and_every_fourth_from_there() -> None:
     sharing = index_sharing(GLM5_2, 78)
     assert computing(sharing) == [1, 2, 3, *range(7, 76, 4)]
     assert [sharing.source(layer) for layer in (1, 2, 3, 4, 6, 7, 10, 11, 78)] == [1, 2, 3, 3, 3, 7, 7, 11, 75]
-
-
-def test_without_a_frequency_every_layer_chooses() -> None:
-    sharing = index_sharing({}, 5)
-    assert computing(sharing) == [1, 2, 3, 4, 5]
-    sharing.check_stages(range(1, 6))
-
-
-def test_a_layer_behind_the_last_one_chooses_for_itself() -> None:
-    sharing = index_sharing(GLM5_2, 6)
-    assert not sharing.computes(6)
-    assert sharing.computes(7) and sharing.source(7) == 7
 
 
 @pytest.mark.parametrize(
@@ -54,11 +40,6 @@ def test_the_schedule_is_that_of_the_config_class_of_transformers(settings: dict
     assert list(index_sharing(settings, 9).is_computing) == [kind == "full" for kind in expected]
 
 
-def test_the_stages_of_the_seed_all_begin_with_a_computing_layer() -> None:
-    index_sharing(GLM5_2, 78).check_stages(SEED_STAGES)
-    index_sharing(GLM5_2, 78).check_stages([1, 39])  # of the conversion, with 40 layers in the last of two stages
-
-
 def test_a_stage_that_begins_with_a_skip_layer_is_refused_by_name() -> None:
     with pytest.raises(PipelineSplitError) as caught:
         index_sharing(GLM5_2, 78).check_stages([1, 11, 21])
@@ -74,8 +55,3 @@ def test_a_list_that_is_too_short_or_unknown_is_refused() -> None:
         index_sharing({"indexer_types": ["full", "shared"]}, 3)
     with pytest.raises(ConfigError, match=r"among them \['X'\]"):
         index_sharing({"index_topk_pattern": "FXF"}, 3)
-
-
-def test_a_first_layer_without_a_choice_of_its_own_is_refused() -> None:
-    with pytest.raises(ConfigError, match="layer 1 must compute"):
-        index_sharing({"index_topk_freq": 4, "index_skip_topk_offset": 0}, 8)
