@@ -131,7 +131,7 @@ class LowPrecisionAdam(_AdamOverGroups):
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the chained optimizers, that of the experts and that of the dense parameters, without empty ones."""
+    """Return the chained optimizers, of experts and of dense parameters, without empty ones."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 

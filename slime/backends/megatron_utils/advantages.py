@@ -48,7 +48,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
     if args.normalize_advantages:
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         data.advantages = whiten(data.advantages, masks, group=group)
-    rollout_data.update(data)  # a plug-in may call with a dict of its own
+    rollout_data.update(data)  # a plug-in may pass its own dict
 
 
 def _zero_nonfinite_untrained(column_N: list[Tensor], mask_N: list[Tensor]) -> list[Tensor]:

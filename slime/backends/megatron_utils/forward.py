@@ -124,7 +124,7 @@ def needs_old_log_probs(args: Namespace, num_steps: int) -> bool:
 
 
 def readers_of_old_log_probs(args: Namespace, num_steps: int) -> Iterator[str]:
-    """Yield, in words, each reason for a forward pass of its own."""
+    """Yield, in words, each reason for an extra forward pass."""
     estimator = get_estimator(args.advantage_estimator)
     if num_steps != 1:
         yield "later steps of a rollout compare with the policy before the first"

@@ -139,7 +139,7 @@ __all__ = [
 def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
     """Compute ``pg_loss - entropy_coef * entropy + kl_loss_coef * kl_loss`` of a micro-batch.
 
-    The surrogate is that of the advantage estimator (``Estimator.policy_loss``).  Old log-probs are the engine's
+    The advantage estimator brings the surrogate (``Estimator.policy_loss``).  Old log-probs are the engine's
     (``--use-rollout-logprobs``), those recomputed before training, or the present ones without gradient when a single
     step per rollout makes them equal.
 

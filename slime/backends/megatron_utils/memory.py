@@ -84,7 +84,7 @@ def report(moment: str) -> None:
 
 
 def restart_peak() -> None:
-    """Forget the peak of what came before: from here on it is that of the work that follows."""
+    """Begin to measure the peak of the work that follows."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 

@@ -122,7 +122,7 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
 
 
 def _parameter_groups(args: Namespace, config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Return what megatron-core sets apart by default, and the vision tower where it has learning rates of its own."""
+    """Return what megatron-core sets apart by default, and the vision tower where its learning rates differ."""
     groups = get_standard_config_overrides(config)
     factor = args.vision_tower_lr_mult
     if factor != 1:
@@ -139,7 +139,7 @@ def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerP
 
     Raises:
         ConfigError: the warm-up is as long as the whole decay.  Found here when the length of the run, and with it
-            that of the decay, is only known now (``--num-epoch``); else when the flags are checked.
+            the decay, is only known now (``--num-epoch``); else when the flags are checked.
     """
     unit = args.global_batch_size
     num_samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt

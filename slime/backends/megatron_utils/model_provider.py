@@ -78,7 +78,7 @@ def get_model_provider(
         if head is not None and not head.weight.requires_grad:
             logger.warning(
                 "The critic's value head is frozen: the lists of trained or frozen parameters cover it. Give "
-                "the critic lists of its own (--megatron-config-path)."
+                "the critic its own lists (--megatron-config-path)."
             )
         return model
 

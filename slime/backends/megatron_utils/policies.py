@@ -138,7 +138,7 @@ class ModelSwitch:
         """Return the host copy of ``tag`` by ``{chunk}.{parameter name}``.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: nothing is kept under ``tag``.
         """
         if tag not in self._host:
             raise ConfigError(f"no weights are kept under {tag!r}; kept are {self.tags}")

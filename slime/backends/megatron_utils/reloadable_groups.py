@@ -6,7 +6,7 @@ stand-ins: :class:`ReloadableProcessGroup` forwards every call to an inner group
 
     make_groups_reloadable()          # after the parallel groups exist, before a model holds any
     ...
-    release_communicators()           # nothing may be under way; each group's next call makes its communicator anew
+    release_communicators()           # nothing may be under way; each group's next call makes a new communicator
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ engine) rounds differently; a mixture of experts then compares log-probs of two 
 ``--use-routing-replay`` the pass that computes the old log-probs writes down each router's choice, and training
 chooses the same (arXiv:2507.18071, section 5.3, there called Routing Replay).  With ``--use-rollout-routing-replay``
 the choice is the engine's, for the old log-probs and for training (R3, arXiv:2510.11370).  Probabilities are always
-those of the present router at the chosen experts, so that it goes on learning.
+those of the present router at the chosen experts, so that it keeps learning.
 
 Reference and teacher choose freely, and so do MTP layers.
 """

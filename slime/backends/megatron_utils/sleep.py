@@ -40,7 +40,7 @@ class HostArena:
 
     Args:
         chunk_bytes: of a chunk.
-        is_pinned: a copy from or to an accelerator then goes on behind the caller's back.
+        is_pinned: a copy from or to an accelerator then runs behind the caller's back.
     """
 
     def __init__(self, chunk_bytes: int, *, is_pinned: bool) -> None:
@@ -92,7 +92,7 @@ class _Released:
 class OffloadedState:
     """The memory of a model and its optimizer on their device, which can be given back for a while.
 
-    Between :meth:`offload` and :meth:`onload` nothing reads or writes it.  What is there is found anew each time:
+    Between :meth:`offload` and :meth:`onload` nothing reads or writes it.  What is there is looked up each time:
     moments appear with the first step.
 
     Args:

@@ -165,7 +165,7 @@ def dump_train_data(template: str, rollout_id: int, rollout_data: DeviceBatch) -
             path = save_train_dump(template, rollout_id, 0, known)
             logger.info("Train data of rollout %d: %s", rollout_id, path)
         except DataError as error:  # training does not depend on a dump
-            logger.error("%s The run goes on without this dump.", error)
+            logger.error("%s The run continues without this dump.", error)
 
 
 @torch.no_grad()

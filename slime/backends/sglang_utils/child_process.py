@@ -323,32 +323,16 @@ def log_folder() -> Path:
     return folder
 
 
-def remove_old_runs(base: Path, *, keep: int = KEEP_RUNS) -> list[Path]:
-    """Remove all but the last ``keep`` runs under ``base``, and logs of earlier versions that lie beside them.
-
-    Nothing that was written to within ``STILL_WRITING_S`` seconds is removed.  Return what was.
-    """
+def remove_old_runs(base: Path, *, keep: int = KEEP_RUNS) -> None:
+    """Remove all but the last ``keep`` runs under ``base``, unless one was written to within ``STILL_WRITING_S``."""
     runs = sorted((path for path in base.glob("run-*") if path.is_dir()), key=_last_write_s, reverse=True)
-    candidates = [*runs[keep:], *base.glob("*.log")]
-    removed = []
-    for path in candidates:
-        if time.time() - _last_write_s(path) < STILL_WRITING_S:
-            continue
-        try:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        except FileNotFoundError:
-            continue  # another run, starting now, was faster
-        except OSError as error:
-            logger.warning("old logs in %s stay: %s", path, error)
-            continue
-        removed.append(path)
-    return removed
+    for run in runs[keep:]:
+        if time.time() - _last_write_s(run) >= STILL_WRITING_S:
+            shutil.rmtree(run, ignore_errors=True)  # another run, starting now, may do the same
 
 
-def _last_write_s(path: Path) -> float:
-    """Return the time of the last write below ``path``, in seconds since the epoch; 0 when it is gone."""
+def _last_write_s(folder: Path) -> float:
     try:
-        own = path.stat().st_mtime
-        return max([own, *(entry.stat().st_mtime for entry in path.iterdir())]) if path.is_dir() else own
-    except FileNotFoundError:
+        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except FileNotFoundError:  # another run has removed it
         return 0.0

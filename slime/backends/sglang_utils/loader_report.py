@@ -71,7 +71,7 @@ def rank_in_engine() -> int:
 
 
 def with_ranks(found: Sequence[Sequence[str]]) -> list[str]:
-    """Return the problems of all ranks as one list; the rank is named where there is more than one."""
+    """Return the problems of all ranks as one list; several ranks are named."""
     if len(found) == 1:
         return list(found[0])
     return [f"rank {rank}: {problem}" for rank, problems in enumerate(found) for problem in problems]

@@ -227,7 +227,7 @@ def layout_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
     wanted = f"--rollout-top-p {args.rollout_top_p:g} needs the nuclei that the engines draw from"
     if model.has_prefill_decode:
         yield (
-            f"{wanted}, and prefill engines do not hand that of the first token on; use engines that do both "
+            f"{wanted}, and prefill engines do not pass on the first token's; use engines that do both "
             "(no --prefill-num-servers, no prefill and decode groups), or --rollout-top-p 1."
         )
     flags = {name: getattr(args, f"sglang_{name}") for name in _FITTING}

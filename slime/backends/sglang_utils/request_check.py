@@ -123,7 +123,7 @@ def _number_of_prompts(obj: Any) -> int:
 
 
 def check_text(text: Any) -> None:
-    """Refuse a text, or a list of texts, that takes a tokenizer minutes, or that is none.
+    """Refuse a text, or a list of texts, that takes a tokenizer minutes, or is no text.
 
     Raises:
         ValueError: it is longer than ``MAX_TEXT_CHARS``, or half a surrogate pair is in it.

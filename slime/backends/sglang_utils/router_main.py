@@ -1,8 +1,8 @@
 """The router's process: ``python -m slime.backends.sglang_utils.router_main OWNER_PID`` with RouterArgs on stdin.
 
 The router is a Rust program with a Python binding.  Its own launcher is not used: it imports all of SGLang for a
-debugging mode, which takes ten seconds.  While it runs no Python thread does, so the owner is watched from a process
-of its own, the parent of the one that routes.
+debugging mode, which takes ten seconds.  While it runs no Python thread does, so another process, the
+parent of the one that routes, watches the owner.
 """
 
 from __future__ import annotations

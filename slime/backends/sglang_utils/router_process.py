@@ -70,7 +70,7 @@ class RouterHandle:
         return None
 
     def stop(self) -> None:
-        """End the router; one that the user runs goes on."""
+        """End the router, unless the user runs it."""
         if self.process is not None:
             self.process.stop()
 

@@ -169,7 +169,7 @@ def own_dtype(args: Namespace, asked: str | None) -> str | None:
 def served_dtype(asked: str, folder: str) -> str:
     """Return the dtype of an engine whose ServerArgs have ``asked``; "auto" follows config.json as SGLang does.
 
-    "" where there is no config.json to read.
+    "" without a config.json to read.
     """
     if asked != "auto":
         return asked

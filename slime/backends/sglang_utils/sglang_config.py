@@ -1,6 +1,6 @@
 """The models and engines of a run, from the YAML of ``--sglang-config`` or from flags.  Data only.
 
-sglang:                      # a list of models; each gets a router of its own
+sglang:                      # a list of models; each gets its own router
   - name: default
     model_path: /models/x    # default: --hf-checkpoint
     num_gpus_per_engine: 2   # default: --rollout-num-gpus-per-engine
@@ -108,7 +108,7 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
     if args.eval_in_background:
         raise ConfigError(
             "--eval-in-background needs engines that no rollout uses: give --sglang-config with a second model, named "
-            f"{EVALUATION_MODEL}, and GPUs of its own."
+            f"{EVALUATION_MODEL}, and its own GPUs."
         )
     groups: list[ServerGroupConfig] = []
     if args.prefill_num_servers is not None:
@@ -258,7 +258,7 @@ def _served_path(
     if len(set(paths)) > 1:
         raise ConfigError(
             f"{where}: its groups serve {', '.join(sorted(set(paths)))}; all groups of a model serve one checkpoint. "
-            "Give each checkpoint a model of its own."
+            "Give each checkpoint its own model."
         )
     rest = [{name: value for name, value in group.overrides.items() if name != "model_path"} for group in groups]
     groups = tuple(replace(group, overrides=overrides) for group, overrides in zip(groups, rest, strict=True))

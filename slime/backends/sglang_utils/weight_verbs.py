@@ -43,7 +43,7 @@ class WeightVerbs:
         return self._request("POST", path, dict(payload), timeout_s=self.args.weight_update_timeout_s)
 
     def run(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Call ``function(self, *arguments)``, of an extension that knows requests of its own."""
+        """Call ``function(self, *arguments)``, of an extension that knows other requests."""
         return function(self, *arguments)
 
     def refuse_unfinished_push(self) -> None:

@@ -49,7 +49,7 @@ class PackedAttention(MegatronModule):
 
     Every query sees the keys of its own sequence up to its own position, whatever the packing and the layout; in a
     layer with a window (``--window-size LEFT,0``, ``--window-attn-skip-freq``) its own and the LEFT before it.  With
-    ``--softmax-type learnable`` each head has a sink: a logit of its own in the softmax's denominator.
+    ``--softmax-type learnable`` each head has a sink: its own logit in the softmax's denominator.
     """
 
     def __init__(

@@ -190,7 +190,7 @@ def faster_kernel(shape: HeadShape, device: torch.device) -> FlashKernel:
 
 
 def _has_flash_attn_4() -> bool:
-    # Read when the package is imported.  By default it compiles anew in every process.
+    # Read when the package is imported.  By default it compiles again in every process.
     cache = {f"{_FLASH_ATTN_CACHE}_ENABLED": "1", f"{_FLASH_ATTN_CACHE}_DIR": str(env.cache_dir() / "flash_attention")}
     env.export({name: value for name, value in cache.items() if env.get_str(name) is None})
     try:

@@ -93,7 +93,7 @@ class StackedLinear(torch.nn.Module):
 
     @torch.no_grad()
     def _initialize_whole(self, out_features: int, in_features: int, init_method: Callable[[Tensor], Any]) -> None:
-        """Draw each expert's whole matrix from a seed of its own: the same in every layout."""
+        """Draw each expert's whole matrix from its own seed: the same in every layout."""
         seed = int(torch.randint(2**40, ()))  # one draw from the generator that all these ranks share
         first = self.groups.ep.rank() * self.weight.size(0)
         rank, parts = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
@@ -159,7 +159,7 @@ def gate_up_entry(
 ) -> ShardedTensorFactory:
     """Return the entry of a tensor that holds gates and then, along ``dim``, ups, each of them cut over the ranks.
 
-    ``cut`` is axis on disk, rank and number of ranks; ``entry`` makes that of a half from key, tensor, replica, cut.
+    ``cut`` is axis on disk, rank and number of ranks; ``entry`` makes half an entry from key, tensor, replica, cut.
     """
     axis, rank, parts = cut
 
@@ -186,7 +186,7 @@ class StackedExperts(MegatronModule):
         submodules: Any = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Build the experts; the signature is that of megatron-core's, and there are no submodules to choose."""
+        """Build the experts; the signature is megatron-core's, and there are no submodules to choose."""
         super().__init__(config=config)
         assert pg_collection is not None
         # The flags' check says so to users: a bias would be added by each of the ranks that share an expert.

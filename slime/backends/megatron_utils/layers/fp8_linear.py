@@ -123,7 +123,7 @@ class Products(Protocol):
     """A way to multiply by the weight of a layer."""
 
     def product(self, x: Tensor, weight: Tensor, index: int = 0) -> Tensor:
-        """Return ``x @ weight.T``, [T, N]; the weight is the layer's, or that of its expert ``index``."""
+        """Return ``x @ weight.T``, [T, N]; the weight is the layer's, or its expert ``index``'s."""
 
 
 def linear(

@@ -46,7 +46,7 @@ from slime.backends.megatron_utils.layers.rotary import (
 from slime.train_data.context_parallel import CPRank
 
 LATENT_NORM_EPSILON = 1e-6
-"""Epsilon of the latents' norms, whatever ``--norm-epsilon`` is: that of the published models."""
+"""Epsilon of the latents' norms, whatever ``--norm-epsilon`` is: the published models' value."""
 
 
 class ReplicatedLinear(torch.nn.Linear):

@@ -165,7 +165,7 @@ class GPTModelWithMtp(GPTModel):
         self._embedding_copy: tuple[LanguageModelEmbedding, ...] = ()
         if not self.post_process:
             return
-        # The layers' own config is that of the model: see without_mtp.
+        # The layers share the model's config: see without_mtp.
         self.mtp = MtpBlock(config=self.config, spec=mtp_spec, vp_stage=self.vp_stage)
         for layer in self.mtp.layers:
             mlp = layer.transformer_layer.mlp

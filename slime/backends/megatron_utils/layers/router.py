@@ -259,7 +259,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(slots=True)
 class HostChoices:
-    """The ids of one micro-batch on the host, pinned where there is a GPU to copy from and to."""
+    """The ids of one micro-batch on the host, pinned on a machine with GPUs."""
 
     rows: Mapping[int, int]
     """Number of a layer -> its row."""
@@ -288,7 +288,7 @@ class HostChoices:
         if self.ids is None or layer not in self.written:
             raise SlimeError(
                 f"--use-routing-replay: layer {layer} has no recorded choice of experts for this micro-batch; the "
-                "pass that records, that of the log-probs of the old policy, did not run through its router"
+                "pass that records, for the log-probs of the old policy, did not run through its router"
             )
         return self.ids[self.rows[layer]].to(device, non_blocking=True).long()
 
@@ -310,7 +310,7 @@ class ChangedChoices:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def take(self) -> Tensor:
-        """Return ``counts``, zeros where nothing was compared, and count anew."""
+        """Return ``counts``, zeros where nothing was compared, and begin a new count."""
         counts, self.counts = self.counts, None
         return torch.zeros(2, dtype=torch.int64) if counts is None else counts
 

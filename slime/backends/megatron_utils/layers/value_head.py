@@ -1,7 +1,7 @@
 """The critic's output layer: one number a token where the actor has the vocabulary projection.
 
 A checkpoint of an actor has no such layer: its ``output_layer.weight`` is [vocabulary, hidden] or missing.  A critic
-that starts from one keeps everything else of it and draws this layer anew, the same in every layout.
+that starts from one keeps everything else of it and draws this layer, the same in every layout.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ValueHead(torch.nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw weights from N(0, std), bias 0, by a generator of its own, so that neither rank nor layout matters."""
+        """Draw weights from N(0, std), bias 0, by a separate generator, so that neither rank nor layout matters."""
         generator = torch.Generator().manual_seed(self._seed)
         self.weight.copy_(torch.empty(self.weight.shape).normal_(0.0, self._std, generator=generator))
         self.bias.zero_()
@@ -71,7 +71,7 @@ def find_value_head(model: Sequence[torch.nn.Module]) -> ValueHead | None:
 def take_out_unsaved_head(
     model: Sequence[torch.nn.Module], model_state: Mapping[str, dict[str, Any]], saved: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Draw anew what a checkpoint does not have of a critic's output layer, and take it out of what is to be loaded.
+    """Draw what a checkpoint does not have of a critic's output layer, and take it out of what is to be loaded.
 
     Args:
         model_state: sharded state by chunk; entries are removed.

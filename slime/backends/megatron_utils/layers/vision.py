@@ -178,7 +178,7 @@ def rotary_axes(section: Sequence[int], *, interleaved: bool) -> Tensor:
 class _ReturnGradients(torch.autograd.Function):
     """Identity on the embeddings, through which the features that layers add get their gradients back.
 
-    Layers read detached leaves, so that a recomputed layer, whose backward pass is one of its own, can do so too.  The
+    Layers read detached leaves, so that a recomputed layer, which has a separate backward pass, can do so too.  The
     gradient of the embeddings comes after those of all layers.
     """
 

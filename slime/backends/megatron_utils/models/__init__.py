@@ -92,7 +92,7 @@ def find_family(model_name: str) -> ModelFamily:
     """Return the family of a model type, architecture or config class, in any spelling: ``qwen3``, ``Qwen3Config``.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: it is unknown; the message lists the known ones.
     """
     key = re.sub(r"[-_]", "", model_name).lower()
     key = key.removesuffix("config").removesuffix("forcausallm").removesuffix("forconditionalgeneration")

@@ -53,7 +53,7 @@ class ModelFamily:
     """Of config.json; also what weights are pushed for (``--model-name``)."""
     weight_map: WeightMap
 
-    # --- layers of its own
+    # --- layers
     spec: str = ""
     """Module and function of its layers, as ``--spec`` takes them; empty where the model flags describe the layers."""
     is_spec_optional: bool = False

@@ -1,6 +1,6 @@
 """gpt-oss (20B, 120B): sinks and windows in attention, YaRN, biases everywhere, experts with a clamped gate.
 
-All of it is megatron-core's options; there are no layers of its own.  Folders and engines hold the experts of a layer
+All of it is megatron-core's options; it has no special layers.  Folders and engines hold the experts of a layer
 in one tensor, [E, in, out] with gate and up in turn; published ones pack it as MXFP4, which is read, not pushed.
 
 Shapes: E = experts, h = hidden size, f = width of an expert.

@@ -38,7 +38,7 @@ MINIMAX_M2 = WeightMap(
 def minimax_flags(config: Config) -> Iterator[Flag | str]:
     """Yield the experts, and the part of a head that turns, which config.json gives in dimensions.
 
-    Its config.json has names of its own: ``intermediate_size`` is an expert's.
+    Its config.json has other names: ``intermediate_size`` is an expert's.
     """
     if config.get("qk_norm_type", "per_layer") != "per_layer":
         yield f"--spec {SPEC} norms all heads together; qk_norm_type is {config['qk_norm_type']!r}"

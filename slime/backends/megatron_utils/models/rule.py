@@ -76,7 +76,7 @@ class WeightMap:
     """After ``mtp.layers.{j}.`` and its prefix, beside its ``transformer_layer``, for which ``layer`` serves."""
     layer_prefix: str = "model.layers.{layer}."
     own_mtp_prefix: str = ""
-    """Of an MTP layer, with ``{index}``; empty where its number goes on from the decoder's, as in most families."""
+    """Of an MTP layer, with ``{index}``; empty where its number continues the decoder's, as in most families."""
     mtp_layer_prefix: str = ""
     """In front of the tensors of its ``transformer_layer``, where that is not :meth:`mtp_prefix`."""
     mtp_copies: Mapping[str, str] = field(default_factory=dict)

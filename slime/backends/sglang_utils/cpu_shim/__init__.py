@@ -198,7 +198,7 @@ def _install_triton_stub() -> None:
     path = Path(next(iter(spec.submodule_search_locations))) / "_triton_stub.py"
     stub_spec = importlib.util.spec_from_file_location("_sglang_triton_stub", path)
     if stub_spec is None or stub_spec.loader is None:
-        raise ConfigError(f"{path} is missing; install sglang=={TESTED_SGLANG} anew, or install triton")
+        raise ConfigError(f"{path} is missing; reinstall sglang=={TESTED_SGLANG}, or install triton")
     stub: ModuleType = importlib.util.module_from_spec(stub_spec)
     stub_spec.loader.exec_module(stub)
     stub.install()

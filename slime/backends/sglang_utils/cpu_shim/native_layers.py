@@ -1,6 +1,6 @@
 """Plain forms of what SGLang has as Triton kernels alone: latent attention, adapters of it and of experts, grammars.
 
-SGLang's own backend of adapters for a CPU (``--lora-backend torch_native``) is that of single linear layers.
+SGLang's own backend of adapters for a CPU (``--lora-backend torch_native``) serves single linear layers only.
 
 Shapes: T = tokens, H = heads, E = experts, r = rank of the slots, h = hidden size, f = width of an expert, k = experts
 of a token; D = width of the latent, q and v = widths of a head's key without its rotary part, and of its value.
