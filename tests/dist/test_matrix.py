@@ -12,8 +12,8 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from tests.matrix.case import load_cases
-from tests.matrix.isolation import check_families
 from tests.matrix.layouts import CUT_IN_SUITE, OF_OTHERS, fast_layouts_of, run_layouts
+from tests.matrix.parity import check_families
 from tests.matrix.report import CHECKS, summary
 
 pytestmark = pytest.mark.dist

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from tests.matrix import docs
 from tests.matrix.case import load_cases
-from tests.matrix.isolation import check_families
 from tests.matrix.report import CHECKS, Cell, summary
 
 
@@ -33,7 +32,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layout", nargs="+", metavar="NAME", help="only these parallel layouts")
     parser.add_argument("--fast", action="store_true", help="the slice that the test suite runs")
     parser.add_argument("--bf16", action="store_true", help="layouts in bf16 instead of fp32, with a wider bound")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="families checked at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the cells there, beside those of earlier runs")
     parser.add_argument("--write-docs", action="store_true", help="write benchmarks/results/matrix.json")
     parser.add_argument("--list", action="store_true", help="name families, checks and layouts, and run nothing")
@@ -51,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         layouts_of,
         run_layouts,
     )
+    from tests.matrix.parity import check_families
 
     options = parse(argv)
     try:
@@ -73,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         cells.append(cell)
 
     checked = [name for name in cases if not (options.fast and name in OF_OTHERS)]
-    for cell in check_families(checked, checks, jobs=options.jobs) if checks else ():
+    for cell in check_families(checked, checks) if checks else ():
         on_cell(cell)
     if layouts:
         for case in cases.values():

@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -29,8 +29,16 @@ from slime.backends.megatron_utils.model import build_optimizer
 from slime.weights.named_tensors import config_dtype
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data, reference_loss
-from tests.matrix.case import FamilyCase, gradients_by_checkpoint_name, read_config, read_tensors, write_bf16_copy
+from tests.matrix.case import (
+    FamilyCase,
+    gradients_by_checkpoint_name,
+    load_cases,
+    read_config,
+    read_tensors,
+    write_bf16_copy,
+)
 from tests.matrix.comparisons import differing_tensors, gradient_errors
+from tests.matrix.pool import RankError, RankPool
 from tests.matrix.report import CHECKS, Cell
 
 LOG_PROB_BOUND = 2e-5
@@ -209,3 +217,19 @@ def check_family(case: FamilyCase, checks: tuple[str, ...] = CHECKS) -> list[Cel
         run.keeps_world = True
         with run._world:
             return run.cells(checks)
+
+
+def check_families(names: Sequence[str], checks: Sequence[str]) -> Iterator[Cell]:
+    """The one-process cells of the named families, each in its own process, which may abort or hang alone."""
+    with RankPool() as pool:
+        for name in names:
+            try:
+                (cells,) = pool.run(_check_alone, 1, name, tuple(checks), timeout_s=240, joins_world=False)
+            except RankError as error:
+                text = " ".join(str(error).split())[-600:]
+                cells = [Cell(name, check, math.nan, 0.0, text) for check in checks]
+            yield from cells
+
+
+def _check_alone(rank: int, world_size: int, name: str, checks: tuple[str, ...]) -> list[Cell]:
+    return check_family(load_cases([name])[name], checks)
