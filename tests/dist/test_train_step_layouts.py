@@ -1,7 +1,7 @@
-"""The result of an optimizer step depends neither on how samples are packed nor on how ranks share the work.
+"""The result of an optimizer step does not depend on how samples are packed; a rank that goes astray is named.
 
-Each layout is a fresh world of gloo ranks that runs the whole actor on the same rollout: ragged samples, masks with
-holes, one sample without a trained token.
+The whole actor runs on one rollout: ragged samples, masks with holes, one sample without a trained token.  The matrix
+compares layouts of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from trainer_case import cut, make_args, make_train_data, run_workers, write_mod
 pytestmark = pytest.mark.dist
 
 COMMON = ("--use-kl-loss", "--kl-loss-coef", "0.05", "--kl-loss-type", "k3", "--entropy-coef", "0.01")
-TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PER_TOKEN = "--calculate-per-token-loss"
 
 # packing of the one-process world -> flags
@@ -153,12 +152,6 @@ def relative_errors(ours: dict[str, list[float]], theirs: dict[str, list[float]]
 
 def check_equal(ours: Any, theirs: Any) -> None:
     (our_gradients, our_steps, our_parameters), (gradients, steps, parameters) = ours, theirs
-    # Vocabulary padding depends on the tensor-parallel size; its gradient is zero.
-    vocabulary = ("embedding.word_embeddings.weight", "output_layer.weight")
-    for table, reference in ((our_gradients, gradients), (our_parameters, parameters)):
-        for name in vocabulary:
-            short = min(len(table[name]), len(reference[name]), 131 * 48)
-            table[name], reference[name] = table[name][:short], reference[name][:short]
     worst = relative_errors(our_gradients, gradients)
     assert max(worst.values()) < 1e-5, sorted(worst.items(), key=lambda item: -item[1])[:5]
     for our_step, step in zip(our_steps, steps, strict=True):
@@ -177,19 +170,6 @@ def test_a_step_does_not_depend_on_packing(one_process: dict[str, Any], packing:
 
 def test_a_per_token_step_does_not_depend_on_packing(one_process: dict[str, Any]) -> None:
     check_equal(one_process["per token, packed to 1000 tokens"], one_process["per token"])
-
-
-@pytest.mark.parametrize(
-    ("world_size", "layout"), [(2, ()), (2, TENSOR)], ids=["two data-parallel ranks", "two tensor-parallel ranks"]
-)
-def test_a_step_does_not_depend_on_the_layout(
-    one_process: dict[str, Any], model_folder: Path, world_size: int, layout: tuple[str, ...]
-) -> None:
-    variants = [layout, (*layout, PER_TOKEN)]
-    ranks = run_workers(run_layout, world_size, str(model_folder), variants)
-    default, per_token = next(results for results in ranks if results[0] is not None)
-    check_equal(default, one_process["packed to 40 tokens"])
-    check_equal(per_token, one_process["per token"])
 
 
 def go_astray(rank: int, world_size: int, port: int, folder: str) -> tuple[str, list[int]]:
