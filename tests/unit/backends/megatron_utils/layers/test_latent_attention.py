@@ -14,10 +14,8 @@ from torch import Tensor
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.rotary import LatentRotary
 from slime.backends.megatron_utils.model_provider import get_model_provider
-from slime.backends.megatron_utils.parameters import iter_global_parameters
 from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
-from slime.weights.quantize.block_fp8 import dequantize_block
-from tests.matrix.case import load_cases, read_tensors, write_tensors
+from tests.matrix.case import load_cases, read_tensors
 from tests.matrix.references.kimi_k2 import KimiK2
 from tests.unit.backends.megatron_utils.megatron_case import (
     hide_broken_torchvision,
@@ -171,47 +169,6 @@ def test_what_sglang_fuses_travels_in_one_bucket(checkpoint: tuple[list[str], Pa
         if args.q_lora_rank is not None:
             assert all(count % 2 == 0 for count in together)
         assert sorted(name for bucket in buckets for name in bucket) == sorted(read_tensors(checkpoint[1]))
-
-
-def test_a_block_quantized_checkpoint_is_loaded_dequantized(tmp_path: Path) -> None:
-    case = load_cases(["deepseek_v3"])["deepseek_v3"]
-    config = {**case.config, "num_hidden_layers": 3, "hidden_size": 144, "intermediate_size": 264}
-    wide = case.__class__(name="wide", config=config, flags=case.flags)
-    wide.write_checkpoint(tmp_path)
-    tensors, expected = read_tensors(tmp_path), {}
-    for name, tensor in list(tensors.items()):
-        if name.endswith("_proj.weight") or name.endswith("_mqa.weight"):
-            tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensor)
-            expected[name] = dequantize_block(tensors[name], tensors[f"{name}_scale_inv"]).float()
-            assert (expected[name] - tensor).abs().max() < 0.1 * tensor.abs().max()
-    assert tensors["model.layers.0.mlp.gate_proj.weight_scale_inv"].shape == (3, 2)
-    write_tensors(tmp_path, tensors)
-    published = json.loads((tmp_path / "config.json").read_text())
-    published["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    model, _ = build((["--hf-checkpoint", str(tmp_path), *wide.flags(tmp_path)], tmp_path))
-    loaded = {name: shard.tensor for name, shard in iter_global_parameters([model])}
-    prefix, hf_prefix = "decoder.layers.2.", "model.layers.2."
-    for name, hf_name in (
-        ("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
-        ("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
-        ("mlp.experts.linear_fc2.weight11", "mlp.experts.11.down_proj.weight"),
-    ):
-        assert torch.equal(loaded[prefix + name], expected[hf_prefix + hf_name]), name
-    assert torch.equal(loaded["decoder.final_layernorm.weight"], tensors["model.norm.weight"])
-
-
-def quantize_blocks(tensor: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
-    """e4m3 values and one scale for each 128 x 128 block, blocks at the edge being smaller."""
-    rows, columns = (-(-size // block) for size in tensor.shape)
-    scale = torch.empty(rows, columns)
-    quantized = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
-    for row in range(rows):
-        for column in range(columns):
-            part = (slice(row * block, (row + 1) * block), slice(column * block, (column + 1) * block))
-            scale[row, column] = tensor[part].abs().max() / 448
-            quantized[part] = (tensor[part] / scale[row, column]).to(torch.float8_e4m3fn)
-    return quantized, scale
 
 
 def test_the_plain_reference_of_kimi_k2_is_transformers_deepseek_v3(tmp_path: Path) -> None:

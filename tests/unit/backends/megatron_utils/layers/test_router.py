@@ -130,20 +130,6 @@ def test_balancing_losses_weigh_samples_and_pass_over_padding(kind: str) -> None
     torch.testing.assert_close(layer.weight.grad, expected)
 
 
-@pytest.mark.parametrize("kind", ["seq_aux_loss", "z_loss"])
-def test_how_samples_are_packed_does_not_change_balancing_losses(kind: str) -> None:
-    layer = router(*SOFTMAX, *FLAGS_OF[kind])
-    x = tokens()
-    layer.samples = samples(WEIGHTS)
-    (layer(x)[0].sum() * 0.0).backward()
-    together, layer.weight.grad = layer.weight.grad, None
-    for index, piece in enumerate(x[: sum(LENGTHS)].split(LENGTHS)):
-        zeros = torch.zeros(len(piece), dtype=torch.long)
-        layer.samples = RoutedSamples(zeros, torch.tensor([float(len(piece))]), WEIGHTS[index : index + 1])
-        (layer(piece)[0].sum() * 0.0).backward()
-    torch.testing.assert_close(layer.weight.grad, together)
-
-
 def test_the_bias_counts_real_tokens_once_and_moves_towards_the_unloaded() -> None:
     layer = router(*BIAS, "--moe-router-bias-update-rate", 0.25)
     layer.samples = samples(WEIGHTS)
