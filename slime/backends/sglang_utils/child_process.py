@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 from slime.utils import env
-from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, PortTakenError
+from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError
 from slime.utils.files import own_folder, user_folder
 
 logger = logging.getLogger(__name__)
@@ -150,21 +150,6 @@ class ChildProcess:
         if left:
             raise DeadlineError(f"{self.name}: processes {left} are still running {timeout_s:g} s after SIGKILL")
         self._popen.wait(timeout=timeout_s)
-
-
-def raise_if_ended(process: ChildProcess, advice: str) -> None:
-    """Raise the error of a child that ended while it started.
-
-    Raises:
-        PortTakenError: another process has a port of the child's.
-        EngineDiedError: it ended for another reason.
-    """
-    end = process.describe_end()
-    if end is None:
-        return
-    if process.lost_port():
-        raise PortTakenError(f"{end}\nAnother process took a port that was free when it was chosen.")
-    raise EngineDiedError(f"{end}\n{advice}")
 
 
 def read_settings() -> dict[str, Any]:

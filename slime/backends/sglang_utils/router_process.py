@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from slime.backends.sglang_utils.child_process import ChildProcess, raise_if_ended
-from slime.backends.sglang_utils.server_control import Refused, ServerControl
+from slime.backends.sglang_utils.child_process import ChildProcess
+from slime.backends.sglang_utils.server_control import Refused, ServerControl, wait_until_healthy
 from slime.utils.errors import DeadlineError, EngineError
 from slime.utils.net import format_host, format_host_port, http_url, is_loopback, loopback_address
 
@@ -115,16 +115,12 @@ def start_router(
     process = ChildProcess(MODULE, settings, name=f"router {format_host_port(host, port)}", extra_environment={})
     router = RouterHandle(format_host(host), port, process, prometheus_port, secret)
     server = ServerControl(router.url, name=process.name)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        # What answers may be another process, which took the port.
-        if server.answers("/health", timeout_s=5.0) and process.listens_at(port):
-            return router
-        raise_if_ended(process, "The router ended before it answered; the cause is in its log above.")
-        if time.monotonic() > deadline:
-            process.stop()
-            raise DeadlineError(f"{process.name} does not answer after {timeout_s:g} s\n{process.log_tail()}")
-        time.sleep(POLL_S)
+    try:
+        wait_until_healthy(process, server, timeout_s=timeout_s, path="/health", flag="")
+    except DeadlineError:
+        process.stop()
+        raise
+    return router
 
 
 def build_router_args(

@@ -9,14 +9,17 @@ import math
 import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
-from slime.utils.errors import EngineError, ProcessError
+from slime.backends.sglang_utils.child_process import ChildProcess
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, PortTakenError, ProcessError
 
 CONTROL_TIMEOUT_S = 120.0
 """Deadline of a request that moves no weights."""
 PROBE_TIMEOUT_S = 30.0
+START_POLL_S = 0.1
 MAX_BODY_IN_ERROR = 2000
 
 
@@ -94,6 +97,36 @@ class ServerControl:
         except ProcessError:
             return False
         return True
+
+
+def wait_until_healthy(
+    process: ChildProcess,
+    server: ServerControl,
+    *,
+    timeout_s: float,
+    path: str = "/health_generate",
+    flag: str = " (--engine-start-timeout-s)",
+) -> None:
+    """Wait until the process answers ``GET path``: by default, until an engine generates a token.
+
+    Raises:
+        PortTakenError: another process has a port of the child's.
+        EngineDiedError: it ended for another reason.
+        DeadlineError: it does not answer within ``timeout_s`` seconds.  All of them have the end of its log.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        is_up = server.answers(path, timeout_s=max(1.0, min(30.0, deadline - time.monotonic())))
+        # What answers may be another process, which took the port.
+        if is_up and process.listens_at(urlsplit(server.url).port or 0):
+            return
+        if end := process.describe_end():
+            if process.lost_port():
+                raise PortTakenError(f"{end}\nAnother process took a port that was free when it was chosen.")
+            raise EngineDiedError(f"{end}\nIt ended before it served; the cause is in its log above.")
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"{process.name} does not serve after {timeout_s:g} s{flag}\n{process.log_tail()}")
+        time.sleep(START_POLL_S)
 
 
 def flush_cache(server: ServerControl, *, tries: int = 60, wait_s: float = 1.0) -> None:

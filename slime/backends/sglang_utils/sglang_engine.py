@@ -15,13 +15,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.child_process import PLUGINS, ChildProcess, kill_tree, raise_if_ended
+from slime.backends.sglang_utils.child_process import PLUGINS, ChildProcess, kill_tree
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
-from slime.backends.sglang_utils.server_control import CONTROL_TIMEOUT_S, ServerControl, flush_cache, probe_answer
+from slime.backends.sglang_utils.server_control import (
+    CONTROL_TIMEOUT_S,
+    ServerControl,
+    flush_cache,
+    probe_answer,
+    wait_until_healthy,
+)
 from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.flags.security import job_secret
@@ -36,7 +41,6 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 SERVER_MODULE = "slime.backends.sglang_utils.server_main"
 EXPANDABLE_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The trainer may want expandable segments; SGLang's memory saver cannot work with them."""
-POLL_S = 0.25
 
 
 class SGLangEngine(WeightVerbs):
@@ -346,26 +350,6 @@ def engine_environment(*, tp_size: int) -> dict[str, str]:
         cores = os.cpu_count() or 1
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tp_size))
     return variables
-
-
-def wait_until_healthy(process: ChildProcess, server: ServerControl, *, timeout_s: float) -> None:
-    """Wait until the server generates a token.
-
-    Raises:
-        ProcessError: the process ended, or the deadline passed; with the end of the server's log.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        is_up = server.answers("/health_generate", timeout_s=max(1.0, min(30.0, deadline - time.monotonic())))
-        # What answers may be another process, which took the port.
-        if is_up and process.listens_at(urlsplit(server.url).port or 0):
-            return
-        raise_if_ended(process, "The engine ended before it served; the cause is in its log above.")
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"{process.name} does not serve after {timeout_s:g} s (--engine-start-timeout-s)\n{process.log_tail()}"
-            )
-        time.sleep(POLL_S)
 
 
 # Shared memory of SGLang's that outlives its processes.
