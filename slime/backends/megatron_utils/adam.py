@@ -87,7 +87,6 @@ class LowPrecisionAdam(_AdamOverGroups):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         assert closure is None, "a closure would be called without gradients"
         place = 0
         for group in self.param_groups:

@@ -111,7 +111,6 @@ class DataIterator:
         return take_micro_batch(self.rollout_data, indices, keys)
 
     def reset(self) -> None:
-        """Begin again at the first micro-batch."""
         self.offset = 0
         self.num_real_tokens, self.num_packed_tokens = 0, 0
 

@@ -49,7 +49,6 @@ class Shard:
 
     @property
     def is_expert(self) -> bool:
-        """True for a parameter of one expert."""
         return self.expert_index is not None
 
     def part_of(self, value: Tensor) -> Tensor:

@@ -131,7 +131,6 @@ class ModelSwitch:
 
     @property
     def tags(self) -> list[str]:
-        """The sets that have a host copy."""
         return list(self._host)
 
     def get(self, tag: str) -> Mapping[str, Tensor]:

@@ -70,7 +70,6 @@ class RoutingReplay:
             self._fill(data)
 
     def clear(self) -> None:
-        """Forget the choices."""
         self._choices, self._num_told = [], []
         self._changed.take()
 

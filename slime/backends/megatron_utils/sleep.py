@@ -49,11 +49,9 @@ class HostArena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all chunks."""
         return len(self.chunks) * self._chunk_bytes
 
     def grow(self, num_bytes: int) -> None:
-        """Have room for so many bytes."""
         while self.num_bytes < num_bytes:
             self.chunks.append(host_bytes(self._chunk_bytes, is_pinned=self._is_pinned))
 
@@ -80,7 +78,6 @@ class _Released:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes copied to the host."""
         return sum(num_bytes for _, num_bytes, _ in self.on_host)
 
     @property

@@ -304,7 +304,6 @@ class _StepTimes:
             self._open[self._name].__enter__()
 
     def stop(self, barrier: bool = False) -> None:
-        """End it."""
         if self._name in self._open:
             self._open.pop(self._name).__exit__(None, None, None)
 
@@ -425,7 +424,6 @@ class Marks:
         )
 
     def not_finite(self) -> list[int]:
-        """Return the ranks with a loss that is not finite."""
         return [rank for rank, count in zip(self.ranks, self.table.tolist()[1::2], strict=True) if count]
 
 

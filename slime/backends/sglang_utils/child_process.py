@@ -100,7 +100,6 @@ class ChildProcess:
         return self._popen.pid
 
     def is_alive(self) -> bool:
-        """Return True while the child runs."""
         return self._popen.poll() is None
 
     def describe_end(self) -> str | None:

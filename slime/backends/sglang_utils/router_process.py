@@ -43,12 +43,10 @@ class RouterHandle:
 
     @property
     def control(self) -> ServerControl:
-        """Its HTTP interface."""
         return ServerControl(self.url, api_key=self.secret, name="the router")
 
     @property
     def url(self) -> str:
-        """``http://host:port``."""
         return http_url(self.host, self.port)
 
     def is_alive(self) -> bool:

@@ -64,7 +64,6 @@ class EnginePlace:
     """Number of this node among the engine's."""
 
     def num_nodes(self, num_gpus_per_node: int) -> int:
-        """Return the nodes that the engine spans."""
         return max(1, self.num_gpus_per_engine // num_gpus_per_node)
 
 

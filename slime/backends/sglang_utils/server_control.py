@@ -57,11 +57,9 @@ class ServerControl:
         return self.request("POST", path, timeout_s=timeout_s, json=dict(payload or {}))
 
     def get(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """Send a GET request; otherwise as :meth:`post`."""
         return self.request("GET", path, timeout_s=timeout_s)
 
     def delete(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """Send a DELETE request; otherwise as :meth:`post`."""
         return self.request("DELETE", path, timeout_s=timeout_s)
 
     def request(self, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
@@ -91,7 +89,6 @@ class ServerControl:
             return response.text
 
     def answers(self, path: str = "/health_generate", *, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-        """Return whether ``GET path`` succeeds."""
         try:
             self.get(path, timeout_s=timeout_s)
         except ProcessError:

@@ -76,7 +76,6 @@ class ServerGuard:
             await _refuse(send)
 
     def allows(self, path: str, key: bytes) -> bool:
-        """Return True when a request with ``key`` may reach ``path``."""
         if path in OPEN or secrets.compare_digest(key, self._secret):
             return True
         is_from_engine = self._is_encoder and path in FROM_ENGINES

@@ -79,7 +79,6 @@ class SGLangConfig:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all models."""
         return sum(model.num_gpus for model in self.models)
 
 

@@ -115,7 +115,6 @@ class SGLangEngine(WeightVerbs):
         router_ip: str | None = None,
         router_port: int | None = None,
     ) -> None:
-        """Start the server process and return at once."""
         on_cpu = cpu_shim.is_needed()
         place = EnginePlace(
             rank=self.rank,
@@ -232,7 +231,6 @@ class SGLangEngine(WeightVerbs):
         return self.process.describe_end() if self.process is not None else None
 
     def shutdown(self) -> None:
-        """Take the engine from the router and end its processes."""
         if self.router is not None and self.server is not None and self.node_rank == 0:
             try:
                 unregister_worker(self.router, self.server.url)
@@ -300,7 +298,6 @@ class SGLangEngine(WeightVerbs):
         self._request("POST", "/start_profile", options)
 
     def stop_profile(self) -> None:
-        """Stop the profiler and write its files."""
         self._request("POST", "/stop_profile", {}, timeout_s=self.args.weight_update_timeout_s)
 
     # --- requests -------------------------------------------------------------------------------------------------

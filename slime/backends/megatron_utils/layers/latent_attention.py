@@ -81,7 +81,6 @@ class LatentAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Take what megatron-core's TransformerLayer passes to any self-attention."""
         super().__init__(config=config)
         self.config: MLATransformerConfig
         if pg_collection is None:

@@ -158,7 +158,6 @@ class GPTModelWithMtp(GPTModel):
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, mtp_spec: ModuleSpec, trains_mtp: bool, **kwargs: Any):
-        """Take the arguments of GPTModel."""
         super().__init__(without_mtp(config), *args, **kwargs)
         self._mtp_inputs: MtpInputs | None = None
         # In a tuple, which hides it from the module's parameters: a copy of what another stage owns.

@@ -178,7 +178,6 @@ class LatentRotary:
 
     @property
     def magnitude(self) -> float:
-        """Return the factor of the cosines and sines."""
         if self.mscale and self.mscale_all_dim:
             return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
         return yarn_magnitude(self.factor)

@@ -110,7 +110,6 @@ class RouterInputs:
 
     @classmethod
     def of(cls, packed_seq_params: Any) -> RouterInputs:
-        """Return the inputs attached to the packing of a micro-batch."""
         return cls(
             getattr(packed_seq_params, "routed_samples", None), getattr(packed_seq_params, "expert_replay", None)
         )
@@ -132,7 +131,6 @@ class Router(TopKRouter):
         """[E] tokens sent to each expert in training passes, with ``counts_load``; None before the first."""
 
     def take(self, inputs: RouterInputs) -> None:
-        """Set the inputs of the next pass."""
         self.samples = inputs.samples
         self.router_replay = None
         if inputs.replay is not None and self.replayed_layer is not None:

@@ -28,7 +28,6 @@ class RowCopies:
 
     @classmethod
     def of(cls, row_of_copy: Tensor, num_rows: int) -> RowCopies:
-        """Build from the row of each copy, int64 [C]."""
         rows, copies_by_row = row_of_copy.sort(stable=True)
         offsets = torch.searchsorted(rows, torch.arange(num_rows + 1, device=rows.device))
         return cls(row_of_copy, copies_by_row, offsets)

@@ -102,7 +102,6 @@ class GatherDispatcher(MoETokenDispatcher):
         self.padding = max(totals) - totals[self.tp_rank]
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send every row to its expert-parallel rank."""
         if self.ep_size == 1:
             return hidden_states, probs
         splits = self.output_splits, self.input_splits
@@ -136,7 +135,6 @@ class GatherDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Send every row back to the rank of its token."""
         if self.ep_size == 1:
             return hidden_states
         return all_to_all(self.ep_group, hidden_states, self.input_splits, self.output_splits)

@@ -252,7 +252,6 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Return an empty stub module."""
         return StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:

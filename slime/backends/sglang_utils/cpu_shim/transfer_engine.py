@@ -50,7 +50,6 @@ class TransferEngine:
         return 0
 
     def get_rpc_port(self) -> int:
-        """Return the number in this process's session."""
         return self._number
 
     # --- memory that others may write to --------------------------------------------------------------------------
@@ -62,16 +61,13 @@ class TransferEngine:
         return 0
 
     def unregister_memory(self, address: int) -> int:
-        """Allow them no more."""
         with self._lock:
             return 0 if self._regions.pop(address, None) is not None else FAILED
 
     def batch_register_memory(self, addresses: Sequence[int], lengths: Sequence[int]) -> int:
-        """Register several regions, as :meth:`register_memory`."""
         return min((self.register_memory(*region) for region in zip(addresses, lengths, strict=True)), default=0)
 
     def batch_unregister_memory(self, addresses: Sequence[int]) -> int:
-        """Unregister several regions, as :meth:`unregister_memory`."""
         return min((self.unregister_memory(address) for address in addresses), default=0)
 
     def _is_registered(self, address: int, length: int) -> bool:
