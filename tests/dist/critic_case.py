@@ -39,58 +39,8 @@ def whole_values(rank_data: Any, values: list[Any]) -> Values:
     }
 
 
-def value_gradients(args: Namespace, rank_data: Any) -> dict[str, list[float]]:
-    """Gradient of the value loss for every parameter, whole, by global name.
-
-    The old values are shifted by a random amount per token, so that some are clipped.
-    """
-    import torch
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.utils import unwrap_model
-
-    from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
-    from slime.backends.megatron_utils.checkpoint import load_checkpoint
-    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
-    from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
-    from slime.backends.megatron_utils.forward import forward_only
-    from slime.backends.megatron_utils.log_probs import get_values
-    from slime.backends.megatron_utils.model import build_model
-    from slime.backends.megatron_utils.parameters import iter_shards
-    from slime.backends.megatron_utils.train_step import accumulate_gradients
-    from slime.backends.megatron_utils.update_weight.gather import gather_tensor_parallel
-
-    model = build_model(Namespace(**{**vars(args), "use_distributed_optimizer": False}), "critic")
-    load_checkpoint(args, model)
-    unwrap_model(model[0]).config.finalize_model_grads_func = finalize_model_grads
-    data = prepare_rollout_data(rank_data)
-    iterators = get_data_iterator(data, 1)
-    data.update(forward_only(get_values, args, model, iterators, data["num_microbatches"]))
-    if "values" in data:
-        noise = torch.randn(64, 64, generator=torch.Generator().manual_seed(5))
-        data["values"] = [
-            value + 0.1 * slice_log_prob_with_cp(noise[position, :response], total, response)
-            for value, position, total, response in zip(
-                data["values"], data["partition"], data["total_lengths"], data["response_lengths"], strict=True
-            )
-        ]
-    compute_advantages_and_returns(args, data)
-    iterators[0].reset()
-    for chunk in model:
-        chunk.zero_grad_buffer()
-        chunk.train()
-    accumulate_gradients(
-        args, "test", iterators, model, data["num_microbatches"][0], data["global_batch_sizes"][0],
-        loss_type="value_loss",
-    )  # fmt: skip
-    return {
-        shard.name: gather_tensor_parallel(shard, shard.parameter.main_grad, is_gated=True).flatten().tolist()
-        for shard in iter_shards(model)
-    }
-
-
 def run_ppo(rank: int, world_size: int, port: int, folder: str, variants: list[tuple[str, ...]]) -> list[Any]:
-    """For each variant of flags: the critic's values, gradients and parameters, and the step of its actor."""
-    from slime.backends.megatron_utils.train_metrics import is_main_rank
+    """For each variant of flags: the critic's values and parameters, and the step of its actor."""
     from slime.backends.megatron_utils.update_weight.gather import iter_full_tensors
 
     results = []
@@ -99,7 +49,6 @@ def run_ppo(rank: int, world_size: int, port: int, folder: str, variants: list[t
         args = make_args(Path(folder), "--actor-num-gpus-per-node", world_size, *PPO, *save, *variant)
         critic = start_critic(args, rank, world_size, port)
         rank_data = my_share(args, critic)
-        gradients = value_gradients(args.critic_args, rank_data)
         first = critic.train(0, rank_data)
         critic.save_model(0)
         critic.publish_checkpoint(0)
@@ -111,7 +60,7 @@ def run_ppo(rank: int, world_size: int, port: int, folder: str, variants: list[t
         for tensor in actor.weights.get("ref").values():
             tensor.mul_(1.05)
         metrics = actor.train(0, rank_data, external_data=first)
-        results.append((values, gradients if is_main_rank() else None, parameters, metrics))
+        results.append((values, parameters, metrics))
     return results
 
 

@@ -1,4 +1,4 @@
-"""PPO's critic: the same values, gradients and steps in every layout, and a resume as if nothing had happened.
+"""PPO's critic: the same values and steps in every layout, and a resume as if nothing had happened.
 
 The worlds are pools: a process builds the critic, and the actor that gets its values, for one layout after the other.
 """
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.dist.critic_case import resume_critics, run_ppo
-from tests.dist.test_train_step_layouts import relative_errors
 from tests.dist.trainer_case import run_workers, write_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
@@ -48,25 +47,23 @@ def two_processes(folder: Path) -> dict[str, Any]:
     return {name: merge([results[index] for results in ranks]) for index, name in enumerate(LAYOUTS)}
 
 
-def merge(ranks: list[Any]) -> tuple[list[dict[int, list[float]]], Any, Any, Any]:
-    """(values of both rollouts, gradients, parameters, the actor's metrics) of all ranks together."""
+def merge(ranks: list[Any]) -> tuple[list[dict[int, list[float]]], Any, Any]:
+    """(values of both rollouts, parameters, the actor's metrics) of all ranks together."""
     values: list[dict[int, list[float]]] = [{}, {}]
-    gradients: Any = {}
     parameters: Any = {}
     metrics = None
-    for rank_values, rank_gradients, rank_parameters, rank_metrics in ranks:
+    for rank_values, rank_parameters, rank_metrics in ranks:
         for whole, part in zip(values, rank_values, strict=False):
             whole.update(part)
-        gradients |= rank_gradients or {}
         parameters |= rank_parameters
         metrics = metrics or rank_metrics
-    return values, gradients, parameters, metrics
+    return values, parameters, metrics
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_and_the_actors_step_do_not_depend_on_the_layout(one_process, two_processes, layout):
-    values, _, parameters, metrics = two_processes[layout]
-    expected, _, expected_parameters, expected_metrics = one_process
+    values, _, metrics = two_processes[layout]
+    expected, _, expected_metrics = one_process
     assert sorted(values[0]) == sorted(expected[0]) == list(range(9))
     for ours, theirs in zip(values, expected, strict=True):
         for position, value in theirs.items():
@@ -81,20 +78,9 @@ def test_values_and_the_actors_step_do_not_depend_on_the_layout(one_process, two
     )
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "two pipeline stages"])
-def test_gradients_of_the_value_loss_do_not_depend_on_the_layout(one_process, two_processes, layout):
-    expected = one_process[1]
-    gradients = dict(two_processes[layout][1])
-    assert any(expected["output_layer.weight"]) and any(expected["output_layer.bias"])
-    rows = "embedding.word_embeddings.weight"  # padded for tensor parallelism; the rest of its gradient is zero
-    gradients[rows] = gradients[rows][: len(expected[rows])]
-    worst = relative_errors(gradients, {name: values[: len(gradients[name])] for name, values in expected.items()})
-    assert max(worst.values()) < 1e-5, sorted(worst.items(), key=lambda item: -item[1])[:5]
-
-
 def test_a_critic_resumes_bit_for_bit_and_in_another_layout(folder, one_process, two_processes):
     cases = [("save1-0", ()), ("save2-2", ())]  # saved by one process, and by two tensor-parallel ranks
     (same, elsewhere) = run_workers(resume_critics, 1, str(folder), cases)[0]
-    assert same == (1, one_process[0][1], one_process[2])
+    assert same == (1, one_process[0][1], one_process[1])
     for position, value in one_process[0][1].items():
         assert elsewhere[1][position] == pytest.approx(value, rel=1e-5, abs=1e-5)
