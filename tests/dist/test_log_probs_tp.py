@@ -61,40 +61,6 @@ def evaluate(setting: dict, tp_rank: int, tp_size: int, group: dist.ProcessGroup
     }
 
 
-def log_probs_on_rank() -> list[dict]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    results = [evaluate(setting, rank, size, dist.group.WORLD) for setting in SETTINGS]
-
-    # gradcheck across ranks: each rank disturbs its own columns only, so the others must take part in the same calls
-    logits, targets, _, _ = problem()
-    columns = slice(rank * COLUMNS // size, (rank + 1) * COLUMNS // size)
-    shard = logits[:3, columns].clone().requires_grad_()
-
-    def function(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return vocab_parallel_log_probs(
-            values, targets[:3], tp_group=dist.group.WORLD, chunk_size=2, with_entropy=True
-        )
-
-    log_prob, entropy = function(shard)
-    step = 1e-6
-    for row in range(3):
-        for column in range(COLUMNS):
-            # all ranks walk over all columns; the owner of the column disturbs it
-            owner, local = divmod(column, COLUMNS // size)
-            outputs = []
-            for sign in (1, -1):
-                disturbed = shard.detach().clone()
-                if owner == rank:
-                    disturbed[row, local] += sign * step
-                outputs.append(torch.stack(function(disturbed)))
-            numeric = ((outputs[0] - outputs[1]) / (2 * step))[:, row]
-            if owner == rank:
-                for value, wanted in zip((log_prob, entropy), numeric, strict=True):
-                    (gradient,) = torch.autograd.grad(value[row], shard, retain_graph=True)
-                    torch.testing.assert_close(gradient[row, local], wanted, rtol=1e-5, atol=1e-7)
-    return results
-
-
 SHARDS = [([[1.0, 4.0], [3.0]], [[1, 0], [1]]), ([[7.0, 2.0, 9.0]], [[1, 1, 0]])]
 
 
@@ -108,7 +74,9 @@ def whiten_on_rank(num_with_tokens: int) -> list[list[float]]:
 
 
 def everything_on_rank() -> tuple[list[dict], list[list[list[float]]]]:
-    return log_probs_on_rank(), [whiten_on_rank(num_with_tokens) for num_with_tokens in (1, 2)]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    log_probs = [evaluate(setting, rank, size, dist.group.WORLD) for setting in SETTINGS]
+    return log_probs, [whiten_on_rank(num_with_tokens) for num_with_tokens in (1, 2)]
 
 
 @pytest.fixture(scope="module")
