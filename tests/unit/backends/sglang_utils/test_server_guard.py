@@ -87,6 +87,20 @@ def test_weights_adapters_memory_and_administration_always_need_the_secret(path,
     assert all(status(guard, path, key)["status"] == 401 for key in (NOTHING, WRONG, GENERATES))
 
 
+def test_generation_is_open_on_loopback_and_needs_a_key_beyond(routes):
+    for path in ("/generate", "/v1/chat/completions", "/v1/models", "/v1/loads", "/model_info", "/server_info"):
+        assert path in routes
+        assert status(make(is_local=True), path) == "served"
+        assert status(make(is_local=False), path)["status"] == 401
+        assert status(make(is_local=False), path, GENERATES) == "served"
+
+
+def test_metrics_are_for_this_host_and_for_the_secret():
+    assert status(make(is_local=True), "/metrics/") == "served"
+    assert status(make(is_local=False), "/metrics", GENERATES)["status"] == 401
+    assert status(make(is_local=False), "/metrics", ADMIN) == "served"
+
+
 def test_what_is_listed_exists_so_that_no_typing_error_shuts_a_door(routes):
     assert server_guard.GENERATION - {*routes} <= {"/v1/classify", "/v1/rerank"}
 
