@@ -226,14 +226,14 @@ TRAINER_BUGS = (
     ),
     Mutation(
         bug="the self-check of ppo_kl does not see a NaN",
-        target=f"{TRAINER}.ci_checks:_off_policy_at_the_start",
+        target=f"{TRAINER}.train_reports:_off_policy_at_the_start",
         old='not abs(metrics["ppo_kl"]) < ZERO',
         new='abs(metrics["ppo_kl"]) >= ZERO',
         tests=(f"{UNIT}test_ci_checks.py::test_a_number_that_is_off_ends_the_run",),
     ),
     Mutation(
         bug="the self-checks are silent without --ci-test",
-        target=f"{TRAINER}.ci_checks:_warn",
+        target=f"{TRAINER}.train_reports:_warn",
         old="for problem in problems:",
         new="for problem in ():",
         tests=(f"{UNIT}test_ci_checks.py::test_every_run_is_warned_of_a_first_step_that_is_off_policy",),

@@ -268,7 +268,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def _begin(self) -> None:
         if self.facade is not None:
-            _check_version()
             _patch_tensor_methods()
         for entry in sys.path if self.wheel_folder is not None else ():
             other = Path(entry or ".") / "megatron"
@@ -293,18 +292,17 @@ def _folder(distribution: importlib.metadata.Distribution) -> Path | None:
     return folder if (folder / "core/__init__.py").is_file() else None
 
 
-def _check_version() -> None:
+def _version_problem() -> str | None:
     wheel = _find_wheel()
     if wheel is None:
-        raise ConfigError(
-            f"megatron-core is not installed; training needs it; pip install megatron-core=={SUPPORTED_VERSION}."
-        )
+        return f"megatron-core is not installed; training needs it; pip install megatron-core=={SUPPORTED_VERSION}."
     if wheel.version != SUPPORTED_VERSION:
-        raise ConfigError(
+        return (
             f"megatron-core is {wheel.version}; without CUDA it runs through replacements tested with "
             f"{SUPPORTED_VERSION} (slime/backends/megatron_utils/cpu_platform.py); pip install "
             f"megatron-core=={SUPPORTED_VERSION}."
         )
+    return None
 
 
 def _initialize_vector_math() -> None:
@@ -316,28 +314,34 @@ def _initialize_vector_math() -> None:
     torch.ones(1).sqrt()
 
 
-def _install() -> bool:
-    """Put the hook in place; returns True when the replacements are too (there is no CUDA).
+def _install() -> tuple[bool, str | None]:
+    """Put the hook in place; returns True without CUDA, and what a trainer in this process would stumble over.
 
-    Raises:
-        ConfigError: ``megatron.core`` was imported before, from elsewhere or, without CUDA, at all.
+    Flags and rollouts import this package too, in processes whose SGLang may have imported a megatron-core.
     """
     wheel = _find_wheel()
     folder = _folder(wheel) if wheel is not None else None
     on_cpu = not torch.cuda.is_available()
     imported = sys.modules.get("megatron.core")
+    problem = _version_problem() if on_cpu else None
     if imported is not None and folder is not None and Path(imported.__file__ or "").parent != folder / "core":
-        raise ConfigError(
+        problem = (
             f"megatron.core was imported from {imported.__file__} before slime, which needs the installed wheel in "
             f"{folder}; import slime first, or take the Megatron-LM checkout off PYTHONPATH."
         )
-    if imported is not None and on_cpu:
-        raise ConfigError(
+    elif imported is not None and on_cpu:
+        problem = (
             "megatron.core was imported before slime.backends.megatron_utils, too late to run it without CUDA; import "
             "slime.backends.megatron_utils first."
         )
-    sys.meta_path.insert(0, _Finder(folder, _torch_facade() if on_cpu else None))
-    return on_cpu
+    sys.meta_path.insert(0, _Finder(folder, _torch_facade() if on_cpu and problem is None else None))
+    return on_cpu, problem
+
+
+def check() -> None:
+    """Raise ConfigError when this process has a megatron-core that slime cannot train with."""
+    if _PROBLEM is not None:
+        raise ConfigError(_PROBLEM)
 
 
 def mend_missing_transformer_engine() -> None:
@@ -345,6 +349,7 @@ def mend_missing_transformer_engine() -> None:
 
     The faults show on CPU and CUDA alike; nothing happens when TransformerEngine is installed.
     """
+    check()
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -362,5 +367,5 @@ def mend_missing_transformer_engine() -> None:
 
 
 _initialize_vector_math()
-IS_INSTALLED = _install()
-"""True on a machine without CUDA: the replacements are in place."""
+IS_INSTALLED, _PROBLEM = _install()
+"""``IS_INSTALLED``: True on a machine without CUDA."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import config as megatron_config
 from megatron.core import mpu, tensor_parallel
 
+from slime.backends.megatron_utils import cpu_platform
 from slime.utils.errors import ConfigError
 from slime.utils.misc import call_hook
 
@@ -27,6 +28,7 @@ def init(args: Namespace) -> None:
     Raises:
         ConfigError: there is no default process group, or its size does not fit the parallel sizes.
     """
+    cpu_platform.check()
     if not dist.is_initialized():
         raise ConfigError("torch.distributed is not initialised; call init_process_group before initialize.init.")
     initialize_parallel_state(args)

@@ -47,8 +47,9 @@ def test_random_states_of_parallel_regions_are_those_of_the_cpu_generator() -> N
 
 def test_another_version_of_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_platform, "_find_wheel", lambda: SimpleNamespace(version="0.17.0"))
+    monkeypatch.setattr(cpu_platform, "_PROBLEM", cpu_platform._version_problem())
     with pytest.raises(ConfigError, match="0.17.0.*0.16.1.*pip install megatron-core==0.16.1"):
-        cpu_platform._check_version()
+        cpu_platform.check()
 
 
 FIRST_CALLS = """
@@ -115,6 +116,8 @@ print(megatron.core.__version__, megatron.core.utils.__file__, megatron.training
 def test_a_core_imported_from_the_checkout_before_is_an_error_that_says_what_to_do(tmp_path):
     checkout = make_checkout(tmp_path / "Megatron-LM", is_package=False, has_metadata=False)
     (checkout / "megatron/core/__init__.py").write_text("")
-    result = run_beside("import megatron.core; from slime.backends.megatron_utils import cpu_platform", checkout)
+    result = run_beside(
+        "import megatron.core, slime.arguments; slime.backends.megatron_utils.cpu_platform.check()", checkout
+    )
     assert "ConfigError: megatron.core was imported from " in result.stderr
     assert "take the Megatron-LM checkout off PYTHONPATH" in result.stderr
