@@ -13,6 +13,7 @@ import pytest
 from benchmarks.published_configs import PUBLISHED, WITHOUT_A_FILE
 from benchmarks.train_mfu import first_layers, sequence_lengths
 from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.compose import flag_groups
 from slime.ext.plan.command import complete_run
 from slime.ext.plan.fit import FIT_MFU, fitted, rollout_seconds, train_seconds
 from slime.ext.plan.make_plan import make_plan
@@ -34,7 +35,7 @@ def checkpoint(folder: Path, model: str, **more: Any) -> list[str]:
 
 def seconds(folder: Path, model: str, flags: str, options: PlanOptions = H200, **more: Any) -> tuple[float, float]:
     """Training and generation as the choice sees them, of 128 samples of 1,024 tokens on H200s without ``options``."""
-    run = complete_run([*checkpoint(folder, model, **more), *RUN.split(), *flags.split()], folder)
+    run = complete_run([*checkpoint(folder, model, **more), *RUN.split(), *flags.split()], folder, flag_groups())
     assert run.args is not None and run.problems == []
     plan, dims = make_plan(run.args, run.hf_config, options), model_dims(run.args, run.hf_config)
     return train_seconds(run.args, plan, dims), rollout_seconds(run.args, plan, dims, options)
@@ -154,7 +155,7 @@ def test_the_choice_is_legal_keeps_what_is_given_and_shows_the_next_best(tmp_pat
     chosen, table = fitted([*words, "--fit"], options, num_gpus=4)
     assert chosen[: len(words)] == words and "--fit" not in chosen
     assert chosen.count("--tensor-model-parallel-size") == 1 and "--colocate" in chosen
-    run = complete_run(chosen, tmp_path)
+    run = complete_run(chosen, tmp_path, flag_groups())
     assert run.problems == [] and run.args is not None
     assert run.args.tensor_model_parallel_size == 2 and run.args.world_size == 4
     plan = make_plan(run.args, run.hf_config, options)
@@ -169,11 +170,11 @@ def test_adapters_fit_where_all_weights_do_not_and_a_base_in_four_bits_takes_a_t
     words = [*checkpoint(tmp_path, "qwen3-14B"), *RUN.split(), "--fit"]
     options = replace(H200, card=find_card("H100"))
     with pytest.raises(ConfigError, match="no layout of 1 x H100 fits"):
-        fitted(words, options, num_gpus=1)
+        fitted(words, options, 1, flag_groups())
     memory = []
     for base in ([], ["--lora-base-precision", "int4"]):
-        chosen, _ = fitted([*words, "--lora-rank", "32", *base], options, num_gpus=1)
-        run = complete_run(chosen, tmp_path)
+        chosen, _ = fitted([*words, "--lora-rank", "32", *base], options, 1, flag_groups())
+        run = complete_run(chosen, tmp_path, flag_groups())
         assert run.problems == [] and run.args is not None
         memory.append(make_plan(run.args, run.hf_config, options).stages[0].memory)
     whole, quantized = memory
