@@ -205,11 +205,15 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
 
 @pytest.mark.parametrize("name", DOORS)
 def test_programs_of_this_machine_come_in_at_every_door(name, ports):
-    _, method, path, body, status = DOORS[name]
-    url = f"http://localhost:{ports[name]}{path}"
+    check_own_programs(DOORS[name], ports[name])
+
+
+def check_own_programs(door: Door, port: int) -> None:
+    _, method, path, body, status = door
+    url = f"http://localhost:{port}{path}"
     assert requests.request(method, url, json=body, timeout=30).status_code == status
-    headers = f"Host: [::1]:{ports[name]}\r\nContent-Type: application/json\r\n"
-    assert raw(ports[name], of_page(method, path, body, headers)) == status
+    headers = f"Host: [::1]:{port}\r\nContent-Type: application/json\r\n"
+    assert raw(port, of_page(method, path, body, headers)) == status
 
 
 @pytest.mark.parametrize("name", DOORS)
@@ -243,8 +247,12 @@ def check_pages(door: Door, port: int) -> None:
 
 @pytest.mark.parametrize("name", ["buffer", "start", "adapter"])
 def test_a_body_that_is_no_json_by_its_type_is_refused(name, ports):
-    _, method, path, body, _ = DOORS[name]
-    assert raw(ports[name], of_page(method, path, body, "Host: 127.0.0.1\r\nContent-Type: text/plain\r\n")) == 415
+    check_kind(DOORS[name], ports[name])
+
+
+def check_kind(door: Door, port: int) -> None:
+    _, method, path, body, _ = door
+    assert raw(port, of_page(method, path, body, "Host: 127.0.0.1\r\nContent-Type: text/plain\r\n")) == 415
 
 
 SLOW = (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.ext.distill.server import MegatronServer
-from tests.contracts.test_http_door import aiohttp_server, check_kinds, check_own_programs, check_pages
+from tests.contracts.test_http_door import aiohttp_server, check_kind, check_own_programs, check_pages
 
 
 @pytest.mark.parametrize("path", ["/generate", "/update_weights_from_disk"])
@@ -19,4 +19,4 @@ def test_programs_of_this_machine_come_in_and_pages_do_not(path: str, tmp_path: 
     with door[0](tmp_path) as port:
         check_own_programs(door, port)
         check_pages(door, port)
-        check_kinds(door, port)
+        check_kind(door, port)

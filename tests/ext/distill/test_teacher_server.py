@@ -46,13 +46,10 @@ def scorer_on_rank(flags: list[str]) -> Any:
     import torch.distributed as dist
 
     from slime.backends.megatron_utils.initialize import init
-    from slime.ext.distill.flags import add_teacher_server_arguments
     from slime.ext.distill.scorer import Scorer
     from tests.unit.backends.megatron_utils.megatron_case import build_parser
 
-    parser = build_parser()
-    add_teacher_server_arguments(parser)
-    args = parser.parse_args(flags)
+    args = build_parser().parse_args(flags)
     args.actor_num_gpus_per_node = dist.get_world_size()
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
 

@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import slime.backends.megatron_utils  # noqa: F401
+
+# isort: split
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -133,11 +133,6 @@ def test_a_pattern_without_a_parameter_is_told_and_a_model_without_trained_param
         build_model(args, wrap_with_ddp=False)
 
 
-def test_both_lists_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match="exclude each other"):
-        build("--only-train-params-name-list", "a", "--freeze-params-name-list", "b")
-
-
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [

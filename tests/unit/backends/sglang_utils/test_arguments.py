@@ -27,7 +27,7 @@ def parser():
     parser.add_argument("--rollout-external-engine-addrs", nargs="+", default=None)
     parser.set_defaults(
         use_rollout_routing_replay=False, rollout_external=False, rollout_top_p=1.0, eval_in_background=False,
-        offload_train_if_needed=False, debug_rollout_only=False, lora_rank=None,
+        offload_train_if_needed=False, debug_rollout_only=False, push_sends_model=True,
     )  # fmt: skip
     add_sglang_arguments(parser)
     return parser

@@ -117,7 +117,7 @@ def test_stages_that_begin_with_a_skip_layer_are_refused_on_every_rank(full_size
     args = Namespace(**(vars(parse_full(full_size)) | {"pipeline_model_parallel_size": 6}))
     with pytest.raises(PipelineSplitError, match=message):
         get_glm5_spec(args, transformer_config_from_args(args))
-    with pytest.raises(ConfigError, match="the 8 pipeline stages must divide it"):
+    with pytest.raises(ConfigError, match="left for 8 pipeline stages .*must divide them"):
         parse_full(full_size, "--pipeline-model-parallel-size", "8", "--actor-num-gpus-per-node", "8")
 
 
