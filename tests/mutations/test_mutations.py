@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.mutations import sample_functions
@@ -12,6 +14,7 @@ from tests.mutations.mutation import Mutation
 from tests.mutations.runner import Verdict, verdicts_of_cells, verdicts_of_tests_in_fork
 from tests.mutations.table import MUTATIONS
 
+REPO = Path(__file__).resolve().parents[2]
 QUICK = {mutation.bug: mutation.with_one_check() for mutation in MUTATIONS if not mutation.is_slow}
 
 
@@ -26,6 +29,11 @@ def verdicts() -> dict[str, list[Verdict]]:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.bug)
 def test_every_mutation_fits_the_code_as_it_is(mutation):
     assert mutation.why_it_does_not_apply() == ""
+
+
+def test_every_test_that_looks_for_a_mutation_exists():
+    named = {test.partition("[")[0].partition("::")[::2] for mutation in MUTATIONS for test in mutation.tests}
+    assert [(file, test) for file, test in named if f"def {test}(" not in (REPO / file).read_text()] == []
 
 
 @pytest.mark.dist

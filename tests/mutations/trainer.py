@@ -215,14 +215,14 @@ TRAINER_BUGS = (
         target="slime.ray.trainers:scatter_values",
         old='[by_place[rank["dp_rank"], rank["cp_rank"]] if rank["is_last_stage"] else None for rank in actor_ranks]',
         new="list(values)",
-        tests=("tests/unit/ray/test_critic.py::test_tensor_and_pipeline_parallelism_may_differ",),
+        tests=("tests/unit/ray/test_trainers.py::test_a_rank_gets_the_values_of_its_samples",),
     ),
     Mutation(
         bug="context-parallel ranks get the critic's values of the first one",
         target="slime.ray.trainers:scatter_values",
         old='by_place[rank["dp_rank"], rank["cp_rank"]] if',
         new='by_place[rank["dp_rank"], 0] if',
-        tests=("tests/unit/ray/test_critic.py::test_context_parallel_ranks_get_their_own_part",),
+        tests=("tests/unit/ray/test_trainers.py::test_a_rank_gets_the_values_of_its_samples",),
     ),
     Mutation(
         bug="the self-check of ppo_kl does not see a NaN",
