@@ -114,7 +114,7 @@ def start_router(
     router = RouterHandle(format_host(host), port, process, prometheus_port, secret)
     server = ServerControl(router.url, name=process.name)
     try:
-        wait_until_healthy(process, server, timeout_s=timeout_s, path="/health", flag="")
+        wait_until_healthy(process, server, timeout_s=timeout_s, path="/health", probe_s=5.0, flag="")
     except DeadlineError:
         process.stop()
         raise

@@ -102,9 +102,12 @@ def wait_until_healthy(
     *,
     timeout_s: float,
     path: str = "/health_generate",
+    probe_s: float = PROBE_TIMEOUT_S,
     flag: str = " (--engine-start-timeout-s)",
 ) -> None:
     """Wait until the process answers ``GET path``: by default, until an engine generates a token.
+
+    Between two probes of at most ``probe_s`` seconds each, the process is asked whether it has ended.
 
     Raises:
         PortTakenError: another process has a port of the child's.
@@ -113,7 +116,7 @@ def wait_until_healthy(
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        is_up = server.answers(path, timeout_s=max(1.0, min(30.0, deadline - time.monotonic())))
+        is_up = server.answers(path, timeout_s=max(1.0, min(probe_s, deadline - time.monotonic())))
         # What answers may be another process, which took the port.
         if is_up and process.listens_at(urlsplit(server.url).port or 0):
             return
