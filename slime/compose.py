@@ -30,7 +30,7 @@ TRANSFORMS = {
 }
 SINKS = {
     "record": "slime.ext.record.run_record.RecordSink",
-    "record_max_gib": "slime.ext.record.alarms.AlarmSink",  # always set
+    "record_max_gib": "slime.ext.record.alarms.AlarmSink",  # set wherever the extension is: alarms need no flag
     "prometheus_port": "slime.ext.record.prometheus_page.PrometheusSink",
     "use_pytorch_profiler": "slime.observability.profile_utils.TrainProfiler",
     "record_memory_history": "slime.observability.profile_utils.TrainProfiler",

@@ -15,21 +15,7 @@ from slime.ext.fast_push.distributed import WeightGroup
 from slime.ext.fast_push.messages import RECEIVER
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.push.participants import Participants, PushClock
-
-
-@dataclass
-class Answer:
-    value: Any = None
-    delay_s: float = 0.0
-
-    def wait(self, timeout_s: float) -> Any:
-        if self.delay_s > timeout_s:
-            time.sleep(timeout_s)
-            raise EngineError(f"no answer within {timeout_s:.2f} s")
-        time.sleep(self.delay_s)
-        if isinstance(self.value, BaseException):
-            raise self.value
-        return self.value
+from tests.unit.backends.megatron_utils.update_weight.test_engine_group import Answer
 
 
 @dataclass
