@@ -80,6 +80,11 @@ install_packages() {
     "${VENV}/bin/uv" pip install --python "${VENV}/bin/python" --no-deps -r "requirements/${1}.lock.txt"
 }
 
+# The command slime, and the entry point by which SGLang finds slime's hooks; the code stays in this checkout.
+install_checkout() {
+    "${VENV}/bin/uv" pip install --quiet --offline --python "${VENV}/bin/python" --no-deps --no-build-isolation -e .
+}
+
 # refuse_another_kind KIND: exit when .venv is there for another one.  (Before there were two, all were for CPUs.)
 refuse_another_kind() {
     local made asks="${DEVICE:+DEVICE=}${DEVICE:-this machine}"
@@ -126,6 +131,7 @@ main() {
         step "torchvision" pip_install --no-deps --upgrade --target "${VENV}/vision" -r requirements/vision.txt
     fi
     step "all other packages" install_packages "${kind}"
+    step "the command slime" install_checkout
     [[ "${kind}" != gpu ]] || check_gpu_torch
     fingerprint >"${STAMP}"
     echo "install: done in $((SECONDS - start)) s, $(($(received_bytes) - received)) bytes received"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
-import tomllib
+import sys
+import sysconfig
+import venv
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +32,18 @@ def test_a_shell_completes_the_verb_and_after_it_files(capsys):
         assert ended.stdout.strip() == wanted and ended.stderr == ""
 
 
-def test_the_console_script_of_the_distribution_is_this_command():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (project["name"], project["scripts"]) == ("slime-posttrain", {"slime": "slime.__main__:main"})
+def test_the_installed_distribution_has_this_command(tmp_path):
+    checkout, place = tmp_path / "checkout", tmp_path / "venv"
+    (checkout / "slime").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "slime/__init__.py", "slime/__main__.py"):
+        shutil.copy(ROOT / name, checkout / name)
+    venv.create(place, symlinks=True)
+    packages = place / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    (packages / "around.pth").write_text(sysconfig.get_path("purelib"))  # setuptools, which the build needs
+    uv = [Path(sysconfig.get_path("scripts")) / "uv", "pip", "install", "--offline", "--python", place / "bin/python"]
+    subprocess.run([*uv, "--no-deps", "--no-build-isolation", "-e", checkout], check=True, timeout=120)
+    shown = subprocess.run([place / "bin/slime", "--help"], capture_output=True, text=True, timeout=60, check=True)
+    assert all(f"  {name} " in shown.stdout for name in VERBS)
 
 
 @pytest.mark.parametrize("words", [["trian"], ["convert"], ["convert", "nothing"]])
