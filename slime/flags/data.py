@@ -189,6 +189,11 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def derive_prompts(args: Namespace) -> None:
+    """Fill in the data sets of ``--prompt-data``, each with its path and maybe keys of its own."""
+    args.prompt_sources = [] if args.prompt_data is None else [{"path": args.prompt_data}]
+
+
 def derive_batch_sizes(args: Namespace) -> None:
     """Fill in the samples of one optimizer step and the prompts submitted at a time."""
     if args.balance_by_flops:

@@ -32,12 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWN_DATA_SOURCES = (
-    "slime.rollout.data_source.RolloutDataSource",
-    "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-)
-"""Those that read --prompt-data; another data source may not."""
-
 
 def check_files(args: Namespace) -> None:
     """Check model, checkpoints and data.
@@ -246,24 +240,22 @@ def _check_replay(args: Namespace) -> None:
 
 
 def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
-    from slime.rollout.mixture import sources_of
     from slime.rollout.prompt_dataset import check_prompt_file
     from slime.rollout.prompt_files import readers_of
 
     if args.prompt_data is None:
-        wanted = args.rollout_global_dataset and args.data_source_path in OWN_DATA_SOURCES
+        wanted = args.rollout_global_dataset and _reads_prompt_data(args)
         if wanted and args.load_debug_rollout_data is None:
             raise ConfigError(
                 "--prompt-data is not given: name a .jsonl or .parquet file of prompts, or use "
                 "--disable-rollout-global-dataset with a rollout function that has its own."
             )
         return
-    sources = sources_of(args.prompt_data)
     asked = {"--metadata-key": (args.metadata_key, "metadata"), "--tool-key": (args.tool_key, "tools")}
     has_built_in = _is_plain(args) and not args.custom_rm_path
     num_rows = 0
     template_kwargs = {"add_generation_prompt": args.apply_chat_template, **(args.apply_chat_template_kwargs or {})}
-    for source in sources:
+    for source in args.prompt_sources:
         num_rows += check_prompt_file(
             source["path"],
             source.get("input_key", args.input_key),
@@ -278,8 +270,13 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
             some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
         )
         _check_first_row(args, source)
-    if args.num_rollout is None and args.data_source_path in OWN_DATA_SOURCES:
+    if args.num_rollout is None and _reads_prompt_data(args):
         _check_epochs(args, num_rows)
+
+
+def _reads_prompt_data(args: Namespace) -> bool:
+    """Return True for a data source of slime; one of the user's may have its data from elsewhere."""
+    return bool(args.data_source_path.startswith("slime."))
 
 
 def _check_epochs(args: Namespace, num_rows: int) -> None:
@@ -306,7 +303,7 @@ def _is_plain(args: Namespace) -> bool:
     """Return True when no code of the user's comes between a row and its grader."""
     if args.custom_generate_function_path or args.debug_train_only or args.rollout_sample_hook_path:
         return False
-    return args.rollout_function_path in OWN_ROLLOUTS and args.data_source_path in OWN_DATA_SOURCES
+    return args.rollout_function_path in OWN_ROLLOUTS and _reads_prompt_data(args)
 
 
 def _renders_rows(args: Namespace) -> bool:
@@ -316,15 +313,14 @@ def _renders_rows(args: Namespace) -> bool:
 
 def _check_mask(args: Namespace) -> None:
     """Check that --loss-mask-type fits the chat template, by the first row of SFT."""
-    from slime.rollout.mixture import sources_of
     from slime.rollout.prompt_dataset import map_with_deadline
     from slime.rollout.prompt_files import parse_tools, read_rows, readers_of
     from slime.rollout.sft_rollout import mask_generator
 
-    is_read_here = args.prompt_data and args.data_source_path in OWN_DATA_SOURCES and not args.multimodal_keys
+    is_read_here = args.prompt_data and _reads_prompt_data(args) and not args.multimodal_keys
     if args.rollout_function_path != SFT_ROLLOUT or not is_read_here:
         return
-    source = sources_of(args.prompt_data)[0]
+    source = args.prompt_sources[0]
     where, row = next(iter(read_rows(source["path"], readers=readers_of(args))))
     key = source.get("input_key", args.input_key)
     if not isinstance(row[key], list):

@@ -149,7 +149,9 @@ GROUPS = (
             run_checks.check_rollout_functions,
         ),
     ),
-    FlagGroup(data.add_data_arguments, derive=(data.derive_batch_sizes,), check=(data.check_batches,)),
+    FlagGroup(
+        data.add_data_arguments, derive=(data.derive_prompts, data.derive_batch_sizes), check=(data.check_batches,)
+    ),
     FlagGroup(data.add_eval_arguments, derive=(reward.derive_reward, _eval), check=(data.check_eval,), once=(_eval,)),
     FlagGroup(
         algorithm.add_algorithm_arguments,

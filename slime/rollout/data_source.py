@@ -12,20 +12,17 @@ import json
 import logging
 import pickle
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from slime.flags.reward import reward_config
 from slime.flags.security import trusts_remote_code
 from slime.rollout import plain_values
-from slime.rollout.mixture import Mixture, is_mix
 from slime.rollout.plain_values import read_state, write_state
 from slime.rollout.prompt_dataset import Dataset, RowDigests, changed_rows, digest_of
 from slime.rollout.prompt_files import readers_of
-from slime.rollout.run_state import GroupObserver
 from slime.rollout.tools import toolbox
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.misc import load_function
@@ -36,6 +33,9 @@ from slime.utils.types import Sample
 __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first", "state_path"]
 
 logger = logging.getLogger(__name__)
+
+OpenDataset = Callable[[Mapping[str, Any]], Dataset]
+"""Called with the entry of a data set: its path, and maybe keys of its own for prompts and labels."""
 
 
 def state_path(folder: str, rollout_id: int) -> Path:
@@ -74,7 +74,8 @@ class RolloutDataSource(DataSource):
     Without a prompt file (``--disable-rollout-global-dataset``) groups hold empty samples.
     """
 
-    dataset: Dataset | Mixture | None = None
+    dataset: Any = None
+    """A ``Dataset``, or what a subclass has in its place; None without a prompt file."""
     _rendering: Mapping[str, Any] = MappingProxyType({})
     """What decides, beside the rows, how a prompt reads: flag -> its value, or a digest."""
 
@@ -86,11 +87,14 @@ class RolloutDataSource(DataSource):
         self.sample_offset = 0
         self.metadata: dict[str, Any] = {}
         if args.rollout_global_dataset and args.prompt_data is not None:
-            self.dataset = self._open_dataset()
+            self.dataset = self._open_dataset(self._reader())
             if args.rollout_shuffle:
                 self.dataset.shuffle(self.epoch_id)
 
-    def _open_dataset(self) -> Dataset | Mixture:
+    def _open_dataset(self, open_one: OpenDataset) -> Any:
+        return open_one({"path": self.args.prompt_data})
+
+    def _reader(self) -> OpenDataset:
         args = self.args
         tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
         processor = load_processor(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
@@ -115,10 +119,7 @@ class RolloutDataSource(DataSource):
             keys["label_key"] = source.get("label_key", args.label_key)
             return Dataset(source["path"], tokenizer, processor, args.rollout_max_prompt_len, **keywords, **keys)
 
-        if is_mix(args.prompt_data):
-            key = reward_config(args).reward_key
-            return Mixture(args.prompt_data, open_one, is_shuffled=args.rollout_shuffle, reward_key=key)
-        return open_one({"path": args.prompt_data})
+        return open_one
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Return the next ``num_samples`` groups; at the end of an epoch the next one begins."""
@@ -127,8 +128,6 @@ class RolloutDataSource(DataSource):
     def _next_rows(self, num_rows: int) -> list[Sample]:
         if self.dataset is None:
             return [Sample() for _ in range(num_rows)]
-        if isinstance(self.dataset, Mixture):
-            return self.dataset.take(num_rows)
         rows: list[Sample] = []
         while len(rows) < num_rows:
             if self.sample_offset >= len(self.dataset):
@@ -171,24 +170,20 @@ class RolloutDataSource(DataSource):
             "num_prompts": len(self),
             "order": self._order(),
             "rows": {name: digests.state for name, digests in self._row_digests().items()},
-            **({"mixture": self.dataset.state_dict()} if isinstance(self.dataset, Mixture) else {}),
         }
-
-    @property
-    def observers(self) -> tuple[GroupObserver, ...]:
-        """What wants to see the groups that become of these prompts."""
-        return (self.dataset,) if isinstance(self.dataset, Mixture) else ()
 
     def _order(self) -> dict[str, Any]:
         """Return what decides which prompt comes at which position: flag -> its value, or the digest of its data."""
-        if not isinstance(self.dataset, Dataset | Mixture):
+        digests = self._row_digests().values()
+        if not digests:
             return {}
-        order = {"--prompt-data": f"{self.dataset.fingerprint:016x}", "--rollout-shuffle": self.args.rollout_shuffle}
+        before = sum(each.before * (2 * n + 1) for n, each in enumerate(digests)) % 2**64
+        order = {"--prompt-data": f"{before:016x}", "--rollout-shuffle": self.args.rollout_shuffle}
         order |= {"--rollout-seed": self.args.rollout_seed} if self.args.rollout_shuffle else {}
         return {**order, **self._rendering}
 
     def _row_digests(self) -> Mapping[str, RowDigests]:
-        return self.dataset.digests if isinstance(self.dataset, Dataset | Mixture) else {}
+        return getattr(self.dataset, "digests", {})
 
     def content_digest(self) -> str:
         """Return a text that tells what prompts, graders and tools get from these data from what others would give."""
@@ -208,9 +203,7 @@ class RolloutDataSource(DataSource):
         self.sample_group_index = state["sample_group_index"]
         self.sample_index = state["sample_index"]
         self.metadata = copy.deepcopy(state.get("metadata") or {})
-        if isinstance(self.dataset, Mixture):
-            self.dataset.load_state_dict(state.get("mixture"))
-        elif self.dataset is not None and self.args.rollout_shuffle:
+        if self.dataset is not None and self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
     def _check_order(self, state: Mapping[str, Any]) -> None:

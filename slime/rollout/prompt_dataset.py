@@ -378,11 +378,6 @@ class Dataset:
         self.samples = self.origin_samples
         self.digests = {"": RowDigests([digests[id(sample)] for sample in self.origin_samples])}
 
-    @property
-    def fingerprint(self) -> int:
-        """The digest that positions of earlier versions hold."""
-        return self.digests[""].before
-
     def shuffle(self, new_epoch_id: int) -> None:
         """Put the samples into the order of an epoch; it depends on nothing but the seed and the epoch."""
         if new_epoch_id == self.epoch_id:

@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.flags.group import FlagGroup
-from slime.rollout.mixture import sources_of
 
 PREFIXES = ("verifiers:", "verifiers-eval:")
 """Of an environment's rows for training, and of those held out."""
@@ -25,9 +24,9 @@ def derive_verifiers(args: Namespace) -> None:
 
 def check_verifiers(args: Namespace) -> Iterator[str]:
     """Yield a message for environments in a mixture, whose rows nothing plays."""
-    if args.prompt_data is None or args.custom_generate_function_path is not None or not args.runs_here:
+    if args.custom_generate_function_path is not None or not args.runs_here:
         return
-    environments = [source["path"] for source in sources_of(args.prompt_data) if source["path"].startswith(PREFIXES)]
+    environments = [source["path"] for source in args.prompt_sources if source["path"].startswith(PREFIXES)]
     if environments:
         yield (
             f"--prompt-data {args.prompt_data}: {environments[0]} is an environment, and nothing plays the rows of "

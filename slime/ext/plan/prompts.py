@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from slime.ext.plan.layout import ParallelSizes
 from slime.ext.plan.plan import PlanOptions
 from slime.ext.plan.traffic import StepWork, reference_lengths
 from slime.flags.security import trusts_remote_code
-from slime.rollout.mixture import Mixture, is_mix, sources_of
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import readers_of, split_path
 from slime.rollout.tools import toolbox
@@ -21,7 +21,7 @@ from slime.utils.errors import ConfigError
 from slime.utils.processing_utils import load_tokenizer
 
 ROWS_READ = 4096
-"""Of a file, and prompts taken of a mixture; those of a larger one are not all read for a plan."""
+"""Of a file, and prompts taken from a mixture; those of a larger one are not all read for a plan."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -40,7 +40,7 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
     """
     if not args.rollout_global_dataset or args.prompt_data is None or args.debug_train_only:
         return ()
-    if not all(_is_here(source["path"], args.prompt_readers) for source in sources_of(args.prompt_data)):
+    if not all(_is_here(source["path"], args.prompt_readers) for source in args.prompt_sources):
         return ()
     if not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
         return ()
@@ -64,16 +64,27 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
             readers=readers_of(args),
         )
 
-    if is_mix(args.prompt_data):
-        mixture = Mixture(args.prompt_data, open_one, is_shuffled=args.rollout_shuffle)
-        samples = mixture.take(ROWS_READ)
-    else:
-        dataset = open_one({"path": args.prompt_data})
+    lengths: list[list[int]] = []
+    for source in args.prompt_sources:
+        dataset = open_one(source)
         if args.rollout_shuffle:
             dataset.shuffle(0)
-        samples = dataset.samples
-    texts = [_text(sample.prompt) for sample in samples]
-    return tuple(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+        texts = [_text(sample.prompt) for sample in dataset.samples]
+        lengths.append([len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]])
+    if len(lengths) == 1:
+        return tuple(lengths[0])
+    return mixed(lengths, [source["weight"][0][1] for source in args.prompt_sources])
+
+
+def mixed(lengths: Sequence[Sequence[int]], weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the lengths of several data sets in turn, in the shares of their weights."""
+    turns = (
+        ((number + 1) / weight, values[number % len(values)])
+        for values, weight in zip(lengths, weights, strict=True)
+        if weight > 0
+        for number in range(ROWS_READ)
+    )
+    return tuple(length for _, length in sorted(turns, key=itemgetter(0))[:ROWS_READ])
 
 
 def _is_here(path: str, prefixes: Iterable[str]) -> bool:

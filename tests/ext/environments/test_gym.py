@@ -113,11 +113,11 @@ def test_the_ordinary_data_set_reads_checks_and_shuffles_them(stand_in):
     for dataset in read:
         dataset.shuffle(1)
     assert [sample.prompt for sample in read[0].samples] == [sample.prompt for sample in read[1].samples]
-    assert read[0].fingerprint == read[1].fingerprint
+    assert read[0].digests[""].before == read[1].digests[""].before
     other = Dataset(
         "gym:sums?size=50&seed=2", None, None, None, prompt_key="input", label_key="label", readers=READERS
     )
-    assert other.fingerprint != read[0].fingerprint
+    assert other.digests[""].before != read[0].digests[""].before
 
 
 @pytest.mark.parametrize(

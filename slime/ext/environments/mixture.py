@@ -7,99 +7,20 @@ next depends on the file, the seed, and the state that checkpoints keep.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
 from typing import Any
 
-from slime.flags.yaml_file import read_yaml
+from slime.ext.environments.flags import CURRICULUM, FLAG, read_mix
+from slime.flags.reward import reward_config
 from slime.rollout.base_types import leaf_samples
+from slime.rollout.data_source import OpenDataset, RolloutDataSourceWithBuffer
 from slime.rollout.prompt_dataset import Dataset, RowDigests
 from slime.rollout.run_state import GroupObserver
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import DataError
 from slime.utils.types import Sample
-
-FLAG = "--prompt-data"
-_SOURCE_KEYS = ("path", "name", "weight", "input_key", "label_key")
-_TEXTS = {"path", "name", "input_key"}
-_CURRICULUM = {"solved": 1.0, "low": 0.0, "high": 1.0, "skip_epochs": 2}
-
-
-@dataclass(frozen=True)
-class Mix:
-    """The content of a mix.yaml."""
-
-    sources: list[dict[str, Any]]
-    curriculum: dict[str, float] | None
-    """``solved``: the reward of a right answer; a prompt whose share of them is at most ``low``, or at least ``high``,
-    is left out of the next ``skip_epochs`` epochs of its data set."""
-
-
-def is_mix(path: str) -> bool:
-    """Return True for the path of a mix.yaml."""
-    return path.endswith((".yaml", ".yml"))
-
-
-def sources_of(path: str) -> list[dict[str, Any]]:
-    """Return the data sets of ``--prompt-data``, one or several, each with its path at least."""
-    return read_mix(path).sources if is_mix(path) else [{"path": path}]
-
-
-def read_mix(path: str) -> Mix:
-    """Return the content of a mix.yaml.
-
-    Raises:
-        ConfigError: it has other keys, or values that cannot work.
-    """
-    content = read_yaml(path, FLAG)
-    sources = content.get("datasets") if isinstance(content, Mapping) else None
-    if not isinstance(sources, list) or not sources or set(content) - {"datasets", "curriculum"}:
-        raise ConfigError(f"{FLAG} {path}: write 'datasets:' with a list of data sets, and maybe 'curriculum:'.")
-    for source in sources:
-        if not isinstance(source, Mapping) or "path" not in source or set(source) - set(_SOURCE_KEYS):
-            raise ConfigError(
-                f"{FLAG} {path}: {source!r}; a data set has path, and maybe {', '.join(_SOURCE_KEYS[1:])}."
-            )
-        for key in _TEXTS & source.keys():
-            if not source[key] or not isinstance(source[key], str):
-                raise ConfigError(f"{FLAG} {path}: {key} is {source[key]!r}; it is a text, or is left out.")
-        _points(source, path)
-    named = [{**source, "name": str(source.get("name", source["path"]))} for source in sources]
-    names = [source["name"] for source in named]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{FLAG} {path}: two data sets are named alike ({', '.join(names)}); give them names.")
-    curriculum = content.get("curriculum")
-    if curriculum is not None:
-        wrong = not isinstance(curriculum, Mapping) or set(curriculum) - set(_CURRICULUM)
-        if wrong or not all(_is_number(value) for value in curriculum.values()):
-            raise ConfigError(
-                f"{FLAG} {path}: curriculum is {curriculum!r}; it has numbers: {', '.join(_CURRICULUM)}."
-            )
-        curriculum = _CURRICULUM | dict(curriculum)
-        low, high, epochs = (curriculum[name] for name in ("low", "high", "skip_epochs"))
-        if low >= high or epochs != int(epochs) or epochs < 0:
-            raise ConfigError(
-                f"{FLAG} {path}: curriculum has low {low}, high {high}, skip_epochs {epochs}; low must be below high, "
-                "and skip_epochs a whole number from 0 on."
-            )
-    return Mix(named, curriculum)
-
-
-def _points(source: Mapping[str, Any], path: str) -> list[tuple[float, float]]:
-    """Return (prompts taken, weight), of one weight or of a schedule, in order."""
-    weight = source.get("weight", 1)
-    points = list((weight if isinstance(weight, Mapping) else {0: weight}).items())
-    if not points or not all(_is_number(x) and x >= 0 for point in points for x in point):
-        raise ConfigError(
-            f"{FLAG} {path}: weight is {weight!r}; it is a number from 0 on, or a map of prompts taken to weights."
-        )
-    return sorted(points)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < math.inf
 
 
 @dataclass
@@ -134,7 +55,7 @@ class Mixture(GroupObserver):
     def __init__(
         self,
         path: str,
-        open_dataset: Callable[[Mapping[str, Any]], Dataset],
+        open_dataset: OpenDataset,
         *,
         is_shuffled: bool,
         reward_key: str | None = None,
@@ -150,7 +71,7 @@ class Mixture(GroupObserver):
         mix = read_mix(path)
         self._path, self._is_shuffled, self._curriculum = path, is_shuffled, mix.curriculum
         self._reward_key = reward_key
-        self._sources = [_MixedSet(one["name"], open_dataset(one), _points(one, path)) for one in mix.sources]
+        self._sources = [_MixedSet(one["name"], open_dataset(one), one["weight"]) for one in mix.sources]
         self._by_name = {source.name: source for source in self._sources}
         for source in self._sources:
             for row, sample in enumerate(source.dataset.origin_samples):
@@ -161,11 +82,6 @@ class Mixture(GroupObserver):
     def digests(self) -> dict[str, RowDigests]:
         """What tells the data sets from others, by name; weights may change."""
         return {source.name: source.dataset.digests[""] for source in self._sources}
-
-    @property
-    def fingerprint(self) -> int:
-        """The digest that positions of earlier versions hold."""
-        return sum(source.dataset.fingerprint * (2 * n + 1) for n, source in enumerate(self._sources)) % 2**64
 
     def __len__(self) -> int:
         """Return the prompts of all data sets."""
@@ -228,7 +144,7 @@ class Mixture(GroupObserver):
         source = self._by_name.get(samples[0].metadata.get("source_name", "")) if samples else None
         if source is None or not numbers:
             return
-        rules = self._curriculum or _CURRICULUM
+        rules = self._curriculum or CURRICULUM
         rate = sum(number >= rules["solved"] for number in numbers) / len(numbers)
         source.count("observed")
         source.count("pass_rate", rate)
@@ -263,3 +179,29 @@ class Mixture(GroupObserver):
             source.due = {int(row): int(epoch) for row, epoch in position.pop("due", [])}
             source.position |= position
             self._turn_to(source, int(source.position["epoch"]))
+
+
+class MixedDataSource(RolloutDataSourceWithBuffer):
+    """The default data source, with prompts of a mixture."""
+
+    def _open_dataset(self, open_one: OpenDataset) -> Mixture:
+        key = reward_config(self.args).reward_key
+        return Mixture(self.args.prompt_data, open_one, is_shuffled=self.args.rollout_shuffle, reward_key=key)
+
+    def _next_rows(self, num_rows: int) -> list[Sample]:
+        rows: list[Sample] = self.dataset.take(num_rows)
+        return rows
+
+    @property
+    def observers(self) -> tuple[GroupObserver, ...]:
+        """What wants to see the groups that become of these prompts."""
+        return (self.dataset,)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the present state, the places in the data sets included."""
+        return super().state_dict() | {"mixture": self.dataset.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; see the class that this one extends."""
+        super().load_state_dict(state)
+        self.dataset.load_state_dict(state.get("mixture"))

@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
+from slime.ext.environments.flags import MIXED_SOURCE, check_mixture, derive_mixture, read_mix
+from slime.ext.environments.mixture import MixedDataSource
 from slime.rollout import data_source as data_source_module
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.mixture import read_mix
 from slime.rollout.run_state import RunState, use_run
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
@@ -37,7 +38,7 @@ def open_source(tmp_path, monkeypatch):
             rollout_seed=42, rollout_shuffle=shuffle, n_samples_per_prompt=2, buffer_filter_path=None,
             save=str(tmp_path / "run"), load=str(tmp_path / "run"), start_rollout_id=None, accept_other_data=False,
         )  # fmt: skip
-        return RolloutDataSourceWithBuffer(Namespace(**defaults | values))
+        return MixedDataSource(Namespace(**defaults | values))
 
     yield make
     use_run(RunState())
@@ -149,7 +150,7 @@ def test_other_data_is_refused_and_other_weights_are_not(open_source, tmp_path):
     state = source.state_dict()
     open_source(a=5).load_state_dict(state)
     (tmp_path / "a.jsonl").write_text('{"input": "other", "answer": 1}\n')
-    again = RolloutDataSourceWithBuffer(source.args)
+    again = MixedDataSource(source.args)
     with pytest.raises(DataError, match="--accept-other-data"):
         again.load_state_dict(state)
 
@@ -193,3 +194,35 @@ def test_a_wrong_file_is_refused_with_what_it_says(tmp_path, text, message):
     (tmp_path / "mix.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_mix(str(tmp_path / "mix.yaml"))
+
+
+def given(tmp_path, **values):
+    (tmp_path / "mix.yaml").write_text("datasets: [{path: a.jsonl, weight: {5: 0, 0: 2}}]")
+    defaults = dict(
+        prompt_data=str(tmp_path / "mix.yaml"), prompt_sources=[{}], runs_here=True, rollout_global_dataset=True,
+        data_source_path="slime.rollout.data_source.RolloutDataSourceWithBuffer",
+    )  # fmt: skip
+    return Namespace(**defaults | values)
+
+
+def test_a_mixture_is_read_by_its_own_data_source(tmp_path):
+    args = given(tmp_path)
+    derive_mixture(args)
+    assert args.data_source_path == MIXED_SOURCE and list(check_mixture(args)) == []
+    assert args.prompt_sources == [{"path": "a.jsonl", "name": "a.jsonl", "weight": [(0, 2), (5, 0)]}]
+
+
+class OwnMixedSource(MixedDataSource):
+    pass
+
+
+class OwnSource(RolloutDataSourceWithBuffer):
+    pass
+
+
+@pytest.mark.parametrize(("source", "reads"), [(OwnMixedSource, True), (OwnSource, False)])
+def test_a_users_data_source_reads_a_mixture_where_it_extends_the_one_that_does(tmp_path, source, reads):
+    args = given(tmp_path, data_source_path=f"{__name__}.{source.__name__}")
+    derive_mixture(args)
+    assert args.data_source_path.endswith(source.__name__)
+    assert [f"derive it from {MIXED_SOURCE}" in message for message in check_mixture(args)] == [True] * (not reads)
