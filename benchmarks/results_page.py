@@ -40,7 +40,7 @@ _NUMBER = re.compile(r"-?\d{1,3}(?:,\d{3})+|-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 HEAD = """# Results
 
 Built from `benchmarks/results/*.json`, one file a run. The last section lists
-what has not been run. `benchmarks/README.md` lists the benchmarks, and CONTRIBUTING.md the test commands.
+what has not been run. CONTRIBUTING.md has the test commands.
 """
 
 

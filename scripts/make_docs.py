@@ -1,5 +1,5 @@
-"""Write the generated pages: docs/flags.md and docs/hooks.md (from slime/flags), and the table of docs/engines.md
-(from slime/ray/engines/lifecycle.py).
+"""Write the generated pages: docs/flags.md and docs/hooks.md (from slime/flags), the table of docs/engines.md (from
+slime/ray/engines/lifecycle.py), and the hardware tables of README.md (from ``slime plan``).
 
 ``--check`` writes nothing and fails when a page is out of date.
 
@@ -17,6 +17,7 @@ from pathlib import Path
 REPO = Path(__file__).parents[1]
 sys.path.insert(0, str(REPO))
 
+from scripts.hardware_table import hardware_tables  # noqa: E402
 from slime.compose import flag_groups  # noqa: E402
 from slime.flags.historical import NOT_YET  # noqa: E402
 from slime.flags.hook_checks import call_of  # noqa: E402
@@ -54,7 +55,7 @@ keyword; `[name=]` is passed only to a plug-in that has a parameter of that name
 """
 
 
-TABLE_BEGINS = "<!-- written by scripts/make_docs.py from slime/ray/engines/lifecycle.py -->"
+TABLE_BEGINS = "<!-- written by scripts/make_docs.py from {} -->"
 TABLE_ENDS = "<!-- end of the table -->"
 
 
@@ -128,19 +129,21 @@ def _hook_section(hook: Hook) -> str:
     return "\n".join(lines)
 
 
-def engines_page() -> str:
-    """Return docs/engines.md with the table of an engine's life as the code has it."""
-    path = REPO / "docs/engines.md"
-    before, _, rest = path.read_text(encoding="utf-8").partition(TABLE_BEGINS)
+def with_table(page: str, source: str, table: str) -> tuple[Path, str]:
+    """Return a hand-written page with its generated table replaced by ``table``."""
+    path = REPO / page
+    begins = TABLE_BEGINS.format(source)
+    before, _, rest = path.read_text(encoding="utf-8").partition(begins)
     _, _, after = rest.partition(TABLE_ENDS)
-    return f"{before}{TABLE_BEGINS}\n{table_as_markdown()}\n{TABLE_ENDS}{after}"
+    return path, f"{before}{begins}\n{table}\n{TABLE_ENDS}{after}"
 
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Every generated file with its content."""
     yield REPO / "docs/flags.md", flags_page()
     yield REPO / "docs/hooks.md", hooks_page()
-    yield REPO / "docs/engines.md", engines_page()
+    yield with_table("docs/engines.md", "slime/ray/engines/lifecycle.py", table_as_markdown())
+    yield with_table("README.md", "slime plan", hardware_tables())
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -103,6 +104,14 @@ def test_flags_that_a_page_names_exist(page):
     named = set(FLAG.findall(page.read_text(encoding="utf-8")))
     unknown = {flag for flag in named - OF_OTHER_PROGRAMS - known_flags() if not is_engine_flag(flag)}
     assert sorted(unknown) == []
+
+
+def test_what_has_been_run_has_the_date_of_its_file():
+    rows = re.findall(
+        r"\| (\d{4}-\d\d-\d\d) \| .*?\((benchmarks/results/\w+\.json)\)", (REPO / "README.md").read_text()
+    )
+    assert len(rows) >= 8
+    assert rows == [(json.loads((REPO / file).read_text())["date"], file) for _, file in rows]
 
 
 def test_nothing_names_our_extras_by_the_name_of_another_package_on_the_index():
