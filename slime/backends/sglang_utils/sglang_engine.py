@@ -41,6 +41,12 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 SERVER_MODULE = "slime.backends.sglang_utils.server_main"
 EXPANDABLE_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The trainer may want expandable segments; SGLang's memory saver cannot work with them."""
+KEEP_ALIVE_S = 120
+"""Above the 90 s for which the router reuses an idle connection.
+
+By default SGLang hangs up after 5 s, as long as a push takes.  A request sent at that moment is lost; if it is the
+prefill half of one, the router says nothing, and the decode engine waits until its own deadline.
+"""
 
 
 class SGLangEngine(WeightVerbs):
@@ -339,10 +345,11 @@ def start_server(
 
 
 def engine_environment(*, tp_size: int) -> dict[str, str]:
-    """Return the variables of an engine's process: none with CUDA, what the CPU path needs without."""
+    """Return the variables of an engine's process, those that the CPU path needs among them."""
+    variables = {"SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S)}
     if not cpu_shim.is_needed():
-        return {}
-    variables = dict(cpu_shim.ENGINE_ENVIRONMENT)
+        return variables
+    variables |= cpu_shim.ENGINE_ENVIRONMENT
     if tp_size > 1:
         cores = os.cpu_count() or 1
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tp_size))

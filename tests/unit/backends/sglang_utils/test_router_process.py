@@ -20,6 +20,7 @@ from slime.backends.sglang_utils.router_process import (
     unregister_worker,
 )
 from slime.backends.sglang_utils.server_control import ServerControl
+from slime.backends.sglang_utils.sglang_engine import engine_environment
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, PortTakenError
 from slime.utils.net import get_current_node_ip, get_free_port, http_url, is_loopback
 from tests.unit.backends.sglang_utils.fake_worker import FakeEngine
@@ -102,6 +103,42 @@ def listed_and_asked(host: str) -> None:
         assert ServerControl(handle.metrics_url.removesuffix("/metrics")).answers("/metrics")
         handle.stop()
         engine.shutdown()
+
+
+class Half(FakeEngine):
+    """A prefill or decode engine that hangs up on an idle connection just when a request comes."""
+
+    protocol_version = "HTTP/1.1"
+    keep_alive_s = float(engine_environment(tp_size=1)["SGLANG_TIMEOUT_KEEP_ALIVE"])
+    idle_s = 0.0
+    """Since the last answer on any connection."""
+
+    def do_POST(self):  # noqa: N802
+        if self.idle_s >= self.keep_alive_s:
+            self.close_connection = True
+        else:
+            super().do_POST()
+
+
+def test_a_request_after_a_pause_reaches_both_halves_of_a_pair():
+    """The router reuses idle connections for 90 s, and lets the decode engine wait where the prefill half is lost."""
+    halves = [type(kind, (Half,), {"bodies": []}) for kind in ("prefill", "decode")]
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), half) for half in halves]
+    ports = {"port": get_free_port(26700), "prometheus_port": get_free_port(27700)}
+    handle = start_router(ARGS, host="127.0.0.1", pd_disaggregation=True, **ports)
+    for half, server in zip(halves, servers, strict=True):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        bootstrap = {"bootstrap_port": 1} if half.__name__ == "prefill" else {}
+        url = f"http://127.0.0.1:{server.server_port}"
+        register_worker(handle.control, url, worker_type=half.__name__, timeout_s=20, **bootstrap)
+    for idle_s in (0.0, 5.0, 89.0):
+        halves[0].idle_s = idle_s
+        assert handle.control.post("/generate", {"text": "a"})["text"] == "x"
+    prefilled, decoded = ([body["bootstrap_room"] for body in half.bodies] for half in halves)
+    assert len(set(decoded)) == 3 and sorted(prefilled) == sorted(decoded)
+    handle.stop()
+    for server in servers:
+        server.shutdown()
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
