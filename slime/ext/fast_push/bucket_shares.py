@@ -17,7 +17,7 @@ from slime.ext.fast_push.kernels.tables import DigestTable
 from slime.ext.fast_push.model_load import ModelLoad
 from slime.utils.errors import WeightSyncError
 from slime.weights.digest import combine_wrapped
-from slime.weights.manifest import Manifest
+from slime.weights.manifest import BucketEntry, Manifest
 
 Positions = NDArray[np.intp]
 JOIN_BYTES = 1 << 20
@@ -75,10 +75,21 @@ class EngineShares:
         """Of each rank, what its models take of each bucket, as told last."""
         self._positions: list[list[Positions]] = []
         self._own: dict[int, BucketShare] = {}
+        self.digests: dict[int, Tensor] = {}
+        """Of this rank's share of each bucket that arrived in the push under way, on its device."""
+        self._constants: dict[int, str] = {}
+        """Digests of the constant buckets that the engine told last."""
 
     def begin(self) -> None:
-        """Have the slices dealt at the next report, before the buckets of a push come."""
-        self._is_beginning = True
+        """Start a push: have the slices dealt at the next report, before the buckets come."""
+        self._is_beginning, self.digests = True, {}
+
+    def bucket(self, index: int) -> BucketEntry:
+        """Return the description of a bucket."""
+        buckets = self.manifest.buckets
+        if not 0 <= index < len(buckets):
+            raise WeightSyncError(f"there is no bucket {index}; the push has {len(buckets)}")
+        return buckets[index]
 
     def newly_taken(self, loads: Iterable[ModelLoad], rank: int) -> list[bytes] | None:
         """Return what models take of each bucket, for :meth:`deal`; None where it is known, or a push under way."""
@@ -117,6 +128,17 @@ class EngineShares:
             self._own[index] = BucketShare(positions, self.manifest.segments(index), device)
         return self._own[index]
 
+    def digest(self, rank: int, index: int, flat: Tensor) -> None:
+        """Note the digests of this rank's share of the bucket ``flat``.
+
+        Raises:
+            WeightSyncError: it has other bytes than another model was given.
+        """
+        digests = self.share(rank, index, flat.device).digest(flat)
+        known = self.digests.setdefault(index, digests)
+        if known is not digests and not torch.equal(known, digests):
+            raise WeightSyncError(f"bucket {index} differs from its first read")
+
     def merge(self, digests: Sequence[Mapping[int, bytes]]) -> tuple[list[str], list[str]]:
         """Return the digest of each bucket, as 16 hexadecimal digits, and what ranks disagree on, one sentence each.
 
@@ -140,3 +162,15 @@ class EngineShares:
                 merged[positions], is_known[positions] = own, True
             texts.append(f"{combine_wrapped(torch.from_numpy(merged)):016x}" if has_come else "")
         return texts, problems
+
+    def with_constants(self, texts: list[str], *, are_held: bool, are_right: bool) -> list[str]:
+        """Return digests with those of the constant buckets that are held from an earlier push.
+
+        Args:
+            are_right: the engine has no problem, and can be relied on to hold these constants in the next push.
+        """
+        constants = self.manifest.constants
+        if are_held:
+            texts = [self._constants.get(i, "") if i in constants else text for i, text in enumerate(texts)]
+        self._constants = {index: texts[index] for index in constants} if are_right else {}
+        return texts

@@ -17,7 +17,7 @@ import json
 import logging
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,10 @@ from slime.backends.sglang_utils.loader_report import (
     answer_by_name,
     gather_over_ranks,
     position_among_ranks,
-    rank_in_engine,
     with_ranks,
 )
-from slime.ext.fast_push.bucket_shares import BucketShare, EngineShares
-from slime.ext.fast_push.channel import WeightChannel
+from slime.ext.fast_push.bucket_shares import EngineShares
+from slime.ext.fast_push.incoming import IncomingBytes
 from slime.ext.fast_push.load_plan import LoadPlan
 from slime.ext.fast_push.messages import PUSH_REPORT, decode
 from slime.ext.fast_push.model_load import ModelLoad
@@ -39,7 +38,6 @@ from slime.ext.fast_push.repacked_layers import is_unpacked
 from slime.observability.telemetry import DeviceTimes
 from slime.utils.errors import WeightSyncError
 from slime.weights.manifest import BucketEntry, Manifest
-from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_layout
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +76,7 @@ class ReceivingRank:
         self._shares: EngineShares | None = None
         """Of the manifest of the push begun last; None where it is not known."""
         self._push_id: str | None = None
-        self._digests: dict[int, Tensor] = {}
-        """Digests of this rank's share of each bucket that arrived, on its device."""
-        self._constants: dict[int, str] = {}
-        """Digests of the constant buckets that the engine told last."""
+        self._incoming = IncomingBytes()
         self._problems: list[str] = []
         """Of the push, beside those of the models."""
         self._message_problems: list[str] = []
@@ -89,19 +84,8 @@ class ReceivingRank:
         self._message_id = ""
         self._flat: Tensor | None = None
         """The bucket of the last message; None when it was loaded before."""
-        self._mapped: dict[str, Tensor] = {}
-        """Buffers of the trainer that this process has mapped, by their handles."""
-        self._used: set[str] = set()
-        """Handles of the push under way."""
-        self._folder: tuple[str, str] | None = None
-        """The push, and the folder that it is read from."""
-        self._layout: dict[str, StoredTensor] = {}
-        """The places of the folder's tensors."""
-        self._channels: dict[str, WeightChannel] = {}
         self._times = DeviceTimes()
         """Of the push under way."""
-        self._buffer: Tensor | None = None
-        """Room for bytes that do not lie on this device: broadcasts, and buffers of other trainer ranks."""
 
     def handle(self, model: nn.Module, message: dict[str, Any]) -> None:
         """Do what a message asks, for one model; its verb is the name of the method."""
@@ -139,11 +123,8 @@ class ReceivingRank:
     def acknowledge_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
         """Finish the load of ``model`` and release mapped buffers."""
         self._require_push(message["push_id"])
-        # Shared memory is kept: torch ends the process that drops it when the trainer that made it is dead.
-        self._mapped = {k: flat for k, flat in self._mapped.items() if k in self._used or flat.device.type == "cpu"}
+        self._incoming.release()
         self._flat = None
-        if not self._channels:
-            self._buffer = None  # the KV cache may want the room
         self._load_of(model).finish()
 
     def commit_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
@@ -155,12 +136,11 @@ class ReceivingRank:
     def join_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
         """Join a broadcast group, in the first call only."""
         if is_first:
-            self._join(message["group_name"], message["group"], message["timeout_s"])
+            self._incoming.join(message["group_name"], message["group"], message["timeout_s"])
 
     def leave_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
-        """Leave a broadcast group, in the first call only."""
-        if is_first:
-            self._leave(message["group_name"])
+        """Leave a broadcast group."""
+        self._incoming.leave(message["group_name"])
 
     def record(self, message: dict[str, Any], error: Exception) -> None:
         """Keep an exception for the report."""
@@ -172,13 +152,20 @@ class ReceivingRank:
     def report(self) -> list[str]:
         """Return the state of the push over all ranks, as one JSON text; every rank must call this."""
         shares, loads = self._shares, [self._load_of(model) for model in self._models]
+        problems = [
+            *self._message_problems,
+            *self._problems,
+            *(problem for load in loads for problem in load.problems),
+        ]
+        problems += unfilled([(load.model, load.plan) for load in loads if load.plan is not None])
+        digests = {} if shares is None else shares.digests
         own: dict[str, Any] = {
             "push_id": self._push_id,
             "manifest_id": None if shares is None else shares.manifest.id,
             "taken": None if shares is None else shares.newly_taken(loads, position_among_ranks()),
-            "digests": {index: digests.cpu().numpy().tobytes() for index, digests in self._digests.items()},
+            "digests": {index: found.cpu().numpy().tobytes() for index, found in digests.items()},
             "holds_constants": all(load.holds_constants for load in loads),
-            "problems": self._own_problems(),
+            "problems": problems,
             "is_unpacked": any(is_unpacked(load.model) for load in loads),
             "seconds": self._times.seconds(),
         }
@@ -200,25 +187,22 @@ class ReceivingRank:
                 told["problems"].append(f"rank {index} knows push {rank['push_id']}, rank 0 {ranks[0]['push_id']}")
         if shares is not None and not told["needs_manifest"]:
             shares.deal([rank["taken"] for rank in ranks])
-            told["buckets"], differing = shares.merge([rank["digests"] for rank in ranks])
+            texts, differing = shares.merge([rank["digests"] for rank in ranks])
             told["problems"] += differing
-            self._tell_constants(told, are_held=all(rank["holds_constants"] for rank in ranks))
+            told["buckets"] = shares.with_constants(
+                texts,
+                are_held=all(rank["holds_constants"] for rank in ranks),
+                are_right=not told["problems"],
+            )
         return [json.dumps(told)]
 
     # --- what the verbs are made of -------------------------------------------------------------------------------
 
-    def _tell_constants(self, told: dict[str, Any], *, are_held: bool) -> None:
-        """Tell the digests of constant buckets that are held from an earlier push, and keep those of all."""
-        texts, constants = told["buckets"], self._known_shares().manifest.constants
-        for index in constants if are_held else ():
-            texts[index] = self._constants.get(index, "")
-        self._constants = {} if told["problems"] else {index: texts[index] for index in constants}
-
     def _begin(self, message: dict[str, Any]) -> None:
-        self._push_id = message["push_id"]
-        self._digests, self._problems, self._used, self._times = {}, [], set(), DeviceTimes()
+        self._push_id, self._problems, self._times = message["push_id"], [], DeviceTimes()
+        self._incoming.begin()
         if self._shares is None or self._shares.manifest.id != message["manifest_id"]:
-            self._shares, self._constants = None, {}
+            self._shares = None
             if "manifest" not in message:
                 return
             gc.collect()
@@ -231,129 +215,49 @@ class ReceivingRank:
 
     def _obtain(self, model: nn.Module, message: dict[str, Any]) -> Tensor | None:
         """Return the bytes of a bucket from a folder or a broadcast; None for one that was loaded before."""
+        index, device = message["bucket_index"], device_of(model)
         try:
             self._require_push(message["push_id"])
-            bucket = self._bucket(message["bucket_index"])
+            shares = self._known_shares()
+            bucket, manifest = shares.bucket(index), shares.manifest
             if message.get("folder") is not None:
-                flat = self._read(message).to(device_of(model), non_blocking=True)
+                positions = shares.positions(position_among_ranks(), index)
+                flat = self._incoming.read(message["push_id"], message["folder"], bucket, manifest, positions)
+                flat = flat.to(device, non_blocking=True)
             else:
-                flat = self._receive_broadcast(model, bucket, message)
+                flat = self._incoming.receive(message["group_name"], bucket, manifest, device, message["timeout_s"])
         except Exception:
-            channel = self._channels.get(message.get("group_name") or "")
-            if channel is not None:
-                channel.abandon()  # nobody shall wait in it for this rank
+            self._incoming.abandon(message.get("group_name") or "")
             raise
-        index = message["bucket_index"]
-        if index in self._digests:
+        if index in shares.digests:
             return None
-        return self._digest(model, index, flat)
+        self._digest(index, flat)
+        return flat
 
     def _take(self, model: nn.Module, index: int, handle: str) -> None:
         """Load a bucket that this process can map, unless this model has it already."""
-        load, bucket = self._load_of(model), self._bucket(index)
-        if load.has(index):
+        shares, device = self._known_shares(), device_of(model)
+        bucket = shares.bucket(index)
+        if self._load_of(model).has(index):
             return
-        flat = torch.empty(0, dtype=torch.uint8, device=device_of(model))
-        if ranges := self._share(model, index).ranges:
-            flat = self._map(handle)
+        flat = torch.empty(0, dtype=torch.uint8, device=device)
+        if ranges := shares.share(position_among_ranks(), index, device).ranges:
+            flat = self._incoming.map(handle)
             _require_room(flat, index, bucket)
-            flat = self._digest(model, index, self._near(model, flat[: bucket.num_bytes], ranges))
+            flat = flat[: bucket.num_bytes]
+            if flat.device != device:
+                with self._times.span("copy", device):
+                    flat = self._incoming.copy(flat, ranges, shares.manifest, device)
+            self._digest(index, flat)
         self._load(model, index, flat)
 
-    def _digest(self, model: nn.Module, index: int, flat: Tensor) -> Tensor:
-        """Return ``flat``, the bytes of bucket ``index``, and note the digests of this rank's share.
-
-        Raises:
-            WeightSyncError: the share has other bytes than another model was given.
-        """
+    def _digest(self, index: int, flat: Tensor) -> None:
         with self._times.span("digest", flat.device):
-            digests = self._share(model, index).digest(flat)
-        known = self._digests.setdefault(index, digests)
-        if known is not digests and not torch.equal(known, digests):
-            raise WeightSyncError(f"bucket {index} differs from its first read")
-        return flat
-
-    def _bucket(self, index: int) -> BucketEntry:
-        buckets = self._known_shares().manifest.buckets
-        if not 0 <= index < len(buckets):
-            raise WeightSyncError(f"there is no bucket {index}; the push has {len(buckets)}")
-        return buckets[index]
+            self._known_shares().digest(position_among_ranks(), index, flat)
 
     def _load(self, model: nn.Module, index: int, flat: Tensor) -> None:
         with self._times.span("place", flat.device):
             self._load_of(model).load(index, flat)
-
-    def _share(self, model: nn.Module, index: int) -> BucketShare:
-        """Return this rank's share of a bucket."""
-        return self._known_shares().share(position_among_ranks(), index, device_of(model))
-
-    def _read(self, message: dict[str, Any]) -> Tensor:
-        folder = (message["push_id"], message["folder"])
-        if self._folder != folder:
-            self._folder, self._layout = folder, read_layout(message["folder"])
-        shares, index = self._known_shares(), message["bucket_index"]
-        positions = shares.positions(position_among_ranks(), index)
-        return read_bucket(self._layout, self._bucket(index), shares.manifest, positions)
-
-    def _map(self, handle: str) -> Tensor:
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        if handle not in self._mapped:
-            flat = MultiprocessingSerializer.deserialize(handle)
-            if flat.device.type == "cpu":
-                # Opening shared memory uses up the handle's own count of users, but other ranks and engines open the
-                # same handle: give it back, so that the memory stays until the trainer lets go of it.
-                flat.untyped_storage()._shared_incref()
-            self._mapped[handle] = flat
-        self._used.add(handle)
-        return self._mapped[handle]
-
-    def _receive_broadcast(self, model: nn.Module, bucket: BucketEntry, message: dict[str, Any]) -> Tensor:
-        name = message["group_name"]
-        if name not in self._channels:
-            raise WeightSyncError(f"this engine is in no weight group {name!r}; call join_weight_group first")
-        flat = self._own_buffer(model, bucket.num_bytes)
-        self._channels[name].broadcast(flat, message["timeout_s"])
-        return flat
-
-    def _near(self, model: nn.Module, flat: Tensor, ranges: Iterable[tuple[int, int]]) -> Tensor:
-        """Return the buffer; of one on the GPU of another trainer rank, a copy of the ranges of its bytes.
-
-        Memory of another process on another GPU can be copied from; kernels of this GPU cannot read it.
-        """
-        device = device_of(model)
-        if flat.device == device:
-            return flat
-        own = self._own_buffer(model, flat.numel())
-        with self._times.span("copy", device):
-            for begin, end in ranges:
-                own[begin:end].copy_(flat[begin:end], non_blocking=True)
-        return own
-
-    def _own_buffer(self, model: nn.Module, num_bytes: int) -> Tensor:
-        """Return room for one bucket on this rank's device."""
-        largest = max(entry.num_bytes for entry in self._known_shares().manifest.buckets)
-        if self._buffer is None or self._buffer.numel() < largest:
-            self._buffer = torch.empty(largest, dtype=torch.uint8, device=device_of(model))
-        return self._buffer[:num_bytes]
-
-    def _join(self, name: str, group: dict[str, Any], timeout_s: float) -> None:
-        self._leave(name)
-        self._channels[name] = WeightChannel(
-            group["master_address"],
-            group["master_port"],
-            rank=group["rank_offset"] + rank_in_engine(),
-            world_size=group["world_size"],
-            backend=group["backend"],
-            timeout_s=timeout_s,
-        )
-
-    def _leave(self, name: str) -> None:
-        channel = self._channels.pop(name, None)
-        if channel is not None:
-            channel.leave()
-        if not self._channels:
-            self._buffer = None
 
     # --- what is known --------------------------------------------------------------------------------------------
 
@@ -373,11 +277,6 @@ class ReceivingRank:
         if push_id != self._push_id:
             raise WeightSyncError(f"push {push_id} is not the one that was begun last, {self._push_id}")
 
-    def _own_problems(self) -> list[str]:
-        loads = [self._load_of(model) for model in self._models]
-        found = [*self._message_problems, *self._problems, *(problem for load in loads for problem in load.problems)]
-        return found + unfilled([(load.model, load.plan) for load in loads if load.plan is not None])
-
 
 def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
     """Return the parameters that no tensor of the push fills, in all models of the process together."""
@@ -393,43 +292,6 @@ def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
         shown = ", ".join(sorted(unused)[:MAX_UNUSED_SHOWN])
         found.append(f"the engine has no place for {len(unused)} tensors of the push: {shown}")
     return found
-
-
-def read_bucket(
-    layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifest: Manifest, positions: Iterable[int]
-) -> Tensor:
-    """Return the bucket with the bytes of some slices, on the host, in pinned memory on a machine with a GPU.
-
-    Args:
-        layout: what ``read_layout`` found in the folder of the version.
-
-    Raises:
-        WeightSyncError: the folder has another tensor under a name, or none, or the bucket wants a part of one; a
-            file has become shorter.
-    """
-    flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    view = flat.numpy().data
-    for part in map(bucket.slices.__getitem__, positions):
-        entry = manifest.by_name[part.name]
-        stored = layout.get(part.name)
-        if stored is None or (stored.dtype, stored.shape) != (STORED_DTYPES.get(entry.dtype), entry.shape):
-            found = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)} in {stored.file}"
-            raise WeightSyncError(f"{part.name} should be {entry.dtype} {list(entry.shape)}, and on disk is {found}")
-        if part.slice.sizes != entry.shape:
-            raise WeightSyncError(f"a bucket from disk wants the part {list(part.slice.sizes)} of {part.name}")
-        _read_into(stored, view[part.offset : part.offset + entry.num_bytes])
-    return flat
-
-
-def _read_into(stored: StoredTensor, target: memoryview) -> None:
-    with stored.file.open("rb", buffering=0) as file:
-        file.seek(stored.begin)
-        done = 0
-        while done < len(target):
-            count = file.readinto(target[done:])
-            if not count:
-                raise WeightSyncError(f"{stored.file} ended {len(target) - done} bytes early")
-            done += count
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -17,10 +17,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.ext.fast_push import engine_verbs, weight_receiver
+from slime.ext.fast_push import engine_verbs, incoming, weight_receiver
 from slime.ext.fast_push.channel import WeightChannel
+from slime.ext.fast_push.incoming import IncomingBytes, read_bucket
 from slime.ext.fast_push.messages import PUSH_REPORT, RECEIVER, encode
-from slime.ext.fast_push.weight_receiver import ReceivingRank, read_bucket, receive
+from slime.ext.fast_push.weight_receiver import ReceivingRank, receive
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.utils.net import get_free_port
 from slime.weights.manifest import Manifest, pack_whole
@@ -77,7 +78,7 @@ class InProcess(VerbsOfExtensions):
 
 BUFFERS: dict[str, torch.Tensor] = {}
 FORK = multiprocessing.get_context("fork")
-map_shared_memory = ReceivingRank._map
+map_shared_memory = IncomingBytes.map
 
 
 def handle_of(flat):
@@ -91,7 +92,7 @@ def one_rank(monkeypatch):
     monkeypatch.setattr(weight_receiver, "gather_over_ranks", lambda own: [own])
     monkeypatch.setattr(weight_receiver, "position_among_ranks", lambda: 0)
     monkeypatch.setattr(weight_receiver, "_RANK", ReceivingRank())
-    monkeypatch.setattr(ReceivingRank, "_map", lambda self, handle: BUFFERS[handle])
+    monkeypatch.setattr(IncomingBytes, "map", lambda self, handle: BUFFERS[handle])
 
 
 def made(layout=whole_buckets, factor=1.0, num=2):
@@ -146,7 +147,7 @@ def test_an_engine_outlives_the_trainers_whose_memory_it_maps(monkeypatch):
     serializer = Namespace(deserialize=lambda text: pickle.loads(base64.b64decode(text)))
     for name in ("sglang", "sglang.srt", "sglang.srt.utils"):  # the real one takes seconds to import
         monkeypatch.setitem(sys.modules, name, Namespace(MultiprocessingSerializer=serializer))
-    monkeypatch.setattr(ReceivingRank, "_map", map_shared_memory)
+    monkeypatch.setattr(IncomingBytes, "map", map_shared_memory)
     _, manifest, flats = made()
     engine = FORK.Process(target=take_pushes_of_two_trainers, args=(manifest, flats))
     engine.start()
@@ -288,7 +289,7 @@ def test_a_draft_models_own_missing_tensor_is_named():
 
 def test_buckets_arrive_over_a_group(monkeypatch):
     """The trainer is rank 0 in this thread; the engine joins with its model's rank."""
-    monkeypatch.setattr(weight_receiver, "rank_in_engine", lambda: 0)
+    monkeypatch.setattr(incoming, "rank_in_engine", lambda: 0)
     engine = InProcess(Joined())
     tensors = {"q_a": torch.rand(2, 4), "kv_a": torch.rand(3, 4)}
     manifest = whole_buckets(tensors, 2)
