@@ -14,11 +14,12 @@ import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aiohttp import web
 
-from slime.agent.adapters.engine import ask_router, build_prompt_ids, call_sglang_generate
+from slime.agent.adapters.engine import ask_router, build_prompt_ids, call_sglang_generate, spoken_text
 from slime.agent.adapters.messages import (
     EventStream,
     PromptEncoder,
@@ -34,7 +35,7 @@ from slime.agent.adapters.messages import (
     with_named_tools,
 )
 from slime.agent.adapters.sessions import AdapterError, Session, SessionBook
-from slime.agent.trajectory import KnownPrefix, Message, Pictures, TrajectoryManager, TurnRecord
+from slime.agent.trajectory import Message, Pictures, TrajectoryManager, TurnRecord
 from slime.rollout.parsing import ParsedModelOutput, check_parsers, opens_reasoning, parse_model_output
 from slime.utils.aiohttp_threaded import door
 from slime.utils.errors import SlimeError
@@ -125,7 +126,7 @@ class BaseAdapter(ABC):
         self._sessions = SessionBook(max_turns_per_sid)
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[door()])
         self.app.router.add_get("/healthz", self._healthz)
-        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get("/v1/models", _models)
         self._register_routes(self.app)
 
     # Sessions, for the code that runs agents.
@@ -240,26 +241,20 @@ class BaseAdapter(ABC):
         """Return the form of keep-alives and errors in a stream; by default OpenAI's."""
         return EventStream(named=False)
 
-    # The turn.
+    # Requests.
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "sessions": len(self._sessions)})
 
-    async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": "slime", "object": "model", "type": "model", "display_name": "slime", "created": 0}
-        model |= {"created_at": "1970-01-01T00:00:00Z", "owned_by": "slime"}
-        body = {"object": "list", "data": [model], "has_more": False, "first_id": "slime", "last_id": "slime"}
-        return web.json_response(body)
-
     async def _run_turn(self, request: web.Request) -> web.StreamResponse:
         sid = DEFAULT_SID
         try:
-            body = await self._read_body(request)
+            body = await _read_body(request)
             changed = self._preprocess_body(body)
             body = body if changed is None else changed
             sid = self._session_id(request, body) or DEFAULT_SID
             session = self._sessions.admit(sid)
-            return await self._turn(request, body, session)
+            return await _Turn(self, request, body, session).answer()
         except AdapterError as error:
             self.logger.info("%s: session %s: %d: %s", self.log_prefix, sid, error.status, error)
             return await self._send_error(request, error)
@@ -267,39 +262,48 @@ class BaseAdapter(ABC):
             self.logger.exception("%s: session %s failed.", self.log_prefix, sid)
             return await self._send_error(request, AdapterError(500, f"{type(error).__name__}: {error}"))
 
-    async def _read_body(self, request: web.Request) -> dict[str, Any]:
-        try:
-            data = await request.read()
-            return parse_object(data) if len(data) <= SMALL_BODY_BYTES else await asyncio.to_thread(parse_object, data)
-        except ValueError as error:
-            raise AdapterError(400, f"The body is not a JSON object: {error}.") from error
-        except web.HTTPRequestEntityTooLarge as error:
-            raise AdapterError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.") from error
+    async def _send_error(self, request: web.Request, error: AdapterError) -> web.StreamResponse:
+        body = self._error_body(error.status, str(error), error.code)
+        if EventStream.of(request) is not None:  # the stream has begun: its status cannot be changed any more
+            return await self._event_stream().fail(request, body)
+        headers = {} if error.may_retry else {"x-should-retry": "false"}
+        return web.json_response(body, status=error.status, headers=headers)
 
-    async def _turn(self, request: web.Request, body: dict[str, Any], session: Session) -> web.StreamResponse:
+
+@dataclass
+class _Turn:
+    """One request of an agent: its prompt, what the engine draws, what is written down and answered."""
+
+    adapter: BaseAdapter
+    request: web.Request
+    body: dict[str, Any]
+    session: Session
+
+    async def answer(self) -> web.StreamResponse:
+        adapter, session = self.adapter, self.session
         task = asyncio.current_task()
         assert task is not None
         session.in_flight.add(task)
         try:
             if session.is_closed:  # by another thread since its admission: that did not wait for this turn
                 raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False)
-            stream = _wants_stream(request, body)
+            stream = _wants_stream(self.request, self.body)
             async with session.reading:
-                messages, tools, prompt_ids, pictures = await self._prompt_in_time(session, body)
-            turn = await self._draw(request, session, prompt_ids, body, stream, pictures)
-            turn.text = self._text_of(turn)
+                messages, tools, prompt_ids, pictures = await self._prompt_in_time()
+            turn = await self._draw(prompt_ids, pictures, stream=stream)
+            turn.text = spoken_text(adapter.tokenizer, turn)
             parsed = parse_model_output(
                 turn.text,
                 tools_schema=tools,
-                tool_parser_name=self.tool_parser,
-                reasoning_parser_name=self.reasoning_parser,
-                in_reasoning=opens_reasoning(self.tokenizer, prompt_ids),
+                tool_parser_name=adapter.tool_parser,
+                reasoning_parser_name=adapter.reasoning_parser,
+                in_reasoning=opens_reasoning(adapter.tokenizer, prompt_ids),
             )
             facts = {"use_tool": bool(parsed.tool_uses), "ill_formed": parsed.ill_formed}
-            reply = self._build_reply(parsed, turn.finish_reason, messages, tools)
-            if _is_gone(request):
+            reply = adapter._build_reply(parsed, turn.finish_reason, messages, tools)
+            if _is_gone(self.request):
                 raise AdapterError(CLIENT_GONE, "The client closed the connection.")
-            self.manager.record_turn(
+            adapter.manager.record_turn(
                 session.sid,
                 turn=turn,
                 prompt_messages=messages,
@@ -307,8 +311,9 @@ class BaseAdapter(ABC):
                 metadata=facts,
                 tools=tools,
             )
-            self._debug(session.sid, messages, tools, reply.manager_message, turn)
-            return await self._respond(request, body, reply, len(prompt_ids), len(turn.output_ids), stream)
+            self._debug(messages, tools, reply.manager_message, turn)
+            sizes = len(prompt_ids), len(turn.output_ids)
+            return await adapter._respond(self.request, self.body, reply, *sizes, stream)
         except asyncio.CancelledError:
             if not session.is_closed:
                 raise
@@ -318,9 +323,9 @@ class BaseAdapter(ABC):
         finally:
             session.in_flight.discard(task)
 
-    async def _prompt_in_time(self, session: Session, body: dict[str, Any]) -> Prompt:
+    async def _prompt_in_time(self) -> Prompt:
         try:
-            return await asyncio.wait_for(asyncio.to_thread(self._prompt, session, body), PROMPT_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.to_thread(self._prompt), PROMPT_TIMEOUT_S)
         except TimeoutError as error:
             message = (
                 f"The chat template or the tokenizer is still at work on the prompt after {PROMPT_TIMEOUT_S:g} s."
@@ -328,53 +333,45 @@ class BaseAdapter(ABC):
             remedy = "A loop in chat_template.jinja of --hf-checkpoint may never end."
             raise AdapterError(504, f"{message} {remedy}", may_retry=False) from error
 
-    def _prompt(self, session: Session, body: dict[str, Any]) -> Prompt:
-        """Return messages, tools, prompt and pictures of a request.  In a thread: a tokenizer may take a minute."""
-        messages, tools = read_part(lambda: with_named_tools(*self._translate(body)))
-        messages = self.manager.with_reasoning(session.sid, messages, tools)  # the template decides about it
-        known = self.manager.known_prefix(session.sid, messages, tools)
-        encode = PromptEncoder(self.tokenizer, self.processor, known.pictures if known else ())
-        return messages, tools, self._prompt_ids(messages, tools, known, encode), encode.pictures
-
-    def _prompt_ids(
-        self, messages: list[Message], tools: list[dict[str, Any]], known: KnownPrefix | None, encode: PromptEncoder
-    ) -> list[int]:
+    def _prompt(self) -> Prompt:
+        """Return messages, tools, prompt and pictures.  In a thread: a tokenizer may take a minute."""
+        adapter, sid = self.adapter, self.session.sid
+        messages, tools = read_part(lambda: with_named_tools(*adapter._translate(self.body)))
+        messages = adapter.manager.with_reasoning(sid, messages, tools)  # the template decides about it
+        known = adapter.manager.known_prefix(sid, messages, tools)
+        encode = PromptEncoder(adapter.tokenizer, adapter.processor, known.pictures if known else ())
         num_chars = len(text_of(messages, tools))  # as JSON: templates write tools and the arguments of calls so
         if num_chars > MAX_PROMPT_CHARS:
             message = f"prompt is too long: {num_chars} characters; at most {MAX_PROMPT_CHARS} are tokenized."
             raise AdapterError(400, message, code="context_length_exceeded")
         try:
-            kwargs = self.chat_template_kwargs
-            return build_prompt_ids(self.tokenizer, messages, tools, known, template_kwargs=kwargs, encode=encode)
+            kwargs = adapter.chat_template_kwargs
+            ids = build_prompt_ids(adapter.tokenizer, messages, tools, known, template_kwargs=kwargs, encode=encode)
         except Exception as error:  # a template raises whatever it likes about messages it does not take
             message = f"The chat template cannot render the messages: {type(error).__name__}: {error}"
             raise AdapterError(400, message) from error
+        return messages, tools, ids, encode.pictures
 
-    async def _draw(
-        self,
-        request: web.Request,
-        session: Session,
-        prompt_ids: list[int],
-        body: dict[str, Any],
-        stream: bool,
-        pictures: list[Pictures],
-    ) -> TurnRecord:
+    async def _draw(self, prompt_ids: list[int], pictures: list[Pictures], *, stream: bool) -> TurnRecord:
+        adapter, session = self.adapter, self.session
         shown = {"pictures": pictures} if pictures else {}  # the function may be one that knows no images
-        drawing = call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=session.sid, **shown)
+        drawing = call_sglang_generate(
+            prompt_ids, session, self.body, adapter=adapter, session_id=session.sid, **shown
+        )
         call = asyncio.ensure_future(drawing)
-        deadline = time.monotonic() + self.generate_timeout_s
+        deadline = time.monotonic() + adapter.generate_timeout_s
         spoken_at = time.monotonic()
         try:
             while not call.done():
                 await asyncio.wait([call], timeout=POLL_S)
                 now = time.monotonic()
-                if _is_gone(request):
+                if _is_gone(self.request):
                     raise AdapterError(CLIENT_GONE, "The client closed the connection.")
                 if now > deadline:
-                    raise AdapterError(504, f"The engine did not answer within {self.generate_timeout_s:.0f} s.")
+                    raise AdapterError(504, f"The engine did not answer within {adapter.generate_timeout_s:.0f} s.")
                 if stream and now - spoken_at > KEEP_ALIVE_S and not call.done():
                     spoken_at = now
-                    await self._event_stream().keep_alive(request)
+                    await adapter._event_stream().keep_alive(self.request)
             turn = call.result()
         except HttpStatusError as error:
             if error.status == 400 and "context" in error.body:
@@ -393,30 +390,14 @@ class BaseAdapter(ABC):
             raise AdapterError(503, "The engine aborted the turn and did not continue it.")
         return turn
 
-    def _text_of(self, turn: TurnRecord) -> str:
-        text = turn.text or self.tokenizer.decode(turn.output_ids, skip_special_tokens=False)
-        reason = turn.meta_infos[-1].get("finish_reason") if turn.meta_infos else None
-        matched = (reason or {}).get("matched")
-        if reason is None and turn.finish_reason == "stop" and turn.output_ids[-1:] == [self.tokenizer.eos_token_id]:
-            matched = turn.output_ids[-1]
-        if isinstance(matched, int):
-            matched = self.tokenizer.decode([matched], skip_special_tokens=False)
-        return text.removesuffix(matched or "")
-
     def _debug(self, *told: Any) -> None:
-        if self.debug_callback is None:
+        adapter = self.adapter
+        if adapter.debug_callback is None:
             return
         try:
-            self.debug_callback(*told)
+            adapter.debug_callback(self.session.sid, *told)
         except Exception:
-            self.logger.exception("%s: debug_callback failed.", self.log_prefix)
-
-    async def _send_error(self, request: web.Request, error: AdapterError) -> web.StreamResponse:
-        body = self._error_body(error.status, str(error), error.code)
-        if EventStream.of(request) is not None:  # the stream has begun: its status cannot be changed any more
-            return await self._event_stream().fail(request, body)
-        headers = {} if error.may_retry else {"x-should-retry": "false"}
-        return web.json_response(body, status=error.status, headers=headers)
+            adapter.logger.exception("%s: debug_callback failed.", adapter.log_prefix)
 
 
 def _wants_stream(request: web.BaseRequest, body: dict[str, Any]) -> bool:
@@ -428,3 +409,20 @@ def _wants_stream(request: web.BaseRequest, body: dict[str, Any]) -> bool:
 
 def _is_gone(request: web.BaseRequest) -> bool:
     return request.transport is None or request.transport.is_closing()
+
+
+async def _models(request: web.Request) -> web.Response:
+    model = {"id": "slime", "object": "model", "type": "model", "display_name": "slime", "created": 0}
+    model |= {"created_at": "1970-01-01T00:00:00Z", "owned_by": "slime"}
+    body = {"object": "list", "data": [model], "has_more": False, "first_id": "slime", "last_id": "slime"}
+    return web.json_response(body)
+
+
+async def _read_body(request: web.Request) -> dict[str, Any]:
+    try:
+        data = await request.read()
+        return parse_object(data) if len(data) <= SMALL_BODY_BYTES else await asyncio.to_thread(parse_object, data)
+    except ValueError as error:
+        raise AdapterError(400, f"The body is not a JSON object: {error}.") from error
+    except web.HTTPRequestEntityTooLarge as error:
+        raise AdapterError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.") from error

@@ -157,6 +157,18 @@ async def ask_router(sglang_url: str, payload: dict[str, Any], session_id: str |
     return await post(url, payload, CONNECT_RETRIES, headers)
 
 
+def spoken_text(tokenizer: Any, turn: TurnRecord) -> str:
+    """Return the text of a turn without what ended it."""
+    text = turn.text or tokenizer.decode(turn.output_ids, skip_special_tokens=False)
+    reason = turn.meta_infos[-1].get("finish_reason") if turn.meta_infos else None
+    matched = (reason or {}).get("matched")
+    if reason is None and turn.finish_reason == "stop" and turn.output_ids[-1:] == [tokenizer.eos_token_id]:
+        matched = turn.output_ids[-1]
+    if isinstance(matched, int):
+        matched = tokenizer.decode([matched], skip_special_tokens=False)
+    return text.removesuffix(matched or "")
+
+
 def _inputs(ids: list[int], images: list[Any], processor: Any) -> dict[str, Any]:
     """Return the fields of a request that show ``ids`` and ``images``.
 

@@ -1,4 +1,4 @@
-"""One SGLang engine: its server process, and the verbs that a rollout manager and a weight sender use.
+"""One SGLang engine: the life of its server process.
 
 A plain class; ``slime.ray`` makes it an actor.  Every request has a deadline.  An engine over several nodes has one
 object on each; only the first talks to the server, the others just keep their process.
@@ -18,26 +18,19 @@ from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.child_process import PLUGINS, ChildProcess, kill_tree
+from slime.backends.sglang_utils.engine_server import EngineServer
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
-from slime.backends.sglang_utils.server_control import (
-    CONTROL_TIMEOUT_S,
-    ServerControl,
-    flush_cache,
-    probe_answer,
-    wait_until_healthy,
-)
+from slime.backends.sglang_utils.server_control import ServerControl, wait_until_healthy
 from slime.backends.sglang_utils.server_guard import generation_key
-from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.flags.security import job_secret
 from slime.utils.env import visible_index
-from slime.utils.errors import DataError, DeadlineError, EngineDiedError, EngineError, ProcessError
+from slime.utils.errors import DataError, DeadlineError, EngineError, ProcessError
 from slime.utils.net import format_host_port, http_url
 from slime.weights.file_digests import check_in_background
 
 logger = logging.getLogger(__name__)
 
-MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 SERVER_MODULE = "slime.backends.sglang_utils.server_main"
 EXPANDABLE_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The trainer may want expandable segments; SGLang's memory saver cannot work with them."""
@@ -49,7 +42,7 @@ prefill half of one, the router says nothing, and the decode engine waits until 
 """
 
 
-class SGLangEngine(WeightVerbs):
+class SGLangEngine(EngineServer):
     """An engine on GPUs ``[base_gpu_id, base_gpu_id + num_gpus_per_engine)`` of this node, or on the CPU."""
 
     def __init__(
@@ -73,27 +66,21 @@ class SGLangEngine(WeightVerbs):
             num_gpus_per_engine: GPUs of the engine, over all its nodes.
             node_rank: which of the engine's nodes this is; by default its rank, counted from a multiple of the nodes.
         """
-        self.args = args
-        self.rank = rank
-        self.worker_type = worker_type
+        num_gpus_per_engine = num_gpus_per_engine or args.rollout_num_gpus_per_engine
+        num_nodes = max(1, num_gpus_per_engine // args.num_gpus_per_node)
+        super().__init__(args, rank, worker_type, node_rank=rank % num_nodes if node_rank is None else node_rank)
         self.base_gpu_id = base_gpu_id
         self.overrides = dict(sglang_overrides or {})
-        self.num_gpus_per_engine = num_gpus_per_engine or args.rollout_num_gpus_per_engine
+        self.num_gpus_per_engine = num_gpus_per_engine
         self.model_path = model_path or args.hf_checkpoint
         self.process: ChildProcess | None = None
-        self.server: ServerControl | None = None
         self.router: ServerControl | None = None
         self._secret = job_secret(args)
         self._worker_key: str | None = None
         """Key by which the router asks the server."""
         self._bootstrap_port: int | None = None
-        self.tp_size = 1
-        self._released: set[str] = set()
         self._check: Future[None] | None = None
         """The comparison of the model's files with their digests, while the server reads them."""
-        num_nodes = max(1, self.num_gpus_per_engine // args.num_gpus_per_node)
-        self.node_rank = rank % num_nodes if node_rank is None else node_rank
-        """Number of this node among the engine's; 0 serves HTTP."""
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -208,32 +195,8 @@ class SGLangEngine(WeightVerbs):
         self._find_router(router_ip, router_port)
         self.register()
 
-    def get_url(self) -> str | None:
-        """Return ``http://host:port`` of the server; None on a node that serves no HTTP."""
-        return self.server.url if self.server is not None and self.node_rank == 0 else None
-
-    def health_generate(self, timeout: float = 30.0) -> bool:
-        """Return True once the engine has generated a token.
-
-        Raises:
-            EngineError: it does not, within ``timeout`` seconds.
-        """
-        self._request("GET", "/health_generate", timeout_s=timeout)
-        return True
-
-    def check_health(self, timeout_s: float) -> None:
-        """Check that the engine generates and, for a regular engine, that its answer is well-formed.
-
-        Raises:
-            EngineError: it gives no sign of life within ``timeout_s`` seconds, or a malformed answer.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        self.health_generate(timeout_s)
-        if self.worker_type == "regular" and self.node_rank == 0:
-            probe_answer(self._server(), timeout_s=max(1.0, deadline_s - time.monotonic()))
-
     def describe_exit(self) -> str | None:
-        """Describe how the server process ended, with the end of its log; None while it runs or before its start."""
+        """See ``EngineServer``."""
         return self.process.describe_end() if self.process is not None else None
 
     def shutdown(self) -> None:
@@ -252,77 +215,6 @@ class SGLangEngine(WeightVerbs):
         if self.process is not None:
             os.kill(self.process.pid, signal.SIGKILL)
             kill_tree(self.process.pid)
-
-    # --- generation -----------------------------------------------------------------------------------------------
-
-    def pause_generation(self) -> None:
-        """Abort running requests (their partial output is returned) and hold new ones until told to continue."""
-        self._request("POST", "/pause_generation", {})
-
-    def continue_generation(self) -> None:
-        """Serve again, with the requests that came in while paused.
-
-        Raises:
-            WeightSyncError: the engine holds a push that was begun and not committed.
-        """
-        self.refuse_unfinished_push()
-        self._request("POST", "/continue_generation", {})
-
-    def abort_all(self) -> None:
-        """Abort running and waiting requests; new ones are served."""
-        self._request("POST", "/abort_request", {"abort_all": True})
-
-    def flush_cache(self) -> None:
-        """Drop the prefix cache; waits up to a minute for requests in flight to end."""
-        if self.node_rank == 0:
-            flush_cache(self._server())
-
-    # --- memory ---------------------------------------------------------------------------------------------------
-
-    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Give away the memory of ``tags`` (default: all).  What is released already stays so.
-
-        The engine must be idle: SGLang's scheduler ends itself when asked to release in the middle of a request.
-        """
-        self.flush_cache()
-        wanted = [tag for tag in tags or MEMORY_TAGS if tag not in self._released]
-        if wanted:
-            self._request("POST", "/release_memory_occupation", {"tags": wanted})
-            self._released.update(wanted)
-
-    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take back the memory of ``tags`` (default: all); only what was released is asked for."""
-        wanted = [tag for tag in tags or MEMORY_TAGS if tag in self._released]
-        if wanted:
-            self._request("POST", "/resume_memory_occupation", {"tags": wanted})
-            self._released.difference_update(wanted)
-
-    # --- profiling ------------------------------------------------------------------------------------------------
-
-    def start_profile(self, **options: Any) -> None:
-        """Start SGLang's profiler; ``options`` are those of its ``/start_profile``."""
-        self._request("POST", "/start_profile", options)
-
-    def stop_profile(self) -> None:
-        self._request("POST", "/stop_profile", {}, timeout_s=self.args.weight_update_timeout_s)
-
-    # --- requests -------------------------------------------------------------------------------------------------
-
-    def _server(self) -> ServerControl:
-        if self.server is None:
-            raise EngineError(f"engine {self.rank} was never started; call init first")
-        return self.server
-
-    def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
-        """Send a request and return the server's answer; None on nodes that serve no HTTP."""
-        if self.node_rank != 0:
-            return None
-        try:
-            return self._server().request(method, path, timeout_s=timeout_s or CONTROL_TIMEOUT_S, json=payload)
-        except ProcessError as error:
-            if end := self.describe_exit():
-                raise EngineDiedError(f"{error}\n{end}") from error
-            raise
 
 
 def start_server(

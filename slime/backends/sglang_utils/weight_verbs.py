@@ -22,7 +22,7 @@ SHOWN_PROBLEMS = 20
 
 
 class WeightVerbs:
-    """A base of :class:`SGLangEngine`, which sends the requests; each blocks until the server has answered."""
+    """A base of ``EngineServer``, which sends the requests; each blocks until the server has answered."""
 
     args: Namespace
     rank: int

@@ -18,7 +18,7 @@ import logging
 import queue
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,63 @@ class _Work:
     folder: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreLimits:
+    """What may be asked of the model."""
+
+    vocab_size: int
+    max_length: int
+    has_top: bool
+
+    def sequences(self, body: Mapping[str, Any]) -> tuple[bool, list[ScoreRequest]]:
+        """Return True for a request of one sequence, and the sequences.
+
+        Raises:
+            DataError: the request asks for something else than log-probs of tokens.
+        """
+        input_ids = body.get("input_ids")
+        if not isinstance(input_ids, list) or not input_ids:
+            raise DataError("input_ids is missing or empty; this server scores token ids, no text and no images.")
+        is_single = not isinstance(input_ids[0], list)
+        rows: list[Any] = [input_ids] if is_single else input_ids
+        params = body.get("sampling_params") or {}
+        for one in params if isinstance(params, list) else [params]:
+            if not isinstance(one, dict):
+                raise DataError(f"sampling_params has {one!r}; it must be an object, or a list of objects.")
+            if one.get("max_new_tokens", 0) != 0:
+                raise DataError(
+                    f"max_new_tokens is {one['max_new_tokens']}; this server generates nothing: make it 0."
+                )
+        for name in ("image_data", "token_ids_logprob", "lora_path"):
+            if body.get(name):
+                raise DataError(
+                    f"{name} is given; this server gives log-probs of input_ids, and their likeliest tokens."
+                )
+        starts, tops = (_each(body, name, len(rows)) for name in ("logprob_start_len", "top_logprobs_num"))
+        return is_single, [self._checked(*entry) for entry in zip(rows, starts, tops, strict=True)]
+
+    def _checked(self, tokens: Any, start: Any, top: Any) -> ScoreRequest:
+        if not isinstance(tokens, list) or not 1 <= len(tokens) <= self.max_length:
+            size = len(tokens) if isinstance(tokens, list) else repr(tokens)
+            raise DataError(
+                f"A sequence has {size} tokens; allowed are 1 to {self.max_length} (--megatron-server-max-length)."
+            )
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise DataError(f"input_ids has {token!r}; tokens are 0 to {self.vocab_size - 1}.")
+        start = -1 if start is None else start
+        if type(start) is not int or not -1 <= start < len(tokens):
+            raise DataError(
+                f"logprob_start_len is {start!r}; it must be from -1 (the last token) to {len(tokens) - 1}."
+            )
+        top = top or 0
+        if type(top) is not int or not 0 <= top <= self.vocab_size:
+            raise DataError(f"top_logprobs_num is {top!r}; it must be from 0 to {self.vocab_size}.")
+        if top and not self.has_top:
+            raise DataError("top_logprobs_num does not work with --allgather-cp.")
+        return ScoreRequest(tokens, start if start >= 0 else len(tokens) - 1, top)
+
+
 class MegatronServer:
     """Rank 0's requests, and the loop that answers them.
 
@@ -82,7 +139,7 @@ class MegatronServer:
         info: dict[str, Any],
     ) -> None:
         self._scorer, self._config = scorer, config
-        self._vocab_size, self._max_length, self._has_top = vocab_size, max_length, has_top
+        self._limits = ScoreLimits(vocab_size, max_length, has_top)
         self._secret = secret
         self._info = info | {"max_length": max_length, "vocab_size": vocab_size}
         self._queue: queue.Queue[Any] = queue.Queue()
@@ -93,8 +150,9 @@ class MegatronServer:
     def warm_up(self) -> None:
         """Score one sequence of a micro-batch's length."""
         start = time.monotonic()
-        length = max(2, min(self._max_length, self._scorer.tokens_at_once or self._max_length))
-        self._scorer.score([ScoreRequest([0] * length, top=int(self._has_top))])
+        limits = self._limits
+        length = max(2, min(limits.max_length, self._scorer.tokens_at_once or limits.max_length))
+        self._scorer.score([ScoreRequest([0] * length, top=int(limits.has_top))])
         logger.info("Warmed up with %d tokens in %.1f s.", length, time.monotonic() - start)
 
     def serve(self, host: str, port: int) -> None:
@@ -208,7 +266,7 @@ class MegatronServer:
         begin = time.monotonic()
         try:
             body = await _object_of(request)
-            is_single, sequences = self._sequences(body)
+            is_single, sequences = self._limits.sequences(body)
         except DataError as error:
             return _json({"error": {"message": str(error)}}, 400)
         work = _Work(Future(), sequences)
@@ -245,54 +303,6 @@ class MegatronServer:
             return request.remote is not None and is_loopback(request.remote)
         return has_secret(request.headers.get("Authorization"), self._secret)
 
-    def _sequences(self, body: dict[str, Any]) -> tuple[bool, list[ScoreRequest]]:
-        """Return True for a request of one sequence, and the sequences.
-
-        Raises:
-            DataError: the request asks for something else than log-probs of tokens.
-        """
-        input_ids = body.get("input_ids")
-        if not isinstance(input_ids, list) or not input_ids:
-            raise DataError("input_ids is missing or empty; this server scores token ids, no text and no images.")
-        is_single = not isinstance(input_ids[0], list)
-        rows: list[Any] = [input_ids] if is_single else input_ids
-        params = body.get("sampling_params") or {}
-        for one in params if isinstance(params, list) else [params]:
-            if not isinstance(one, dict):
-                raise DataError(f"sampling_params has {one!r}; it must be an object, or a list of objects.")
-            if one.get("max_new_tokens", 0) != 0:
-                raise DataError(
-                    f"max_new_tokens is {one['max_new_tokens']}; this server generates nothing: make it 0."
-                )
-        for name in ("image_data", "token_ids_logprob", "lora_path"):
-            if body.get(name):
-                raise DataError(
-                    f"{name} is given; this server gives log-probs of input_ids, and their likeliest tokens."
-                )
-        starts, tops = (_each(body, name, len(rows)) for name in ("logprob_start_len", "top_logprobs_num"))
-        return is_single, [self._checked(*entry) for entry in zip(rows, starts, tops, strict=True)]
-
-    def _checked(self, tokens: Any, start: Any, top: Any) -> ScoreRequest:
-        if not isinstance(tokens, list) or not 1 <= len(tokens) <= self._max_length:
-            size = len(tokens) if isinstance(tokens, list) else repr(tokens)
-            raise DataError(
-                f"A sequence has {size} tokens; allowed are 1 to {self._max_length} (--megatron-server-max-length)."
-            )
-        for token in tokens:
-            if type(token) is not int or not 0 <= token < self._vocab_size:
-                raise DataError(f"input_ids has {token!r}; tokens are 0 to {self._vocab_size - 1}.")
-        start = -1 if start is None else start
-        if type(start) is not int or not -1 <= start < len(tokens):
-            raise DataError(
-                f"logprob_start_len is {start!r}; it must be from -1 (the last token) to {len(tokens) - 1}."
-            )
-        top = top or 0
-        if type(top) is not int or not 0 <= top <= self._vocab_size:
-            raise DataError(f"top_logprobs_num is {top!r}; it must be from 0 to {self._vocab_size}.")
-        if top and not self._has_top:
-            raise DataError("top_logprobs_num does not work with --allgather-cp.")
-        return ScoreRequest(tokens, start if start >= 0 else len(tokens) - 1, top)
-
 
 def _answer(request: ScoreRequest, scores: Scores, version: int, elapsed: float) -> dict[str, Any]:
     tokens = request.tokens[request.start :]
@@ -320,7 +330,7 @@ def _tokens_of(work: _Work) -> int:
     return sum(len(one.tokens) for one in work.sequences)
 
 
-def _each(body: dict[str, Any], name: str, count: int) -> list[Any]:
+def _each(body: Mapping[str, Any], name: str, count: int) -> list[Any]:
     """Return the value of a field for each of ``count`` sequences, or the list that it is."""
     value = body.get(name)
     if not isinstance(value, list):

@@ -99,7 +99,13 @@ class ReceivingRank:
     def begin_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
         """Start the push (first call only), and the load of ``model`` by its manifest."""
         if is_first:
-            self._begin(message)
+            self._push_id, self._problems, self._times = message["push_id"], [], DeviceTimes()
+            self._incoming.begin()
+            if self._shares is None or self._shares.manifest.id != message["manifest_id"]:
+                self._shares = None  # stays so where the message does not say
+                self._shares = _shares_of(message)
+            if self._shares is not None:
+                self._shares.begin()
         if self._shares is not None:
             self._load_of(model).begin(self._shares.manifest)
 
@@ -198,21 +204,6 @@ class ReceivingRank:
 
     # --- what the verbs are made of -------------------------------------------------------------------------------
 
-    def _begin(self, message: dict[str, Any]) -> None:
-        self._push_id, self._problems, self._times = message["push_id"], [], DeviceTimes()
-        self._incoming.begin()
-        if self._shares is None or self._shares.manifest.id != message["manifest_id"]:
-            self._shares = None
-            if "manifest" not in message:
-                return
-            gc.collect()
-            gc.freeze()  # a collection would walk over the whole model several times while manifest and plan are made
-            manifest = Manifest.from_json(zlib.decompress(base64.b64decode(message["manifest"])).decode())
-            if manifest.id != message["manifest_id"]:
-                raise WeightSyncError(f"manifest {message['manifest_id']} came with the content of {manifest.id}")
-            self._shares = EngineShares(manifest)
-        self._shares.begin()
-
     def _obtain(self, model: nn.Module, message: dict[str, Any]) -> Tensor | None:
         """Return the bytes of a bucket from a folder or a broadcast; None for one that was loaded before."""
         index, device = message["bucket_index"], device_of(model)
@@ -276,6 +267,18 @@ class ReceivingRank:
     def _require_push(self, push_id: str) -> None:
         if push_id != self._push_id:
             raise WeightSyncError(f"push {push_id} is not the one that was begun last, {self._push_id}")
+
+
+def _shares_of(message: dict[str, Any]) -> EngineShares | None:
+    """Return the shares of a manifest; None where the message brings only its name."""
+    if "manifest" not in message:
+        return None
+    gc.collect()
+    gc.freeze()  # a collection would walk over the whole model several times while manifest and plan are made
+    manifest = Manifest.from_json(zlib.decompress(base64.b64decode(message["manifest"])).decode())
+    if manifest.id != message["manifest_id"]:
+        raise WeightSyncError(f"manifest {message['manifest_id']} came with the content of {manifest.id}")
+    return EngineShares(manifest)
 
 
 def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:

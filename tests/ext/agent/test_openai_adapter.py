@@ -163,7 +163,7 @@ def test_a_template_without_an_end_is_a_timeout(setup, monkeypatch):
     monkeypatch.setattr(common, "PROMPT_TIMEOUT_S", 0.2)
     world = setup()
     release = threading.Event()
-    monkeypatch.setattr(world.adapter, "_prompt_ids", lambda *_: release.wait(30))
+    monkeypatch.setattr(common, "build_prompt_ids", lambda *_, **__: release.wait(30))
     with pytest.raises(
         openai.InternalServerError, match="chat template .* is still at work.*chat_template.jinja"
     ) as late:
