@@ -18,7 +18,7 @@ from typing import Any
 from slime.flags.config import backend_flags
 from slime.flags.hooks import HOOKS, Hook
 from slime.utils.errors import HookError
-from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin, said_by
+from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin, is_coroutine_function, said_by
 
 DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 OF_EVAL_DATASET = ("--custom-rm-path", "--custom-generate-function-path")
@@ -199,7 +199,7 @@ def _check_kind(hook: Hook, path: str, where: str, target: Any) -> None:
             raise HookError(f"{where}: {path} lacks {', '.join(missing)}. See {hook.protocol.__name__} in hooks.py.")
         return
     inner = inspect.unwrap(target)
-    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+    is_async = is_coroutine_function(target)
     if hook.kind == "sync" and is_async:
         raise HookError(_must_not_be_async(hook, path, where))
     # A wrapper under another name may well return what the coroutine function inside it returns.

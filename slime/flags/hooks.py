@@ -82,12 +82,13 @@ class RolloutSampleHook(Protocol):
 
 
 class RewardModel(Protocol):
-    """Grade a sample: a number, or a dict of which --reward-key names the entry.
+    """Grade a sample: a number, or a dict of which --reward-key names the entry. A plain def runs in a thread.
 
-    With --group-rm, and for the list that a generate function returned, it gets a list of samples and returns a list.
+    With --group-rm it gets a list of samples and returns a list. So does one whose second parameter is called
+    otherwise than ``sample``, or is annotated as a list, for the samples that a generate function made of one.
     """
 
-    def __call__(self, args: Namespace, sample: Sample | list[Sample], /) -> Awaitable[Any]: ...
+    def __call__(self, args: Namespace, sample: Sample | list[Sample], /) -> Any | Awaitable[Any]: ...
 
 
 class DynamicSamplingFilter(Protocol):
@@ -303,7 +304,7 @@ HOOKS: tuple[Hook, ...] = (
         kind="either",
         repeatable=True,
     ),
-    Hook(flag="--custom-rm-path", protocol=RewardModel, side="rollout", kind="async"),
+    Hook(flag="--custom-rm-path", protocol=RewardModel, side="rollout", kind="either"),
     Hook(flag="--dynamic-sampling-filter-path", protocol=DynamicSamplingFilter, side="rollout"),
     Hook(flag="--buffer-filter-path", protocol=BufferFilter, side="rollout"),
     Hook(flag="--rollout-sample-filter-path", protocol=RolloutSampleFilter, side="rollout"),

@@ -52,7 +52,7 @@ from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.eval_data import requests_of, results_of
 from slime.rollout.pool import GroupPool, result_of, stamp_start
 from slime.rollout.prompt_dataset import encode
-from slime.rollout.rm_hub import TOKENIZERS, async_rm, batched_async_rm
+from slime.rollout.rm_hub import TOKENIZERS, asks_for_lists, async_rm, batched_async_rm
 from slime.rollout.rm_hub.policy import is_one_each, leave_out
 from slime.rollout.run_state import current_run
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
@@ -308,7 +308,12 @@ async def _reward(args: Namespace, config: RolloutConfig, entry: Entry) -> Entry
     unrewarded = [sample for sample in leaves if sample.reward is None]
     if unrewarded:
         with trace_span(unrewarded, "reward_model"):
-            await _reward_together(args, unrewarded)
+            if asks_for_lists(args):
+                await _reward_together(args, unrewarded)
+            else:
+                rewards = await asyncio.gather(*(async_rm(args, sample) for sample in unrewarded))
+                for sample, reward in zip(unrewarded, rewards, strict=True):
+                    sample.reward = reward
     return entry
 
 

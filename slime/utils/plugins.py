@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import logging
 import signal
 import sys
@@ -88,6 +89,12 @@ def call_plugin(call: PluginCall, function: Callable[..., Any], *args: Any, **kw
         raise _ended(call, error) from error
     finally:
         SECONDS[f"{call.flag} {call.path}"] += time.monotonic() - began
+
+
+def is_coroutine_function(function: Any) -> bool:
+    """Return whether calling ``function``, which may be wrapped or an object with ``__call__``, gives a coroutine."""
+    inner = inspect.unwrap(function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
 async def await_plugin(call: PluginCall, function: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ OF_OTHER_PROGRAMS = {
         "--plan-only",
     ),
     *("--trust-script", "--image"),
-    *("--hook", "--path", "--list", "--engine-answer", "--timeout-s"),  # tests.plugin_contracts
+    *("--rm", "--generate", "--loss", "--tools", "--list", "--engine-answer", "--timeout-s"),  # slime check
     *("--corpus", "--port"),  # examples/search-r1/local_search_server.py
     *("--host", "--secret-file"),  # slime_plugins.rollout_buffer.buffer
     "--parallel",  # tests.seeds

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.hooks import HOOKS
-from tests.plugin_contracts.__main__ import ENVIRONMENT, main
-from tests.plugin_contracts.bench import Bench
-from tests.plugin_contracts.examine import examine
+from tools.check import ENVIRONMENT, main
+from tools.plugin_check.bench import Bench
+from tools.plugin_check.examine import examine
 
 EXAMPLE_FOLDER = Path(__file__).resolve().parents[1] / "plugin_package"
 SETTINGS = EXAMPLE_FOLDER / "calculator_plugin" / "calculator.yaml"

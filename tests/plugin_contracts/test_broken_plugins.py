@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.hooks import HOOKS
-from tests.plugin_contracts.__main__ import main
-from tests.plugin_contracts.bench import Bench
-from tests.plugin_contracts.examine import CONTRACTS, examine, find_hook
+from tools.check import main
+from tools.plugin_check.bench import Bench
+from tools.plugin_check.examine import CONTRACTS, examine, find_hook
 
 _numbers = itertools.count()
 
@@ -26,11 +26,11 @@ async def hook(args, sample):
 
 BROKEN = {
     "custom-rm": [
-        ("async def hook(args, sample): return 1.0", "a list of rewards"),
+        ("async def hook(args, sample: list): return 1.0", "a list of rewards"),
         ("async def hook(args, sample): return {'score': 1}", "give --reward-key"),
         ("async def hook(args, sample): return float('nan')", "must be finite"),
         ("import asyncio\nasync def hook(args, sample): await asyncio.sleep(9)", "did not finish within 1 s"),
-        ("def hook(args, sample): return 1.0", "result is awaited"),
+        ("def hook(args, sample): return None", "it must be a number"),
     ],
     "custom-generate": [
         ("async def hook(args, sample, params): return None", "must return a Sample"),

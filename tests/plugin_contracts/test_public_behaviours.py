@@ -18,7 +18,7 @@ from slime.utils.async_utils import run
 from slime.utils.misc import decode_int32_meta_array
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 from slime.utils.types import Sample
-from tests.plugin_contracts.bench import Bench
+from tools.plugin_check.bench import Bench
 
 GENERATE = {
     "a tool loop that holds the mask and writes it back": """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import inspect
 import logging
 import random
 from argparse import Namespace
@@ -32,7 +33,7 @@ from slime.rollout.rm_hub.math_utils import extract_answer as extract_boxed_answ
 from slime.rollout.rm_hub.policy import GRADER_THREADS, grade_by_policy, within
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
-from slime.utils.plugins import PluginCall, await_plugin
+from slime.utils.plugins import PluginCall, await_plugin, is_coroutine_function
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.redaction import redacted_text
 from slime.utils.types import Sample
@@ -112,10 +113,28 @@ def _rm_type(config: RewardConfig, sample: Sample) -> str:
 async def _call_custom(
     config: RewardConfig, path: str, args: Namespace, graded: Sample | list[Sample], **kwargs: Any
 ) -> Any:
-    """Return what the user's function gives to a sample, or to several."""
+    """Return what the user's function gives to a sample, or to several; a plain ``def`` runs in a thread."""
     flag = "--custom-rm-path" if path == config.custom_rm_path else "--eval-config or --eval-custom-rm-path"
-    call = PluginCall(flag, path, graded)
-    return await within(config.rm_timeout_s, await_plugin(call, load_function(path), args, graded, **kwargs))
+    call, function = PluginCall(flag, path, graded), load_function(path)
+    if is_coroutine_function(function) or not inspect.isfunction(function):
+        return await within(config.rm_timeout_s, await_plugin(call, function, args, graded, **kwargs))
+    plain = functools.partial(function, **kwargs)
+    in_thread = functools.partial(GRADER_THREADS.run, plain, timeout_s=config.rm_timeout_s)
+    reward = await await_plugin(call, in_thread, args, graded)
+    return await within(config.rm_timeout_s, reward) if inspect.isawaitable(reward) else reward
+
+
+def asks_for_lists(args: Namespace) -> bool:
+    """Return whether ``--custom-rm-path`` grades several samples of one execution in one call.
+
+    One whose second parameter is called ``sample`` does not, unless that is annotated as a list.
+    """
+    path = reward_config(args).custom_rm_path
+    if not path:
+        return False
+    parameters = list(inspect.signature(load_function(path)).parameters.values())
+    graded = next(iter(parameters[1:]), None)
+    return graded is None or graded.name != "sample" or "list" in str(graded.annotation).lower()
 
 
 @functools.cache

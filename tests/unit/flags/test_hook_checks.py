@@ -80,7 +80,11 @@ def test_what_fits_is_accepted(plug_in, flag, source):
             "cannot be called as (args, rollout_id, data_source, evaluation=...): got an unexpected keyword argument",
         ),
         ("--custom-rm-path", "async def hook(args, sample, key): ...", "missing a required argument: 'key'"),
-        ("--custom-rm-path", "def hook(args, sample): ...", "is a plain function, but its result is awaited"),
+        (
+            "--custom-generate-function-path",
+            "def hook(a, s, p): ...",
+            "is a plain function, but its result is awaited",
+        ),
         ("--custom-rm-path", "hook = 3", "is a int and cannot be called"),
         ("--custom-rm-path", "raise ValueError('no key')", "raised ValueError: no key"),
         ("--custom-rm-path", "import sys\nsys.exit(0)", "raised SystemExit: 0"),

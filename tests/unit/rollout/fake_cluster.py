@@ -10,6 +10,7 @@ import asyncio
 import functools
 import itertools
 import json
+import threading
 from argparse import Namespace
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -275,12 +276,18 @@ CALLS: list[Any] = []
 """What the hooks below were called with; tests clear it."""
 
 
-async def position_reward(args: Namespace, sample: Any, **kwargs: Any) -> Any:
+async def position_reward(args: Namespace, graded: Any, **kwargs: Any) -> Any:
     """1 for every sample of a dull prompt; else 1 and 0 in turn.  Takes a sample or a list."""
-    if isinstance(sample, list):
-        CALLS.append([leaf.index for leaf in sample])
-        return [await position_reward(args, leaf) for leaf in sample]
-    return 1.0 if sample.label == "dull" else float(sample.index % 2)
+    if isinstance(graded, list):
+        CALLS.append([leaf.index for leaf in graded])
+        return [await position_reward(args, leaf) for leaf in graded]
+    return 1.0 if graded.label == "dull" else float(graded.index % 2)
+
+
+def plain_reward(args: Namespace, sample: Sample) -> float:
+    """A plain function of one sample; it may block."""
+    CALLS.append([sample.index, threading.current_thread().name])
+    return float(sample.index % 2)
 
 
 async def fan_out(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:

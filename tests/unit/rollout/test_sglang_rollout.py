@@ -300,6 +300,19 @@ def test_a_fanned_out_execution_passes_filter_rewards_and_order(start_job):
     assert {len(call) for call in fake_cluster.CALLS} == {2}, "one call per execution"
 
 
+def test_a_plain_reward_of_one_sample_gets_those_of_a_fan_out_one_by_one_in_a_thread(start_job):
+    job = start_job(
+        ["a", "b"],
+        rollout_batch_size=2,
+        custom_generate_function_path=f"{HOOKS}.fan_out",
+        custom_rm_path=f"{HOOKS}.plain_reward",
+    )
+    groups = job.rollout().samples
+    assert [s.reward for s in leaf_samples(groups[0])] == [0.0, 0.0, 1.0, 1.0]
+    assert len(fake_cluster.CALLS) == 8
+    assert {thread for _, thread in fake_cluster.CALLS} == {"grader"}
+
+
 def test_an_interrupted_fan_out_starts_again_from_its_prompt(start_job):
     held = {"b": Plan(hold_after=2, holds=2)}
     job = start_job(

@@ -12,13 +12,14 @@ from slime.ray.rollout_data import check_fan_out, split_for_ranks, train_data_fr
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
+from slime.rollout.rm_hub import asks_for_lists, async_rm, batched_async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.train_data.columns import TrainBatch
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
-from tests.plugin_contracts.bench import GROUP_SIZE, Bench, fanned_out
-from tests.plugin_contracts.findings import Findings, expect
+from tools.plugin_check.bench import GROUP_SIZE, Bench, fanned_out
+from tools.plugin_check.findings import Findings, expect
 
 ONE_RANK = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
 ODD_RESPONSES = ("", " ", "\\boxed{", "\\boxed{1/0}", "\x00\u202e\U0001f600" * 50, "word " * 5000)
@@ -58,7 +59,7 @@ def check_trainable(args: Namespace, groups: list[Any]) -> None:
     split_for_ranks(args, train_data_from_samples(args, samples), ONE_RANK)
 
 
-def rollout_function(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _rollout_function(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path)
     function = load_function(path)
     with bench.engine(args):
@@ -75,7 +76,7 @@ def rollout_function(findings: Findings, bench: Bench, flag: str, path: str) -> 
                     )
 
 
-def eval_function(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _eval_function(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path)
     with bench.engine(args), findings.step("an evaluation gives rewards that can be logged"):
         source = load_function(args.data_source_path)(args)
@@ -89,8 +90,8 @@ def eval_function(findings: Findings, bench: Bench, flag: str, path: str) -> Non
         compute_eval_record(args, 0, output.data, output.metrics)
 
 
-def data_source(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _data_source(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     source = load_function(path)(args)
     groups: list[Any] = []
     with findings.step("get_samples gives so many groups of --n-samples-per-prompt samples, numbered throughout"):
@@ -120,7 +121,7 @@ def data_source(findings: Findings, bench: Bench, flag: str, path: str) -> None:
         expect(isinstance(len(source), int), "len() is no number")
 
 
-def custom_generate(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _custom_generate(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path)
     with bench.engine(args) as engine:
 
@@ -156,8 +157,8 @@ def custom_generate(findings: Findings, bench: Bench, flag: str, path: str) -> N
                     break
 
 
-def sample_hook(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _sample_hook(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     for evaluation in (False, True):
         with findings.step(f"it keeps or replaces a sample (evaluation={evaluation})"):
             call = apply_rollout_sample_hooks(args, bench.sample(0), evaluation=evaluation, rollout_id=3)
@@ -166,37 +167,31 @@ def sample_hook(findings: Findings, bench: Bench, flag: str, path: str) -> None:
         findings.run(apply_rollout_sample_hooks(args, bench.sample(0, "")), bench.timeout_s)
 
 
-def custom_rm(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
-    function = load_function(path)
+def _custom_rm(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, "--rm-failure-policy", "raise", engine=False)
     samples = [bench.sample(i) for i in range(GROUP_SIZE)]
+    odd = [bench.sample(i, text) for i, text in enumerate(ODD_RESPONSES)]
 
-    async def one_by_one() -> list[Any]:
-        return [await function(args, sample) for sample in samples]
+    async def one_by_one(graded: list[Sample]) -> list[Any]:
+        return [await async_rm(args, sample) for sample in graded]
 
     if not args.group_rm:
-        with findings.step("a reward for one sample"):
-            for reward in findings.run(one_by_one(), bench.timeout_s):
+        for what, graded in (("a reward for one sample", samples), ("odd responses are graded like others", odd)):
+            with findings.step(what):
+                for reward in findings.run(one_by_one(graded), bench.timeout_s):
+                    check_reward(args, reward)
+    if args.group_rm or asks_for_lists(args):
+        what = "with --group-rm" if args.group_rm else "for what a generate function makes of one sample"
+        with findings.step(f"a list of rewards for a list of samples ({what})"):
+            rewards = findings.run(batched_async_rm(args, samples), bench.timeout_s)
+            same = isinstance(rewards, list | tuple) and len(rewards) == len(samples)
+            expect(same, f"for {len(samples)} samples it gave {str(rewards)[:100]}")
+            for reward in rewards:
                 check_reward(args, reward)
-        with findings.step("odd responses are graded like others"):
-            odd = [bench.sample(i, text) for i, text in enumerate(ODD_RESPONSES)]
-
-            async def grade_odd() -> list[Any]:
-                return [await function(args, sample) for sample in odd]
-
-            for reward in findings.run(grade_odd(), bench.timeout_s):
-                check_reward(args, reward)
-    what = "a list of rewards for a list of samples (with --group-rm, and for what a generate function fans out)"
-    with findings.step(what):
-        rewards = findings.run(function(args, samples), bench.timeout_s)
-        same = isinstance(rewards, list | tuple) and len(rewards) == len(samples)
-        expect(same, f"for {len(samples)} samples it gave {str(rewards)[:100]}")
-        for reward in rewards:
-            check_reward(args, reward)
 
 
-def dynamic_filter(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _dynamic_filter(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     function = load_function(path)
     for equal in (False, True):
         with findings.step("a verdict on a group whose rewards are " + ("equal" if equal else "different")):
@@ -208,8 +203,8 @@ def dynamic_filter(findings: Findings, bench: Bench, flag: str, path: str) -> No
         findings.warn("fan-out", f"a group of lists of samples, as generate may give, makes it raise {error!r}")
 
 
-def buffer_filter(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _buffer_filter(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     function = load_function(path)
     for num_groups, wanted in ((3, 2), (1, 2), (2, 2)):
         with findings.step(f"it takes at most {wanted} of {num_groups} groups, out of the buffer"):
@@ -223,8 +218,8 @@ def buffer_filter(findings: Findings, bench: Bench, flag: str, path: str) -> Non
             expect(all(id(group) in known for group in taken), "it returned groups that were not in the buffer")
 
 
-def sample_filter(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _sample_filter(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     with findings.step("it marks samples and keeps the groups as they are"):
         groups = bench.groups(args, 2)
         shape = [len(group) for group in groups]
@@ -234,14 +229,14 @@ def sample_filter(findings: Findings, bench: Bench, flag: str, path: str) -> Non
         check_trainable(args, groups)
 
 
-def all_samples_process(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _all_samples_process(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     with findings.step("it gets every group and the data source's get_samples"):
         load_function(path)(args, bench.groups(args, 3), RolloutDataSourceWithBuffer(args).get_samples)
 
 
-def reward_post_process(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _reward_post_process(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     for num_groups in (2, 1):
         with findings.step(f"raw and final rewards of {num_groups * GROUP_SIZE} samples"):
             samples = list(leaf_samples(bench.groups(args, num_groups)))
@@ -251,23 +246,23 @@ def reward_post_process(findings: Findings, bench: Bench, flag: str, path: str) 
                 expect(all(math.isfinite(float(value)) for value in values), f"{name} are not finite: {values}")
 
 
-def convert(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _convert(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     with findings.step("the columns can be split among trainer ranks"):
         data = load_function(path)(args, list(leaf_samples(bench.groups(args, 2))))
         expect(isinstance(data, dict), f"it returned {type(data).__name__}, no dict")
         split_for_ranks(args, TrainBatch.from_dict(data), ONE_RANK)
 
 
-def rollout_log(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _rollout_log(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     for metrics in (None, {"rollout/groups/kept": 2}):
         with findings.step(f"it logs a rollout whose metrics are {'absent' if metrics is None else 'a dict'}"):
             load_function(path)(0, args, list(leaf_samples(bench.groups(args, 2))), metrics, 1.5)
 
 
-def eval_log(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(flag, path)
+def _eval_log(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    args = bench.args(flag, path, engine=False)
     samples = list(leaf_samples(bench.groups(args, 1)))
     data = {"sums": {"rewards": [1.0, 0.0, 1.0, 0.0], "truncated": [False] * 4, "samples": samples}}
     for metrics in (None, {"x": 1}):
@@ -276,18 +271,18 @@ def eval_log(findings: Findings, bench: Bench, flag: str, path: str) -> None:
 
 
 CONTRACTS = {
-    "--rollout-function-path": rollout_function,
-    "--eval-function-path": eval_function,
-    "--data-source-path": data_source,
-    "--custom-generate-function-path": custom_generate,
-    "--rollout-sample-hook-path": sample_hook,
-    "--custom-rm-path": custom_rm,
-    "--dynamic-sampling-filter-path": dynamic_filter,
-    "--buffer-filter-path": buffer_filter,
-    "--rollout-sample-filter-path": sample_filter,
-    "--rollout-all-samples-process-path": all_samples_process,
-    "--custom-reward-post-process-path": reward_post_process,
-    "--custom-convert-samples-to-train-data-path": convert,
-    "--custom-rollout-log-function-path": rollout_log,
-    "--custom-eval-rollout-log-function-path": eval_log,
+    "--rollout-function-path": _rollout_function,
+    "--eval-function-path": _eval_function,
+    "--data-source-path": _data_source,
+    "--custom-generate-function-path": _custom_generate,
+    "--rollout-sample-hook-path": _sample_hook,
+    "--custom-rm-path": _custom_rm,
+    "--dynamic-sampling-filter-path": _dynamic_filter,
+    "--buffer-filter-path": _buffer_filter,
+    "--rollout-sample-filter-path": _sample_filter,
+    "--rollout-all-samples-process-path": _all_samples_process,
+    "--custom-reward-post-process-path": _reward_post_process,
+    "--custom-convert-samples-to-train-data-path": _convert,
+    "--custom-rollout-log-function-path": _rollout_log,
+    "--custom-eval-rollout-log-function-path": _eval_log,
 }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
-from tests.scripted_engine.server import ThreadedServer
+from slime.utils.aiohttp_threaded import run_app_in_thread
 
 DEFAULT_ANSWERS = (
     "Let me think. 2 + 3 = 5, so the answer is \\boxed{5}.",
@@ -19,28 +18,43 @@ DEFAULT_ANSWERS = (
 )
 
 
-class AnsweringEngine(ThreadedServer):
-    """Stands for the router and its only engine."""
+class AnsweringEngine:
+    """Stands for the router and its only engine, within a ``with``."""
 
-    def __init__(self, tokenizer: Any, answers: Sequence[str] = DEFAULT_ANSWERS) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        decode: Callable[[list[int]], str],
+        answers: Sequence[str] = DEFAULT_ANSWERS,
+    ) -> None:
+        self._encode, self._decode = encode, decode
         self._answers = itertools.cycle(answers)
         self.num_requests = 0
         self.is_aborting = False
         """Every answer ends after three tokens with the finish reason abort."""
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/generate", self._generate),
-            web.get("/workers", self._workers),
-            web.get("/v1/loads", self._loads),
-            web.post("/abort_request", self._abort),
-            web.get("/health", self._abort),
-        ]
+    def __enter__(self) -> AnsweringEngine:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.get("/workers", self._workers),
+                web.get("/v1/loads", self._loads),
+                web.post("/abort_request", self._abort),
+                web.get("/health", self._abort),
+            ]
+        )
+        self._app = run_app_in_thread(app, host="127.0.0.1", thread_name="answering-engine")
+        self.port = self._app.port
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._app.stop()
 
     async def _workers(self, request: web.Request) -> web.Response:
-        return web.json_response({"workers": [{"id": "0", "url": self.url, "worker_type": "regular"}]})
+        return web.json_response(
+            {"workers": [{"id": "0", "url": f"http://127.0.0.1:{self.port}", "worker_type": "regular"}]}
+        )
 
     async def _loads(self, request: web.Request) -> web.Response:
         return web.json_response({"loads": []})
@@ -51,7 +65,7 @@ class AnsweringEngine(ThreadedServer):
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.num_requests += 1
-        ids = self._tokenizer.encode(next(self._answers), add_special_tokens=False)
+        ids = self._encode(next(self._answers))
         limit = (body.get("sampling_params") or {}).get("max_new_tokens") or len(ids)
         kind = "length" if limit < len(ids) else "stop"
         ids = ids[:limit]
@@ -59,7 +73,7 @@ class AnsweringEngine(ThreadedServer):
             ids, kind = ids[:3], "abort"
         num_prompt = len(body.get("input_ids") or body.get("text") or [])
         answer = {
-            "text": self._tokenizer.decode(ids),
+            "text": self._decode(ids),
             "output_ids": ids,
             "meta_info": {
                 "id": body.get("rid") or str(self.num_requests),

@@ -10,14 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.arguments import parse_args, record_runtime
+from tokenizers import Tokenizer
+
+from slime.compose import flag_groups
+from slime.flags.parse import backend_checks, build_parser, record_runtime, slime_validate_args
+from slime.flags.words import refuse_unknown
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.async_utils import run
 from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
-from tests.e2e.tiny_qwen3 import save_tiny_model
-from tests.plugin_contracts.engine import DEFAULT_ANSWERS, AnsweringEngine
+from tools.plugin_check.engine import DEFAULT_ANSWERS, AnsweringEngine
+from tools.plugin_check.model_folder import write_model
 
 NUM_PROMPTS = 6
 GROUP_SIZE = 4
@@ -47,6 +51,7 @@ class Bench:
         self.flags = list(flags)
         self.timeout_s = timeout_s
         self._checkpoint = hf_checkpoint
+        self._is_own = hf_checkpoint is None
         self._answers = answers or DEFAULT_ANSWERS
         self._tokenizer: Any = None
 
@@ -54,20 +59,30 @@ class Bench:
     def checkpoint(self) -> str:
         """The folder of the model."""
         if self._checkpoint is None:
-            model = self.folder / "model"
-            save_tiny_model(model, seed=0)
-            self._checkpoint = str(model)
+            self._checkpoint = str(write_model(self.folder / "model"))
         return self._checkpoint
 
     @property
     def tokenizer(self) -> Any:
-        """The model's."""
+        """The model's; that of the folder made here without transformers, which takes seconds to import."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.checkpoint, trust_remote_code=True)
+            if self._is_own:
+                self._tokenizer = Tokenizer.from_file(str(Path(self.checkpoint, "tokenizer.json")))
+            else:
+                self._tokenizer = load_tokenizer(self.checkpoint, trust_remote_code=True)
         return self._tokenizer
 
-    def args(self, *flags: str, trainer: bool = False) -> Namespace:
-        """A complete Namespace, from the flags of a small run, those of the user, and ``flags``.
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens.ids if self._is_own else tokens  # type: ignore[no-any-return]
+
+    def args(self, *flags: str, trainer: bool = False, engine: bool = True) -> Namespace:
+        """Return a complete Namespace, from the flags of a small run, those of the user, and ``flags``.
+
+        Args:
+            trainer: of a job that trains; else of one that only generates.
+            engine: with SGLang's flags, whose import takes seconds.
 
         Raises:
             SlimeError: what the start of a run would say about them.
@@ -82,14 +97,22 @@ class Bench:
             *("--rollout-batch-size", "2", "--n-samples-per-prompt", str(GROUP_SIZE)),
             *("--rollout-max-response-len", "256", "--num-rollout", "2", "--num-steps-per-rollout", "1"),
             *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--no-rollout-ledger"),
-            *(TINY_MODEL if trainer else ["--debug-rollout-only"]),
+            *([*TINY_MODEL, "--debug-train-only"] if trainer else ["--debug-rollout-only"]),
         ]
-        return parse_args(argv=[*words, *self.flags, *flags])
+        words += [*self.flags, *flags]
+        has_engine = not trainer and (engine or any(word.startswith(("--sglang-", "--router-")) for word in words))
+        parser = build_parser(with_engine_flags=has_engine, groups=flag_groups())
+        args, unknown = parser.parse_known_args(words)
+        refuse_unknown(parser, words, unknown)
+        slime_validate_args(args, parser)
+        for check in backend_checks(args, parser.groups) if trainer or has_engine else ():
+            check(args)
+        return args
 
     @contextmanager
     def engine(self, args: Namespace) -> Iterator[AnsweringEngine]:
         """An engine at the router's address of ``args``, with slime's client to reach it."""
-        with AnsweringEngine(self.tokenizer, self._answers) as engine:
+        with AnsweringEngine(self.encode, self.tokenizer.decode, self._answers) as engine:
             address = ("127.0.0.1", engine.port)
             record_runtime(
                 args,
@@ -99,6 +122,7 @@ class Bench:
             )
             init_http_client(args)
             GenerateState.clear_instances()
+            GenerateState(args)  # imports transformers, which takes seconds
             try:
                 yield engine
             finally:
@@ -110,9 +134,9 @@ class Bench:
     ) -> Sample:
         """A finished sample as the built-in generate leaves it."""
         prompt = f"What is {index % 5} + {5 - index % 5}?"
-        prompt_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        prompt_ids = self.encode(prompt)
         text = self._answers[index % len(self._answers)] if text is None else text
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.encode(text)
         return Sample(
             group_index=index // GROUP_SIZE,
             index=index,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import sysconfig
 import time
 import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slime.utils.async_utils import run
 
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("slime", "tools")
+
 LONG_BLOCK_S = 0.1
 """Other requests of the rollout wait while a plug-in keeps the event loop."""
 BEAT_S = 0.005
+_NOT_THEIRS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), *(str(ROOT / name) for name in OURS))
 LOOP_MARGIN_S = 30.0
 """The deadline of the wait for the event loop itself comes after that of the call in it."""
 
@@ -93,7 +99,8 @@ def _describe(error: Exception) -> str:
     if isinstance(error, Broken):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)] or frames
+    where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
     return f"raised {type(error).__name__}: {error}{where}"
 
 

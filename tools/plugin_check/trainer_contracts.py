@@ -6,13 +6,14 @@ from argparse import Namespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
 from slime.rollout.base_types import leaf_samples
 from slime.utils.misc import load_function
-from tests.plugin_contracts.bench import Bench
-from tests.plugin_contracts.findings import Findings, expect
-from tests.plugin_contracts.rollout_contracts import ONE_RANK
+from tools.plugin_check.bench import Bench
+from tools.plugin_check.findings import Findings, expect
+from tools.plugin_check.rollout_contracts import ONE_RANK
 
 
 def rank_data(args: Namespace, bench: Bench) -> dict[str, Any]:
@@ -40,13 +41,15 @@ def check_per_token(data: dict[str, Any], name: str) -> None:
 
 
 def start(args: Namespace) -> None:
-    """Megatron's parallel state of one rank, which losses may ask for."""
-    from tests.unit.backends.megatron_utils.megatron_case import start_single_process
+    """Start Megatron's parallel state of one rank, which losses may ask for."""
+    from slime.backends.megatron_utils.initialize import init
 
-    start_single_process(args)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
+    init(args)
 
 
-def postprocess(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _postprocess(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path, trainer=True)
     with findings.step("it edits a rank's data in place"):
         data = rank_data(args, bench)
@@ -55,7 +58,7 @@ def postprocess(findings: Findings, bench: Bench, flag: str, path: str) -> None:
             check_per_token(data, name)
 
 
-def advantages(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _advantages(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path, trainer=True)
     start(args)
     for has_log_probs in (True, False):
@@ -115,14 +118,14 @@ def check_loss(value: torch.Tensor, metrics: dict[str, Any], logits: torch.Tenso
     expect(float(logits.grad.abs().sum()) > 0, "the gradient is zero; was something detached?")
 
 
-def custom_loss(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _custom_loss(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path, "--loss-type", "custom_loss", trainer=True)
     start(args)
     with findings.step("a finite loss with a gradient, and scalar metrics"):
         check_loss(*policy_loss(args, bench, "custom_loss"))
 
 
-def tis(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _tis(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     for use in ("--use-tis", "--get-mismatch-metrics"):
         args = bench.args(flag, path, use, trainer=True)
         start(args)
@@ -130,27 +133,27 @@ def tis(findings: Findings, bench: Bench, flag: str, path: str) -> None:
             check_loss(*policy_loss(args, bench, "policy_loss"))
 
 
-def reducer(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _reducer(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path, trainer=True)
     start(args)
     with findings.step("its reducer makes a scalar of the policy loss"):
         check_loss(*policy_loss(args, bench, "policy_loss"))
 
 
-def megatron_init(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _megatron_init(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path, trainer=True)
     with findings.step("it runs at the end of Megatron's start"):
         start(args)  # calls the hook itself
 
 
-def before_log_prob(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _before_log_prob(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path, trainer=True)
     for prefix in ("", "ref_", "teacher_"):
         with findings.step(f"it runs before a forward pass with the prefix {prefix!r}"):
             load_function(path)(args, [torch.nn.Linear(4, 4).eval()], prefix)
 
 
-def before_train_step(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _before_train_step(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path, trainer=True)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -158,20 +161,20 @@ def before_train_step(findings: Findings, bench: Bench, flag: str, path: str) ->
         load_function(path)(args, 0, 0, [model], optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
 
 
-def signature_only(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+def _signature_only(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     findings.warn("not called", "it needs a model or engines; only its import and signature were checked")
 
 
 CONTRACTS = {
-    "--rollout-data-postprocess-path": postprocess,
-    "--custom-advantage-function-path": advantages,
-    "--custom-loss-function-path": custom_loss,
-    "--custom-tis-function-path": tis,
-    "--custom-pg-loss-reducer-function-path": reducer,
-    "--custom-model-provider-path": signature_only,
-    "--custom-megatron-init-path": megatron_init,
-    "--custom-megatron-before-log-prob-hook-path": before_log_prob,
-    "--custom-megatron-before-train-step-hook-path": before_train_step,
-    "--custom-update-weight-post-write-path": signature_only,
-    "--sglang-custom-pull-weights-pre-read-hook": signature_only,
+    "--rollout-data-postprocess-path": _postprocess,
+    "--custom-advantage-function-path": _advantages,
+    "--custom-loss-function-path": _custom_loss,
+    "--custom-tis-function-path": _tis,
+    "--custom-pg-loss-reducer-function-path": _reducer,
+    "--custom-model-provider-path": _signature_only,
+    "--custom-megatron-init-path": _megatron_init,
+    "--custom-megatron-before-log-prob-hook-path": _before_log_prob,
+    "--custom-megatron-before-train-step-hook-path": _before_train_step,
+    "--custom-update-weight-post-write-path": _signature_only,
+    "--sglang-custom-pull-weights-pre-read-hook": _signature_only,
 }
