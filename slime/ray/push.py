@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from slime.ray.engines.memory import memory_timeout_s
+from slime.ray.engines.deadlines import memory_timeout_s
 from slime.ray.waiting import wait_for
 from slime.utils.errors import HangError, ProcessError, WeightSyncError
 
 if TYPE_CHECKING:
     from slime.ray.actor_group import RayTrainGroup
-    from slime.ray.engines.weights import UpdatableEngines
+    from slime.ray.engines.ray_engine import UpdatableEngines
     from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)

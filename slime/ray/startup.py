@@ -13,8 +13,7 @@ from slime.flags.algorithm import uses_reference
 from slime.flags.parse import record_runtime
 from slime.observability.telemetry import values_of_the_run
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.engines.actor import restart_timeout_s
-from slime.ray.engines.memory import memory_timeout_s
+from slime.ray.engines.deadlines import memory_timeout_s, restart_timeout_s
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import CORE, Parts
 from slime.ray.rollout import start_rollout_manager
@@ -149,5 +148,5 @@ def engines_come_first(args: Namespace) -> bool:
 
 def wait_for_engines(args: Namespace, manager: Any) -> None:
     """Wait until every engine serves."""
-    timeout_s = restart_timeout_s(args) + ENGINE_START_MARGIN_S
+    timeout_s = restart_timeout_s(args.engine_start_timeout_s) + ENGINE_START_MARGIN_S
     wait_for(manager.wait_ready.remote(), what="the engines to start", timeout_s=timeout_s)

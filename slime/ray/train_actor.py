@@ -18,7 +18,7 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.train_worker import Beat, Pulse, TrainWorker
 from slime.flags.hook_checks import check_trainer_hooks
 from slime.observability import telemetry
-from slime.ray.engines.weights import UpdatableEngines
+from slime.ray.engines.ray_engine import UpdatableEngines
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.parts import CORE, Parts
 from slime.ray.utils import (

@@ -28,9 +28,8 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.step_line import StepLine
 from slime.observability.telemetry import Timer, event, span
-from slime.ray.engines.fleet import DEADLINE_MARGIN_S
-from slime.ray.engines.memory import memory_timeout_s
-from slime.ray.engines.models import JobState
+from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S, memory_timeout_s
+from slime.ray.engines.verbs import JobState
 from slime.ray.gpus import create_placement_groups
 from slime.ray.parts import Parts
 from slime.ray.save_lock import lock_outputs
@@ -237,7 +236,7 @@ class TrainJob:
             return wait_for(
                 ref,
                 what=what,
-                timeout_s=self.args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S,
+                timeout_s=self.args.rollout_timeout_s + 2 * ROLLOUT_MARGIN_S,
                 report_every_s=report_every_s,
                 meanwhile=self.serve_new_engines if self.actor.push.restarts_engines else None,
             )

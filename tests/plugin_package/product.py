@@ -61,10 +61,10 @@ class Product:
 
     def rollout(self, rollout_id: int = 0) -> list[Any]:
         """The groups of one rollout, as they come out of the rollout function."""
-        self.manager.rollout_id = rollout_id
+        self.manager.work.rollout_id = rollout_id
         set_current_rollout_id(rollout_id)
         self.manager.engines.begin_rollout()
-        groups, self.metrics = self.manager._make_samples(rollout_id)
+        groups, self.metrics = self.manager.work._make_samples(rollout_id)
         check_fan_out(groups)
         self.samples = list(leaf_samples(groups))
         log_rollout(self.args, rollout_id, self.samples, self.metrics, 1.0)
@@ -79,7 +79,7 @@ class Product:
 
     def close(self) -> None:
         """Stop the engine and forget the process-wide state."""
-        for observer in self.manager.run.observers:
+        for observer in self.manager.work.run.observers:
             observer.close()
         run(close_http_client())
         self.engine.stop()

@@ -133,7 +133,7 @@ def test_filters_of_groups_buffer_and_samples(start):
     )
     product.args.calc_max_turns = 3
     plugin("filters").SEEN.clear()
-    source = product.manager.data_source
+    source = product.manager.work.data_source
     extra = source.get_samples(2)
     source.add_samples(extra)
     groups = product.rollout()
@@ -172,7 +172,7 @@ def test_a_data_source_of_ones_own(start, name):
     assert [group[0].group_index for group in groups] == [0, 1]
     product.manager.save(0)
     product.args.load = product.args.save
-    source = product.manager.data_source
+    source = product.manager.work.data_source
     if name == "TaggingSource":
         assert product.train_data(product.samples)["source_names"] == ["calculator"] * 8
         assert source.get_metadata() == {"handed_out": 2} and source.handed_out == 2

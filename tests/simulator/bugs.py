@@ -93,8 +93,8 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
         "slime.ext.recovery.preemption:Preemption.reached", "if self.lets_go(name):", "if False:"
     ),
     "the driver's deadline for the engines' memory is that of one engine": _bug(
-        "slime.ray.engines.memory:memory_timeout_s",
-        "restart_timeout_s(args) + args.weight_update_timeout_s + MARGIN_S",
+        "slime.ray.engines.deadlines:memory_timeout_s",
+        "restart_timeout_s(args.engine_start_timeout_s) + args.weight_update_timeout_s + MEMORY_MARGIN_S",
         "args.weight_update_timeout_s",
     ),
 }

@@ -14,8 +14,8 @@ import ray
 from slime.ext.disk_push.disk import FolderCarrier, WrittenVersion
 from slime.ext.disk_push.versions import prune_before
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.engines.memory import memory_timeout_s
-from slime.ray.engines.weights import UpdatableEngines
+from slime.ray.engines.deadlines import memory_timeout_s
+from slime.ray.engines.ray_engine import UpdatableEngines
 from slime.ray.push import PUSH_MARGIN_S, WeightPush
 from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
 from slime.utils.errors import WeightSyncError

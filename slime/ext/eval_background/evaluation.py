@@ -27,7 +27,7 @@ from slime.observability.dumps import dump_rollout
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.engines.fleet import DEADLINE_MARGIN_S
+from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S
 from slime.ray.parts import Evaluation, Parts
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
@@ -185,7 +185,7 @@ class BackgroundEvaluation(Evaluation):
         """Wait for the evaluation that runs, if one does."""
         running, self._running = self._running, None
         if running is not None:
-            timeout_s = self._args.rollout_timeout_s + 2 * DEADLINE_MARGIN_S
+            timeout_s = self._args.rollout_timeout_s + 2 * ROLLOUT_MARGIN_S
             wait_for(running, what=f"the evaluation after rollout {self._running_id}", timeout_s=timeout_s)
 
     def _ask(self, method: str) -> Any:

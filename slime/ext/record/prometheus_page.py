@@ -26,7 +26,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from slime.flags.security import job_secret
 from slime.observability.metrics_file import NewRecords, metrics_path
 from slime.observability.telemetry import Sink
-from slime.ray.engines.models import JobState, PageSource, read_page
+from slime.ray.engines.models import read_page
+from slime.ray.engines.verbs import JobState, PageSource
 from slime.ray.utils import listen_address
 from slime.utils.errors import ConfigError, DeadlineError
 from slime.utils.http_door import PageHandler, PageServer

@@ -27,7 +27,7 @@ from slime.ext.recovery.trainer_recovery import NOTICE_S, TrainerRecovery
 from slime.flags.parse import args_to_resume, record_runtime
 from slime.observability.telemetry import event, span
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.engines.memory import memory_timeout_s
+from slime.ray.engines.deadlines import memory_timeout_s
 from slime.ray.gpus import GpuSlice
 from slime.ray.startup import (
     MANAGER,

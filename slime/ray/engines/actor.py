@@ -19,6 +19,7 @@ import ray
 
 from slime.backends.sglang_utils.child_process import run_name
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.ray.engines.deadlines import MIN_WAIT_S, start_timeout_s
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor, one_node_environment
 from slime.ray.waiting import WATCH_GROUP, wait_for
@@ -28,14 +29,8 @@ from slime.utils.net import format_host_port, loopback_address
 
 FIRST_PORTS = range(21000, 31000)
 EPHEMERAL_PORTS_BEGIN = 32768
-START_MARGIN_S = 120.0
-"""Of a start beyond ``--engine-start-timeout-s``, which the engine's actor keeps itself once it runs."""
 PORTS_TIMEOUT_S = 600.0
 """Longest time for actors to start and name free ports."""
-MIN_WAIT_S = 1.0
-"""Least time for a call whose turn comes late."""
-MAX_START_ATTEMPTS = 3
-"""Starts of a server, one after the other, before the run is given up."""
 EXITS_TIMEOUT_S = 10.0
 """Time for actors to say whether their servers have ended."""
 KILL_TIMEOUT_S = 15.0
@@ -136,16 +131,6 @@ class PortCursors:
     next_port: dict[str, int] = field(default_factory=dict)
 
 
-def start_timeout_s(args: Namespace) -> float:
-    """Return the time that one start of an engine may take, its actor's included."""
-    return float(args.engine_start_timeout_s + START_MARGIN_S)
-
-
-def restart_timeout_s(args: Namespace) -> float:
-    """Return the time that all attempts to restart an engine may take."""
-    return MAX_START_ATTEMPTS * start_timeout_s(args)
-
-
 def allocate_addresses(
     args: Namespace, engines: Sequence[Any], *, nodes_per_engine: int, worker_type: str, cursors: PortCursors
 ) -> list[EngineAddress]:
@@ -155,7 +140,7 @@ def allocate_addresses(
     """
     addresses: list[EngineAddress] = []
     shared_rendezvous: str | None = None
-    deadline_s = time.monotonic() + min(start_timeout_s(args), PORTS_TIMEOUT_S)
+    deadline_s = time.monotonic() + min(start_timeout_s(args.engine_start_timeout_s), PORTS_TIMEOUT_S)
     for rank, engine in enumerate(engines):
         host, _ = _probe(engine, cursors.first_port, 1, deadline_s)
 

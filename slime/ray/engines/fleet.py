@@ -1,4 +1,4 @@
-"""The engines of all models of a run, and the verbs by which others ask the rollout manager for them.
+"""The engines of all models of a run.
 
 What happens to an engine is reported to its group, which acts on it (see ``lifecycle``).
 """
@@ -13,32 +13,27 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from slime.flags.security import job_secret
+from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S
 from slime.ray.engines.group import END_ADVICE, raise_if_given_up
 from slime.ray.engines.lifecycle import EngineEvent
 from slime.ray.engines.memory import SharedMemory
-from slime.ray.engines.models import JobState, RolloutServer, start_rollout_servers, wait_until_serving
+from slime.ray.engines.models import RolloutServer, start_rollout_servers, wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
-from slime.ray.engines.weights import UpdatableEngines, WeightTargets
+from slime.ray.engines.verbs import JobState
+from slime.ray.engines.weights import WeightTargets
 from slime.ray.gpus import GpuSlice
 from slime.ray.utils import Lock
-from slime.ray.waiting import Watched, wait_for
+from slime.ray.waiting import wait_for
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
-
-if TYPE_CHECKING:
-    from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_INTERVAL_S = 3.0
-DEADLINE_MARGIN_S = 180.0
-"""The rollout function has its own deadline and the better message; ours comes later, the driver's last."""
-CONTROL_GROUP = "control"
-"""Concurrency group of the short calls that must not queue behind a running ``generate``."""
 
 
 def start_fleet(args: Namespace, gpus: GpuSlice) -> EngineFleet:
@@ -151,7 +146,7 @@ class EngineFleet:
         """
         executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         future = executor.submit(work)
-        deadline = time.monotonic() + self.args.rollout_timeout_s + DEADLINE_MARGIN_S
+        deadline = time.monotonic() + self.args.rollout_timeout_s + ROLLOUT_MARGIN_S
         try:
             while not wait([future], timeout=ENGINE_CHECK_INTERVAL_S).done:
                 self.check()
@@ -234,103 +229,3 @@ class EngineFleet:
         engines = [engine for group in self.groups for engine in group.engines if engine is not None]
         refs = [engine.check_weights.remote(action=action) for engine in engines]
         return wait_for(refs, what="check_weights of the engines", timeout_s=self.args.weight_update_timeout_s)
-
-
-class EngineVerbs(Watched):
-    """Base of the manager: the calls that concern its engines alone; :class:`EngineFleet` says more of each."""
-
-    args: Namespace
-    engines: EngineFleet
-
-    # Weights
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_updatable_engines(self) -> UpdatableEngines:
-        """Describe the live engines of the first model that takes weight updates."""
-        return self.engines.weights.updatable()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:
-        """Return ``(engines, lock, num_new_engines, gpu_counts, gpu_offsets, parallel_configs)``."""
-        described = self.engines.weights.updatable()
-        counts = [engine.num_gpus for engine in described.engines]
-        offsets = [engine.gpu_offset for engine in described.engines]
-        configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in counts]
-        return described.handles, self.engines.lock, described.num_new, counts, offsets, configs
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_evaluation_engines(self) -> UpdatableEngines:
-        """Describe the engines that evaluate in the background."""
-        return self.engines.weights.for_evaluation()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_engines_without_weights(self) -> UpdatableEngines:
-        """Describe the restarted engines that wait for weights."""
-        return self.engines.weights.without_weights()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def clear_updatable_num_new_engines(self) -> None:
-        """Note that the trainers have connected to the engines that were described last."""
-        self.engines.weights.connected()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def push_started(self) -> UpdatableEngines:
-        """Note that a push begins; describe the engines that take it."""
-        return self.engines.weights.push_started()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
-        """Note that the engines that were described last hold the present weights, except ``excluded``."""
-        self.engines.weights.push_done(excluded)
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
-        """Do with the engines that a push has excluded as ``--weight-push-failure`` says."""
-        self.engines.weights.push_refused(excluded)
-
-    # Memory
-
-    def offload(self) -> None:
-        """Have the engines release their memory."""
-        self.engines.offload()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def offload_idle(self) -> bool:
-        """Have the engines release their memory if nothing is answered before they get weights."""
-        return self.engines.offload_idle()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def onload_idle(self) -> None:
-        """Give the memory back that :meth:`offload_idle` took."""
-        self.engines.memory.take_back(None)
-        self.engines.resume_monitors()
-
-    def onload(self, tags: list[str] | None = None) -> None:
-        """Have the engines take their memory back."""
-        self.engines.memory.take_back(tags)
-
-    def onload_weights(self) -> None:
-        """Make room for the weights, which a push then fills."""
-        self.engines.memory.take_back(["weights"])
-
-    def onload_kv(self) -> None:
-        """Make room for the KV cache and the CUDA graphs: after this an engine can generate."""
-        self.engines.memory.take_back(["kv_cache", "cuda_graph"])
-
-    # Faults
-
-    def find_dead_engines(self, patience_s: float = 0.0) -> int:
-        """Report engines whose process has ended; return how many."""
-        return self.engines.find_dead_engines(patience_s)
-
-    def recover_updatable_engines(self) -> None:
-        """Wait for the engines that the coming push must meet."""
-        self.engines.recover()
-
-    def health_monitoring_pause(self) -> None:
-        """Have the monitors ask no engine."""
-        self.engines.pause_monitors()
-
-    def health_monitoring_resume(self) -> None:
-        """Have the monitors watch."""
-        self.engines.resume_monitors()

@@ -22,16 +22,13 @@ from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupCo
 from slime.observability import telemetry
 from slime.ray.engines.actor import (
     EXITS_TIMEOUT_S,
-    MAX_START_ATTEMPTS,
-    MIN_WAIT_S,
     PortCursors,
     allocate_addresses,
     exits_of,
     kill_actors,
-    restart_timeout_s,
     start_engine_actor,
-    start_timeout_s,
 )
+from slime.ray.engines.deadlines import MAX_START_ATTEMPTS, MIN_WAIT_S, restart_timeout_s, start_timeout_s
 from slime.ray.engines.lifecycle import LIVE, SERVES, UNSETTLED, Action, EngineEvent, EngineState, next_step
 from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import name_actor, wait_for
@@ -281,7 +278,7 @@ class EngineGroup:
         register = not self.takes_updates
         for attempt in range(1, MAX_START_ATTEMPTS + 1):
             logger.info("%s starts again (attempt %d of %d)", self.name_of(index), attempt, MAX_START_ATTEMPTS)
-            deadline_s = time.monotonic() + start_timeout_s(self.args)
+            deadline_s = time.monotonic() + start_timeout_s(self.args.engine_start_timeout_s)
             try:
                 if register:
                     self.revive_router()
@@ -351,7 +348,7 @@ class EngineGroup:
             DeadlineError: one still is after ``timeout_s`` seconds.
             EngineDiedError: one cannot be restarted.
         """
-        timeout_s = restart_timeout_s(self.args) if timeout_s is None else timeout_s
+        timeout_s = restart_timeout_s(self.args.engine_start_timeout_s) if timeout_s is None else timeout_s
         with self._changed:
             settled = self._changed.wait_for(
                 lambda: self.given_up is not None or not self.indices(*UNSETTLED), timeout_s

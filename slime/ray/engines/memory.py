@@ -13,21 +13,14 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from slime.ray.engines.actor import MIN_WAIT_S, restart_timeout_s
+from slime.ray.engines.deadlines import MIN_WAIT_S, restart_timeout_s
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ProcessError
 
-MARGIN_S = 180.0
-
 Place = tuple[EngineGroup, int]
 """An engine as its group and its index there."""
-
-
-def memory_timeout_s(args: Namespace) -> float:
-    """Return the deadline of whoever has the manager do one of these: restarts that it waits for, then answers."""
-    return restart_timeout_s(args) + args.weight_update_timeout_s + MARGIN_S
 
 
 class SharedMemory:
@@ -87,7 +80,7 @@ class SharedMemory:
                         group.report(index, EngineEvent.FAILED, f"its router did not take it in again: {error}")
 
     def _release(self, *states: EngineState, but: Sequence[str] = (), withdraws: bool = False) -> None:
-        deadline_s = time.monotonic() + restart_timeout_s(self._args)
+        deadline_s = time.monotonic() + restart_timeout_s(self._args.engine_start_timeout_s)
         while True:
             for group in self._groups if self._args.use_fault_tolerance else ():
                 group.wait_settled(max(deadline_s - time.monotonic(), MIN_WAIT_S))

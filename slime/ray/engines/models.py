@@ -13,7 +13,7 @@ import threading
 import urllib.request
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,11 @@ from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupCo
 from slime.flags.cluster import plan_gpus
 from slime.flags.parse import record_runtime
 from slime.flags.security import job_secret
-from slime.ray.engines.actor import MAX_START_ATTEMPTS, PortCursors, start_engine_actor, start_timeout_s
+from slime.ray.engines.actor import PortCursors, start_engine_actor
+from slime.ray.engines.deadlines import MAX_START_ATTEMPTS, start_timeout_s
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, SERVES, EngineEvent
+from slime.ray.engines.verbs import PageSource
 from slime.ray.gpus import GpuSlice
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
@@ -49,33 +51,6 @@ NO_GPUS = GpuSlice(None, [], [])
 SCRAPE_TIMEOUT_S = 5.0
 """For one engine's or router's page."""
 LARGEST_PAGE = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class PageSource:
-    """A page that is put into the job's own."""
-
-    url: str
-    labels: Mapping[str, str]
-    """Of every sample on it; the first two name it."""
-    text: str | None = None
-    """The page, where it has been read already; empty when it did not answer."""
-
-    @property
-    def name(self) -> str:
-        """A description of the server that has the page."""
-        return " ".join(self.labels.values())
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """The engines and routers of a job at one moment."""
-
-    pages: Sequence[PageSource] = ()
-    engine_states: Mapping[str, int] = field(default_factory=dict)
-    """Engines in each state of their life."""
-    num_evictions: int = 0
-    """Engines that were given up or restarted since the job began."""
 
 
 def read_page(url: str, secret: str | None = None) -> str | None:
@@ -321,7 +296,7 @@ def wait_until_serving(args: Namespace, groups: Sequence[EngineGroup]) -> None:
             wait_for(
                 starting,
                 what="the SGLang engines to start",
-                timeout_s=start_timeout_s(args),
+                timeout_s=start_timeout_s(args.engine_start_timeout_s),
                 meanwhile=look_at_the_others,
             )
             break

@@ -1,6 +1,6 @@
 """An engine as the sender of weights sees it: each method sends one request and returns at once.
 
-``slime.ray.engines.weights`` sends the requests to the engine's actor, whose methods have the same names
+``slime.ray.engines.ray_engine`` sends the requests to the engine's actor, whose methods have the same names
 (``slime.backends.sglang_utils.weight_verbs``).
 """
 

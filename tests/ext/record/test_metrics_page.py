@@ -12,7 +12,7 @@ from slime.ext.record.prometheus_page import PrometheusSink
 from slime.observability import telemetry
 from slime.observability.metrics_file import append_record
 from slime.ray import train_loop
-from slime.ray.engines.models import JobState
+from slime.ray.engines.verbs import JobState
 from slime.ray.train_loop import TrainJob
 from slime.ray.waiting import sigterm
 from slime.utils.net import get_free_port

@@ -142,7 +142,7 @@ def _raise(error: Exception | None) -> None:
 
 
 def quiet_fleet(**flags: Any) -> fleet.EngineFleet:
-    values = {"rollout_timeout_s": -fleet.DEADLINE_MARGIN_S, "use_fault_tolerance": False, "shutdown_timeout_s": 0.2}
+    values = {"rollout_timeout_s": -fleet.ROLLOUT_MARGIN_S, "use_fault_tolerance": False, "shutdown_timeout_s": 0.2}
     values |= {"rollout_health_check_interval": 1000.0, "rollout_health_check_timeout": 1000.0} | flags
     made = fleet.EngineFleet.__new__(fleet.EngineFleet)
     made.args, made.servers, made.groups, made._monitors = Namespace(**values), [], [], []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.engines.weights import UpdatableEngines
+from slime.ray.engines.ray_engine import UpdatableEngines
 from slime.ray.push import MAX_FAILED_RESENDS, MAX_PUSHES, WeightPush
 from slime.utils.errors import EngineError, HangError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine

@@ -46,9 +46,8 @@ def test_what_may_happen_meanwhile_comes_before_the_wait_for_the_engines(monkeyp
     monkeypatch.setattr(startup, "watch_start", lambda ref, what: notes.append(f"watched: {ref}"))
     monkeypatch.setattr(startup, "wait_for", lambda ref, **_: notes.append(ref))
     monkeypatch.setattr(startup, "cluster_has_accelerators", lambda: True)
-    monkeypatch.setattr(startup, "restart_timeout_s", lambda args: 1.0)
-    monkeypatch.setattr(startup, "memory_timeout_s", lambda args: 1.0)
-    args = Namespace(num_rollout=1, offload_rollout=True, debug_train_only=False, train_timeout_s=1)
+    timeouts = dict(train_timeout_s=1, engine_start_timeout_s=1, weight_update_timeout_s=1)
+    args = Namespace(num_rollout=1, offload_rollout=True, debug_train_only=False, **timeouts)
     startup.create_rollout_manager(args, None, meanwhile=lambda: notes.append("ranks"))  # type: ignore[arg-type]
     beside = ["manager", "watched: wait_ready", "ranks"]
     assert notes == [*beside, "get_num_rollout_per_epoch", "wait_ready", "offload"]

@@ -1,0 +1,164 @@
+"""The verbs of the rollout manager that concern its engines alone.
+
+The driver reads them to make the manager's handle; what they call is imported in the manager's process.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from slime.ray.waiting import Watched
+
+if TYPE_CHECKING:
+    from slime.ray.engines.fleet import EngineFleet
+    from slime.ray.engines.ray_engine import UpdatableEngines
+    from slime.weights.push.participants import ExcludedEngine
+
+CONTROL_GROUP = "control"
+"""Concurrency group of the short calls that must not queue behind a running ``generate``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageSource:
+    """A page that is put into the job's own."""
+
+    url: str
+    labels: Mapping[str, str]
+    """Of every sample on it; the first two name it."""
+    text: str | None = None
+    """The page, where it has been read already; empty when it did not answer."""
+
+    @property
+    def name(self) -> str:
+        """A description of the server that has the page."""
+        return " ".join(self.labels.values())
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """The engines and routers of a job at one moment."""
+
+    pages: Sequence[PageSource] = ()
+    engine_states: Mapping[str, int] = field(default_factory=dict)
+    """Engines in each state of their life."""
+    num_evictions: int = 0
+    """Engines that were given up or restarted since the job began."""
+
+
+class EngineVerbs(Watched):
+    """Base of the manager; :class:`EngineFleet` says more of each."""
+
+    args: Namespace
+    engines: EngineFleet
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def wait_ready(self) -> None:
+        """Wait until every engine serves."""
+        self.engines.wait_ready()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_job_state(self) -> JobState:
+        """Return the state of engines and routers, for a page of metrics."""
+        return self.engines.job_state()
+
+    # Weights
+
+    def check_weights(self, action: str) -> list[Any]:
+        """Ask the weight checker of every engine to snapshot, reset_tensors or compare."""
+        return self.engines.check_weights(action)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_updatable_engines(self) -> UpdatableEngines:
+        """Describe the live engines of the first model that takes weight updates."""
+        return self.engines.weights.updatable()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:
+        """Return ``(engines, lock, num_new_engines, gpu_counts, gpu_offsets, parallel_configs)``."""
+        described = self.engines.weights.updatable()
+        counts = [engine.num_gpus for engine in described.engines]
+        offsets = [engine.gpu_offset for engine in described.engines]
+        configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in counts]
+        return described.handles, self.engines.lock, described.num_new, counts, offsets, configs
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_evaluation_engines(self) -> UpdatableEngines:
+        """Describe the engines that evaluate in the background."""
+        return self.engines.weights.for_evaluation()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def get_engines_without_weights(self) -> UpdatableEngines:
+        """Describe the restarted engines that wait for weights."""
+        return self.engines.weights.without_weights()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def clear_updatable_num_new_engines(self) -> None:
+        """Note that the trainers have connected to the engines that were described last."""
+        self.engines.weights.connected()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def push_started(self) -> UpdatableEngines:
+        """Note that a push begins; describe the engines that take it."""
+        return self.engines.weights.push_started()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
+        """Note that the engines that were described last hold the present weights, except ``excluded``."""
+        self.engines.weights.push_done(excluded)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
+        """Do with the engines that a push has excluded as ``--weight-push-failure`` says."""
+        self.engines.weights.push_refused(excluded)
+
+    # Memory
+
+    def offload(self) -> None:
+        """Have the engines release their memory."""
+        self.engines.offload()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def offload_idle(self) -> bool:
+        """Have the engines release their memory if nothing is answered before they get weights."""
+        return self.engines.offload_idle()
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def onload_idle(self) -> None:
+        """Give the memory back that :meth:`offload_idle` took."""
+        self.engines.memory.take_back(None)
+        self.engines.resume_monitors()
+
+    def onload(self, tags: list[str] | None = None) -> None:
+        """Have the engines take their memory back."""
+        self.engines.memory.take_back(tags)
+
+    def onload_weights(self) -> None:
+        """Make room for the weights, which a push then fills."""
+        self.engines.memory.take_back(["weights"])
+
+    def onload_kv(self) -> None:
+        """Make room for the KV cache and the CUDA graphs: after this an engine can generate."""
+        self.engines.memory.take_back(["kv_cache", "cuda_graph"])
+
+    # Faults
+
+    def find_dead_engines(self, patience_s: float = 0.0) -> int:
+        """Report engines whose process has ended; return how many."""
+        return self.engines.find_dead_engines(patience_s)
+
+    def recover_updatable_engines(self) -> None:
+        """Wait for the engines that the coming push must meet."""
+        self.engines.recover()
+
+    def health_monitoring_pause(self) -> None:
+        """Have the monitors ask no engine."""
+        self.engines.pause_monitors()
+
+    def health_monitoring_resume(self) -> None:
+        """Have the monitors watch."""
+        self.engines.resume_monitors()

@@ -1,0 +1,129 @@
+"""The work of the rollout manager: prompts into train data, evaluations, and the position in the data.
+
+What the rollout function, the data source and the hooks do is theirs; here is only the order.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from slime.observability import telemetry
+from slime.observability.dumps import dump_rollout, load_rollout_dump
+from slime.observability.rollout_metrics import log_eval, log_rollout
+from slime.ray.engines.fleet import EngineFleet
+from slime.ray.parts import MakeObserver
+from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for_ranks, train_data_from_samples
+from slime.ray.utils import ray_transport
+from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, check_samples, eval_samples, leaf_samples
+from slime.rollout.run_state import CheckpointPosition, RunState, use_run
+from slime.utils.errors import ConfigError, ProcessError
+from slime.utils.misc import Box, load_function
+from slime.utils.plugins import PluginCall, call_plugin
+
+
+class RolloutWork:
+    """Owner of the data source and of the rollout functions.
+
+    Args:
+        args: the run's arguments.
+        engines: watched while a rollout function runs.
+        observers: make the observers of the prompt groups.
+    """
+
+    def __init__(self, args: Namespace, engines: EngineFleet, observers: Sequence[MakeObserver] = ()) -> None:
+        self.args, self.engines = args, engines
+        self.data_source = load_function(args.data_source_path)(args)
+        made = [make(args, self.data_source) for make in observers]
+        self.run = use_run(RunState((*getattr(self.data_source, "observers", ()), *made)))
+        self.generate_rollout = load_function(args.rollout_function_path)
+        self.eval_rollout = load_function(args.eval_function_path)
+        self.position = CheckpointPosition(self.data_source, self.run.observers)
+        self.parallel: dict[str, int] | None = None
+        """Sizes of the trainer's parallel groups; the train data is split accordingly."""
+        self.rollout_id = -1
+
+    def generate(self, rollout_id: int) -> list[Box] | None:
+        """Run one rollout; see :meth:`RolloutManager.generate`."""
+        start = time.monotonic()
+        self.rollout_id = rollout_id
+        self.run.begin(rollout_id)
+        self.position.begin(rollout_id)
+        self.engines.begin_rollout()
+        groups, metrics = self._make_samples(rollout_id)
+        check_samples(groups, f"The rollout function, {plug_ins_of_samples(self.args) or 'or a dump'}, gave")
+        check_fan_out(groups)
+        samples = list(leaf_samples(groups))
+        seconds = time.monotonic() - start
+        dump_rollout(self.args, rollout_id, samples)
+        if self.args.debug_rollout_only:
+            telemetry.samples("rollout", rollout_id=rollout_id, samples=samples, rewards=None)
+            log_rollout(self.args, rollout_id, samples, metrics, seconds)
+            return None
+        if self.parallel is None:
+            raise ProcessError("generate() was called before the trainer said how it is laid out")
+        train_data = train_data_from_samples(self.args, samples)
+        rewards = train_data.rewards if len(train_data.rewards) == len(samples) else None
+        is_loaded = bool(self.args.load_debug_rollout_data)
+        facts = {"samples": samples, "rewards": rewards, "is_loaded": is_loaded}
+        telemetry.samples("rollout", rollout_id=rollout_id, **facts)
+        per_rank = split_for_ranks(self.args, train_data, self.parallel)
+        log_rollout(self.args, rollout_id, samples, metrics, seconds)
+        transport = ray_transport(self.args)
+        return [Box(ray.put(data, _tensor_transport=transport)) for data in per_rank]
+
+    def _make_samples(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
+        if self.args.load_debug_rollout_data:
+            return load_rollout_dump(
+                self.args.load_debug_rollout_data,
+                rollout_id,
+                subsample=self.args.load_debug_rollout_data_subsample,
+                is_trusted=self.args.trust_debug_data,
+            ), None
+        make = partial(self._call_rollout_fn, rollout_id)
+        for observer in self.run.observers:
+            make = partial(observer.make_samples, rollout_id, make)
+        output = make()
+        return output.samples, output.metrics
+
+    def _call_rollout_fn(self, rollout_id: int) -> RolloutFnTrainOutput:
+        call = PluginCall("--rollout-function-path", self.args.rollout_function_path)
+        work = (self.generate_rollout, self.args, rollout_id, self.data_source)
+        output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=False))
+        if not isinstance(output, RolloutFnTrainOutput):
+            raise ConfigError(
+                f"--rollout-function-path {self.args.rollout_function_path} returned {type(output).__name__}; it must "
+                "return a RolloutFnTrainOutput or a list of groups"
+            )
+        return output
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Measure the present policy on the evaluation sets; gives the logged metrics."""
+        start = time.monotonic()
+        self.run.begin(rollout_id)
+        self.engines.begin_rollout()
+        call = PluginCall("--eval-function-path", self.args.eval_function_path)
+        work = (self.eval_rollout, self.args, rollout_id, self.data_source)
+        with telemetry.span("evaluation", rollout=rollout_id):
+            output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=True))
+        dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True)
+        after = rollout_id if self.rollout_id >= 0 else None  # rollout_id is 0 before the first one too
+        telemetry.samples("evaluation", rollout_id=after, data=output.data)
+        return log_eval(self.args, rollout_id, output.data, output.metrics, time.monotonic() - start)
+
+    def load(self, rollout_id: int | None) -> None:
+        """Continue where the data stood after ``rollout_id``, with what observers recorded since."""
+        self.data_source.load(rollout_id)
+        for observer in self.run.observers:
+            observer.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
+
+    def close(self) -> None:
+        """Close what observers have open."""
+        observers, self.run.observers = self.run.observers, ()
+        for observer in observers:
+            observer.close()
