@@ -16,7 +16,7 @@ from slime.compose import flag_groups
 from slime.flags.parse import build_parser
 from tests.contracts.source_tree import REPO
 
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 PAGES += [REPO / "benchmarks/README.md", *sorted((REPO / "examples").glob("**/*.md"))]
 COMMAND = re.compile(r"\b(?:python3?|pytest|torchrun|make) [^`\n]*")
 OF_TRAINING = {"train.py", "train_async.py"}

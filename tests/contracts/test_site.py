@@ -11,6 +11,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from pymdownx.slugs import slugify
 
+from tests.contracts.site_search import SiteSearch
 from tests.contracts.source_tree import REPO
 
 OUTSIDE = [REPO / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
@@ -45,19 +46,59 @@ def test_links_of_pages_outside_the_site_hold(page):
     assert dead == []
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site, and what the build warned of."""
+    folder, warnings = tmp_path_factory.mktemp("site"), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("mkdocs").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        build(load_config(str(REPO / "mkdocs.yml"), site_dir=str(folder), strict=False))
+    logging.getLogger("mkdocs").removeHandler(handler)
+    return folder, warnings
+
+
 @pytest.mark.timeout(300)
-def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path, caplog, monkeypatch):
-    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
-    with caplog.at_level(logging.WARNING, logger="mkdocs"):
-        build(load_config(str(REPO / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=False))
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("mkdocs")] == []
-    pages = sorted((tmp_path / "site").glob("*.html"))
-    assert len(pages) > 25 and (tmp_path / "site/search/search_index.json").is_file()
+def test_the_site_builds_without_a_warning_and_needs_no_network(site):
+    folder, warnings = site
+    assert warnings == []
+    pages = sorted(folder.rglob("*.html"))
+    assert len(pages) > 40 and (folder / "search/search_index.json").is_file()
     assert [page.name for page in pages if ASSET.search(page.read_text(encoding="utf-8"))] == []
 
 
+QUESTIONS = {
+    "my reward": "howto/reward.html",
+    "OOM": "howto/memory.html",
+    "2 nodes": "howto/nodes.html",
+    "reward flat": "howto/flat_reward.html",
+    "resume": "howto/resume.html",
+    "multi-turn tools": "howto/tools.html",
+    "wandb": "howto/wandb.html",
+    "evaluate": "howto/evaluation.html",
+    "LoRA": "lora.html",
+    "my HF dataset": "howto/data.html",
+    "DAPO": "howto/dapo.html",
+    "docker": "howto/docker.html",
+    "slurm": "howto/nodes.html",
+    "kuberay": "howto/kubernetes.html",
+    "llm judge": "howto/judge.html",
+    "append_response_tokens": "api.html",
+}
+"""What a new user asks for, and the page that answers."""
+
+
+@pytest.mark.timeout(300)
+def test_the_questions_of_a_new_user_find_their_page_first(site):
+    search = SiteSearch(site[0] / "search/search_index.json")
+    assert {question: search.pages(question)[0] for question in QUESTIONS} == QUESTIONS
+    assert not any(doc["location"].startswith("results.html") for doc in search.docs)
+
+
 def test_hand_written_pages_stay_short():
-    pages = [*sorted((REPO / "docs").glob("*.md")), *OUTSIDE[:4]]
+    pages = [*sorted((REPO / "docs").rglob("*.md")), *OUTSIDE[:4]]
     pages = [page for page in pages if page.name not in GENERATED]
     texts = {page: GENERATED_TABLE.sub("", page.read_text(encoding="utf-8")) for page in pages}
     words = {str(page.relative_to(REPO)): len(text.split()) for page, text in texts.items()}
