@@ -5,10 +5,16 @@
 The steps are those of ``slime.ray.train_loop``; ``train_async.py`` puts them in another order.
 """
 
+import sys
 from argparse import Namespace
 
-from slime.compose import run, start_job
-from slime.flags.run_checks import check_in_step_arguments
+from slime.flags.first_look import first_look
+
+if __name__ == "__main__":
+    sys.argv[1:] = first_look(sys.argv[1:])  # before the imports below take their seconds
+
+from slime.compose import run, start_job  # noqa: E402
+from slime.flags.run_checks import check_in_step_arguments  # noqa: E402
 
 
 def train(args: Namespace) -> None:

@@ -6,10 +6,16 @@ The policy that generates is one update older than the one that trains.  Engines
 own (no ``--colocate``).  Supervised fine-tuning runs here too, with ``--debug-train-only``.
 """
 
+import sys
 from argparse import Namespace
 
-from slime.compose import run, start_job
-from slime.flags.run_checks import check_async_arguments
+from slime.flags.first_look import first_look
+
+if __name__ == "__main__":
+    sys.argv[1:] = first_look(sys.argv[1:])  # before the imports below take their seconds
+
+from slime.compose import run, start_job  # noqa: E402
+from slime.flags.run_checks import check_async_arguments  # noqa: E402
 
 
 def train(args: Namespace) -> None:

@@ -1,5 +1,5 @@
 """Write the generated pages: docs/flags.md and docs/hooks.md (from slime/flags), the table of docs/engines.md (from
-slime/ray/engines/lifecycle.py), and the hardware tables of README.md (from ``slime plan``).
+slime/ray/engines/lifecycle.py), the hardware tables of README.md (from ``slime plan``), and slime/flags/table.json.
 
 ``--check`` writes nothing and fails when a page is out of date.
 
@@ -23,10 +23,9 @@ from slime.flags.historical import NOT_YET  # noqa: E402
 from slime.flags.hook_checks import call_of  # noqa: E402
 from slime.flags.hooks import HOOKS, Hook  # noqa: E402
 from slime.flags.parse import build_parser  # noqa: E402
+from slime.flags.parser import Parser  # noqa: E402
+from slime.flags.table import FROM_SGLANG, TABLE, table_text  # noqa: E402
 from slime.ray.engines.lifecycle import table_as_markdown  # noqa: E402
-
-FROM_SGLANG = ("sglang engine", "sglang router")
-"""Groups that mirror the installed SGLang; its own help lists their flags."""
 
 FLAGS_HEAD = """# Flags
 
@@ -59,9 +58,8 @@ TABLE_BEGINS = "<!-- written by scripts/make_docs.py from {} -->"
 TABLE_ENDS = "<!-- end of the table -->"
 
 
-def flags_page() -> str:
+def flags_page(parser: Parser) -> str:
     """docs/flags.md."""
-    parser = build_parser(with_engine_flags=True, groups=flag_groups())
     sections = [FLAGS_HEAD]
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if action.dest != "help"]
@@ -140,7 +138,9 @@ def with_table(page: str, source: str, table: str) -> tuple[Path, str]:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Every generated file with its content."""
-    yield REPO / "docs/flags.md", flags_page()
+    parser = build_parser(with_engine_flags=True, groups=flag_groups())
+    yield REPO / "docs/flags.md", flags_page(parser)
+    yield TABLE, table_text(parser, parser.no_flags)
     yield REPO / "docs/hooks.md", hooks_page()
     yield with_table("docs/engines.md", "slime/ray/engines/lifecycle.py", table_as_markdown())
     yield with_table("README.md", "slime plan", hardware_tables())

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
+import ast
 import os
 import runpy
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from slime.utils import env
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = {
     "train": (
         "",
-        "one job on this machine: a Ray cluster of its own, then train.py (first word --async: train_async.py)",
+        "train.py with the flags of RUN.yaml and those behind it (first word --async: train_async.py)",
     ),
     "plan": ("tools/plan.py", "what a run needs, before it takes a GPU"),
     "convert": ("", "a checkpoint into another format; without words, the formats"),
@@ -28,6 +28,8 @@ VERBS = {
     "ledger": ("tools/ledger.py", "what the rollout ledger of a run holds"),
 }
 """Verb -> (program, what it does)."""
+QUICK_HELP = ("report", "watch", "diff")
+"""Verbs whose program says in its first lines how it is used; importing it takes seconds."""
 EXIT_BAD_INPUT = 2
 COMPLETION = """\
 if [ -n "$ZSH_VERSION" ]; then autoload -U +X bashcompinit && bashcompinit; fi
@@ -60,6 +62,9 @@ def main(words: Sequence[str] | None = None) -> None:
         _train(rest)
     elif verb == "convert":
         _run(*_converter(rest))
+    elif verb in QUICK_HELP and {"-h", "--help"} & set(rest):
+        lines = ast.get_docstring(ast.parse((ROOT / VERBS[verb][0]).read_text(encoding="utf-8"))) or ""
+        print(lines.replace(f"python {VERBS[verb][0]}", f"slime {verb}"))
     else:
         _run(ROOT / VERBS[verb][0], rest)
 
@@ -86,27 +91,20 @@ def _converter(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def _train(words: Sequence[str]) -> None:
-    """Start a Ray cluster with this machine's GPUs (one or two logical ones without), and submit the job to it."""
+    """Become the driver of a job; without a Ray cluster it starts a private one."""
     script = "train_async.py" if words[:1] == ["--async"] else "train.py"
     words = words[1:] if words[:1] == ["--async"] else words
-    shell = f'source "{ROOT}/scripts/lib.sh"; start_ray "$0"; submit_job "$@"'
-    bash = shutil.which("bash") or "/bin/bash"
-    os.execv(bash, [bash, "-c", shell, str(_num_gpus(words)), script, *words])
-
-
-def _num_gpus(words: Sequence[str]) -> int:
-    """Return the GPUs of this machine; without any, the logical ones that the job's flags ask for."""
-    if (program := shutil.which("nvidia-smi")) is not None:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
-        if count := listed.count("\nGPU ") + listed.startswith("GPU "):
-            return count
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--actor-num-nodes", "--actor-num-gpus-per-node", "--rollout-num-gpus"):
-        parser.add_argument(flag, type=int, default=0)
-    asked = parser.parse_known_args(words)[0]
-    trainers = max(1, asked.actor_num_nodes) * max(1, asked.actor_num_gpus_per_node)
-    return trainers + (0 if "--colocate" in words else asked.rollout_num_gpus)
+    # Plug-ins lie in the user's folder; what runs in Ray's workers is this checkout.
+    paths = [str(ROOT), str(Path.cwd()), env.get_str("PYTHONPATH") or ""]
+    quiet = "ignore::FutureWarning,ignore::UserWarning,ignore::DeprecationWarning"
+    env.export(
+        {
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONWARNINGS": env.get_str("PYTHONWARNINGS", quiet) or quiet,
+        }
+    )
+    os.execv(sys.executable, [sys.executable, str(ROOT / script), *words])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from slime.flags.kinds import (
     positive_int_or_minus_one,
     text_map,
 )
+from slime.flags.words import NO_BATCH
 
 LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen", "any")
 
@@ -209,7 +210,7 @@ def derive_batch_sizes(args: Namespace) -> None:
 def check_batches(args: Namespace) -> Iterator[str]:
     """Yield one message for each batch size that is missing or does not fit the others."""
     if args.rollout_batch_size is None:
-        yield "--rollout-batch-size is not given: say how many prompts one rollout has."
+        yield NO_BATCH
         return
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"

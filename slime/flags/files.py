@@ -23,6 +23,7 @@ from slime.flags.overlay import ROLES_FLAG
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL, RM_TYPES
 from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
 from slime.flags.security import trusts_remote_code
+from slime.flags.words import NO_MODEL
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import language_config, read_model_config, read_object
 
@@ -56,7 +57,7 @@ def check_files(args: Namespace) -> None:
 
 def _check_model(args: Namespace) -> None:
     if args.hf_checkpoint is None:
-        raise ConfigError("--hf-checkpoint is not given: name the model's Hugging Face folder (config and tokenizer).")
+        raise ConfigError(NO_MODEL)
     # The engines read the weights; without engines, the trainer may have them from elsewhere.
     config = check_huggingface_folder(args.hf_checkpoint, "--hf-checkpoint", weights=not args.debug_train_only)
     folder = Path(args.hf_checkpoint)

@@ -10,11 +10,13 @@ import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slime.algorithms.registry import Registry
 from slime.utils.files import parse_object
+
+if TYPE_CHECKING:
+    from slime.algorithms.registry import Registry
 
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1

@@ -19,6 +19,7 @@ from slime.flags.kinds import (
     seed,
     wait_s,
 )
+from slime.flags.words import NO_LENGTH
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 OWN_ROLLOUTS = (
@@ -199,7 +200,7 @@ def derive_lengths(args: Namespace) -> None:
 def check_length_of_the_run(args: Namespace) -> Iterator[str]:
     """Yield a message when nothing says how many rollouts there are."""
     if args.num_rollout is None and args.num_epoch is None:
-        yield "Neither --num-rollout nor --num-epoch is given: say how long to train."
+        yield NO_LENGTH
     if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
         yield (
             "--num-epoch counts passes over the data set, but --disable-rollout-global-dataset leaves none; "

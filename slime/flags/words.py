@@ -21,8 +21,19 @@ ENGINE_PREFIXES = ("--sglang-", "--router-")
 ENGINE_FLAGS = ("--prefill-num-servers",)
 """Flags of the engines without the prefix."""
 
+NO_MODEL = "--hf-checkpoint is not given: name the model's Hugging Face folder (config and tokenizer)."
+NO_BATCH = "--rollout-batch-size is not given: say how many prompts one rollout has."
+NO_LENGTH = "Neither --num-rollout nor --num-epoch is given: say how long to train."
+_NEEDED = {("hf_checkpoint",): NO_MODEL, ("rollout_batch_size",): NO_BATCH, ("num_rollout", "num_epoch"): NO_LENGTH}
+
 _DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u2212]")
 """Dashes that text processors put in place of one or two hyphens."""
+
+
+def missing_flags(args: argparse.Namespace) -> list[str]:
+    """Return a message for each flag that every run needs, and this one does not have."""
+    given = vars(args)
+    return [message for names, message in _NEEDED.items() if all(given.get(name) is None for name in names)]
 
 
 def engine_flags_are_idle(argv: Sequence[str]) -> bool:

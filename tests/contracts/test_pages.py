@@ -32,6 +32,7 @@ OF_OTHER_PROGRAMS = {
     "--num-gpus",  # ray start
     "--rm-patience-s",  # the example of CONTRIBUTING.md
     "--fix",  # scripts/check
+    "--async",  # slime train
     *("--local-dir", "--repo-type"),  # hf download
     *("--nnodes", "--node-rank"),  # torchrun
     *("--tiny-dir", "--work-dir", "--fully-async"),  # tests/ext/ledger/kill_resume.py

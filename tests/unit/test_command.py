@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.__main__ import ROOT, VERBS, _num_gpus, main
+from slime.__main__ import QUICK_HELP, ROOT, VERBS, main
 
 
 def test_every_verb_has_its_program_and_a_line_of_help(capsys):
@@ -34,8 +36,8 @@ def test_a_shell_completes_the_verb_and_after_it_files(capsys):
 
 def test_the_installed_distribution_has_this_command(tmp_path):
     checkout, place = tmp_path / "checkout", tmp_path / "venv"
-    (checkout / "slime").mkdir(parents=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "slime/__init__.py", "slime/__main__.py"):
+    shutil.copytree(ROOT / "slime", checkout / "slime", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout / name)
     venv.create(place, symlinks=True)
     packages = place / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
@@ -59,8 +61,19 @@ def test_a_verb_hands_its_words_to_the_program(capsys):
     assert left.value.code == 0 and "--model-dir" in capsys.readouterr().out
 
 
-def test_without_gpus_a_job_gets_as_many_logical_ones_as_it_asks_for(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert _num_gpus(["--colocate", "--rollout-num-gpus", "4"]) == 1
-    assert _num_gpus(["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1"]) == 3
-    assert _num_gpus(["--actor-num-gpus-per-node=2", "--actor-num-nodes=2", "--rollout-num-gpus=1"]) == 5
+@pytest.mark.parametrize("verb", QUICK_HELP)
+def test_help_of_a_page_names_every_flag_without_importing_its_program(verb, capsys):
+    main([verb, "--help"])
+    shown, source = capsys.readouterr().out, (ROOT / VERBS[verb][0]).read_text()
+    assert f"slime {verb} RUN" in shown
+    assert [flag for flag in re.findall(r'add_argument\("(--[a-z-]+)"', source) if flag not in shown] == []
+
+
+def test_train_becomes_the_driver_and_finds_plug_ins_of_the_folder(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    main(["train", "--async", "run.yaml", "--lr", "1e-6"])
+    assert started == [[sys.executable, str(ROOT / "train_async.py"), "run.yaml", "--lr", "1e-6"]]
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(tmp_path), "elsewhere"]

@@ -1,0 +1,119 @@
+"""What can be said of a command line before anything large is imported: help, misspelt flags, values of a wrong type.
+
+    slime train run.yaml --lr 1e-6
+
+A YAML file in front holds the same flags by their names; those behind it on the command line count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from slime.flags.parser import Parser
+from slime.flags.table import is_of_installed, parser_of_table, read_table
+from slime.flags.words import engine_flags_are_idle, missing_flags, refuse_unknown, split_engine_flags
+from slime.flags.yaml_file import read_yaml
+from slime.utils.errors import ConfigError
+from slime.utils.redaction import redacted_text
+
+EXIT_BAD_INPUT = 2
+OVERLAYS = ("custom_config_path", "megatron_config_path")
+MATTER = (
+    *("--hf-checkpoint", "--ref-load", "--load", "--save", "--save-interval", "--save-hf"),
+    *("--prompt-data", "--input-key", "--label-key", "--apply-chat-template", "--rm-type", "--custom-rm-path"),
+    *("--num-rollout", "--rollout-batch-size", "--n-samples-per-prompt", "--rollout-max-response-len"),
+    *("--global-batch-size", "--max-tokens-per-gpu", "--advantage-estimator", "--lr"),
+    *("--actor-num-gpus-per-node", "--rollout-num-gpus", "--colocate", "--fit", "--use-wandb"),
+)
+"""The flags that ``--help`` shows."""
+
+
+def first_look(words: Sequence[str]) -> list[str]:
+    """Return the words with YAML files written out as flags.
+
+    Ends the process after help, or with code 2 and the reason when a word cannot be right.
+    """
+    table = read_table()
+    for position, word in enumerate(words):
+        if word in ("-h", "--help"):
+            print(help_text(table, " ".join(words[position + 1 : position + 3])))
+            sys.exit(0)
+    try:
+        parser = parser_of_table(table)
+        written = _files_written_out(words, parser)
+        if is_of_installed(table):
+            _check(written, parser)
+    except ConfigError as error:
+        print(redacted_text(f"slime cannot go on with this run: {error}"), file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    return written
+
+
+def help_text(table: dict[str, Any], topic: str) -> str:
+    """Return the help of the flags that matter, of the group that ``topic`` begins, or of all."""
+    groups = [(group["title"], [row["names"][0] for row in group["flags"]]) for group in table["groups"]]
+    wanted = topic.replace("-", " ").strip().lower()
+    if wanted == "all":
+        return parser_of_table(table).format_help()
+    found = [names for title, names in groups if wanted and title.lower().startswith(wanted)]
+    if found:
+        return _help_of(table, [name for names in found for name in names])
+    begins = f"No group of flags is called {topic!r}.\n\n" if wanted else _help_of(table, MATTER)
+    titles = "\n".join(f"  {title} ({len(names)})" for title, names in groups)
+    return f"{begins}\n--help GROUP shows one group, --help all every flag:\n{titles}"
+
+
+def _help_of(table: dict[str, Any], names: Sequence[str]) -> str:
+    parser = parser_of_table(table, names)
+    parser.usage = "slime train [RUN.yaml] FLAGS..., or python train.py with the same words"
+    return parser.format_help()
+
+
+def _check(words: Sequence[str], parser: Parser) -> None:
+    kept = split_engine_flags(words)[0] if engine_flags_are_idle(words) else list(words)
+    args, leftover = parser.parse_known_args(kept)
+    refuse_unknown(parser, kept, leftover)
+    if "--plan" not in words and not any(vars(args).get(name) for name in OVERLAYS):
+        if missing := missing_flags(args):
+            raise ConfigError("\n".join(missing))
+
+
+def _files_written_out(words: Sequence[str], parser: Parser) -> list[str]:
+    written: list[str] = []
+    for position, word in enumerate(words):
+        if not word.endswith((".yaml", ".yml")):
+            return [*written, *words[position:]]
+        written += _words_of(word, parser)
+    return written
+
+
+def _words_of(path: str, parser: Parser) -> list[str]:
+    content = read_yaml(path, "run file") or {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"run file: {path} holds a {type(content).__name__}; write `flag: value` lines.")
+    return [word for key, value in content.items() for word in _flag_words(str(key).replace("_", "-"), value, parser)]
+
+
+def _flag_words(name: str, value: Any, parser: Parser) -> list[str]:
+    """Return what one would write on the command line for a line of a file; null is as if it were not there."""
+    flag, known = f"--{name}", parser._option_string_actions
+    if value is None:
+        return []
+    if value is True:
+        return [flag]
+    if value is False and flag in known and known[flag].nargs == 0:
+        opposite = f"--no-{name}"
+        return [opposite] if opposite in known else []
+    if isinstance(value, list):
+        if flag in known and known[flag].nargs is None and isinstance(known[flag], argparse._AppendAction):
+            return [f"{flag}={_text(one)}" for one in value]
+        return [flag, *map(_text, value)]
+    return [f"{flag}={_text(value)}"]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
