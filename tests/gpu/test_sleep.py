@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,40 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 8192}
 """Some 100 million parameters: segments of the allocator's own for weights, gradients and moments."""
+
+
+FALL_ASLEEP = """
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+from slime.backends.sglang_utils import sglang_plugin
+
+sglang_plugin.register()
+HookRegistry.apply_hooks()
+memory = TorchMemorySaverAdapter.create(enable=True)
+with memory.region("weights", enable_cpu_backup=False):
+    buffer = torch.full((2**28,), 3.0, device="cuda")
+torch.cuda._sleep(2_000_000_000)
+kept = buffer.clone()
+memory.pause("weights")
+assert kept.eq(3.0).all()
+"""
+"""What SGLang does with a buffer of the model on a GPU that is a second behind."""
+
+
+def test_an_engine_falls_asleep_behind_its_queued_kernels() -> None:
+    spec = find_spec("torch_memory_saver")
+    assert spec is not None and spec.origin is not None
+    (library,) = Path(spec.origin).parents[1].glob("torch_memory_saver_hook_mode_preload*.so")
+    run = subprocess.run(
+        [sys.executable, "-c", FALL_ASLEEP],
+        env=os.environ | {"LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_a_sleeping_model_leaves_the_card_and_comes_back(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ _TOKENIZER = "transformers.PreTrainedTokenizerBase"
 _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 _ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
 _SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
+_MEMORY = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 
 
@@ -81,6 +82,7 @@ def register() -> None:
     for target, hook, kind in (
         (f"{_SLEEP}._export_static_state", _keep_own_scales, HookType.AROUND),
         (f"{_SLEEP}._import_static_state", _restore_own_scales, HookType.AROUND),
+        (f"{_MEMORY}.pause", _wait_for_kernels, HookType.BEFORE),
         (f"{_BATCH_INFO}.from_schedule_batch", _mark, HookType.AFTER),
         (f"{_BATCH_INFO}.filter_batch", _filter, HookType.AFTER),
         (f"{_BATCH_INFO}.merge_batch", _merge, HookType.AROUND),
@@ -119,6 +121,15 @@ def _keep_own_scales(original: Callable[..., dict[str, Any]], model: torch.nn.Mo
     """
     scales = {name: p.detach().clone() for name, p in model.named_parameters() if is_own_scale(name)}
     return {**original(model), _OWN_SCALES: scales}
+
+
+def _wait_for_kernels(*_: Any) -> None:
+    """Wait for queued kernels before memory is unmapped under them.
+
+    SGLang 0.5.15 copies the model's buffers and unmaps them in the same breath: on a busy GPU the copy comes second,
+    which is an illegal memory access.
+    """
+    torch.cuda.synchronize()
 
 
 def _restore_own_scales(original: Callable[..., None], model: torch.nn.Module, state: dict[str, Any]) -> None:
