@@ -24,9 +24,9 @@ from examples.tiny_arithmetic.reward import END_OF_TURN
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.sglang_utils.router_process import start_router
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-from slime.compose import parts
+from slime.compose import parse_args, parts
 from slime.ext.fast_push.messages import RECEIVER
-from slime.flags.parse import parse_args, record_runtime
+from slime.flags.parse import record_runtime
 from slime.observability.logging_utils import init_tracking
 from slime.utils import env
 from slime.utils.net import find_available_port, get_free_port

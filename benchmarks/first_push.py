@@ -63,7 +63,7 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
 
 def trainer_args(folder: str, options: argparse.Namespace) -> Namespace:
     """Return complete flags of a colocated trainer of one rank, for the model in ``folder``."""
-    from slime.flags.parse import parse_args
+    from slime.compose import parse_args
 
     flags = ["--num-layers", options.layers, "--hidden-size", WIDTH, "--ffn-hidden-size", WIDTH]
     flags += ["--num-attention-heads", 8, "--group-query-attention", "--num-query-groups", 4, "--kv-channels", 128]

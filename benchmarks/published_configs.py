@@ -257,6 +257,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None, "vocab_size": 262144},
         **{"sliding_window": 512, "sliding_window_pattern": 6, "attention_bias": False},
     },
+    "olmo3-7B": shape(
+        *(32, 4096, 11008, 32, 32),
+        **{"model_type": "olmo3", "vocab_size": 100278, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6},
+        **{"sliding_window": 4096, "attention_bias": False, "tie_word_embeddings": False, "rope_theta": 500000},
+        rope_scaling={
+            **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+            **{"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
     "llama3.1-8B-Instruct": llama(32, 4096, 14336, 32, head=128, factor=8.0, tied=False),
     "llama3.2-1B-Instruct": llama(16, 2048, 8192, 32, head=64, factor=32.0, tied=True),
     "llama3.2-3B-Instruct": llama(28, 3072, 8192, 24, head=128, factor=32.0, tied=True),
@@ -346,6 +355,6 @@ NUM_PARAMETERS = {
     **{"qwen3-1.7B": 1_720_574_976, "qwen3-4B": 4_022_468_096, "qwen3-8B": 8_190_735_360},
     **{"qwen3-14B": 14_768_307_200, "qwen3-32B": 32_762_123_264, "qwen3-30B-A3B": 30_532_122_624},
     **{"qwen3-235B-A22B": 235_093_634_560, "gemma3-1B": 999_885_952, "qwen3-vl-30B-A3B": 31_070_754_032},
-    **{"qwen3-vl-2B": 2_127_532_032, "qwen3-vl-8B": 8_767_123_696},
+    **{"olmo3-7B": 7_298_011_136, "qwen3-vl-2B": 2_127_532_032, "qwen3-vl-8B": 8_767_123_696},
 }
 """As the models' pages state them, or the index of their weights."""

@@ -68,7 +68,7 @@ def write_model(folder: Path, options: Namespace) -> None:
 
 def trainer_args(options: Namespace, folder: str) -> Namespace:
     """Return complete args of a trainer of one rank; the model is in ``folder``."""
-    from slime.flags.parse import parse_args
+    from slime.compose import parse_args
 
     words = f"""--hf-checkpoint {folder} --ref-load {folder} --load {folder} --debug-train-only --num-rollout 1000
         --rollout-batch-size {options.samples // 2} --n-samples-per-prompt 2 --global-batch-size {options.samples}

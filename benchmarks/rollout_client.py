@@ -320,7 +320,7 @@ def report(length: int, num_samples: int, pairs: dict[str, list[dict[str, float]
 
 def engine_args(folder: Path, options: argparse.Namespace, extra: list[str]) -> Namespace:
     """The arguments of a job whose engine has random weights, and lets in a client that has no secret."""
-    from slime.flags.parse import parse_args
+    from slime.compose import parse_args
 
     write_model(folder / "task", options.model, has_weights=False)
     job = Namespace(out=folder, prompts=options.samples // GROUP_SIZE, rollouts=1, cap=options.cap, tokens=8192)

@@ -139,7 +139,7 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
 
 def run_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Namespace:
     """Complete args of the job that this run stands for."""
-    from slime.flags.parse import parse_args
+    from slime.compose import parse_args
 
     tiny = {"tiny": TINY_FLAGS, "tiny-moe": [*TINY_FLAGS, *TINY_MOE_FLAGS]}
     flags = list(tiny[options.model] if options.model in tiny else model_flags(options.model))

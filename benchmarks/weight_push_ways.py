@@ -181,7 +181,7 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
 def trainer_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Namespace:
     """Complete args of a colocated trainer of one rank."""
     from benchmarks.model_shapes import model_flags
-    from slime.flags.parse import parse_args
+    from slime.compose import parse_args
 
     tiny = {"tiny": TINY_FLAGS, "tiny-moe": [*TINY_FLAGS, *TINY_MOE_FLAGS]}
     flags = [*(tiny[options.model] if options.model in tiny else model_flags(options.model))]
