@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.ledger.frames import folder_bytes
 from slime.ext.ledger.journal import Journal, UserCode
 from slime.ext.ledger.segments import JournalWriter
 from slime.utils.types import Sample
@@ -94,7 +95,7 @@ def run_ledger(
 ) -> tuple[float, float, float]:
     """``(loop microseconds, all microseconds, bytes)`` a sample."""
     groups, fields = make_groups(num_samples), iter(answers(num_samples, length))
-    journal = kind(folder, fingerprint={}, user_code=UserCode(has_user_code, True, has_user_code))
+    journal = kind(folder, fingerprint={}, user_code=UserCode(before_finish=has_user_code))
     journal.record_start(0, first_segment=0)
     journal.record_begin(0)
     start_all, loop = cpu_s(), 0.0
@@ -117,8 +118,8 @@ def run_ledger(
     if kind is Journal:
         journal.record_batch(0, groups, {}, keeps_open=False)  # on the manager's thread
     total = cpu_s() - start_all
-    written = journal.writer.bytes_written
     journal.close()
+    written = folder_bytes(folder)
     return loop / num_samples * 1e6, total / num_samples * 1e6, written / num_samples
 
 

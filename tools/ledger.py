@@ -15,16 +15,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.ext.ledger.frames import Kind, Record, describe_damage, folder_bytes, read_folder, segment_files
+from slime.ext.ledger.frames import Kind, Record, folder_bytes, read_folder, segment_files
 from slime.ext.ledger.records import ReplayState, RolloutState
 from slime.flags.kinds import non_negative_int
+from slime.utils.errors import DataError
 from tools.terminal import plain, say
 
 MAX_GROUPS_SHOWN = 20
@@ -97,8 +98,8 @@ class Balance:
         }
 
     def problems(self) -> list[str]:
-        """Return one sentence for each damage of a file, and for each group that is lost or was trained twice."""
-        return [f"damaged, {describe_damage(record)}" for record in self._state.damage] + self._problems
+        """Return one sentence for a damage of a file, and for each group that is lost or was trained twice."""
+        return [f"damaged, {self._state.damage}"] * bool(self._state.damage) + self._problems
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,14 +115,26 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.folder / "ledger" if (options.folder / "ledger").is_dir() else options.folder
     if not folder.is_dir() or not segment_files(folder):
         parser.error(f"{plain(options.folder)} holds no ledger; give the folder ledger of a --save folder.")
-    records = read_folder(folder, verify_blobs=options.check)
+    records = read_folder(folder)
     if any(value is not None for value in (options.group, options.sample, options.prompt)):
         return print_groups(find(records, options))
-    balance = Balance(ReplayState().read(records))
     if options.check:
-        return print_check(balance)
+        damaged: list[str] = []
+        balance = Balance(ReplayState().read(checked(records, damaged)))
+        return print_check(balance, damaged)
+    balance = Balance(ReplayState().read(records))
     print_totals(balance, folder)
     return 0
+
+
+def checked(records: Iterator[Record], damaged: list[str]) -> Iterator[Record]:
+    """Yield the records, and note those whose samples are not as they were written."""
+    for record in records:
+        try:
+            record.read_blob()
+        except DataError as error:
+            damaged.append(str(error))
+        yield record
 
 
 def find(records: Iterator[Record], options: argparse.Namespace) -> dict[int, list[tuple[int, Record]]]:
@@ -232,9 +245,9 @@ def print_totals(balance: Balance, folder: Path) -> None:
         say(f"  BROKEN  {problem}")
 
 
-def print_check(balance: Balance) -> int:
+def print_check(balance: Balance, damaged: Sequence[str] = ()) -> int:
     """Print the groups that break the invariant; return the exit code."""
-    problems = balance.problems()
+    problems = [*balance.problems(), *damaged]
     for label, value in balance.totals().items():
         say(f"{label:<30} {value:>10,}")
     for problem in problems[:MAX_PROBLEMS_SHOWN]:

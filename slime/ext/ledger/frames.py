@@ -1,21 +1,20 @@
 """Frames: the records of the ledger as bytes, and the segment files that hold them, read in order.
 
-A frame is a header of 24 bytes, a *head* (msgpack: what happened, small enough to be read by the million) and a *blob*
-(tokens, log-probs and everything else a sample holds; readers of events alone seek over it).
+A frame is a header, a *head* (msgpack: what happened, small enough to be read by the million) and a *blob* (tokens,
+log-probs and everything else a sample holds; readers of events alone seek over it).
 
-    magic u8 | kind u8 | flags u16 | head bytes u32 | blob bytes u32 | crc32 of head | of blob | of the header so far
+    magic u8 | kind u8 | head bytes u32 | blob bytes u32 | crc32 of head | of blob | of the header so far
 
 Frames are only appended.  A process that is killed leaves at most one unfinished frame, at the end of its last
 segment: the file ends before the frame does, and the reader passes over it.  Anything else that is not as it was
-written is damage; the header has a checksum of its own, so that no flipped length looks like an unfinished frame.
+written is damage, and the ledger is read up to there, as if the run had been killed at that moment.
 
-A segment that continues another one begins with the size of that one, and numbers have no gaps: a file that was cut
-short or is gone is told like a flipped byte.
+A segment that continues another one begins with the size of that one, and numbers have no gaps: so a file that was cut
+short or is gone is found, too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import struct
@@ -33,11 +32,10 @@ from slime.utils.files import opened
 
 logger = logging.getLogger(__name__)
 
-MAGIC = 0xA7
-_FIXED = struct.Struct("<BBHIIII")
+MAGIC = 0xA8
+_FIXED = struct.Struct("<BBIIII")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIXED.size + _CRC.size
-MAX_HEAD_BYTES = 1 << 28
 
 
 def segment_number(path: Path) -> int:
@@ -75,7 +73,7 @@ class Kind(IntEnum):
     CONTINUED = 15
     """The segment goes on where another one, of so many bytes, ends."""
     DAMAGED = 17
-    """Bytes here are not as they were written: found by the reader, and never on disk."""
+    """Found by the reader, and never on disk: what follows is not as it was written (head key ``what``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +93,8 @@ class Record:
         Raises:
             DataError: it is damaged.
         """
+        if not self.blob_bytes:
+            return b""
         with open(self.segment, "rb") as file:
             file.seek(self.blob_offset)
             blob = file.read(self.blob_bytes)
@@ -113,64 +113,32 @@ _decode_head = msgspec.msgpack.Decoder(dict).decode
 def pack_frame(kind: Kind, head: Mapping[str, Any], blob: bytes = b"") -> bytes:
     """Return one frame."""
     body = encode_value(head)
-    fixed = _FIXED.pack(MAGIC, kind, 0, len(body), len(blob), zlib.crc32(body), zlib.crc32(blob))
+    fixed = _FIXED.pack(MAGIC, kind, len(body), len(blob), zlib.crc32(body), zlib.crc32(blob))
     return b"".join((fixed, _CRC.pack(zlib.crc32(fixed)), body, blob))
 
 
-class _UnfinishedError(Exception):
-    """The file ends before the frame does."""
+def _records(file: IO[bytes], path: Path) -> Iterator[Record]:
+    """Yield the records of one file.
 
-
-def read_segment(path: Path, *, verify_blobs: bool = False) -> Iterator[Record]:
-    """Yield the records of one file; where it is damaged, a record DAMAGED, and nothing that follows.
-
-    Args:
-        path: of the file.
-        verify_blobs: read the blobs, too; a damaged one is told after its record, and the reading continues.
+    Raises:
+        DataError: it is damaged.
     """
-    with contextlib.ExitStack() as stack:
+    size, offset = os.fstat(file.fileno()).st_size, 0
+    while offset < size:
+        file.seek(offset)
         try:
-            file = stack.enter_context(opened(path))
-        except (OSError, DataError) as error:
-            yield damage(path, 0, str(error), is_gap=True)
+            record = _read_frame(file, path, size)
+        except DataError as error:
+            raise DataError(f"at byte {offset}: {error}") from error
+        if record is None:
+            logger.info("%s: the last %d bytes are an unfinished record and are not read.", path, size - offset)
             return
-        size, offset = os.fstat(file.fileno()).st_size, 0
-        while offset < size:
-            try:
-                record = _read_frame(file, path, size)
-            except _UnfinishedError:
-                logger.info("%s: the last %d bytes are an unfinished record and are not read.", path, size - offset)
-                break
-            except DataError as error:
-                yield damage(path, offset, str(error), is_gap=True)
-                break
-            yield record
-            if verify_blobs:
-                try:
-                    record.read_blob()
-                except DataError:
-                    yield damage(path, record.blob_offset, "the samples differ from their checksum", is_gap=False)
-            offset = record.blob_offset + record.blob_bytes
-            file.seek(offset)
+        yield record
+        offset = record.blob_offset + record.blob_bytes
 
 
-def damage(path: Path, offset: int, reason: str, *, is_gap: bool) -> Record:
-    """Return the record that says where a file is damaged.
-
-    Args:
-        is_gap: True when records are missing; False when only the samples of one are.
-    """
-    head = {"file": path.name, "byte": offset, "reason": reason, "is_gap": is_gap}
-    return Record(Kind.DAMAGED, head, path, offset, 0, 0)
-
-
-def describe_damage(record: Record) -> str:
-    """Return the place and the kind of a damage, for a log line or a report."""
-    return f"{record.head['file']} at byte {record.head['byte']}: {record.head['reason']}"
-
-
-def _read_frame(file: IO[bytes], path: Path, size: int) -> Record:
-    """Read the header and the head of the frame at the present place.
+def _read_frame(file: IO[bytes], path: Path, size: int) -> Record | None:
+    """Read the header and the head of the frame at the present place; None when the file ends before the frame does.
 
     Raises:
         DataError: they are not as they were written.
@@ -178,30 +146,23 @@ def _read_frame(file: IO[bytes], path: Path, size: int) -> Record:
     begin = file.tell()
     start = file.read(_FIXED.size)
     if start[0] != MAGIC:
-        raise DataError("no record begins here")
+        raise DataError("no record of this version begins here")
     if begin + HEADER_BYTES > size:
-        raise _UnfinishedError
-    _, kind, _, head_bytes, blob_bytes, head_crc, blob_crc = _FIXED.unpack(start)
+        return None
+    _, kind, head_bytes, blob_bytes, head_crc, blob_crc = _FIXED.unpack(start)
+    # With a checksum for itself, so that no flipped length looks like an unfinished frame.
     if file.read(_CRC.size) != _CRC.pack(zlib.crc32(start)):
         raise DataError("the header of a record differs from its checksum")
-    if head_bytes > MAX_HEAD_BYTES or kind not in _KINDS:
-        raise DataError(f"a record of kind {kind} with a head of {head_bytes} bytes is unknown to this version")
     blob_offset = begin + HEADER_BYTES + head_bytes
-    if blob_offset > size:
-        raise _UnfinishedError
+    if blob_offset + blob_bytes > size:
+        return None
     body = file.read(head_bytes)
     if zlib.crc32(body) != head_crc:
         raise DataError("the head of a record differs from its checksum")
-    if blob_offset + blob_bytes > size:
-        raise _UnfinishedError
     try:
-        head = _decode_head(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+        return Record(Kind(kind), _decode_head(body), path, blob_offset, blob_bytes, blob_crc)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise DataError(f"the head of a record cannot be decoded ({error})") from error
-    return Record(Kind(kind), head, path, blob_offset, blob_bytes, blob_crc)
-
-
-_KINDS = frozenset(Kind)
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -219,28 +180,31 @@ def next_number(folder: Path) -> int:
     return max(map(segment_number, segment_files(folder)), default=-1) + 1
 
 
-def read_folder(folder: Path, *, first_segment: int = 0, verify_blobs: bool = False) -> Iterator[Record]:
-    """Yield the records from segment ``first_segment`` on.  Where a file is damaged, cut or missing comes a DAMAGED.
+def read_folder(folder: Path, *, first_segment: int = 0) -> Iterator[Record]:
+    """Yield the records from segment ``first_segment`` on.
 
-    Args:
-        folder: of the ledger.
-        first_segment: where to begin.
-        verify_blobs: see ``read_segment``.
+    Where a file is damaged, cut or missing comes a DAMAGED, and nothing after it.
     """
     before: Path | None = None
     for path in segment_files(folder):
         if segment_number(path) < first_segment:
             continue
-        if before is not None and segment_number(path) != segment_number(before) + 1:
-            missing = segment_path(folder, segment_number(before) + 1)
-            yield damage(missing, 0, "the file is missing", is_gap=True)
-            before = None
-        for record in read_segment(path, verify_blobs=verify_blobs):
-            if record.kind is Kind.CONTINUED and before is not None:
-                size, written = before.stat().st_size, record.head["bytes"]
-                if size != written:
-                    yield damage(before, size, f"it has {size} bytes of {written} that were written", is_gap=True)
-            yield record
+        place = path
+        try:
+            if before is not None and segment_number(path) != segment_number(before) + 1:
+                place = segment_path(folder, segment_number(before) + 1)
+                raise DataError("at byte 0: the file is missing")
+            with opened(path) as file:
+                for record in _records(file, path):
+                    if record.kind is Kind.CONTINUED and before is not None:
+                        size, written = before.stat().st_size, record.head["bytes"]
+                        if size != written:
+                            place = before
+                            raise DataError(f"at byte {size}: it should have {written} bytes")
+                    yield record
+        except (OSError, DataError) as error:
+            yield Record(Kind.DAMAGED, {"what": f"{place.name} {error}"}, place, 0, 0, 0)
+            return
         before = path
 
 

@@ -90,21 +90,18 @@ def config_fingerprint(args: Namespace) -> dict[str, dict[str, str]]:
 class UserCode(NamedTuple):
     """The moments at which user code may edit lists of a sample in place."""
 
-    before_record: bool = True
-    """Between two records, so each list is compared again."""
+    before_finish: bool = True
+    """Between the answer and the end of the group."""
     after_finish: bool = True
     """Between the end of a group and the end of its rollout."""
-    while_waiting: bool = True
-    """While an answer waits to be written, so its lists are copied first."""
 
 
 def user_code(args: Namespace) -> UserCode:
     """Return what the hooks of this run may do."""
     late = (getattr(args, name) for name in ("rollout_function_path", *_LATE_HOOKS))
     return UserCode(
-        before_record=any(getattr(args, name) for name in _HOOKS),
+        before_finish=any(getattr(args, name) for name in _HOOKS),
         after_finish=any(path and not path.startswith("slime.") for path in late),
-        while_waiting=bool(args.rollout_sample_hook_path),
     )
 
 
@@ -160,7 +157,7 @@ class Journal:
         self.rollout_id = -1
         self.open: dict[int, Issued] = {}
         self._user_code = user_code
-        self._encoder = EntryEncoder(trust_identity=not user_code.before_record)
+        self._encoder = EntryEncoder()
         self._process: dict[str, Any] = {"run": run, "facts": dict(fingerprint)}
         self.writer = JournalWriter(
             folder,
@@ -204,7 +201,7 @@ class Journal:
         fields = issued.fields[issued.indices.index(sample.index)]
         head = {"t": time.time(), "r": self.rollout_id, "g": sample.group_index, "i": [sample.index]}
         # The hooks come right after this; the other records are made when they have run.
-        samples = snapshot(entry, copy_lists=self._user_code.while_waiting, pack_now=True)
+        samples = snapshot(entry, copy_lists=self._user_code.before_finish)
         self.writer.put(_Event(Kind.RESPONSE, head, [(key, samples, fields)]))
 
     def record_finished(self, group: list[Any]) -> None:
@@ -291,9 +288,9 @@ class Journal:
             indices: list[int] | None = issued.indices
         else:
             keys, bases, indices = [None] * len(group), [None] * len(group), None
-        pack_now = kind is Kind.FINISHED and self._user_code.before_record
+        copies = kind is Kind.FINISHED and self._user_code.after_finish
         entries = [
-            (key, snapshot(entry, pack_now=pack_now), base)
+            (key, snapshot(entry, copy_lists=copies), base)
             for key, entry, base in zip(keys, group, bases, strict=True)
         ]
         head = {"t": time.time(), "r": self.rollout_id, "g": name, "i": indices, **values}
@@ -304,10 +301,11 @@ class Journal:
         chunks: list[bytes] = [event.blob] if event.blob else []
         head = event.head
         if event.entries:
-            is_final = event.kind is Kind.HANDED and not self._user_code.after_finish
+            hooks = self._user_code
+            may_edit = hooks.after_finish if event.kind is Kind.HANDED else hooks.before_finish or hooks.after_finish
             described = []
             for key, samples, base in event.entries:
-                description, data = self._encoder.encode(key, samples, base, is_final=is_final)
+                description, data = self._encoder.encode(key, samples, base, trusts_lists=not may_edit)
                 described.append(description)
                 chunks += data
             head["entries"] = described

@@ -17,15 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.ext.ledger.frames import (
-    Kind,
-    Record,
-    describe_damage,
-    read_folder,
-    read_segment,
-    segment_files,
-    segment_number,
-)
+from slime.ext.ledger.frames import Kind, read_folder, segment_number
 from slime.ext.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.ext.ledger.records import SAMPLE_FLAGS
 from slime.ext.ledger.recovery import Marks, Recovery, SourceRecorder
@@ -247,11 +239,7 @@ class Ledger(GroupObserver):
 
 def _run_of(folder: Path) -> str | None:
     """Return the identity of the run whose ledger this is; None when it has none yet."""
-    for path in segment_files(folder):
-        for record in read_segment(path):
-            if record.kind in (Kind.LIFE, Kind.CONTINUED) and record.head.get("run"):
-                return record.head["run"]
-    return None
+    return next((record.head["run"] for record in read_folder(folder) if record.head.get("run")), None)
 
 
 def _fresh_position(folder: Path, own: int, save: str) -> int:
@@ -260,21 +248,14 @@ def _fresh_position(folder: Path, own: int, save: str) -> int:
     Processes that began at rollout 0 and died before their first checkpoint are recovered.  After a published
     checkpoint, a start at rollout 0 is a new run.
     """
-    first = own
-    damage: Record | None = None
-    for record in read_folder(folder):
-        if record.kind is Kind.PUBLISHED:
-            return own
-        if record.kind is Kind.DAMAGED:
-            damage = record
-        elif record.kind is Kind.LIFE and record.head["start"] != 0:
-            first = own
-        elif record.kind is Kind.LIFE:
-            first = min(first, segment_number(record.segment))
-    if damage is not None and (first == own or _tracked_rollout(save) >= 0):
-        # A PUBLISHED may be among what cannot be read.
-        logger.error("The ledger %s is damaged, %s. It is not used.", folder, describe_damage(damage))
+    if _tracked_rollout(save) >= 0:
         return own
+    first = own
+    for record in read_folder(folder):
+        if record.kind is Kind.DAMAGED and first == own:
+            logger.error("The ledger %s is damaged, %s. It is not used.", folder, record.head["what"])
+        elif record.kind is Kind.LIFE:
+            first = min(first, segment_number(record.segment)) if record.head["start"] == 0 else own
     return first
 
 

@@ -2,9 +2,6 @@
 
 ``ReplayState`` reads heads only.  The one subtle rule: a rollout that is generated again (BEGIN) voids the records of
 it and of later rollouts, because they belong to the line of events that the crash ended; a replayed rollout does not.
-
-Where records are missing (DAMAGED), what follows counts from the start of the next process on; groups that such a
-process took over from before count as not recorded, for what it built on may be missing.
 """
 
 from __future__ import annotations
@@ -111,13 +108,11 @@ class ReplayState:
         """Checkpoint -> the first segment that it needs."""
         self.other_flags: dict[str, Any] = {}
         """Sample flags of a process whose records do not count."""
-        self.damage: list[Record] = []
-        """The places of records or samples that could not be read."""
+        self.damage = ""
+        """Where and why the reading ended early."""
         self._fingerprint = fingerprint
         self._counts = True
         self._is_replayable = True
-        self._has_gap = False
-        self._knows_flags = False
 
     def read(self, records: Iterable[Record]) -> ReplayState:
         """Add records; return self."""
@@ -128,24 +123,18 @@ class ReplayState:
     def add(self, record: Record) -> None:
         """Add one record."""
         kind, head = record.kind, record.head
-        if kind is Kind.LIFE:
-            self.num_processes += 1
+        if kind in (Kind.LIFE, Kind.CONTINUED):  # the first one that is read of a process may be either
+            self.num_processes += kind is Kind.LIFE
             self._compare_flags(head)
-        elif kind is Kind.CONTINUED:
-            if "facts" in head and not self._knows_flags and not self._has_gap:
-                self._compare_flags(head)  # of a process whose first segment is not read
         elif kind is Kind.DAMAGED:
-            self.damage.append(record)
-            if head["is_gap"]:
-                self._has_gap, self._counts = True, False
+            self.damage = head["what"]
         elif kind is Kind.PUBLISHED:
             self.published[head["rollout"]] = head["first"]
         elif self._counts and kind in _HANDLERS:
             _HANDLERS[kind](self, record)
 
     def _compare_flags(self, head: Mapping[str, Any]) -> None:
-        self._counts = self._knows_flags = True
-        if self._fingerprint is None:
+        if self._fingerprint is None or "facts" not in head:
             return
         theirs = head["facts"]
         self._counts = theirs[SAMPLE_FLAGS] == self._fingerprint[SAMPLE_FLAGS]
@@ -180,9 +169,6 @@ class ReplayState:
             if described is None:
                 continue
             name, indices, prompt, is_recovered = described
-            if is_recovered and self._has_gap:
-                self.groups.pop(name, None)
-                continue
             state = self.groups.get(name)
             if state is None or state.indices != indices or (state.process != self.num_processes and not is_recovered):
                 number = segment_number(record.segment)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slime.ext.ledger.frames import Record, describe_damage, read_folder
+from slime.ext.ledger.frames import Record, read_folder
 from slime.ext.ledger.journal import Journal, group_name, prompt_start
 from slime.ext.ledger.records import SAMPLE_FLAGS, GroupState, HandedGroup, ReplayState, RolloutState
 from slime.ext.ledger.sample_codec import apply_entry, to_entry
@@ -171,11 +171,11 @@ class Recovery:
             if name is not None and name not in ended:  # one may have been filtered right after the position was taken
                 self._given[name] = group
         self._blobs: tuple[Record, bytes] | None = None
-        for record in state.damage:
+        if state.damage:
             logger.error(
                 "The ledger %s is damaged, %s. What was recorded from there on is generated again; no prompt is lost.",
                 folder,
-                describe_damage(record),
+                state.damage,
             )
         if state.other_flags:
             own = fingerprint[SAMPLE_FLAGS]
@@ -259,7 +259,7 @@ class Recovery:
         offset = 0
         for earlier in record.head["entries"][:position]:
             for leaf in earlier["leaves"]:
-                offset += leaf["rest"] + sum(num_bytes for _, _, num_bytes in leaf["packed"])
+                offset += leaf["rest"] + sum(num_bytes for _, num_bytes in leaf["packed"])
         return apply_entry(base, record.head["entries"][position], blob[offset:])[0]
 
     def _blob(self, record: Record) -> bytes:

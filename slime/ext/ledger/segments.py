@@ -26,7 +26,6 @@ MAX_WAITING = 16384
 CHUNK_BYTES = 1 << 18
 POLITE_ITEMS = 8
 """Records made in a row by the thread, about half a millisecond."""
-SEGMENT_BYTES = 256 << 20
 RETRY_INTERVAL_S = 1.0
 
 
@@ -43,7 +42,6 @@ class JournalWriter:
         *,
         flush_s: float,
         timeout_s: float,
-        segment_bytes: int = SEGMENT_BYTES,
         process: Mapping[str, Any] | None = None,
         is_threaded: bool = True,
     ) -> None:
@@ -54,18 +52,14 @@ class JournalWriter:
             encode: item -> frames; runs under the writer's lock, one item at a time, in order.
             flush_s: how long an item may wait in memory.
             timeout_s: how long writing may fail or block before the journal fails.
-            segment_bytes: size at which the next segment is begun.
             process: what the head of every further segment says of this process.
             is_threaded: False leaves all writing to ``flush``.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.bytes_written = 0
-        self.items_written = 0
         self._encode = encode
         self._flush_s = flush_s
         self._timeout_s = timeout_s
-        self._segment_bytes = segment_bytes
         self._process = dict(process or {})
         self._waiting: deque[Any] = deque()
         self._lock = threading.RLock()
@@ -130,7 +124,7 @@ class JournalWriter:
         self.flush()
         with self._lock:
             if not self._is_empty:
-                self._next_segment()
+                self._try_until_deadline(self._next_segment)
             if self._failure is not None:
                 raise self._failure
             return self.number
@@ -145,23 +139,13 @@ class JournalWriter:
         os.close(self._file)
 
     def _next_segment(self) -> None:
-        """Go on in a new file.  The old one stays open until then, or its descriptor could be reused for another."""
-        deadline_s = time.monotonic() + self._timeout_s
-        while self._failure is None:
-            try:
-                os.fsync(self._file)
-                file = self._open(self.number + 1)
-            except OSError as error:
-                self._wait_or_fail(error, deadline_s)
-                continue
-            os.close(self._file)
-            head = {"t": time.time(), "r": -1, "previous": self.number, "bytes": self._size, **self._process}
-            self.number += 1
-            self._size = 0
-            self._file = file
-            self._write(pack_frame(Kind.CONTINUED, head))
-            self._is_empty = True
-            return
+        os.fsync(self._file)
+        file = self._open(self.number + 1)
+        os.close(self._file)  # not before: its descriptor could be reused for another file
+        head = {"t": time.time(), "r": -1, "bytes": self._size, **self._process}
+        self.number, self._file, self._size, self._is_empty = self.number + 1, file, 0, True
+        self._write(pack_frame(Kind.CONTINUED, head))
+        self._is_empty = True
 
     def _serve(self) -> None:
         while not self._is_closed:
@@ -178,8 +162,6 @@ class JournalWriter:
             data = self._take_chunk(is_polite)
             if data:
                 self._write(data)
-            if self._size > self._segment_bytes:
-                self._next_segment()
 
     def _take_chunk(self, is_polite: bool) -> bytes:
         """Return the frames of queued items, up to about ``CHUNK_BYTES``."""
@@ -194,44 +176,39 @@ class JournalWriter:
                 continue
             frames.append(frame)
             size += len(frame)
-            self.items_written += 1
-            if is_polite and self.items_written % POLITE_ITEMS == 0:
+            if is_polite and len(frames) % POLITE_ITEMS == 0:
                 time.sleep(0)  # Lets the event loop have the interpreter.
         return b"".join(frames)
 
     def _write(self, data: bytes) -> None:
-        """Append ``data`` whole; on an error cut the file back and try again until the deadline."""
+        def append() -> None:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._file, view) :]
+            self._size += len(data)
+            self._is_empty = False
+
+        self._try_until_deadline(append)
+
+    def _try_until_deadline(self, change: Callable[[], None]) -> None:
+        """Change the files; while that fails, cut half a record off and try again, until the journal fails."""
         deadline_s = time.monotonic() + self._timeout_s
         while self._failure is None:
             try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(self._file, view) :]
-                self._size += len(data)
-                self._is_empty = False
-                self.bytes_written += len(data)
+                change()
                 return
             except OSError as error:
-                self._wait_or_fail(error, deadline_s, cut_back=True)
-
-    def _wait_or_fail(self, error: OSError, deadline_s: float, *, cut_back: bool = False) -> None:
-        """Sleep before the next try after a failed write or open; set ``_failure`` once the time is up.
-
-        Args:
-            cut_back: drop what a failed write left after the last whole record.
-        """
-        try:
-            if cut_back:
-                os.ftruncate(self._file, self._size)
-                os.lseek(self._file, self._size, os.SEEK_SET)
-        except OSError as worse:  # half a record stays; nothing may follow it
-            self._failed(worse)
-            return
-        if time.monotonic() > deadline_s:
-            self._failed(error)
-            return
-        logger.warning("The ledger cannot be written to %s (%s); retrying.", self.folder, error)
-        time.sleep(min(RETRY_INTERVAL_S, self._timeout_s))
+                try:
+                    os.ftruncate(self._file, self._size)
+                    os.lseek(self._file, self._size, os.SEEK_SET)
+                except OSError as worse:  # half a record stays; nothing may follow it
+                    self._failed(worse)
+                    return
+                if time.monotonic() > deadline_s:
+                    self._failed(error)
+                    return
+                logger.warning("The ledger cannot be written to %s (%s); retrying.", self.folder, error)
+                time.sleep(min(RETRY_INTERVAL_S, self._timeout_s))
 
     def _failed(self, error: OSError) -> DataError:
         """Set the failure that ends all writing, and return it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime.ext.ledger import segments as segments_module
+from slime.ext.ledger.frames import segment_path
 from slime.ext.ledger.ledger import position_path
 from slime.rollout.data_source import state_path
 from slime.utils.errors import DataError
@@ -40,7 +41,7 @@ def test_the_ledger_waits_for_room_and_loses_nothing(tmp_path, monkeypatch, capl
     writer = open_writer(tmp_path, is_threaded=False)
     writer.put(0)
     writer.flush()
-    with full_disk(writer.bytes_written + 50):  # a part of the next record fits
+    with full_disk(segment_path(tmp_path, 0).stat().st_size + 50):  # a part of the next record fits
         for number in range(1, 20):
             writer.put(number)
         flushing = threading.Thread(target=writer.flush)

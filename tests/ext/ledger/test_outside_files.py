@@ -47,7 +47,7 @@ def test_a_field_or_metrics_in_the_ledger_from_a_stranger_run_no_code(tmp_path, 
     marker = tmp_path / "marker"
     monkeypatch.setattr(plain_values, "dumps", lambda value, **names: pickle.dumps(value))
     sample = Sample(prompt="p", metadata={"x": Payload(marker)})
-    description, chunks = EntryEncoder(trust_identity=False).encode(None, snapshot(sample), None)
+    description, chunks = EntryEncoder().encode(None, snapshot(sample), None)
     with pytest.raises(DataError, match="Sample.metadata, holds posix.mkdir"):
         apply_entry(None, description, memoryview(b"".join(chunks)))
     process = Process(tmp_path / "run")
