@@ -8,11 +8,15 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime.algorithms.advantages import ESTIMATORS, get_estimator
+import torch
+
+from slime.algorithms.advantages import ESTIMATORS, GroupConfig, get_estimator
 from slime.algorithms.kl import KL_KINDS
 from slime.algorithms.policy_losses import CISPO
 from slime.algorithms.registry import Registry
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import RegistryChoices, fraction, non_negative_float, non_negative_int, positive_int
+from slime.flags.rollout import OWN_ROLLOUTS
 
 logger = logging.getLogger(__name__)
 
@@ -187,13 +191,6 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def derive_critic(args: Namespace) -> None:
-    """Give an estimator that needs values (PPO) a critic, of the actor's size."""
-    args.use_critic = get_estimator(args.advantage_estimator).needs_values
-    args.critic_num_nodes = args.actor_num_nodes
-    args.critic_num_gpus_per_node = args.actor_num_gpus_per_node
-
-
 def derive_algorithm(args: Namespace) -> None:
     """Fill in the defaults that follow from other flags of the loss."""
     if args.eps_clip_high is None:
@@ -294,3 +291,38 @@ def advise_algorithm(args: Namespace) -> None:
         logger.warning("--eps-clip-c has no effect on CISPO, whose weights are bounded from both sides already.")
     if estimator.policy_loss is CISPO and args.eps_clip < 1:
         logger.warning("CISPO bounds its weights from below at 1 - --eps-clip = %g; usual is 0.", 1 - args.eps_clip)
+
+
+def check_groups_of_one(args: Namespace) -> Iterator[str]:
+    """Yield a message for groups of one: measured against itself, a sample teaches nothing."""
+    is_training = not (args.debug_rollout_only or args.debug_train_only or args.num_rollout == 0)
+    if not is_training or args.n_samples_per_prompt > 1 or args.loss_type != "policy_loss":
+        return
+    plug_ins = (
+        "custom_generate_function_path",
+        "custom_reward_post_process_path",
+        "custom_advantage_function_path",
+        "custom_convert_samples_to_train_data_path",
+    )
+    others = args.use_opd or args.kl_coef or args.kl_loss_coef or args.entropy_coef or args.enable_mtp_training
+    is_ours = args.rollout_function_path in OWN_ROLLOUTS and not any(getattr(args, name) for name in plug_ins)
+    if others or not is_ours or not (args.compute_advantages_and_returns and args.rewards_normalization):
+        return
+    baseline = get_estimator(args.advantage_estimator).group_baseline
+    if baseline is None:
+        return
+    reward = torch.ones(1, dtype=torch.float64)
+    if torch.equal(baseline(reward, GroupConfig(divide_by_std=False)).baseline_G, reward):
+        yield (
+            f"--n-samples-per-prompt {args.n_samples_per_prompt} with --advantage-estimator "
+            f"{args.advantage_estimator}: an answer is compared with the others to its prompt, and there are none, so "
+            "that every advantage is 0 and nothing is learnt. Use 2 or more, or --disable-rewards-normalization."
+        )
+
+
+GROUP = FlagGroup(
+    add_algorithm_arguments,
+    derive=(derive_algorithm,),
+    check=(check_loss, check_off_policy, check_reference, check_routing_replay, check_groups_of_one),
+    advise=(advise_algorithm,),
+)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ from slime.utils.files import (
     read_outside_file,
     write_atomically,
 )
+
+logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Written last by a save: its presence means that the save it names is complete."""
@@ -125,6 +128,12 @@ def check_saves(args: Namespace) -> Iterator[str]:
                 yield f"--{flag.replace('_', '-')} needs --save, the folder of the checkpoints."
     elif args.save_hf is not None and args.save_interval is None:
         yield "--save-hf writes beside each save; give --save-interval too."
+
+
+def advise_saves(args: Namespace) -> None:
+    """Log a folder for checkpoints that stays empty."""
+    if args.save is not None and args.save_interval is None and not args.debug_rollout_only:
+        logger.warning("--save is given without --save-interval: no checkpoint will be written.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,15 @@ Training owns ``A = actor_num_nodes * actor_num_gpus_per_node`` GPUs, the engine
 from __future__ import annotations
 
 import argparse
+import logging
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from slime.algorithms.advantages import get_estimator
 from slime.flags.config import backend_flags
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import (
     gpu_count,
     minutes,
@@ -21,6 +24,20 @@ from slime.flags.kinds import (
 )
 from slime.flags.rollout import OWN_ROLLOUTS
 from slime.utils.async_utils import STALL_TIMEOUT_S
+from slime.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+RUNTIME_FACTS = frozenset(
+    {
+        *("num_rollout", "num_rollout_per_epoch", "start_rollout_id", "update_weight_start_version"),
+        *("rollout_num_gpus", "rollout_num_engines", "sglang_model_routers"),
+        *("sglang_router_ip", "sglang_router_port", "job_secret"),
+        *("run_folder", "tb_experiment_name", "wandb_run_id"),
+    }
+)
+"""Attributes that only the running job knows (``record_runtime`` sets them); None until then."""
 
 
 class GpuPlan(NamedTuple):
@@ -169,6 +186,25 @@ def is_for_cuda(args: Namespace) -> bool:
     return has_cuda() or not args.runs_here
 
 
+def derive_roles(args: Namespace) -> None:
+    """Say which parts the job has; PPO's critic has the size of the actor."""
+    for name in RUNTIME_FACTS - vars(args).keys():
+        setattr(args, name, None)
+    args.rollout_external = args.rollout_external_engine_addrs is not None
+    if args.load_debug_rollout_data is not None:
+        args.debug_train_only = True
+    args.use_critic = get_estimator(args.advantage_estimator).needs_values
+    args.critic_num_nodes = args.actor_num_nodes
+    args.critic_num_gpus_per_node = args.actor_num_gpus_per_node
+
+
+def derive_for_extensions(args: Namespace) -> None:
+    """Set what extensions change: the plug-ins, loaders and settings of engines, and what is special about weights."""
+    args.engine_plugins, args.weight_loaders, args.engine_settings = [], [], {}
+    args.push_sends_model = True  # False: the engines' weights stay those of --hf-checkpoint
+    args.reference_in_actor = False  # True: the actor's frozen weights are the reference
+
+
 def derive_distributed_backend(args: Namespace) -> None:
     """Use NCCL with CUDA, gloo without."""
     if args.distributed_backend is None:
@@ -205,6 +241,20 @@ def derive_cluster(args: Namespace) -> None:
     if args.offload_train:
         args.disable_grad_buffers_cpu_backup = True
         args.disable_param_buffers_cpu_backup = True
+
+
+def check_shared_engines(args: Namespace) -> Iterator[str]:
+    """Yield a message for a colocated engine that lies partly on the trainer's GPUs and partly beside them."""
+    if not args.colocate or args.rollout_external or not args.rollout_num_gpus:
+        return
+    trainer, engine = args.actor_num_nodes * args.actor_num_gpus_per_node, args.rollout_num_gpus_per_engine
+    is_cut = args.rollout_num_gpus > trainer and trainer % engine
+    if is_cut and backend_flags(args).sglang_config is None:
+        yield (
+            f"--rollout-num-gpus-per-engine {engine} with --colocate: engines take {engine} GPUs each from the first "
+            f"on, and the trainer's {trainer} GPUs end in the middle of one. With --rollout-num-gpus "
+            f"{args.rollout_num_gpus}, which goes beyond them, {engine} must divide {trainer}."
+        )
 
 
 def check_gpus(args: Namespace) -> Iterator[str]:
@@ -248,3 +298,61 @@ def check_gpus(args: Namespace) -> Iterator[str]:
             f"--rollout-num-gpus-per-engine {per_engine} is no whole number of nodes of --num-gpus-per-node "
             f"{args.num_gpus_per_node} GPUs; an engine over several nodes takes all of their GPUs."
         )
+
+
+def advise_idle_gpus(args: Namespace) -> None:
+    """Log GPUs whose engines wait while the trainer works."""
+    trainer = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.colocate and (args.rollout_num_gpus or 0) > trainer:
+        logger.warning(
+            "--rollout-num-gpus %d is more than the trainer's %d, which --colocate shares: the other %d have engines "
+            "only, and stay idle while the trainer works. Drop --rollout-num-gpus if that is not meant.",
+            args.rollout_num_gpus,
+            trainer,
+            args.rollout_num_gpus - trainer,
+        )
+
+
+def check_async_arguments(args: Namespace) -> None:
+    """Refuse what only ``train_async.py``, which generates while it trains, cannot do.
+
+    Raises:
+        ConfigError: names the flags.
+    """
+    if args.colocate:
+        raise ConfigError(
+            "train_async.py generates and trains at the same time, so --colocate cannot work here: give the engines "
+            "GPUs of their own with --rollout-num-gpus, or use train.py."
+        )
+    if args.offload_rollout:
+        raise ConfigError(
+            "train_async.py generates while it trains, so the engines cannot be offloaded: drop "
+            "--offload-rollout (and --offload, which stands for it), or use train.py."
+        )
+
+
+def check_in_step_arguments(args: Namespace) -> None:
+    """Refuse what ``train.py``, whose rollouts are drawn by the weights that train on them, cannot do.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if args.eval_in_background:
+        raise ConfigError(
+            "--eval-in-background evaluates while the trainer goes on, and train.py takes one step after the other; "
+            "drop the flag, or use train_async.py."
+        )
+    if args.keep_old_actor:
+        raise ConfigError(
+            "--keep-old-actor keeps the weights that generated a rollout while the trainer continues "
+            "(train_async.py); with "
+            "train.py those are the actor's own; drop the flag, or use train_async.py."
+        )
+
+
+GROUP = FlagGroup(
+    add_cluster_arguments,
+    derive=(derive_roles, derive_for_extensions, derive_distributed_backend, derive_cluster),
+    check=(check_gpus, check_shared_engines),
+    advise=(advise_idle_gpus,),
+)

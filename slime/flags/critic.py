@@ -251,3 +251,6 @@ def check_critic_files(args: Namespace) -> None:
             "To begin with a new critic instead, give it weights to start from: overrides {ref_load: FOLDER} of the "
             f"role critic in {ROLES_FLAG}, for instance --ref-load of the actor."
         ) from error
+
+
+GROUP = FlagGroup(check=(check_critic_flags,))

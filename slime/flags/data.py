@@ -6,12 +6,14 @@ What an evaluation has no flag of its own for is taken from the rollout's flags.
 from __future__ import annotations
 
 import argparse
+import logging
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.flags.config import read_config
+from slime.flags.config import backend_flags, read_config
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import (
     file_path,
     json_object,
@@ -23,6 +25,8 @@ from slime.flags.kinds import (
     text_map,
 )
 from slime.flags.words import NO_BATCH
+
+logger = logging.getLogger(__name__)
 
 LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen", "any")
 
@@ -261,3 +265,46 @@ def check_eval(args: Namespace) -> Iterator[str]:
             yield "--eval-in-background evaluates a trainer's weights; with --debug-rollout-only there is none."
     if args.eval_prompt_data is not None and args.eval_config is not None:
         yield "--eval-prompt-data and --eval-config both name data sets; give one of them."
+
+
+def advise_micro_batches(args: Namespace) -> None:
+    """Log samples that are larger than a micro-batch, and a limit that nothing asks for."""
+    if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
+        logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
+    parts = backend_flags(args).context_parallel_size
+    if not args.use_dynamic_batch_size or args.debug_rollout_only or args.rollout_max_response_len is None:
+        return
+    if args.rollout_max_response_len > args.max_tokens_per_gpu * parts:
+        logger.warning(
+            "--rollout-max-response-len %d is more than the %d tokens of a micro-batch (--max-tokens-per-gpu %d x "
+            "--context-parallel-size %d): a longer sample makes a micro-batch of its own, and takes the memory of it.",
+            args.rollout_max_response_len,
+            args.max_tokens_per_gpu * parts,
+            args.max_tokens_per_gpu,
+            parts,
+        )
+
+
+def advise_incomplete_steps(args: Namespace) -> None:
+    """Log samples that do not fill a step."""
+    if not args.global_batch_size or args.debug_rollout_only:
+        return
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if rest := samples % args.global_batch_size:
+        logger.warning(
+            "--global-batch-size %d does not divide the %d samples of a rollout (--rollout-batch-size %d x "
+            "--n-samples-per-prompt %d): %d samples of each rollout do not fill a step and are not trained on.",
+            args.global_batch_size,
+            samples,
+            args.rollout_batch_size,
+            args.n_samples_per_prompt,
+            rest,
+        )
+
+
+GROUP = FlagGroup(
+    add_data_arguments,
+    derive=(derive_prompts, derive_batch_sizes),
+    check=(check_batches,),
+    advise=(advise_micro_batches, advise_incomplete_steps),
+)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import read_config
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, non_negative_float, non_negative_int, positive_fraction, positive_int
 
 _TEMPLATE_FIELDS = {
@@ -154,15 +155,6 @@ def _add_ci(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def derive_debug_modes(args: Namespace) -> None:
-    """Run without engines where data are replayed, and name both dumps of --dump-details."""
-    if args.load_debug_rollout_data is not None:
-        args.debug_train_only = True
-    if args.dump_details is not None:
-        args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.pt"
-        args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
-
-
 def check_modes(args: Namespace) -> Iterator[str]:
     """Yield one message for each pair of modes that exclude each other."""
     if args.debug_rollout_only and args.debug_train_only:
@@ -216,3 +208,13 @@ def check_dump_templates(args: Namespace) -> Iterator[str]:
             f"--save-debug-rollout-data and --save-debug-train-data are both {args.save_debug_rollout_data}; they "
             "would overwrite each other."
         )
+
+
+def derive_dumps(args: Namespace) -> None:
+    """Name both dumps of --dump-details."""
+    if args.dump_details is not None:
+        args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.pt"
+        args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
+
+
+GROUP = FlagGroup(add_debug_arguments, derive=(derive_dumps,), check=(check_modes, check_ci, check_dump_templates))

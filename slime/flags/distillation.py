@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import backend_flags, read_config
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, http_url, non_negative_int, positive_int
 
 ONLY_TEACHER = ""
@@ -162,3 +163,6 @@ def _check_top_k(args: Namespace) -> Iterator[str]:
         yield f"{here} compares whole distributions, and --rollout-top-p {args.rollout_top_p} cuts them; make it 1."
     if backend_flags(args).allgather_cp:
         yield f"{here} does not work with --allgather-cp; drop one of them."
+
+
+GROUP = FlagGroup(add_distillation_arguments, check=(check_distillation,))

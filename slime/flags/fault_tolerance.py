@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.flags.config import backend_flags
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import non_negative_int, positive_int, wait_s, wait_s_or_zero
 
 
@@ -175,3 +176,10 @@ def check_spare_nodes(args: Namespace) -> Iterator[str]:
     ):
         if holds:
             yield f"--spare-nodes {args.spare_nodes}: {reason}; drop one of them."
+
+
+GROUP = FlagGroup(
+    add_fault_tolerance_arguments,
+    derive=(derive_fault_tolerance,),
+    check=(check_trainer_recovery, check_spare_nodes, check_on_nan),
+)

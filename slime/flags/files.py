@@ -28,7 +28,7 @@ from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import language_config, read_model_config, read_object
 
 if TYPE_CHECKING:
-    from slime.rollout.eval_config import EvalDatasetConfig
+    from slime.flags.evaluation import EvalDatasetConfig
     from slime.rollout.tokenizer_trial import TokenizerTrial
 
 logger = logging.getLogger(__name__)

@@ -24,6 +24,8 @@ class FlagGroup:
     """Each fills in what follows from the flags, and may rely on what the groups before have filled in."""
     check: tuple[Callable[[Namespace], Iterator[str]], ...] = ()
     """Each yields a message for every combination that cannot work."""
+    advise: tuple[Derive, ...] = ()
+    """Each logs what works, but may not be what was meant."""
     complete: tuple[Derive, ...] = ()
     """Each fills in and checks what follows from the complete flags of a trainer; a run without one skips them."""
     once: tuple[Derive, ...] = ()

@@ -15,6 +15,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.algorithms.advantages import get_estimator
+from slime.flags.group import FlagGroup
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -169,3 +170,6 @@ def refuse_missing_features(args: Namespace) -> None:
     ]
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+GROUP = FlagGroup(add_historical_arguments)

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, wait_s
 from slime.utils.plugins import IMPORT_TIMEOUT_S
 
@@ -352,3 +353,11 @@ def purpose(hook: Hook) -> str:
     """Return the first sentence of the protocol's docstring, fit for argparse."""
     first_line = (inspect.getdoc(hook.protocol) or "").splitlines()[0]
     return first_line.replace("%", "%%")
+
+
+def derive_hook_lists(args: Namespace) -> None:
+    """Make repeatable hooks lists."""
+    args.rollout_sample_hook_path = args.rollout_sample_hook_path or []
+
+
+GROUP = FlagGroup(add_hook_arguments, derive=(derive_hook_lists,))

@@ -14,6 +14,7 @@ from slime.flags.checkpoint import add_checkpoint_arguments
 from slime.flags.cluster import add_cluster_arguments
 from slime.flags.config import read_config
 from slime.flags.data import add_eval_arguments
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, http_url
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
@@ -168,3 +169,6 @@ def derive_observability(args: Namespace) -> None:
             "--wandb-key: every user of this host sees the key in the list of processes; give --wandb-key-file or "
             "WANDB_API_KEY instead."
         )
+
+
+GROUP = FlagGroup(add_observability_arguments, derive=(derive_observability,))

@@ -31,158 +31,53 @@ from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 from slime.flags import (
     algorithm,
     cluster,
+    critic,
     data,
     debug,
     distillation,
+    evaluation,
     fault_tolerance,
+    historical,
+    hooks,
     observability,
     reward,
     rollout,
-    run_checks,
     security,
     train,
     weight_sync,
 )
-from slime.flags.checkpoint import check_saves, derive_starting_point
-from slime.flags.critic import (
-    ALWAYS_OF_ITS_MODEL,
-    check_critic_files,
-    check_critic_flags,
-    check_critic_layout,
-    critic_flags,
-    resolve_critic,
-    set_always,
-)
+from slime.flags.cluster import RUNTIME_FACTS
+from slime.flags.family_checks import check_engines_of_family
 from slime.flags.files import check_files
 from slime.flags.group import FlagGroup, complete_all, declare_all, derive_all, problems_of
-from slime.flags.historical import add_historical_arguments, note_historical, refuse_missing_features
+from slime.flags.historical import note_historical, refuse_missing_features
 from slime.flags.hook_checks import check_hooks_on_driver
-from slime.flags.hooks import add_hook_arguments
 from slime.flags.overlay import apply_overlay, apply_role_overrides, overlaid_names
 from slime.flags.parser import Parser
 from slime.flags.words import engine_flags_are_idle, note_repeated, refuse_unknown, split_engine_flags
-from slime.rollout.eval_config import eval_datasets_from_args
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
-RUNTIME_FACTS = frozenset(
-    {
-        *("num_rollout", "num_rollout_per_epoch", "start_rollout_id", "update_weight_start_version"),
-        *("rollout_num_gpus", "rollout_num_engines", "sglang_model_routers"),
-        *("sglang_router_ip", "sglang_router_port", "job_secret"),
-        *("run_folder", "tb_experiment_name", "wandb_run_id"),
-    }
-)
-"""Attributes that only the running job knows (``record_runtime`` sets them); None until then."""
 
-
-def _runtime_facts(args: Namespace) -> None:
-    for name in RUNTIME_FACTS - vars(args).keys():
-        setattr(args, name, None)
-
-
-def derive_for_extensions(args: Namespace) -> None:
-    """Set what extensions change: the plug-ins, loaders and settings of engines, and what is special about weights."""
-    args.engine_plugins, args.weight_loaders, args.engine_settings = [], [], {}
-    args.push_sends_model = True  # False: the engines' weights stay those of --hf-checkpoint
-    args.reference_in_actor = False  # True: the actor's frozen weights are the reference
-
-
-def _external_engines(args: Namespace) -> None:
+def _ask_external_engines(args: Namespace) -> None:
     """Ask external engines what they are; their GPUs are not ours to place anything on."""
-    args.rollout_external = args.rollout_external_engine_addrs is not None
-    if args.rollout_external and not args.debug_train_only:
+    has_engines = not args.debug_train_only and args.load_debug_rollout_data is None
+    if args.rollout_external_engine_addrs is not None and has_engines:
         from slime.backends.sglang_utils.external_engines import record_external_engines
 
         for name, value in record_external_engines(args).items():
             setattr(args, name, value)
 
 
-def _eval(args: Namespace) -> None:
-    """Fill in what eval takes from the rollout when it has no flag of its own."""
-    if args.eval_function_path is None:
-        args.eval_function_path = args.rollout_function_path
-    args.eval_datasets = eval_datasets_from_args(args)
-
-
-def _hook_lists(args: Namespace) -> None:
-    args.rollout_sample_hook_path = args.rollout_sample_hook_path or []
-
-
-GROUPS = (
-    FlagGroup(
-        cluster.add_cluster_arguments,
-        derive=(
-            _runtime_facts,
-            derive_for_extensions,
-            debug.derive_debug_modes,  # which halves of the job there are
-            algorithm.derive_critic,
-            _external_engines,
-            cluster.derive_distributed_backend,
-            cluster.derive_cluster,
-        ),
-        check=(debug.check_modes, cluster.check_gpus),
-        once=(_external_engines,),
-    ),
-    FlagGroup(
-        security.add_security_arguments,
-        derive=(security.derive_job_secret,),
-        check=(security.check_security,),
-        once=(security.derive_job_secret,),
-    ),
-    FlagGroup(
-        train.add_train_arguments,
-        derive=(train.derive_precision, derive_starting_point),
-        check=(check_saves, train.check_trained_parameters, train.check_stateless_adam),
-        once=(derive_starting_point,),
-    ),
-    FlagGroup(
-        rollout.add_rollout_arguments,
-        derive=(rollout.derive_lengths,),
-        check=(
-            rollout.check_length_of_the_run,
-            rollout.check_data_transport,
-            rollout.check_sampling,
-            run_checks.check_rollout_functions,
-        ),
-    ),
-    FlagGroup(
-        data.add_data_arguments, derive=(data.derive_prompts, data.derive_batch_sizes), check=(data.check_batches,)
-    ),
-    FlagGroup(data.add_eval_arguments, derive=(reward.derive_reward, _eval), check=(data.check_eval,), once=(_eval,)),
-    FlagGroup(
-        algorithm.add_algorithm_arguments,
-        derive=(algorithm.derive_algorithm,),
-        check=(
-            algorithm.check_loss,
-            algorithm.check_off_policy,
-            algorithm.check_reference,
-            algorithm.check_routing_replay,
-        ),
-    ),
-    FlagGroup(distillation.add_distillation_arguments, check=(distillation.check_distillation,)),
-    FlagGroup(reward.add_reward_arguments, check=(run_checks.check_rewards, reward.check_reward)),
-    FlagGroup(
-        weight_sync.add_weight_sync_arguments,
-        derive=(weight_sync.derive_weight_sync,),
-        check=(weight_sync.check_weight_flags,),
-    ),
-    FlagGroup(
-        fault_tolerance.add_fault_tolerance_arguments,
-        derive=(fault_tolerance.derive_fault_tolerance,),
-        check=(
-            fault_tolerance.check_trainer_recovery,
-            fault_tolerance.check_spare_nodes,
-            fault_tolerance.check_on_nan,
-        ),
-    ),
-    FlagGroup(add_hook_arguments, derive=(_hook_lists,)),
-    FlagGroup(observability.add_observability_arguments, derive=(observability.derive_observability,)),
-    FlagGroup(debug.add_debug_arguments, check=(debug.check_ci, debug.check_dump_templates)),
-    FlagGroup(add_historical_arguments, check=(run_checks.check_run, check_critic_flags)),
+GROUPS = tuple(
+    module.GROUP
+    for module in (
+        *(cluster, security, train, rollout, data, evaluation, algorithm, distillation, reward, weight_sync),
+        *(fault_tolerance, hooks, observability, debug, historical, critic),
+    )
 )
 """The core's groups, in the order in which they are declared, derived and checked."""
 
@@ -322,21 +217,26 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
     """
     parser = parser or parser_of(args)
     apply_overlay(args, parser)
-    critic = critic_flags(args, parser)  # before the actor's overrides: every role starts from the command line
+    critic_args = critic.critic_flags(
+        args, parser
+    )  # before the actor's overrides: every role starts from the command line
     apply_role_overrides(args, parser)
     note_historical(args)
     refuse_missing_features(args)
+    _ask_external_engines(args)
     derive_all(args, parser.groups)
     args.critic_args = None
     if args.use_critic and not args.debug_rollout_only:
-        resolve_critic(critic, args, parser.groups)
-        args.critic_args = critic
+        critic.resolve_critic(critic_args, args, parser.groups)
+        args.critic_args = critic_args
     if problems := problems_of(args, parser.groups):
         raise ConfigError("\n".join(problems))
-    run_checks.advise(args)
+    for group in parser.groups:
+        for advise in group.advise:
+            advise(args)
     if args.runs_here:
         check_files(args)
-        check_critic_files(args)
+        critic.check_critic_files(args)
     check_hooks_on_driver(args)
 
 
@@ -345,7 +245,7 @@ def backend_checks(args: Namespace, groups: Sequence[FlagGroup]) -> Iterator[Cal
     if not args.debug_rollout_only:
         yield partial(_check_trainer, groups=groups)
     if not args.debug_train_only:
-        yield from (validate_sglang_arguments, run_checks.check_engines_of_family)
+        yield from (validate_sglang_arguments, check_engines_of_family)
 
 
 def _check_trainer(args: Namespace, groups: Sequence[FlagGroup]) -> None:
@@ -356,8 +256,8 @@ def _check_trainer(args: Namespace, groups: Sequence[FlagGroup]) -> None:
     if args.critic_args is not None:
         validate_megatron_arguments(args.critic_args)
         complete_all(args.critic_args, groups)
-        set_always(args.critic_args, ALWAYS_OF_ITS_MODEL)
-        check_critic_layout(args)
+        critic.set_always(args.critic_args, critic.ALWAYS_OF_ITS_MODEL)
+        critic.check_critic_layout(args)
 
 
 def record_runtime(args: Namespace, **facts: Any) -> None:
@@ -369,7 +269,7 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
     if unknown := sorted(set(facts) - RUNTIME_FACTS):
         raise ConfigError(
             f"record_runtime does not know {', '.join(unknown)}; the facts it records are RUNTIME_FACTS of "
-            "slime/flags/parse.py."
+            "slime/flags/cluster.py."
         )
     for role_args in (args, args.critic_args):
         if role_args is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 from argparse import Namespace
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import read_config
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import http_url, non_negative_int, wait_s
 
 BOXED_PREFIX = "boxed_"
@@ -21,6 +23,10 @@ GRADERS_WITH_LABEL = ("deepscaler", "dapo", "math", "f1", "math_verify")
 """Built-in graders that can say nothing without the row's label."""
 GRADERS_WITH_LABELS = ("deepscaler",)
 """Those that take a list of labels, any of which is right."""
+DICT_REWARDS = ("dapo",)
+"""Built-in graders whose reward is a dict, so that a key must say which entry is trained on."""
+NUMBER_REWARDS = tuple(name for name in RM_TYPES if name not in (*DICT_REWARDS, "remote_rm"))
+"""Those whose reward is a number."""
 FAILURE_POLICIES = ("failed", "zero", "raise")
 """Of ``--rm-failure-policy``."""
 
@@ -100,10 +106,45 @@ def derive_reward(args: Namespace) -> None:
         args.eval_reward_key = args.reward_key
 
 
-def check_reward(args: Namespace) -> Iterator[str]:
-    """Yield one message for each grading flag that is missing."""
+def check_rewards(args: Namespace) -> Iterator[str]:
+    """Yield one message for each grader that does not exist or does not fit the other flags."""
+    if args.rm_type is not None:
+        yield from _grader(args.rm_type, "--rm-type")
+    for dataset in args.eval_datasets:
+        if dataset.rm_type is not None:
+            yield from _grader(dataset.rm_type, f"rm_type of eval data set {dataset.name}:")
+    if args.rm_type is None or args.custom_rm_path is not None:
+        return
+    name = args.rm_type.removeprefix(BOXED_PREFIX)
+    if name in DICT_REWARDS and args.reward_key is None:
+        yield f"--rm-type {args.rm_type} gives a dict; say which entry is the reward: --reward-key score."
+    if name in NUMBER_REWARDS and args.reward_key is not None and args.custom_generate_function_path is None:
+        yield (
+            f"--reward-key {args.reward_key} chooses an entry of a dict, but --rm-type {args.rm_type} gives a number. "
+            "Drop --reward-key, or use a grader that gives a dict (dapo, remote_rm, --custom-rm-path)."
+        )
+
+
+def _grader(rm_type: str, where: str) -> Iterator[str]:
+    name = rm_type.removeprefix(BOXED_PREFIX)
+    if name not in RM_TYPES:
+        similar = difflib.get_close_matches(name, RM_TYPES, n=1)
+        hint = f"Did you mean {similar[0]}? " if similar else ""
+        yield (
+            f"{where} {rm_type} is no grader. {hint}There are {', '.join(RM_TYPES)}, each also with the prefix "
+            f"{BOXED_PREFIX}; your own goes into --custom-rm-path."
+        )
+    if name == "math_verify" and not is_math_verify_installed():
+        yield f"{where} {rm_type}: {INSTALL_MATH_VERIFY}"
+
+
+def check_remote_grader(args: Namespace) -> Iterator[str]:
+    """Yield one message for each data set whose remote grader has no address."""
     asked = [("--rm-type", args)] + [(f"rm_type of eval data set {one.name}:", one) for one in args.eval_datasets]
     for where, flags in asked:
         is_remote = (flags.rm_type or "").removeprefix(BOXED_PREFIX) == "remote_rm"
         if is_remote and flags.custom_rm_path is None and args.rm_url is None:
             yield f"{where} remote_rm needs --rm-url, the address of the grader."
+
+
+GROUP = FlagGroup(add_reward_arguments, derive=(derive_reward,), check=(check_rewards, check_remote_grader))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 from argparse import Namespace
 from collections.abc import Iterator
 
+from slime.flags.config import backend_flags
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import (
     file_path,
     http_url,
@@ -20,6 +23,8 @@ from slime.flags.kinds import (
     wait_s,
 )
 from slime.flags.words import NO_LENGTH
+
+logger = logging.getLogger(__name__)
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 OWN_ROLLOUTS = (
@@ -206,6 +211,11 @@ def check_length_of_the_run(args: Namespace) -> Iterator[str]:
             "--num-epoch counts passes over the data set, but --disable-rollout-global-dataset leaves none; "
             "give --num-rollout."
         )
+    if None not in (args.start_rollout_id, args.num_rollout) and 0 < args.num_rollout <= args.start_rollout_id:
+        yield (
+            f"--start-rollout-id {args.start_rollout_id} with --num-rollout {args.num_rollout} leaves nothing to do: "
+            "rollouts are counted from 0, and --num-rollout counts them all; raise it."
+        )
 
 
 def check_data_transport(args: Namespace) -> Iterator[str]:
@@ -236,3 +246,62 @@ def check_sampling(args: Namespace) -> Iterator[str]:
         )
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         yield "--mask-offpolicy-in-partial-rollout masks what partial rollouts carry over; add --partial-rollout."
+
+
+def check_rollout_functions(args: Namespace) -> Iterator[str]:
+    """Yield one message for each rollout function that cannot work with the other flags."""
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    if args.eval_function_path == path and args.eval_datasets and not args.debug_train_only:
+        yield (
+            f"--eval-function-path is {path}, which cannot evaluate; give --eval-function-path "
+            "slime.rollout.sglang_rollout.generate_rollout."
+        )
+    if args.rollout_function_path == path and args.offload_rollout:
+        yield (
+            f"--rollout-function-path {path} keeps requests in flight while the trainer works, so the engines "
+            "cannot be offloaded: drop --colocate and --offload-rollout, and use train_async.py."
+        )
+    forge = "slime.rollout.forge_load.generate_rollout"
+    if (args.load_forge_rollout_data is not None) != (forge in (args.rollout_function_path, args.eval_function_path)):
+        yield (
+            f"--load-forge-rollout-data is {args.load_forge_rollout_data} and --rollout-function-path is "
+            f"{args.rollout_function_path}; a replay beside engines takes both the file and --rollout-function-path "
+            f"{forge}."
+        )
+    if args.stale_group_policy != "regenerate" and args.max_staleness is None:
+        yield f"--stale-group-policy {args.stale_group_policy} needs --max-staleness, which says what is stale."
+    if args.rollout_function_path == SFT_ROLLOUT and args.n_samples_per_prompt != 1:
+        yield (
+            f"--n-samples-per-prompt is {args.n_samples_per_prompt}; sft_rollout needs 1: a row of the data has one "
+            "response."
+        )
+
+
+def check_context(args: Namespace) -> Iterator[str]:
+    """Yield a message for answers that leave no room for a prompt in the engines' context."""
+    context = backend_flags(args).sglang_context_length
+    if context is None:
+        return
+    lengths = {"--rollout-max-response-len": args.rollout_max_response_len}
+    if args.eval_datasets or args.eval_max_response_len:
+        lengths["--eval-max-response-len"] = args.eval_max_response_len
+    for flag, length in lengths.items():
+        if length is not None and length >= context:
+            yield (
+                f"{flag} {length} leaves no room for a prompt in --sglang-context-length {context}; it must be "
+                f"at most {context - 1}, less the longest prompt."
+            )
+
+
+def advise_length_of_the_run(args: Namespace) -> None:
+    """Log that one of two lengths does not count."""
+    if args.num_rollout is not None and args.num_epoch is not None:
+        logger.warning("--num-rollout %d takes precedence over --num-epoch %d.", args.num_rollout, args.num_epoch)
+
+
+GROUP = FlagGroup(
+    add_rollout_arguments,
+    derive=(derive_lengths,),
+    check=(check_length_of_the_run, check_data_transport, check_sampling, check_rollout_functions, check_context),
+    advise=(advise_length_of_the_run,),
+)

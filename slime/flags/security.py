@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.flags.config import read_config
+from slime.flags.group import FlagGroup
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -149,3 +150,8 @@ def check_security(args: Namespace) -> Iterator[str]:
     unguarded = {"--sglang-enable-http2": flags.sglang_enable_http2, "--sglang-grpc-mode": flags.sglang_grpc_mode}
     for flag in (flag for flag, is_given in unguarded.items() if is_given and not flags.no_job_secret):
         yield f"{flag} starts a server that no secret can guard; drop it, or add --no-job-secret."
+
+
+GROUP = FlagGroup(
+    add_security_arguments, derive=(derive_job_secret,), check=(check_security,), once=(derive_job_secret,)
+)

@@ -11,8 +11,9 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.flags.checkpoint import add_checkpoint_arguments
+from slime.flags.checkpoint import add_checkpoint_arguments, advise_saves, check_saves, derive_starting_point
 from slime.flags.cluster import is_for_cuda
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import (
     environment,
     file_path,
@@ -225,3 +226,12 @@ def derive_precision(args: Namespace) -> None:
         args.bf16 = cuda
         args.fp32 = not cuda
         logger.info("Precision: %s (say --fp32, --bf16 or --fp16 for another)", "bf16" if cuda else "fp32: no CUDA")
+
+
+GROUP = FlagGroup(
+    add_train_arguments,
+    derive=(derive_precision, derive_starting_point),
+    check=(check_saves, check_trained_parameters, check_stateless_adam),
+    advise=(advise_saves,),
+    once=(derive_starting_point,),
+)

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import byte_count, file_path, positive_int
 
 
@@ -162,3 +163,6 @@ def _release(args: Namespace) -> Iterator[str]:
         yield "--release-train starts each time from --ref-load, so --ref-update-interval has no effect; drop it."
     if args.keep_old_actor:
         yield "--release-train ends the process that holds the weights of --keep-old-actor; drop one of them."
+
+
+GROUP = FlagGroup(add_weight_sync_arguments, derive=(derive_weight_sync,), check=(check_weight_flags,))

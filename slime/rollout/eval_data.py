@@ -7,8 +7,8 @@ import uuid
 from argparse import Namespace
 from typing import Any
 
+from slime.flags.evaluation import EvalDatasetConfig
 from slime.rollout.config import RolloutConfig
-from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import readers_of
 from slime.rollout.tools import toolbox

@@ -26,6 +26,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+from slime.flags.evaluation import EvalDatasetConfig
 from slime.flags.reward import reward_config
 from slime.flags.security import trusts_remote_code
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_next_attempt, trace_span
@@ -48,7 +49,6 @@ from slime.rollout.engine_request import (
     request_payload,
     training_sampling_params,
 )
-from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.eval_data import requests_of, results_of
 from slime.rollout.pool import GroupPool, result_of, stamp_start
 from slime.rollout.prompt_dataset import encode

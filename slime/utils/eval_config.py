@@ -1,5 +1,5 @@
-"""Old path of ``slime.rollout.eval_config``."""
+"""Old path of ``slime.flags.evaluation``."""
 
-from slime.rollout.eval_config import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
+from slime.flags.evaluation import EvalDatasetConfig, build_eval_dataset_configs, ensure_dataset_list
 
 __all__ = ["EvalDatasetConfig", "build_eval_dataset_configs", "ensure_dataset_list"]

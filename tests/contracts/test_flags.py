@@ -15,7 +15,7 @@ from slime.flags.parser import Parser
 from tests.contracts.seed_commands import SEED_COMMANDS
 from tests.contracts.source_tree import REPO, module_name, python_files, tree_of
 
-READS_IN_THE_FLAGS_PACKAGE = ("slime.flags.parse", "slime.flags.overlay", "slime.flags.hook_checks")
+READS_IN_THE_FLAGS_PACKAGE = tuple(f"slime.flags.{name}" for name in ("parse", "overlay", "hook_checks", "evaluation"))
 """Modules of slime.flags that act on a flag; checking one is not acting on it, nor is declaring it."""
 
 READ_BY_A_COMPUTED_NAME = {

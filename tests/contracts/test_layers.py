@@ -20,7 +20,7 @@ LAYERS = (  # lowest first; a package may import only from lower rows
     ("slime.train_data", "slime.weights"),
     ("slime.rollout", "slime.backends.train_worker"),
     ("slime.backends.sglang_utils", "slime.backends.megatron_utils"),
-    ("slime.flags.hooks", "slime.flags.run_checks", "slime.flags.files"),
+    ("slime.flags.hooks", "slime.flags.family_checks", "slime.flags.files"),
     ("slime.flags.hook_checks",),
     ("slime.flags.parse",),
     ("slime.ray",),

@@ -78,7 +78,7 @@ assert Path(slime.__path__[0]).parent == Path.cwd(), slime.__path__
 
 import torch
 from safetensors.torch import load_file, save_file
-from slime.flags.run_checks import draft_problems, replay_problems
+from slime.flags.family_checks import draft_problems, replay_problems
 from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights

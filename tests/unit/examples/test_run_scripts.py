@@ -20,8 +20,8 @@ from examples.tiny_tools.make_task import make_agents
 from examples.tiny_tools.make_task import make_task as make_tools
 from examples.vision_shapes import make_task as vision_shapes
 from slime.compose import parse_args, parse_flags
-from slime.flags.run_checks import check_async_arguments
-from slime.rollout.eval_config import EvalDatasetConfig
+from slime.flags.cluster import check_async_arguments
+from slime.flags.evaluation import EvalDatasetConfig
 from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.flags.cluster import check_async_arguments
 from slime.flags.parse import parse_args
-from slime.flags.run_checks import check_async_arguments
 from tests.unit.flags import broken_files, broken_layouts, broken_settings, broken_words
 from tests.unit.flags.broken_configurations import PROMPTS, Broken
 from tests.unit.scripts.test_model_files import PUBLISHED, model_args

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.flags.run_checks import draft_problems, replay_problems, yarn_problems
+from slime.flags.family_checks import draft_problems, replay_problems, yarn_problems
 
 
 def test_experts_that_an_engine_does_not_give_back_are_not_replayed():

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from slime.flags.checkpoint import TRACKER
+from slime.flags.cluster import check_in_step_arguments
 from slime.flags.parse import slime_validate_args
-from slime.flags.run_checks import check_in_step_arguments
 from slime.utils.errors import ConfigError, DataError
 
 DISTILLATION = "slime.rollout.on_policy_distillation"

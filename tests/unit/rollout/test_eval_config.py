@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.rollout.eval_config import (
+from slime.flags.evaluation import (
     EvalDatasetConfig,
     build_eval_dataset_configs,
     eval_datasets_from_args,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from slime.flags.evaluation import EvalDatasetConfig
 from slime.rollout import eval_data, sglang_rollout
-from slime.rollout.eval_config import EvalDatasetConfig
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DeadlineError, EngineError

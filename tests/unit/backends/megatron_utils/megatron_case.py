@@ -21,8 +21,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from slime.backends.megatron_utils.arguments import add_megatron_arguments, validate_megatron_arguments
 from slime.backends.megatron_utils.initialize import init
 from slime.compose import flag_groups
+from slime.flags.cluster import derive_for_extensions
 from slime.flags.group import complete_all
-from slime.flags.parse import derive_for_extensions, get_slime_extra_args_provider
+from slime.flags.parse import get_slime_extra_args_provider
 from tests.matrix.case import hide_broken_torchvision, load_cases, read_config
 
 __all__ = ["CASES", "FAMILIES", "hf_flags", "hide_broken_torchvision", "packed_logits", "parse", "write_hf_model"]

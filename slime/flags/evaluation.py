@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from slime.flags.data import add_data_arguments, add_eval_arguments
+from slime.flags.data import add_data_arguments, add_eval_arguments, check_eval
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, non_negative_int, positive_float, positive_int, wait_s
 from slime.flags.parser import Parser
 from slime.flags.reward import add_reward_arguments
@@ -273,3 +274,13 @@ def _refuse_unknown(values: Mapping[Any, Any], allowed: set[str], where: str) ->
         raise ConfigError(
             f"--eval-config: {where} has unknown keys {', '.join(unknown)}; allowed are {', '.join(sorted(allowed))}."
         )
+
+
+def derive_evaluation(args: Namespace) -> None:
+    """Fill in what eval takes from the rollout when it has no flag of its own."""
+    if args.eval_function_path is None:
+        args.eval_function_path = args.rollout_function_path
+    args.eval_datasets = eval_datasets_from_args(args)
+
+
+GROUP = FlagGroup(add_eval_arguments, derive=(derive_evaluation,), check=(check_eval,), once=(derive_evaluation,))
