@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import train
 from slime.observability import telemetry
 from slime.observability.metrics_file import append_record, metrics_path, read_records
 from slime.observability.step_line import StepLine
@@ -41,6 +42,14 @@ def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_b
     records = [record for record in read_records(path) if "perf/time_train_s" in record]
     assert [record["rollout/step"] for record in records] == [0, 4, 8]
     assert all((record["perf/time_train_s"], record["perf/time_train_critic_s"]) == (1.0, 2.0) for record in records)
+
+
+def test_a_job_of_no_rollouts_evaluates_and_prints_the_result(monkeypatch):
+    calls = []
+    steps = {name: lambda *_, name=name: calls.append(name) for name in ("evaluate", "report", "finish")}
+    monkeypatch.setattr(train, "start_job", lambda args: SimpleNamespace(**steps))
+    train.train(Namespace(num_rollout=0, start_rollout_id=6, eval_interval=20))
+    assert calls == ["evaluate", "report", "finish"]
 
 
 def test_while_the_last_evaluation_is_awaited_deaths_of_the_trainer_do_not_count(monkeypatch):
