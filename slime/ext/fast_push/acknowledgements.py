@@ -36,7 +36,6 @@ class DigestedBuckets:
 
     @functools.cached_property
     def manifest(self) -> Manifest:
-        """The manifest of the source, and what is kept."""
         manifest = self.source.manifest
         return dataclasses.replace(manifest, kept=self._kept) if self._kept else manifest
 
@@ -64,7 +63,6 @@ class DigestedBuckets:
         self._taken[index] = table.run(flat)
 
     def digests(self) -> dict[int, int]:
-        """Return the digests as the protocol says."""
         taken, self._taken = self._taken, {}
         found = {index: combine_wrapped(digests) for index, digests in taken.items()}
         self.constant_digests |= {index: found[index] for index in self.manifest.constants if index in found}

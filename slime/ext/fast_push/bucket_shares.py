@@ -85,7 +85,6 @@ class EngineShares:
         self._is_beginning, self.digests = True, {}
 
     def bucket(self, index: int) -> BucketEntry:
-        """Return the description of a bucket."""
         buckets = self.manifest.buckets
         if not 0 <= index < len(buckets):
             raise WeightSyncError(f"there is no bucket {index}; the push has {len(buckets)}")
@@ -112,28 +111,19 @@ class EngineShares:
             gc.freeze()  # the objects of manifest and plan last; a collection would walk over them in every push
 
     def positions(self, rank: int, index: int) -> Positions:
-        """Return the positions of the slices of bucket ``index`` that a rank reads.
-
-        Raises:
-            WeightSyncError: the ranks have not told what they take.
-        """
+        """Return the positions of the slices of bucket ``index`` that a rank reads."""
         if not self._positions:
             raise WeightSyncError("the ranks of this engine have not dealt the buckets of the push; begin it again")
         return self._positions[rank][index]
 
     def share(self, rank: int, index: int, device: torch.device) -> BucketShare:
-        """Return the share of this rank, ``rank``, in bucket ``index``."""
         if index not in self._own:
             positions = self.positions(rank, index)
             self._own[index] = BucketShare(positions, self.manifest.segments(index), device)
         return self._own[index]
 
     def digest(self, rank: int, index: int, flat: Tensor) -> None:
-        """Note the digests of this rank's share of the bucket ``flat``.
-
-        Raises:
-            WeightSyncError: it has other bytes than another model was given.
-        """
+        """Note the digests of this rank's share of the bucket ``flat``."""
         digests = self.share(rank, index, flat.device).digest(flat)
         known = self.digests.setdefault(index, digests)
         if known is not digests and not torch.equal(known, digests):

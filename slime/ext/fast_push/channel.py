@@ -105,11 +105,7 @@ class WeightChannel:
             return "how many members came is no longer known"
 
     def broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> None:
-        """Give ``buffer`` of rank 0 to all; blocks until this rank's part is done.
-
-        Raises:
-            WeightSyncError: the group was abandoned, a member died, or the deadline passed.
-        """
+        """Give ``buffer`` of rank 0 to all; blocks until this rank's part is done."""
         self.wait(self.start_broadcast(buffer), timeout_s)
 
     def start_broadcast(self, buffer: Tensor) -> dist.Work:
@@ -162,7 +158,6 @@ class WeightChannel:
 
     @property
     def is_abandoned(self) -> bool:
-        """True when a member abandoned the group, or its store is gone."""
         try:
             return self._store.check([_ABANDONED])
         except RuntimeError:
@@ -189,7 +184,6 @@ def _tear_down(group: Any, backend: str, work: dist.Work | None) -> None:
 
 
 def _nccl_settings(backend: str) -> str:
-    """Return the setting in which members must agree, for the message of one that could not join."""
     if backend != "nccl":
         return ""
     setting = env.get_str("NCCL_CUMEM_ENABLE") or "not set"
@@ -197,11 +191,6 @@ def _nccl_settings(backend: str) -> str:
 
 
 def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Make a backend that is in no registry of torch.distributed.
-
-    Raises:
-        WeightSyncError: for a backend that is neither nccl nor gloo.
-    """
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     if backend == "nccl":

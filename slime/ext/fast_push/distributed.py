@@ -68,7 +68,6 @@ class WeightGroup:
 
     @property
     def is_whole(self) -> bool:
-        """True when a bucket can be broadcast."""
         return self._channel is not None
 
     def form(self, engines: Sequence[EngineProxy], participants: Participants) -> None:
@@ -187,7 +186,6 @@ class DistributedCarrier(Carrier):
         return bool(engines)
 
     def open(self, push: CarriedPush, manifest: Manifest) -> None:
-        """Join a group with all engines from the source of each stage, one stage after the other."""
         for stage in range(self.ranks.num_stages):
             is_turn = self.ranks.is_source and stage == self.ranks.stage
             push.run_together(
@@ -196,10 +194,8 @@ class DistributedCarrier(Carrier):
             )
 
     def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
-        """Broadcast a bucket from the source of the stage; the other ranks have helped to gather."""
         if self.ranks.is_source and index != NO_BUCKET:
             self._group.send(push, index, flat)
 
     def close(self) -> None:
-        """Leave all groups; collective only in that every rank should do it."""
         self._group.leave()

@@ -32,7 +32,6 @@ class IncomingBytes:
         """For bytes that do not lie on this device: broadcasts, and buffers of other trainer ranks."""
 
     def begin(self) -> None:
-        """Start a push."""
         self._used = set()
 
     def release(self) -> None:
@@ -43,7 +42,6 @@ class IncomingBytes:
             self._room = None
 
     def map(self, handle: str) -> Tensor:
-        """Return a buffer of the trainer's."""
         from sglang.srt.utils import MultiprocessingSerializer
 
         if handle not in self._mapped:
@@ -71,7 +69,6 @@ class IncomingBytes:
     def receive(
         self, group_name: str, bucket: BucketEntry, manifest: Manifest, device: torch.device, timeout_s: float
     ) -> Tensor:
-        """Return a bucket that rank 0 of a weight group broadcasts."""
         if group_name not in self._channels:
             raise WeightSyncError(f"this engine is in no weight group {group_name!r}; call join_weight_group first")
         flat = self._room_for(bucket.num_bytes, manifest, device)
@@ -87,7 +84,6 @@ class IncomingBytes:
         return read_bucket(self._layout, bucket, manifest, positions)
 
     def join(self, name: str, group: dict[str, Any], timeout_s: float) -> None:
-        """Join a weight group."""
         self.leave(name)
         self._channels[name] = WeightChannel(
             group["master_address"],
@@ -112,7 +108,6 @@ class IncomingBytes:
             self._room = None
 
     def _room_for(self, num_bytes: int, manifest: Manifest, device: torch.device) -> Tensor:
-        """Return room for one bucket on this rank's device."""
         largest = max(entry.num_bytes for entry in manifest.buckets)
         if self._room is None or self._room.numel() < largest:
             self._room = torch.empty(largest, dtype=torch.uint8, device=device)

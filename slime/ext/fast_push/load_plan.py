@@ -137,10 +137,7 @@ class LoadPlan:
                 self.stock.setdefault(member, reason)
 
     def constant_memory(self) -> list[Tensor] | None:
-        """Return the bytes of the storages that constant buckets are loaded to.
-
-        None where they are not known, or hold another tensor as well.
-        """
+        """Return the bytes of the storages that constant buckets are loaded to."""
         buckets = self.manifest.buckets
         names = {part.name for index in self.manifest.constants for part in buckets[index].slices}
         if not names:
@@ -160,7 +157,6 @@ class LoadPlan:
         return None if own.keys() & others else list(own.values())
 
     def fits(self, model: nn.Module) -> bool:
-        """Return True while the model's parameters are still at the addresses the plan was made for."""
         return self._fingerprint == fingerprint(model)
 
     def distrust(self, names: Iterable[str], reason: str) -> None:
@@ -180,7 +176,6 @@ class LoadPlan:
         return found
 
     def reads(self, part: BucketSlice) -> bool:
-        """Tell if a copy reads something of a slice."""
         return any(self._copies_of(part, write) for write in self.writes.get(part.name, ()))
 
     def _copies_of(self, part: BucketSlice, write: Write) -> list[StridedCopy]:
@@ -206,7 +201,6 @@ _merged = functools.lru_cache(1 << 14)(merged)
 
 @functools.lru_cache(1 << 14)
 def _reads_slices(copy: StridedCopy, shape: tuple[int, ...]) -> bool:
-    """Return whether a copy from a whole tensor can be clipped to slices of it."""
     whole = StridedSlice.whole(shape)
     try:
         clip(copy, whole, whole)

@@ -111,7 +111,6 @@ class _Origin:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of the HF tensors that are needed for the elements."""
         own = {self.name} if self.name else set()
         return self.opaque | own | {part.name for part in self.parts} | self.made_with
 
@@ -131,7 +130,6 @@ class Follower(TorchDispatchMode):
         self._owned = self._buffers | {_storage(tensor) for tensor in model.parameters()}
 
     def source(self, entry: TensorEntry) -> Tensor:
-        """Return a stand-in for an HF tensor."""
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype, device=META)
         self._remember(tensor, _Origin(entry.name, tensor.dtype, StridedSlice.whole(entry.shape)))
         return tensor
@@ -329,12 +327,10 @@ class Follower(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return an identifier of the storage that a tensor is a view of, on the meta device too."""
     return tensor.untyped_storage()._cdata
 
 
 def _fresh(result: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """Return the results that are no views of an input."""
     known = {_storage(tensor) for tensor in inputs}
     return [tensor for tensor in _tensors(result) if _storage(tensor) not in known]
 
@@ -351,7 +347,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _on_meta(tree: Any) -> Any:
-    """Return the arguments with every tensor, and every ``device``, on the meta device."""
     if isinstance(tree, torch.device):
         return META
     if isinstance(tree, Tensor):

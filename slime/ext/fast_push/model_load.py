@@ -87,7 +87,6 @@ class HeldTensors:
 
     @property
     def incomplete(self) -> list[str]:
-        """Tensors that wait for the rest of themselves or of their group."""
         return sorted(self._held)
 
     def _group(self, name: str) -> frozenset[str]:
@@ -144,7 +143,6 @@ class ModelLoad:
         """Copies made and how many bytes of each differ, which the device may still be counting."""
 
     def begin(self, manifest: Manifest) -> None:
-        """Forget what was under way and prepare for the buckets of ``manifest``."""
         unpack(self.model)
         plan = self.plan
         if plan is None or plan.manifest.id != manifest.id or not plan.fits(self.model):

@@ -180,13 +180,7 @@ class _Sizes:
         return sum(align(size) for _, size in self.sent(header, begin, end))
 
     def row_ranges(self, header: SliceHeader, max_bytes: int) -> list[tuple[int, int, int]]:
-        """Return row ranges of at most ``max_bytes``, or of the fewest rows that can be split off where that is more.
-
-        Splits go through no run of rows, unless a run is too large.
-
-        Returns:
-            first row, last row + 1 and :meth:`num_bytes` of each range.
-        """
+        """Return first row, last row + 1 and bytes of ranges of at most ``max_bytes``, or the fewest rows possible."""
         key = (header.slice, header.dtype, self.is_quantized(header), header.row_unit, max_bytes)
         if key not in self._ranges:
             num_rows, step = header.slice.sizes[0], self._rows_of_range(header, max_bytes)

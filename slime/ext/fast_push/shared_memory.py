@@ -83,7 +83,6 @@ class SharedMemoryCarrier(Carrier):
         return shared == [list(range(world_size))] and len(inside) == len(engines)
 
     def open(self, push: CarriedPush, manifest: Manifest) -> None:
-        """Join, on rank 0, a group with the engines that share no GPU with the trainer."""
         push.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.join(push))
 
     def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
@@ -101,7 +100,6 @@ class SharedMemoryCarrier(Carrier):
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        """Leave the group of the engines outside."""
         self._remote.leave()
 
     def _exchange_handles(self, index: int, flat: Tensor) -> Handles:

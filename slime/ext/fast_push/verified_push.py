@@ -97,7 +97,6 @@ class VerifiedPush(Transport):
         return super().write(push) if written is None else written
 
     def close(self) -> None:
-        """Leave the groups with the engines."""
         self.carrier.close()
         self._plain.close()
 

@@ -127,29 +127,24 @@ class ReceivingRank:
     receive_weight_folder = receive_weight_bucket
 
     def acknowledge_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
-        """Finish the load of ``model`` and release mapped buffers."""
         self._require_push(message["push_id"])
         self._incoming.release()
         self._flat = None
         self._load_of(model).finish()
 
     def commit_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
-        """Give ``model`` the form that it serves."""
         self._require_push(message["push_id"])
         repack(model)
         _wait_for_device()
 
     def join_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
-        """Join a broadcast group, in the first call only."""
         if is_first:
             self._incoming.join(message["group_name"], message["group"], message["timeout_s"])
 
     def leave_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
-        """Leave a broadcast group."""
         self._incoming.leave(message["group_name"])
 
     def record(self, message: dict[str, Any], error: Exception) -> None:
-        """Keep an exception for the report."""
         what = "" if isinstance(error, WeightSyncError) else f" failed: {type(error).__name__}"
         problem = f"{message['verb']}{what}: {error}"
         is_of_push = message["push_id"] is not None and message["push_id"] == self._push_id

@@ -88,11 +88,7 @@ class Record:
     blob_crc: int
 
     def read_blob(self) -> bytes:
-        """Read the blob from the file.
-
-        Raises:
-            DataError: it is damaged.
-        """
+        """Read the blob from the file."""
         if not self.blob_bytes:
             return b""
         with open(self.segment, "rb") as file:
@@ -118,11 +114,7 @@ def pack_frame(kind: Kind, head: Mapping[str, Any], blob: bytes = b"") -> bytes:
 
 
 def _records(file: IO[bytes], path: Path) -> Iterator[Record]:
-    """Yield the records of one file.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """Yield the records of one file."""
     size, offset = os.fstat(file.fileno()).st_size, 0
     while offset < size:
         file.seek(offset)
@@ -138,11 +130,7 @@ def _records(file: IO[bytes], path: Path) -> Iterator[Record]:
 
 
 def _read_frame(file: IO[bytes], path: Path, size: int) -> Record | None:
-    """Read the header and the head of the frame at the present place; None when the file ends before the frame does.
-
-    Raises:
-        DataError: they are not as they were written.
-    """
+    """Read header and head of the frame at the present place; None when the file ends before the frame does."""
     begin = file.tell()
     start = file.read(_FIXED.size)
     if start[0] != MAGIC:

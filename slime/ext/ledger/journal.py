@@ -169,7 +169,6 @@ class Journal:
         )
 
     def close(self) -> None:
-        """Write what is still in memory."""
         self.writer.close()
 
     # The rollout path
@@ -205,11 +204,9 @@ class Journal:
         self.writer.put(_Event(Kind.RESPONSE, head, [(key, samples, fields)]))
 
     def record_finished(self, group: list[Any]) -> None:
-        """Record that every execution of the group is answered and rewarded."""
         self._record_group(Kind.FINISHED, group)
 
     def record_filtered(self, group: list[Any], reason: str | None) -> None:
-        """Record that the group is not trained."""
         name = group_name(group)
         issued = self.open.pop(name, None) if name is not None else None
         if issued is not None:
@@ -217,7 +214,6 @@ class Journal:
             self._record(Kind.FILTERED, forget=keys, g=name, reason=str(reason))
 
     def record_returned(self, groups: list[list[Any]]) -> None:
-        """Record that the data source takes groups back."""
         for group in groups:
             self._record_group(Kind.RETURNED, group)
             name = group_name(group)
@@ -266,11 +262,9 @@ class Journal:
         self.writer.flush()
 
     def record_trained(self, rollout_id: int) -> None:
-        """Record that the optimizer took the rollout's steps."""
         self._record(Kind.TRAINED, rollout=rollout_id)
 
     def record_published(self, rollout_id: int, first_segment: int) -> None:
-        """Record that the tracker names that checkpoint."""
         self._record(Kind.PUBLISHED, rollout=rollout_id, first=first_segment)
 
     # Making records

@@ -175,15 +175,12 @@ class Ledger(GroupObserver):
         return Position(first, open_groups, groups_to_state(others))
 
     def answered(self, sample: Sample, entry: Entry) -> None:
-        """Record the answer."""
         self.journal.record_response(sample, entry)
 
     def finished(self, group: Group) -> None:
-        """Record that every execution of the group is answered and rewarded."""
         self.journal.record_finished(group)
 
     def dropped(self, group: Group, reason: str | None) -> None:
-        """Record that the group is not trained."""
         self.journal.record_filtered(group, reason)
 
     def has_mask(self, sample: Sample) -> bool:
@@ -195,7 +192,6 @@ class Ledger(GroupObserver):
         return self._marks.unseen.pop(id(sample), None) is not None
 
     def trained(self, rollout_id: int) -> None:
-        """Record that the optimizer took the rollout's steps."""
         self.journal.record_trained(rollout_id)
 
     def save(self, rollout_id: int, position: Position | None = None) -> None:
@@ -233,7 +229,6 @@ class Ledger(GroupObserver):
         logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, latest)
 
     def close(self) -> None:
-        """Write what is in memory."""
         self.journal.close()
 
 

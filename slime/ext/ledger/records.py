@@ -43,7 +43,6 @@ class GroupState:
     """Executions whose last record is an engine's answer: sample hooks and reward are still to come."""
 
     def copy(self) -> GroupState:
-        """Return the state now; later records do not change it."""
         return replace(self, entries=dict(self.entries))
 
 
@@ -115,13 +114,11 @@ class ReplayState:
         self._is_replayable = True
 
     def read(self, records: Iterable[Record]) -> ReplayState:
-        """Add records; return self."""
         for record in records:
             self.add(record)
         return self
 
     def add(self, record: Record) -> None:
-        """Add one record."""
         kind, head = record.kind, record.head
         if kind in (Kind.LIFE, Kind.CONTINUED):  # the first one that is read of a process may be either
             self.num_processes += kind is Kind.LIFE
@@ -220,7 +217,6 @@ class ReplayState:
             self.rollouts[record.head["rollout"]].is_trained = True
 
     def forget_ended(self, rollout: RolloutState) -> None:
-        """Drop the groups that ended in a rollout."""
         for name in rollout.ended:
             self.groups.pop(name, None)
 

@@ -67,7 +67,6 @@ class SourceRecorder:
         return groups
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
-        """Give groups back to the source."""
         is_outer = not self._is_inside
         self.add_unrecorded(groups)
         if is_outer:
@@ -82,7 +81,6 @@ class SourceRecorder:
             return ahead + self._get(num_samples - len(ahead))
 
     def add_unrecorded(self, groups: list[list[Any]]) -> None:
-        """Give groups back to the source without a record."""
         with self._inside():
             self._add(groups)
 
@@ -195,7 +193,6 @@ class Recovery:
 
     @property
     def is_used_up(self) -> bool:
-        """True when nothing is left to recover."""
         return self.first_segment == NO_SEGMENT and not self._given
 
     @property
@@ -204,7 +201,6 @@ class Recovery:
         return list(self._given.values())
 
     def describe(self) -> str:
-        """Return one sentence for the log; empty when there is nothing to recover."""
         complete = [k for k, rollout in sorted(self._rollouts.items()) if rollout.batch is not None]
         handed = {handed.name for k in complete for handed in self._rollouts[k].handed}
         open_groups = [name for name in self._groups if name not in handed]

@@ -33,6 +33,7 @@ class JournalWriter:
     """A queue in front of segment files.
 
     Invariant: records reach the files in the order of ``put``; every file but the one being written is complete.
+    Once writing has failed for good, every call raises DataError.
     """
 
     def __init__(
@@ -80,11 +81,7 @@ class JournalWriter:
         return os.open(segment_path(self.folder, number), flags, 0o644)
 
     def put(self, item: Any) -> None:
-        """Queue one item; after ``close`` do nothing.
-
-        Raises:
-            DataError: an earlier write failed for good.
-        """
+        """Queue one item; after ``close`` do nothing."""
         if self._failure is not None:
             raise self._failure
         if self._is_closed:
@@ -96,11 +93,7 @@ class JournalWriter:
             self.flush()
 
     def flush(self, *, sync: bool = False) -> None:
-        """Write everything queued so far; with ``sync`` down to the disk.
-
-        Raises:
-            DataError: it could not be done within the deadline, or the disk did not keep it.
-        """
+        """Write everything queued so far; with ``sync`` down to the disk."""
         if not self._lock.acquire(timeout=2 * self._timeout_s):
             raise DataError(f"The ledger {self.folder} is still writing after {2 * self._timeout_s:.0f} s. {_REMEDY}")
         try:
@@ -116,11 +109,7 @@ class JournalWriter:
             self._lock.release()
 
     def rotate(self) -> int:
-        """Write everything queued and continue in a new segment; return its number.
-
-        Raises:
-            DataError: as ``flush`` does, or the segment could not be begun.
-        """
+        """Write everything queued and continue in a new segment; return its number."""
         self.flush()
         with self._lock:
             if not self._is_empty:
@@ -130,7 +119,6 @@ class JournalWriter:
             return self.number
 
     def close(self) -> None:
-        """Write what is queued and end the thread."""
         self._is_closed = True
         self._wake.set()
         if self._thread is not None:
@@ -164,7 +152,6 @@ class JournalWriter:
                 self._write(data)
 
     def _take_chunk(self, is_polite: bool) -> bytes:
-        """Return the frames of queued items, up to about ``CHUNK_BYTES``."""
         frames: list[bytes] = []
         size = 0
         while self._waiting and size < CHUNK_BYTES:
@@ -211,7 +198,6 @@ class JournalWriter:
                 time.sleep(min(RETRY_INTERVAL_S, self._timeout_s))
 
     def _failed(self, error: OSError) -> DataError:
-        """Set the failure that ends all writing, and return it."""
         tried = f"The ledger in {self.folder} cannot be written (tried for {self._timeout_s:.0f} s): {error}."
         self._failure = DataError(f"{tried} {_REMEDY}")
         logger.error("%s", self._failure)

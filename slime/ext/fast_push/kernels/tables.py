@@ -239,7 +239,6 @@ class CopyTable:
             self._launch = CopyLaunch(self.items)
 
     def copy(self, flat: Tensor) -> None:
-        """Write every item from the bucket ``flat``."""
         _check_bucket(flat, self.num_bytes, None)
         if self._launch is not None:
             self._launch.copy(flat)

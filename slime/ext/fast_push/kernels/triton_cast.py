@@ -116,7 +116,6 @@ def _quotient_in_e4m3(x, scale, ON_HOPPER: tl.constexpr):
 
 @triton.jit
 def _scale_of(absmax, is_ue8m0):
-    """Return the scale of a block with this largest magnitude."""
     scale = tl.div_rn(tl.maximum(absmax, FLOOR, propagate_nan=tl.PropagateNan.ALL), MAX)
     bits = scale.to(tl.int32, bitcast=True)
     # A mantissa that is not zero carries into the exponent; NaN and infinity stay.
@@ -311,11 +310,9 @@ class CastLaunch:
             self.table = table
 
     def run(self, out: Tensor) -> None:
-        """Write all items into the bucket ``out`` (uint8)."""
         self._run(out, None)
 
     def run_with_digests(self, out: Tensor) -> Tensor:
-        """Return digests, int64 ``[segments]``."""
         # One more, for what is in no segment.
         sums = torch.zeros(len(self.segments) + 1, dtype=torch.int64, device=self.device)
         self._run(out, sums)
@@ -421,7 +418,6 @@ def _few_masks(forms: int) -> int:
 
 
 def _copies_of(item: CastItem, to_dtype: torch.dtype) -> list[Copy2D]:
-    """Return the whole runs, and the run that is cut off at the end."""
     stride, columns = item.source.stride(0), item.columns
     run = min(item.row_run, item.rows)
     num_whole, rest = divmod(item.rows, run)

@@ -216,7 +216,6 @@ def _copy_kernel(
     flat, owner, table, counts, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     COMPARE: tl.constexpr,
 ):  # fmt: skip
-    """Copy one tile per program."""
     program = tl.program_id(0)
     descriptor = load_descriptor(table + tl.load(owner + program).to(tl.int64) * FIELDS)
     _, first, _, _, _, src, _, _, dst, _, _, item, _ = descriptor
@@ -263,14 +262,12 @@ class CopyLaunch:
             self.table = table
 
     def copy(self, flat: Tensor) -> None:
-        """Copy the bucket ``flat`` (uint8) into the destinations."""
         self._run(flat, None)
         for index in self.in_torch:
             item = self.items[index]
             item.dst.detach().copy_(source_view(item, flat))
 
     def count_differences(self, flat: Tensor) -> Tensor:
-        """Return the number of differing bytes of each destination, int64 ``[items]``."""
         counts = torch.zeros(len(self.items), dtype=torch.int64, device=self.device)
         self._run(flat, counts)
         for index in self.in_torch:

@@ -82,7 +82,6 @@ class DigestLaunch:
         self.segments = segments
 
     def run(self, flat: Tensor) -> Tensor:
-        """Return the digests of the bucket ``flat`` (uint8), int64 ``[segments]``."""
         if flat.data_ptr() % self.unit:
             raise ValueError(f"the bucket starts at an address that is no multiple of {self.unit}")
         sums = torch.zeros(len(self.segments), dtype=torch.int64, device=self.device)
