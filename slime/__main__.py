@@ -6,6 +6,7 @@ import ast
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +31,8 @@ VERBS = {
 """Verb -> (program, what it does)."""
 QUICK_HELP = ("report", "watch", "diff")
 """Verbs whose program says in its first lines how it is used; importing it takes seconds."""
+NOISE = (FutureWarning, UserWarning, DeprecationWarning)
+"""Warnings of torch, Megatron and SGLang, on which a user cannot act."""
 EXIT_BAD_INPUT = 2
 COMPLETION = """\
 if [ -n "$ZSH_VERSION" ]; then autoload -U +X bashcompinit && bashcompinit; fi
@@ -76,6 +79,9 @@ def _refuse(message: str) -> None:
 
 def _run(program: Path, words: Sequence[str]) -> None:
     """Run a program of the checkout in this process."""
+    if not sys.warnoptions:
+        for category in NOISE:
+            warnings.simplefilter("ignore", category)
     sys.path.insert(0, str(ROOT))
     sys.argv = [str(program), *words]
     runpy.run_path(str(program), run_name="__main__")
@@ -96,7 +102,7 @@ def _train(words: Sequence[str]) -> None:
     words = words[1:] if words[:1] == ["--async"] else words
     # Plug-ins lie in the user's folder; what runs in Ray's workers is this checkout.
     paths = [str(ROOT), str(Path.cwd()), env.get_str("PYTHONPATH") or ""]
-    quiet = "ignore::FutureWarning,ignore::UserWarning,ignore::DeprecationWarning"
+    quiet = ",".join(f"ignore::{category.__name__}" for category in NOISE)
     env.export(
         {
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),

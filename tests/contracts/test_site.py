@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from pymdownx.slugs import slugify
 
+from scripts import api_page
 from tests.contracts.site_search import SiteSearch
 from tests.contracts.source_tree import REPO
 
@@ -95,6 +97,12 @@ def test_the_questions_of_a_new_user_find_their_page_first(site):
     search = SiteSearch(site[0] / "search/search_index.json")
     assert {question: search.pages(question)[0] for question in QUESTIONS} == QUESTIONS
     assert not any(doc["location"].startswith("results.html") for doc in search.docs)
+
+
+@pytest.mark.parametrize("section", api_page.SECTIONS, ids=lambda section: section[0])
+def test_the_names_of_the_python_reference_can_be_imported_as_it_says(section):
+    _, module, _, names = section
+    assert [name for name in names if not hasattr(importlib.import_module(module), name)] == []
 
 
 def test_hand_written_pages_stay_short():
