@@ -32,6 +32,9 @@ SINKS = {
     "record": "slime.ext.record.run_record.RecordSink",
     "record_max_gib": "slime.ext.record.alarms.AlarmSink",  # set wherever the extension is: alarms need no flag
     "prometheus_port": "slime.ext.record.prometheus_page.PrometheusSink",
+    "use_wandb": "slime.observability.sample_table.SampleTable",
+    "use_trackio": "slime.ext.trackers.sinks.TrackioSink",
+    "use_mlflow": "slime.ext.trackers.sinks.MlflowSink",
     "use_pytorch_profiler": "slime.observability.profile_utils.TrainProfiler",
     "record_memory_history": "slime.observability.profile_utils.TrainProfiler",
 }

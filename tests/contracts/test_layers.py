@@ -45,6 +45,8 @@ FENCES = {  # library -> who may import it
     "wandb": ("slime.observability",),
     "tensorboard": ("slime.observability",),
     "torch.utils.tensorboard": ("slime.observability",),
+    "trackio": ("slime.ext.trackers",),
+    "mlflow": ("slime.ext.trackers",),
 }
 
 NO_ARGS = ("slime.algorithms", "slime.train_data", "slime.weights")
