@@ -21,6 +21,7 @@ VERBS = {
     "plan": ("tools/plan.py", "what a run needs, before it takes a GPU"),
     "convert": ("", "a checkpoint into another format; without words, the formats"),
     "check": ("tools/check.py", "your reward, generate function, loss, tool: does it do what a run expects"),
+    "runs": ("tools/runs.py", "the runs below a folder: when, how far, which reward, what state"),
     "report": ("tools/report.py", "one page of a run: what happened, where the time went, the samples"),
     "watch": ("tools/watch.py", "the same page of a run that goes on"),
     "diff": ("tools/diff.py", "in what two runs differ, and since when"),

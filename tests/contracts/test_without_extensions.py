@@ -25,8 +25,8 @@ EXTENSIONS = sorted(path.name for path in (REPO / "slime/ext").iterdir() if (pat
 TOOLS = {
     f"tools.{name}"
     for name in (
-        "plan diff doctor replay replay_plan replay_rollout report report_plots report_samples report_texts watch "
-        "serve_teacher ledger"
+        "plan diff runs doctor replay replay_plan replay_rollout report report_plots report_samples report_texts "
+        "watch serve_teacher ledger"
     ).split()
 }
 """Commands of extensions, and their parts."""

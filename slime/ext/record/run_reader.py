@@ -150,8 +150,8 @@ def _as_utf8(texts: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
     return texts
 
 
-def read_run(folder: Path) -> Run:
-    """Return the run in ``folder``.
+def read_run(folder: Path, *, with_spans: bool = True) -> Run:
+    """Return the run in ``folder``; the spans are most of its bytes.
 
     Raises:
         DataError: there is none.
@@ -164,7 +164,7 @@ def read_run(folder: Path) -> Run:
     config, events, spans = (folder / name for name in (CONFIG_FILE, EVENTS_FILE, SPANS_FILE))
     run.config = parse_record(config.read_bytes()) or {} if config.is_file() else {}
     run.events = [one for one in read_records(events) if "event" in one] if events.is_file() else []
-    if spans.is_file():
+    if with_spans and spans.is_file():
         run.spans = list(_read_spans(spans))
     run.rollouts = _by_rollout(run, merge_by_step(records, "rollout/step"))
     run.steps = merge_by_step(records, "train/step")

@@ -25,7 +25,7 @@ from slime.utils.errors import DataError
 from slime.utils.types import Sample
 from tests.ext.record import recording
 from tests.ext.record.prepared_runs import FAULT_STEP, FAULTS, write_prepared_run
-from tools import diff, replay_plan, report, watch
+from tools import diff, replay_plan, report, runs, watch
 from tools.report_samples import read_rollouts
 
 HOSTILE = (
@@ -74,6 +74,23 @@ def data_in(page: str) -> dict:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run") / "steady")
+
+
+def test_runs_are_listed_with_their_steps_reward_and_state(tmp_path, capsys):
+    write_run(tmp_path / "a" / "done")
+    write_run(tmp_path / "b", has_ended=False)
+    (tmp_path / "a" / "done" / "deeper").mkdir()
+    (tmp_path / "a" / "done" / "deeper" / "metrics.jsonl").touch()
+    runs.main([str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == list(runs.COLUMNS)
+    assert {line.split(maxsplit=2)[2] for line in lines[1:]} == {
+        f"8/8    0.875   finished            {tmp_path}/a/done",
+        f"8/8    0.875   running or cut off  {tmp_path}/b",
+    }
+    with pytest.raises(SystemExit):
+        runs.main([str(tmp_path / "nothing")])
+    assert "No run lies below" in capsys.readouterr().err
 
 
 def test_causes_add_up_to_the_time_of_the_gpus_in_all_and_in_each_step(run):
