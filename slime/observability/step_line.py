@@ -1,7 +1,8 @@
 """The line that the driver prints for a step, from ``metrics.jsonl``.
 
-step 12/40 | reward 0.683 | loss 0.0012 | kl 0.0004 | grad 0.412 | gen 4.1k tok/s | train 7.9k tok/s | packed 97% |
-3.9 s = rollout 1.9 + train 1.6 + push 0.2
+step 12/40 | reward 0.683 | loss 0.0012 | grad 0.412 | gen 4.1k tok/s | 3.9 s = rollout 1.9 + train 1.6 + push 0.2
+
+It has at most ``MAX_CHARS`` characters; figures that find no room are in ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from slime.flags.observability import tracking_config
 from slime.observability import telemetry
 from slime.observability.metrics_file import NewRecords, evaluations, metrics_path
 
+MAX_CHARS = 120
+_LEFT_OUT_FIRST = ("lr", "packed", "entropy", "kl", "len", "train", "gen", "grad", "value loss", "|dlogp|")
 # label, metric names (the first that is there is shown), format
 _FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/raw_reward", "rollout/rewards"), "{:.3f}"),
@@ -53,25 +56,29 @@ def _short(value: float) -> str:
 
 def format_step(rollout_id: int, metrics: Mapping[str, Any], *, num_rollout: int | None = None) -> str:
     """Return the line of step ``rollout_id`` (shown from 1), without figures that were not measured."""
-    parts = [f"step {rollout_id + 1}" + (f"/{num_rollout}" if num_rollout else "")]
+    parts = {"step": f"step {rollout_id + 1}" + (f"/{num_rollout}" if num_rollout else "")}
     for label, names, shape in _FIELDS:
         value = _first(metrics, names)
         if value is not None:
-            parts.append(f"{label} {shape.format(value)}")
-    parts += [f"eval {name} {value:.3f}" for name, value in evaluations(metrics).items()]
+            parts[label] = f"{label} {shape.format(value)}"
+    parts |= {f"eval {name}": f"eval {name} {value:.3f}" for name, value in evaluations(metrics).items()}
     for label, name in _RATES:
         value = _first(metrics, (name,))
         if value is not None:
-            parts.append(f"{label} {_short(value)} tok/s")
+            parts[label] = f"{label} {_short(value)} tok/s"
     packed = _first(metrics, ("perf/packing_efficiency",))
     if packed is not None:
-        parts.append(f"packed {packed:.0%}")
+        parts["packed"] = f"packed {packed:.0%}"
     phases = [(label, value) for label, names in _PHASES if (value := _first(metrics, names)) is not None]
     total = _first(metrics, ("perf/time_step_s", "perf/step_time"))
     if phases:
         spans = " + ".join(f"{label} {value:.1f}" for label, value in phases)
-        parts.append(f"{total:.1f} s = {spans}" if total is not None else f"seconds: {spans}")
-    return " | ".join(parts)
+        parts["seconds"] = f"{total:.1f} s = {spans}" if total is not None else f"seconds: {spans}"
+    for label in _LEFT_OUT_FIRST:
+        if len(" | ".join(parts.values())) > MAX_CHARS:
+            parts.pop(label, None)
+    line = " | ".join(parts.values())
+    return line if len(line) <= MAX_CHARS else line[: MAX_CHARS - 3] + "..."
 
 
 class StepLine:
@@ -103,10 +110,10 @@ class StepLine:
         return merged
 
     def line(self, rollout_id: int, step: int | None = None) -> str:
-        """Return the line of ``rollout_id``, with the sinks' remarks.
+        """Return the line of ``rollout_id``; the sinks' remarks follow, each on its own line.
 
         ``step`` is its place on the axis (``compute_rollout_step``); its own number when None.
         """
         metrics = self.gather(rollout_id if step is None else step)
-        remarks = "".join(f" | {text}" for text in telemetry.remarks(rollout_id, metrics))
+        remarks = "".join(f"\n  {text}" for text in telemetry.remarks(rollout_id, metrics))
         return format_step(rollout_id, metrics, num_rollout=self._num_rollout) + remarks

@@ -98,7 +98,21 @@ def test_the_line_shows_what_was_measured_and_nothing_else() -> None:
         "perf/time_push_s": 0.2,
         "perf/time_step_s": 3.71,
     }
-    assert format_step(11, metrics, num_rollout=40) == (
-        "step 12/40 | reward 0.683 | loss 0.0012 | kl 0.00040 | grad 0.412 | eval held_out 0.951 | gen 4.1k tok/s"
-        " | train 7.9k tok/s | packed 97% | 3.7 s = rollout 1.9 + train 1.6 + push 0.2"
+    line = format_step(11, metrics, num_rollout=40)
+    assert line == (
+        "step 12/40 | reward 0.683 | loss 0.0012 | grad 0.412 | eval held_out 0.951 | "
+        "3.7 s = rollout 1.9 + train 1.6 + push 0.2"
+    )
+    few = {name: value for name, value in metrics.items() if not name.startswith(("train", "eval"))}
+    assert format_step(11, few) == (
+        "step 12 | reward 0.683 | gen 4.1k tok/s | train 7.9k tok/s | packed 97% | "
+        "3.7 s = rollout 1.9 + train 1.6 + push 0.2"
+    )
+
+
+def test_the_line_has_at_most_120_characters() -> None:
+    many = {f"eval/data_set_{number}": 0.5 for number in range(20)} | {"train/loss": 0.1}
+    line = format_step(0, many)
+    assert (
+        len(line) == 120 and line.startswith("step 1 | loss 0.1000 | eval data_set_0 0.500") and line.endswith("...")
     )
