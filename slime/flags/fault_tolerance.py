@@ -84,7 +84,7 @@ def _add_engine_checks(group: argparse._ArgumentGroup) -> None:
         "--rollout-health-check-timeout",
         type=wait_s,
         default=30.0,
-        help="Seconds an engine has to answer a health check.",
+        help="Seconds an engine has to answer a health check, and a prefill engine to get its half of a request.",
     )
     group.add_argument(
         "--rollout-health-check-first-wait",

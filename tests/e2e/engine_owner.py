@@ -33,6 +33,7 @@ def engine_args(checkpoint: str, **more: Any) -> Namespace:
         fp16=False,
         fp32=True,
         engine_start_timeout_s=600,
+        rollout_health_check_timeout=30.0,
         weight_update_timeout_s=300,
         sglang_router_request_timeout_secs=600,
         job_secret="s3cret of the test",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.child_process import PLUGINS, ChildProcess, kill_tree
+from slime.backends.sglang_utils.child_process import HALF_PATIENCE, PLUGINS, ChildProcess, kill_tree
 from slime.backends.sglang_utils.engine_server import EngineServer
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
@@ -134,7 +134,13 @@ class SGLangEngine(EngineServer):
         self._worker_key = None if self._secret is None else generation_key(self._secret)
         self._find_router(router_ip, router_port)
         remove_segments()  # of engines that were killed here before
-        self.process = start_server(server_args, name=name, secret=self._secret, plugins=self.args.engine_plugins)
+        self.process = start_server(
+            server_args,
+            name=name,
+            secret=self._secret,
+            plugins=self.args.engine_plugins,
+            half_patience_s=self.args.rollout_health_check_timeout,
+        )
         reads_weights = server_args.get("load_format") != "dummy" and self.args.verify_checkpoint
         self._check = check_in_background(Path(self.model_path)) if reads_weights else None
 
@@ -218,11 +224,18 @@ class SGLangEngine(EngineServer):
 
 
 def start_server(
-    server_args: Mapping[str, Any], *, name: str, secret: str | None = None, plugins: Sequence[str] = ()
+    server_args: Mapping[str, Any],
+    *,
+    name: str,
+    secret: str | None = None,
+    plugins: Sequence[str] = (),
+    half_patience_s: float = 30.0,
 ) -> ChildProcess:
     """Start an SGLang server with these ServerArgs, guarded by ``secret``; returns at once.
 
-    Each of its processes calls ``plugins`` first, functions by their import paths.
+    Args:
+        plugins: functions by their import paths, which each of its processes calls first.
+        half_patience_s: for which a decode engine waits for a prefill engine to get its half of a request.
     """
     return ChildProcess(
         SERVER_MODULE,
@@ -231,6 +244,7 @@ def start_server(
         extra_environment={
             **engine_environment(tp_size=int(server_args.get("tp_size", 1))),
             PLUGINS: ",".join(plugins),
+            HALF_PATIENCE: str(half_patience_s),
         },
         without_variables=EXPANDABLE_SEGMENTS,
     )

@@ -8,6 +8,7 @@ A request that names no adapter runs on the one pushed last (``--lora-push adapt
 as it is loaded.  Every answer names its engine.
 A pause ends as soon as aborted requests have.
 Scales that no push brings outlast a sleep.
+Neither half of a request waits for one that has ended (``request_halves``).
 Ids with images go to an encoder as text does, GLM-4V counts the positions of ids as drawn, a flush forgets features of
 images, and a request that brings some is refused.
 
@@ -18,6 +19,7 @@ know a list with one entry per token.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import time
 from collections import Counter
@@ -109,6 +111,11 @@ def register() -> None:
         (f"{_ROPE}.get_rope_index_glm4v", _glm_positions, HookType.AROUND),
     ):
         HookRegistry.register(target, hook, kind)
+    if importlib.metadata.version("sglang") == cpu_shim.TESTED_SGLANG:
+        from slime.backends.sglang_utils import request_halves
+
+        for place, function, when in request_halves.HOOKS:
+            HookRegistry.register(place, function, HookType(when))
     for module in (native_layers, delta_nets) if cpu_shim.is_needed() else ():
         for target, name in module.HOOKED.items():
             HookRegistry.register(target, getattr(module, name), HookType.AROUND)
