@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import re
@@ -19,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.flags.own_flags import load_spec
 from slime.backends.megatron_utils.layers.fp8_linear import use_fp8
 from slime.backends.megatron_utils.layers.layer_specs import block_spec_of_flags
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
@@ -207,30 +207,6 @@ def _custom_provider(args: Namespace, role: str) -> ModelProvider:
         return model
 
     return build
-
-
-def load_spec(path: list[str]) -> Any:
-    """Import the function or the ready spec that ``--spec MODULE FUNC`` names.
-
-    Raises:
-        ConfigError: the module or the name does not exist.
-    """
-    if len(path) != 2:
-        raise ConfigError(f"--spec is {' '.join(path)!r}; give two words, a module and a name in it.")
-    try:
-        module = importlib.import_module(path[0])
-    except ImportError as error:
-        if getattr(error, "name", None) == path[0] and path[0].startswith("slime_plugins."):
-            raise ConfigError(
-                f"--spec {path[0]} {path[1]}: the layers of this model are not built; docs/models.md lists the models "
-                "that are."
-            ) from error
-        raise ConfigError(
-            f"--spec {path[0]} {path[1]} cannot be imported: {error}; the module must be on PYTHONPATH of every node."
-        ) from error
-    if not hasattr(module, path[1]):
-        raise ConfigError(f"--spec {path[0]} {path[1]}: the module {module.__file__} has no name {path[1]!r}.")
-    return getattr(module, path[1])
 
 
 def resolve_spec(

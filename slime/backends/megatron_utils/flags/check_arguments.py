@@ -10,6 +10,8 @@ import math
 from argparse import Namespace
 from typing import Any
 
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     optimizer_config_from_args,
@@ -17,12 +19,11 @@ from slime.backends.megatron_utils.flags.config_builders import (
 )
 from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.backends.megatron_utils.flags.field_table import has_narrow_moments
+from slime.backends.megatron_utils.flags.own_flags import load_spec
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
-from slime.backends.megatron_utils.layers.attention import check_attention_config
-from slime.backends.megatron_utils.layers.fp8_linear import check_fp8_flags
-from slime.backends.megatron_utils.model_provider import load_spec
 from slime.backends.megatron_utils.models import FAMILIES
 from slime.utils.errors import ConfigError
+from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 
 _MAY_GIVE_OTHER_COUNTS = (
     "custom_generate_function_path",
@@ -48,9 +49,9 @@ def check_arguments(args: Namespace) -> None:
     _check_experts(args)
     _check_sparse_attention(args)
     _check_linear_attention(args)
-    check_fp8_flags(args)
+    _check_fp8(args)
     config = transformer_config_from_args(args)
-    check_attention_config(config)
+    _check_attention(config)
     if args.spec:
         _check_spec(args, config)
     optimizer_config_from_args(args)
@@ -259,6 +260,50 @@ def _check_choice(args: Namespace) -> None:
             f"--moe-router-topk is {topk}; the --moe-router-group-topk {chosen} chosen groups have "
             f"{num_experts // groups} experts each; they must have as many together, and not be more."
         )
+
+
+def _check_fp8(args: Namespace) -> None:
+    if args.fp8 and (args.fp8 != "e4m3" or args.fp8_recipe != "blockwise"):
+        raise ConfigError(
+            f"--fp8-format is {args.fp8} and --fp8-recipe {args.fp8_recipe}; slime trains in FP8 with the scales of "
+            "FP8 checkpoints: --fp8-format e4m3 --fp8-recipe blockwise."
+        )
+    if args.fp8 and args.fp16:
+        raise ConfigError("--fp8-format is given with --fp16; what is not quantized is bf16: give --bf16.")
+    groups, tensor_size, block = args.num_query_groups, args.tensor_model_parallel_size, DEFAULT_BLOCK[0]
+    if args.fp8 and not args.multi_latent_attention and tensor_size > groups and args.kv_channels % block:
+        raise ConfigError(
+            f"--fp8-format is given with --tensor-model-parallel-size {tensor_size} and {groups} groups of heads "
+            f"(--num-query-groups) of {args.kv_channels} (--kv-channels): a rank would hold a part of a group, whose "
+            f"blocks of {block} rows are not those of the engines; give --tensor-model-parallel-size {groups} or less."
+        )
+
+
+def _check_attention(config: TransformerConfig) -> None:
+    """Raise ConfigError for options of megatron-core's attention that this one does not have."""
+    window, softmax = config.window_size, config.softmax_type
+    if softmax == "learnable" and config.multi_latent_attention:
+        softmax = "learnable, with --multi-latent-attention"
+    for flag, value, allowed in (
+        ("--attention-dropout", config.attention_dropout, 0),
+        ("--window-size", window, window if window is None or (window[0] >= 0 and window[1] == 0) else "LEFT,0"),
+        ("--softmax-type", softmax, "learnable" if softmax == "learnable" else "vanilla"),
+        ("--qk-clip", config.qk_clip, False),
+        ("--log-max-attention-logit", config.log_max_attention_logit, False),
+    ):
+        if value != allowed:
+            raise ConfigError(f"{flag} is {value}; packed attention has no such option; it must be {allowed}.")
+
+
+# Context parallelism: each rank has two chunks of every sequence.
+#
+# A sequence of length L is cut into 2 cp chunks of c = L / (2 cp) tokens: rank r has the chunks r and
+# 2 cp - 1 - r, so that all ranks have the same work ("zigzag"; the load balance of Llama 3, arXiv 2407.21783, 3.3.2).
+# Keys and values of all ranks are gathered.  Both chunks end where their visible keys end, so a rank's chunks are 2 S
+# ordinary causal problems of one packed call: queries as they are, and a copy of the keys that each chunk sees.
+#
+# Shapes: S = sequences of the micro-batch, t = tokens of this rank (t = sum of 2 c), h = heads, d = head dimension,
+# K = (2 cp + 1) t / 2 key rows that the rank's chunks see together.
 
 
 _SPARSE_SPECS = sorted({f.spec for f in FAMILIES.values() if f.sparse_architecture})

@@ -17,7 +17,6 @@ from typing import Any
 from slime.backends.megatron_utils.flags.config_flags import add_config_flags, flag_of, switched_off
 from slime.backends.megatron_utils.flags.model_dims import linear_layers, moe_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
-from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.models import (
     FAMILIES,
     IS_PARTIAL,
@@ -27,8 +26,7 @@ from slime.backends.megatron_utils.models import (
     has_tower,
 )
 from slime.backends.megatron_utils.models.family import differs
-from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS, Flag, shared_rules
-from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
+from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS, Flag, shared_rules, too_short_a_stage
 from slime.flags.checkpoint import is_huggingface_folder
 from slime.flags.distillation import trainer_teachers
 from slime.utils import env
@@ -399,7 +397,10 @@ def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) ->
     if model_name is not None:
         find_weight_map(model_name)
     check_engine_keys(config)
-    checkpoint_quantizer(args.hf_checkpoint, config.get("quantization_config"), dtype=config_dtype(config))
+    if (quantization := config.get("quantization_config")) is not None:
+        from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
+
+        checkpoint_quantizer(args.hf_checkpoint, quantization, dtype=config_dtype(config))
 
 
 def check_engine_keys(config: dict[str, Any]) -> None:

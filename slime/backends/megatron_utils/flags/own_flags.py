@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.backends.megatron_utils.flags.config_flags import add_unless_present
+from slime.utils.errors import ConfigError
 
 _RESOLVE = "slime.backends.megatron_utils.flags.resolve_arguments"
 _BUILDERS = "slime.backends.megatron_utils.flags.config_builders"
@@ -168,3 +170,27 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("megatron", "Megatron flags that are no field of a config of megatron-core.")
     for flag in OWN_FLAGS:
         add_unless_present(parser, group, list(flag.options), help=flag.help, **flag.settings)
+
+
+def load_spec(path: list[str]) -> Any:
+    """Import the function or the ready spec that ``--spec MODULE FUNC`` names.
+
+    Raises:
+        ConfigError: the module or the name does not exist.
+    """
+    if len(path) != 2:
+        raise ConfigError(f"--spec is {' '.join(path)!r}; give two words, a module and a name in it.")
+    try:
+        module = importlib.import_module(path[0])
+    except ImportError as error:
+        if getattr(error, "name", None) == path[0] and path[0].startswith("slime_plugins."):
+            raise ConfigError(
+                f"--spec {path[0]} {path[1]}: the layers of this model are not built; docs/models.md lists the models "
+                "that are."
+            ) from error
+        raise ConfigError(
+            f"--spec {path[0]} {path[1]} cannot be imported: {error}; the module must be on PYTHONPATH of every node."
+        ) from error
+    if not hasattr(module, path[1]):
+        raise ConfigError(f"--spec {path[0]} {path[1]}: the module {module.__file__} has no name {path[1]!r}.")
+    return getattr(module, path[1])

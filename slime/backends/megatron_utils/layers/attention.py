@@ -39,7 +39,6 @@ from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rota
 from slime.backends.megatron_utils.layers.row_copies import RowCopies, copy_rows
 from slime.backends.megatron_utils.layers.sink_attention import make_sinks, varlen_sink_attention
 from slime.train_data.context_parallel import CPRank
-from slime.utils.errors import ConfigError
 
 cpu_platform.mend_missing_transformer_engine()
 
@@ -63,7 +62,6 @@ class PackedAttention(MegatronModule):
     ) -> None:
         """Take what megatron-core passes to any core attention; ``k_channels`` is set by multi-latent attention."""
         super().__init__(config=config)
-        check_attention_config(config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
@@ -144,33 +142,6 @@ class PackedAttention(MegatronModule):
             return per_sequence_attention(
                 query, key, value, lengths_q, lengths_k, scale=self.scale, window=self.window, sinks=sinks
             )
-
-
-def check_attention_config(config: TransformerConfig) -> None:
-    """Raise ConfigError for options of megatron-core's attention that this one does not have."""
-    window, softmax = config.window_size, config.softmax_type
-    if softmax == "learnable" and config.multi_latent_attention:
-        softmax = "learnable, with --multi-latent-attention"
-    for flag, value, allowed in (
-        ("--attention-dropout", config.attention_dropout, 0),
-        ("--window-size", window, window if window is None or (window[0] >= 0 and window[1] == 0) else "LEFT,0"),
-        ("--softmax-type", softmax, "learnable" if softmax == "learnable" else "vanilla"),
-        ("--qk-clip", config.qk_clip, False),
-        ("--log-max-attention-logit", config.log_max_attention_logit, False),
-    ):
-        if value != allowed:
-            raise ConfigError(f"{flag} is {value}; packed attention has no such option; it must be {allowed}.")
-
-
-# Context parallelism: each rank has two chunks of every sequence.
-#
-# A sequence of length L is cut into 2 cp chunks of c = L / (2 cp) tokens: rank r has the chunks r and
-# 2 cp - 1 - r, so that all ranks have the same work ("zigzag"; the load balance of Llama 3, arXiv 2407.21783, 3.3.2).
-# Keys and values of all ranks are gathered.  Both chunks end where their visible keys end, so a rank's chunks are 2 S
-# ordinary causal problems of one packed call: queries as they are, and a copy of the keys that each chunk sees.
-#
-# Shapes: S = sequences of the micro-batch, t = tokens of this rank (t = sum of 2 c), h = heads, d = head dimension,
-# K = (2 cp + 1) t / 2 key rows that the rank's chunks see together.
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]

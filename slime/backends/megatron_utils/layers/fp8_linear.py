@@ -39,7 +39,6 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.layers.experts import StackedLinear
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
-from slime.utils.errors import ConfigError
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, quantize_block
 
 logger = logging.getLogger(__name__)
@@ -166,28 +165,6 @@ def multiply_by(rows: Products, module: torch.nn.Module) -> None:
         vars(module)["forward"] = partial(replicated_linear, rows, module)
     else:
         vars(module)["_forward_impl"] = partial(linear, rows)
-
-
-def check_fp8_flags(args: Namespace) -> None:
-    """Refuse FP8 of another kind than ours.
-
-    Raises:
-        ConfigError: with the flags to give.
-    """
-    if args.fp8 and (args.fp8 != "e4m3" or args.fp8_recipe != "blockwise"):
-        raise ConfigError(
-            f"--fp8-format is {args.fp8} and --fp8-recipe {args.fp8_recipe}; slime trains in FP8 with the scales of "
-            "FP8 checkpoints: --fp8-format e4m3 --fp8-recipe blockwise."
-        )
-    if args.fp8 and args.fp16:
-        raise ConfigError("--fp8-format is given with --fp16; what is not quantized is bf16: give --bf16.")
-    groups, tensor_size = args.num_query_groups, args.tensor_model_parallel_size
-    if args.fp8 and not args.multi_latent_attention and tensor_size > groups and args.kv_channels % BLOCK:
-        raise ConfigError(
-            f"--fp8-format is given with --tensor-model-parallel-size {tensor_size} and {groups} groups of heads "
-            f"(--num-query-groups) of {args.kv_channels} (--kv-channels): a rank would hold a part of a group, whose "
-            f"blocks of {BLOCK} rows are not those of the engines; give --tensor-model-parallel-size {groups} or less."
-        )
 
 
 def use_fp8(model: torch.nn.Module, args: Namespace) -> None:

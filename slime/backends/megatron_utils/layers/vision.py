@@ -31,8 +31,7 @@ from slime.backends.megatron_utils.cp_utils import cp_rank
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
 from slime.backends.megatron_utils.layers.rotary import RotaryTables
 from slime.backends.megatron_utils.models import family_of
-from slime.backends.megatron_utils.models.flag_rules import hf_rope_settings
-from slime.backends.megatron_utils.models.qwen3_vl import too_short_a_stage
+from slime.backends.megatron_utils.models.flag_rules import hf_rope_settings, too_short_a_stage
 from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels, import_torchvision

@@ -23,15 +23,6 @@ def interleaved_only(config: Config) -> Iterator[str]:
         yield "mrope_interleaved is False; the axes of positions are interleaved here"
 
 
-def too_short_a_stage(num_layers: int, depth: int) -> str:
-    """Return the error for a first stage with fewer layers than take features of the tower, which is there."""
-    return (
-        f"The first pipeline stage has {num_layers} layers; the first {depth} of this model take features of the "
-        "vision tower, which is there. Give it as many (--decoder-first-pipeline-num-layers, "
-        "--decoder-last-pipeline-num-layers), or fewer stages."
-    )
-
-
 def tower_parameters(vision: Config) -> int:
     """Return the parameters of the vision tower: patches, positions, blocks, and the mergers after some of them."""
     hidden, inner, merged = (
