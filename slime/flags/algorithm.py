@@ -255,14 +255,10 @@ def uses_reference(args: Namespace) -> bool:
     return bool(args.use_kl_loss or args.kl_coef != 0)
 
 
-def check_reference(args: Namespace) -> Iterator[str]:
-    """Yield a message for a reference model that is refreshed but not used."""
+def check_passes(args: Namespace) -> Iterator[str]:
+    """Yield a message for a reference that is refreshed but not used, and for experts that no pass records."""
     if args.ref_update_interval is not None and not uses_reference(args):
         yield "--ref-update-interval needs a reference model; add --use-kl-loss or --kl-coef."
-
-
-def check_routing_replay(args: Namespace) -> Iterator[str]:
-    """Yield a message for a replay of experts that nothing records."""
     records = args.use_routing_replay and not args.use_rollout_routing_replay
     if records and not args.compute_advantages_and_returns:
         yield (
@@ -323,6 +319,6 @@ def check_groups_of_one(args: Namespace) -> Iterator[str]:
 GROUP = FlagGroup(
     add_algorithm_arguments,
     derive=(derive_algorithm,),
-    check=(check_loss, check_off_policy, check_reference, check_routing_replay, check_groups_of_one),
+    check=(check_loss, check_off_policy, check_passes, check_groups_of_one),
     advise=(advise_algorithm,),
 )

@@ -181,9 +181,9 @@ def has_cuda() -> bool:
         return torch.cuda.is_available()
 
 
-def is_for_cuda(args: Namespace) -> bool:
+def is_for_cuda(runs_here: bool) -> bool:
     """Return True where the run has GPUs, as every run has that is only planned here."""
-    return has_cuda() or not args.runs_here
+    return has_cuda() or not runs_here
 
 
 def derive_roles(args: Namespace) -> None:
@@ -208,7 +208,7 @@ def derive_for_extensions(args: Namespace) -> None:
 def derive_distributed_backend(args: Namespace) -> None:
     """Use NCCL with CUDA, gloo without."""
     if args.distributed_backend is None:
-        args.distributed_backend = "nccl" if is_for_cuda(args) else "gloo"
+        args.distributed_backend = "nccl" if is_for_cuda(args.runs_here) else "gloo"
 
 
 def derive_cluster(args: Namespace) -> None:

@@ -157,11 +157,11 @@ def _starting_point(critic: Namespace, args: Namespace) -> None:
     if (start := given.get("ref_load")) and not has_finished_save(folder):
         logger.warning("The critic has no checkpoint in %s and starts from the weights in %s.", folder, start)
         _start_from_weights(critic, start, None)
-        iteration = iteration_of(args)
+        iteration = iteration_of(args.load, args.ckpt_step)
         if critic.start_rollout_id is None and iteration is not None:
             critic.start_rollout_id = iteration + 1  # as the actor, which resumes
         return
-    critic.load, critic.ckpt_step = folder, iteration_of(args)
+    critic.load, critic.ckpt_step = folder, iteration_of(args.load, args.ckpt_step)
 
 
 def _start_from_weights(critic: Namespace, folder: str, step: int | None) -> None:
@@ -170,16 +170,16 @@ def _start_from_weights(critic: Namespace, folder: str, step: int | None) -> Non
     critic.finetune = critic.no_load_optim = critic.no_load_rng = True
 
 
-def iteration_of(args: Namespace) -> int | None:
-    """Return the iteration that an actor with these args resumes from; None where the folder does not say.
+def iteration_of(load: str, ckpt_step: int | None) -> int | None:
+    """Return the iteration that an actor resumes from by --load and --ckpt-step; None where the folder does not say.
 
     Raises:
         ConfigError: it says something that is no iteration.
     """
-    if args.ckpt_step is not None:
-        return args.ckpt_step
-    path = Path(args.load)
-    if is_iteration_folder(args.load):
+    if ckpt_step is not None:
+        return ckpt_step
+    path = Path(load)
+    if is_iteration_folder(load):
         return int(path.name.removeprefix("iter_"))
     found = read_tracker(path / TRACKER, "--load") if (path / TRACKER).is_file() else None
     return None if found == "release" else found

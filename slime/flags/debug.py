@@ -156,7 +156,7 @@ def _add_ci(parser: argparse.ArgumentParser) -> None:
 
 
 def check_modes(args: Namespace) -> Iterator[str]:
-    """Yield one message for each pair of modes that exclude each other."""
+    """Yield one message for each pair of flags that exclude each other, or of which one needs the other."""
     if args.debug_rollout_only and args.debug_train_only:
         asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
@@ -167,10 +167,6 @@ def check_modes(args: Namespace) -> Iterator[str]:
             f"--profile-step-end {args.profile_step_end} leaves nothing to profile from --profile-step-start "
             f"{args.profile_step_start} on; raise it."
         )
-
-
-def check_ci(args: Namespace) -> Iterator[str]:
-    """Yield one message for each flag of the CI checks without --ci-test."""
     for flag in ("ci_disable_kl_checker", "ci_save_grad_norm", "ci_load_grad_norm"):
         if getattr(args, flag) and not args.ci_test:
             yield f"--{flag.replace('_', '-')} belongs to the checks of --ci-test; add that flag or drop this one."
@@ -217,4 +213,4 @@ def derive_dumps(args: Namespace) -> None:
         args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
 
 
-GROUP = FlagGroup(add_debug_arguments, derive=(derive_dumps,), check=(check_modes, check_ci, check_dump_templates))
+GROUP = FlagGroup(add_debug_arguments, derive=(derive_dumps,), check=(check_modes, check_dump_templates))

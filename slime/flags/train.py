@@ -189,8 +189,8 @@ def _add_alignment(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_trained_parameters(args: Namespace) -> Iterator[str]:
-    """Yield one message for each list of parameter names that cannot work."""
+def check_training(args: Namespace) -> Iterator[str]:
+    """Yield one message for each list of parameter names, or setting of the optimizer, that cannot work."""
     if args.only_train_params_name_list and args.freeze_params_name_list:
         yield "--only-train-params-name-list and --freeze-params-name-list contradict each other; give one of them."
     factor = args.vision_tower_lr_mult
@@ -207,22 +207,16 @@ def check_trained_parameters(args: Namespace) -> Iterator[str]:
                 re.compile(pattern)
             except re.error as error:
                 yield f"--{flag.replace('_', '-')}: {pattern!r} is no regular expression: {error}."
-
-
-def check_stateless_adam(args: Namespace) -> Iterator[str]:
-    """Yield one message for each flag that contradicts --use-stateless-adam."""
-    if not args.use_stateless_adam:
-        return
-    if args.save is not None and not args.no_save_optim:
+    if args.use_stateless_adam and args.save is not None and not args.no_save_optim:
         yield "--use-stateless-adam keeps nothing that a checkpoint could hold; add --no-save-optim."
-    if args.reset_optimizer_states:
+    if args.use_stateless_adam and args.reset_optimizer_states:
         yield "--reset-optimizer-states is about moments, and --use-stateless-adam has none; drop one of them."
 
 
 def derive_precision(args: Namespace) -> None:
     """Use bf16 with CUDA and fp32 without, unless one was asked for."""
     if not (args.fp32 or args.bf16 or args.fp16):
-        cuda = is_for_cuda(args)
+        cuda = is_for_cuda(args.runs_here)
         args.bf16 = cuda
         args.fp32 = not cuda
         logger.info("Precision: %s (say --fp32, --bf16 or --fp16 for another)", "bf16" if cuda else "fp32: no CUDA")
@@ -231,7 +225,7 @@ def derive_precision(args: Namespace) -> None:
 GROUP = FlagGroup(
     add_train_arguments,
     derive=(derive_precision, derive_starting_point),
-    check=(check_saves, check_trained_parameters, check_stateless_adam),
+    check=(check_saves, check_training),
     advise=(advise_saves,),
     once=(derive_starting_point,),
 )

@@ -47,8 +47,8 @@ def _precision(args: Namespace) -> dict[str, Any]:
     asked = [name for name in ("bf16", "fp16", "fp32") if getattr(args, name)]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join('--' + name for name in asked)} are given; a run has one precision.")
-    precision = asked[0] if asked else "bf16" if is_for_cuda(args) else "fp32"
-    if precision == "fp16" and not is_for_cuda(args):
+    precision = asked[0] if asked else "bf16" if is_for_cuda(args.runs_here) else "fp32"
+    if precision == "fp16" and not is_for_cuda(args.runs_here):
         raise ConfigError("--fp16 needs CUDA; use --fp32 or --bf16 on CPU.")
     bf16, fp16 = precision == "bf16", precision == "fp16"
     return {
@@ -248,7 +248,7 @@ def _kernels(args: Namespace) -> dict[str, Any]:
     if (args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex") and not has_deepep:
         derived |= {"moe_enable_deepep": False, "moe_token_dispatcher_type": "alltoall"}
         logger.info("DeepEP is not installed; experts are reached by --moe-token-dispatcher-type alltoall.")
-    if args.optimizer_cpu_offload and not is_for_cuda(args):
+    if args.optimizer_cpu_offload and not is_for_cuda(args.runs_here):
         derived |= {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
         logger.info("--optimizer-cpu-offload: there is no CUDA; the optimizer is on the CPU anyway.")
     return derived
