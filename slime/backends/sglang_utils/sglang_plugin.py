@@ -19,7 +19,6 @@ know a list with one entry per token.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import time
 from collections import Counter
@@ -77,6 +76,7 @@ _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 def register() -> None:
     """Register the hooks; SGLang applies them when it starts its scheduler and its server.  Again: no effect."""
     try:
+        import sglang
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:
         logger.warning("this SGLang has no plugins: it returns no nuclei, and --rollout-top-p must be 1")
@@ -111,7 +111,7 @@ def register() -> None:
         (f"{_ROPE}.get_rope_index_glm4v", _glm_positions, HookType.AROUND),
     ):
         HookRegistry.register(target, hook, kind)
-    if importlib.metadata.version("sglang") == cpu_shim.TESTED_SGLANG:
+    if sglang.__version__ == cpu_shim.TESTED_SGLANG:
         from slime.backends.sglang_utils import request_halves
 
         for place, function, when in request_halves.HOOKS:
