@@ -62,16 +62,24 @@ def _gemma_layer(config: TransformerConfig, layer: ModuleSpec, number: int) -> M
     """Return layer ``number``, from 1, with the parts that only Gemma has."""
     attention = layer.submodules.self_attention
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number):
-        attention = replace(attention, module=WindowAttention)
+        params = {**attention.params, "rotary_base": LOCAL_ROTARY_BASE}
+        attention = replace(attention, module=WindowAttention, params=params)
     mlp = replace(layer.submodules.mlp, module=GeluMlp)
     submodules = replace(layer.submodules, self_attention=attention, mlp=mlp)
     return replace(layer, module=FirstLayer if number == 1 else SandwichLayer, submodules=submodules)
 
 
 class WindowAttention(PackedSelfAttention):
-    """Attention of a layer with a window: its rotary angles have another base, and are never stretched."""
+    """Attention of a layer with a window: its rotary angles have a separate base, and are never stretched."""
 
     tables_name = "window_rotary_tables"
+
+    def __init__(self, config: TransformerConfig, *args: Any, rotary_base: float, **options: Any) -> None:
+        """Take what megatron-core passes to any attention, and the base of the angles."""
+        own = copy.copy(config)
+        own.yarn_rotary_scaling_factor = 1.0  # YaRN would scale cos and sin too
+        super().__init__(own, *args, **options)
+        self.rotary_base = rotary_base
 
     def forward(
         self,
@@ -83,21 +91,22 @@ class WindowAttention(PackedSelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with angles for as many positions as the model's have."""
         given = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
-        own = None if given is None else window_angles(given)
+        own = None if given is None else window_angles(given, self.rotary_base)
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=own, **options)
 
 
-def window_angles(angles: Tensor) -> Tensor:
+def window_angles(angles: Tensor, base: float) -> Tensor:
     """Return angles by position with the base of the layers with a window.
 
     Args:
         angles: of the other layers, [positions, 1, 1, head dimension]; only its shape and device count.
+        base: of the rotary frequencies.
 
     Returns:
         Of the same shape, each angle twice, as two halves; fp32.
     """
     width, device = angles.size(-1), angles.device
-    frequencies = LOCAL_ROTARY_BASE ** -(torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     half = torch.outer(torch.arange(angles.size(0), dtype=torch.float32, device=device), frequencies)
     return torch.cat([half, half], dim=-1)[:, None, None]
 

@@ -42,6 +42,7 @@ MODELS = {
     "llama",
     "mimo",
     "minimax_m2",
+    "olmo2",
     "qwen2",
     "qwen2_moe",
     "qwen3",
@@ -95,6 +96,7 @@ class LoadedRank:
         if device == "cpu":
             cpu_shim.install()
         _leave_out_other_models()
+        _apply_hooks()
         self.tp_rank, self.tp_size, self._store, self._device = tp_rank, tp_size, store, device
         self.swap(folder, dtype, quantization)
 
@@ -165,6 +167,16 @@ class LoadedRank:
     def parameters(self) -> dict[str, torch.Tensor]:
         """The parameters of this rank under the engine's own names, as they are now."""
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+
+def _apply_hooks() -> None:
+    """Change SGLang as slime's plug-in does in a server."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from slime.backends.sglang_utils import sglang_plugin
+
+    sglang_plugin.register()
+    HookRegistry.apply_hooks()
 
 
 def _leave_out_other_models() -> None:

@@ -149,6 +149,7 @@ OWN_ATTENTION = (
     "glm5",
     "gpt_oss",
     "minimax_m2",
+    "olmo3",
     "qwen3_5_moe",
     "qwen3_next",
     "qwen3_vl",

@@ -50,6 +50,7 @@ SERVED = (
     "qwen3_vl_moe",
     "gemma3",
     "gpt_oss",
+    "olmo3",
 )
 """All that the installed SGLang can build on a CPU."""
 FAST: dict[str, Any] = {

@@ -109,6 +109,7 @@ def register() -> None:
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
         (f"{_ROPE}.get_rope_index_glm4v", _glm_positions, HookType.AROUND),
+        ("sglang.srt.configs.olmo3.Olmo3Config.__init__", _olmo3_rotary, HookType.AROUND),
     ):
         HookRegistry.register(target, hook, kind)
     if sglang.__version__ == cpu_shim.TESTED_SGLANG:
@@ -429,6 +430,17 @@ def _glm_positions(original: Callable[..., Any], *args: Any, **options: Any) -> 
     that of a drawn response may, the request fails.
     """
     return original(*args, **{**options, "attention_mask": None})
+
+
+def _olmo3_rotary(original: Callable[..., None], config: Any, **options: Any) -> None:
+    """Give OLMo 3 the rotary settings of config.json, in the spelling of transformers 4 or 5.
+
+    SGLang 0.5.15 reads neither with transformers 5: the base is missing, or the positions are checked too early.
+    """
+    given = options.pop("rope_parameters", None) or options.pop("rope_scaling", None) or {}
+    base = given.get("rope_theta") or options.get("rope_theta")
+    rotary = {"rope_type": "default", **given, "rope_theta": base}
+    original(config, **{**options, "rope_theta": base, "rope_scaling": rotary})
 
 
 def _forget_images(is_flushed: bool, scheduler: Any, *args: Any, **options: Any) -> None:

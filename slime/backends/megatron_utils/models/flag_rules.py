@@ -7,6 +7,7 @@ that was given is compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +173,18 @@ def window_is_idle(config: Config) -> Iterator[str]:
         yield f"sliding_window is {width} of max_position_embeddings {longest}; attention is not cut to windows here"
 
 
+def windows(config: Config, every: int) -> Iterator[Flag | str]:
+    """Yield the window of attention, in all layers but each ``every``-th; ``layer_types`` outranks ``every``."""
+    width, types = config.get("sliding_window"), config.get("layer_types") or []
+    if "full_attention" in types:
+        every = types.index("full_attention") + 1
+    if any((kind == "full_attention") != ((layer + 1) % every == 0) for layer, kind in enumerate(types)):
+        yield f"layer_types has full attention in other layers than each {every}th; --window-attn-skip-freq cannot"
+    if width:
+        yield Flag("window_size", (width - 1, 0), f"sliding_window is {width}: {width - 1},0")
+        yield Flag("window_attn_skip_freq", every, f"each {every}th layer has full attention")
+
+
 def yarn_flags(settings: Mapping[str, Any]) -> Iterator[Flag]:
     """Yield the numbers of YaRN, named as config.json names them."""
     names = {"rotary_scaling_factor": "factor", "yarn_truncate": "truncate"}
@@ -305,6 +318,9 @@ def hf_yarn_settings(config: Mapping[str, Any], *, knows_truncate: bool = False)
             "'yarn'."
         )
     truncates = (True, False) if knows_truncate else (True,)
+    derived = settings.get("factor") and not settings.get("mscale") and 0.1 * math.log(settings["factor"]) + 1
+    if derived and math.isclose(settings.get("attention_factor") or 0, derived, rel_tol=1e-6):
+        settings.pop("attention_factor")
     for name, allowed in (("attention_factor", (None,)), ("attn_factor", (1, None)), ("truncate", truncates)):
         if settings.get(name, allowed[0]) not in allowed:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import Config, Flag
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, windows
 from slime.backends.megatron_utils.models.rule import ATTENTION, MLP, TOP, Rule, WeightMap
 
 LOCAL_ROTARY_BASE = 10000.0
@@ -32,16 +32,8 @@ GEMMA3 = WeightMap(
 
 def gemma3_flags(config: Config) -> Iterator[Flag | str]:
     """Yield windows, rotary bases, the scale of attention."""
-    width = config.get("sliding_window")
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-    types = config.get("layer_types")
-    if types and "full_attention" in types:
-        every = types.index("full_attention") + 1
-        if any((kind == "full_attention") != ((layer + 1) % every == 0) for layer, kind in enumerate(types)):
-            yield f"layer_types has no full attention in each {every}th layer alone; --window-attn-skip-freq says that"
-    if width:
-        yield Flag("window_size", (width - 1, 0), f"sliding_window is {width}: {width - 1},0")
-        yield Flag("window_attn_skip_freq", every, f"each {every}th layer has full attention")
+    yield from windows(config, every)
     rotary = config.get("rope_parameters") or {}
     local = (rotary.get("sliding_attention") or {}).get("rope_theta") or config.get("rope_local_base_freq")
     if local not in (None, LOCAL_ROTARY_BASE):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import Config, Flag, choices, expert_layers
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, choices, expert_layers, windows
 from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap, relaid_rule
 from slime.train_data.model_dims import ModelDims
 
@@ -63,11 +63,8 @@ WINDOW = 128
 
 def gpt_oss_flags(config: Config) -> Iterator[Flag | str]:
     """Yield windows, and the gate of the experts."""
-    width, limit, types = config["sliding_window"], config["swiglu_limit"], config.get("layer_types") or []
-    if any((kind == "full_attention") != bool(layer % 2) for layer, kind in enumerate(types)):
-        yield "layer_types has no full attention in each 2nd layer alone; --window-attn-skip-freq 2 says that"
-    yield Flag("window_size", (width - 1, 0), f"sliding_window is {width}: {width - 1},0")
-    yield Flag("window_attn_skip_freq", 2, "each 2nd layer has full attention")
+    limit = config["swiglu_limit"]
+    yield from windows(config, 2)
     yield Flag("activation_func_clamp_value", limit, f"this model has {limit}")
     yield from expert_layers(config)
     yield from choices({"expert_tensor_parallel_size": 1})
