@@ -201,7 +201,7 @@ PLAIN = Seed(
         compares=False,
         jobs=(
             Job("1 GPU; an engine on the other", APART, bound=0.05),
-            Job("TP2 SP; colocated, an engine of TP2", f"{TP2} --colocate {ONE_ENGINE}", bound=0.05),
+            Job("TP2 SP; colocated, an engine of TP2", f"{TP2} --colocate --rollout-num-gpus 2 {ONE_ENGINE}", bound=0.05),
         ),
     ),
 )

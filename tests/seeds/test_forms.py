@@ -5,7 +5,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
 from slime.compose import flag_groups
+from slime.ext.plan.recipe import read_recipe
+from slime.flags.cluster import plan_gpus
 from slime.flags.parse import build_parser
 from tests.seeds.others import OTHERS
 from tests.seeds.outcome import Outcome, problems
@@ -23,6 +27,20 @@ def test_every_job_names_a_script_and_flags_that_exist() -> None:
                 text = " ".join((ALL, form.flags, job.flags, ONE_GPU)).format(base="base", save="save", model="")
                 _, unknown = parser.parse_known_args(shlex.split(text))
                 assert unknown == [], (seed.title, job.layout)
+
+
+def test_no_job_needs_more_gpus_than_its_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTOR_NUM_NODES", "1")
+    monkeypatch.setenv("NUM_GPUS", "2")
+    parser = build_parser(with_engine_flags=True, groups=flag_groups())
+    for seed in (*SEEDS.values(), *OTHERS.values()):
+        assert seed.gpu is not None
+        for job in seed.gpu.jobs:
+            text = " ".join((ALL, seed.gpu.flags, job.flags)).format(base="base", save="save", model="")
+            recipe = read_recipe(str(REPO / "scripts" / seed.script), shlex.split(text), tmp_path, is_trusted=True)
+            args, _ = parser.parse_known_args(recipe.words)
+            args.rollout_external = False
+            assert plan_gpus(args).num_gpus <= job.num_gpus, (seed.title, job.layout)
 
 
 def test_a_job_begins_with_the_reference_or_goes_on_from_another_layout() -> None:
