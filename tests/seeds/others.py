@@ -9,6 +9,7 @@ from tests.seeds.recipes import CPU_SIZES, GPU_SIZES, TRITON_FP8, Form, Job, See
 
 ONE_ENGINE = "--actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2"
 NO_DEEPEP = "--moe-token-dispatcher-type alltoall --sglang-cuda-graph-bs-decode 1 2 4 8 16"
+COLOCATED = f"--colocate --rollout-num-gpus 2 {ONE_ENGINE}"
 TP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --context-parallel-size 1"
 
 MINIMAX_STAGES = "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 2 --expert-model-parallel-size 1"
@@ -201,7 +202,7 @@ PLAIN = Seed(
         compares=False,
         jobs=(
             Job("1 GPU; an engine on the other", APART, bound=0.05),
-            Job("TP2 SP; colocated, an engine of TP2", f"{TP2} --colocate --rollout-num-gpus 2 {ONE_ENGINE}", bound=0.05),
+            Job("TP2 SP; colocated, an engine of TP2", f"{TP2} {COLOCATED}", bound=0.05),
         ),
     ),
 )
