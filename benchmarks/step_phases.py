@@ -237,7 +237,7 @@ class TrainSide:
         self.num_tokens = sum(data["total_lengths"])
         iterator = get_data_iterator(data, 1)[0]
         packed = [get_batch(iterator, [], packing_of(self.args)) for _ in iterator.micro_batch_indices]
-        return [forward_arguments(self.args, batch) for batch in packed]
+        return [forward_arguments(self.actor.model[0], batch) for batch in packed]
 
     def _train(self, repeat: int, rank_data: RankBatch, batches: list[dict[str, Any]]) -> None:
         with self.watch.time("train"):

@@ -63,7 +63,7 @@ def copy_and_go_on(folder: str) -> None:
         assert not same(after_one, after_two), name
 
         again = build(args)
-        assert restore_state(args, copy, *again) == 7
+        assert restore_state(copy, *again) == 7
         assert same(numbers(again), after_one), name
         take_step(*again, seed=2)
         assert same(numbers(again), after_two), name

@@ -34,7 +34,7 @@ def train(
     from slime.backends.megatron_utils.parameters import weights_digest
     from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 
-    memory.sleeps = lambda args: sleeps  # on a CPU no trainer does
+    memory.sleeps = lambda offload_train: sleeps  # on a CPU no trainer does
     args = make_args(Path(model), "--actor-num-gpus-per-node", world_size, "--offload-train", *flags)
     args.offload_train_if_needed, args.sglang_mem_fraction_static = if_needed, 0.5
     total = 100 * 2**30

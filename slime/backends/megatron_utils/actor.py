@@ -12,17 +12,17 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, sleep
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
-from slime.backends.megatron_utils.checkpoints.memory_copy import copy_state
+from slime.backends.megatron_utils.checkpoints.memory_copy import copy_state, restore_state
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
-from slime.backends.megatron_utils.model import initialize_model_and_optimizer
+from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.backends.megatron_utils.rollout_training import RolloutTraining
 from slime.backends.megatron_utils.train_reports import TrainReports
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.transport import MakeTransport
-from slime.backends.megatron_utils.update_weight.updater import WeightUpdater, model_name
+from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
 from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import version_before
 from slime.flags.fault_tolerance import is_copy_due
@@ -62,13 +62,16 @@ class MegatronTrainRayActor(TrainWorker):
         logging.getLogger("megatron").setLevel(logging.WARNING)
         self.join_process_group(args)
         initialize.init(args)
-        if memory.sleeps(args):
+        sleeps = memory.sleeps(args.offload_train)
+        if sleeps:
             reloadable_groups.make_groups_reloadable()
         self._hf_config = read_model_config(args.hf_checkpoint or "")
         with span("init"):
-            built = initialize_model_and_optimizer(args, role, self.state_copy, transforms)
-            self.model, self.optimizer, self.scheduler, iteration = built
-            self._offloaded = sleep.OffloadedState(self.model, self.optimizer) if memory.sleeps(args) else None
+            self.model, self.optimizer, self.scheduler = setup_model_and_optimizer(args, role, transforms)
+            parts = self.model, self.optimizer, self.scheduler
+            copy = self.state_copy
+            iteration = restore_state(copy, *parts) if copy is not None else checkpoint.load_checkpoint(args, *parts)
+            self._offloaded = sleep.OffloadedState(self.model, self.optimizer) if sleeps else None
             self.weights = ModelSwitch(self.model, role)
             self._policies = Policies(args, self.model, self.weights)
             if role == "actor":
@@ -122,8 +125,11 @@ class MegatronTrainRayActor(TrainWorker):
 
     def sleep(self) -> None:
         """Free the memory, unless that is done already or need not be; on a CPU nothing happens."""
-        if self._is_asleep or memory.may_stay_awake(self.args):
+        if self._is_asleep:
             return
+        if self._offloaded is not None and self.args.offload_train_if_needed:
+            if memory.has_room_for_engines(self.args.sglang_mem_fraction_static):
+                return
         with span("sleep"):
             memory.report("awake")
             if (offloaded := self._offloaded) is not None:
@@ -159,16 +165,21 @@ class MegatronTrainRayActor(TrainWorker):
         clock = Timer()
         if clock.is_running("train_wait"):
             clock.end("train_wait")
-        with span("train", rollout=rollout_id), memory.naming_flags(self.args):
+        args = self.args
+        if args.use_dynamic_batch_size:
+            size = f"--max-tokens-per-gpu (it is {args.max_tokens_per_gpu})"
+        else:
+            size = f"--micro-batch-size (it is {args.micro_batch_size})"
+        with span("train", rollout=rollout_id), memory.naming_flags(size):
             self.wake_up()
             memory.restart_peak()
             with span("data_preprocess"):
-                data = prepare_rollout_data(rank_batch, self.args.padded_vocab_size)
+                data = prepare_rollout_data(rank_batch, args.padded_vocab_size)
                 iterators = get_data_iterator(data, len(self.model))
                 self.training.begin(data, iterators)
             outcome: Any = self.training.train(rollout_id, data, iterators, external_data or {})
             self._updater.record_weights_changed()
-        if is_copy_due(self.args, rollout_id):
+        if is_copy_due(args, rollout_id):
             with span("copy_state"):
                 self.state_copy = copy_state(rollout_id, self.model, self.optimizer, self.scheduler, self.state_copy)
         metrics = self._reports.performance(rollout_id, data, iterators[0])
@@ -190,7 +201,7 @@ class MegatronTrainRayActor(TrainWorker):
             checkpoint.save_checkpoint(args, rollout_id, *parts, background=background)
             if args.save_hf and self.role == "actor":
                 folder = args.save_hf.format(rollout_id=rollout_id)
-                save_hf_model_to_path(args, folder, self.model, model_name=model_name(args, self._hf_config))
+                save_hf_model_to_path(args, folder, self.model, model_name=args.model_name)
             if (added := added_parameters(self.model)) is not None:
                 added.after_save(self.model, rollout_id)
             self._rest()

@@ -38,13 +38,16 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
         return
     data = rollout_data if isinstance(rollout_data, DeviceBatch) else DeviceBatch(rollout_data)
     masks = local_responses(data.loss_masks, data.total_lengths, data.response_lengths)
-    data.kl = _zero_nonfinite_untrained(_token_kl(args, data, masks), masks)
+    ours = data.rollout_log_probs if args.use_rollout_logprobs else data.log_probs
+    kl = _token_kl(ours, data.ref_log_probs, masks, coef=args.kl_coef, kind=args.kl_loss_type)
+    data.kl = _zero_nonfinite_untrained(kl, masks)
     if path := args.custom_advantage_function_path:
         call_hook("--custom-advantage-function-path", path, args, data)
     else:
-        data.advantages, data.returns = _estimate(args, data, masks)
+        config = AdvantageConfig(kl_coef=args.kl_coef, gamma=args.gamma, lambd=args.lambd)
+        data.advantages, data.returns = _estimate(args.advantage_estimator, config, data, masks)
     if args.use_opd:
-        _distil(args, data)
+        _distil(data, ours, coef=args.opd_kl_coef if args.opd_top_k is None else 0.0)  # top-k is a term of the loss
     if args.normalize_advantages:
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         data.advantages = whiten(data.advantages, masks, group=group)
@@ -59,31 +62,33 @@ def _zero_nonfinite_untrained(column_N: list[Tensor], mask_N: list[Tensor]) -> l
     ]
 
 
-def _token_kl(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> list[Tensor]:
+def _token_kl(
+    ours: list[Tensor] | None, reference: list[Tensor] | None, masks: list[Tensor], *, coef: float, kind: str
+) -> list[Tensor]:
     """Return the KL from the reference of each local response token; zeros without ``--kl-coef``."""
-    if args.kl_coef != 0:
-        ours = data.rollout_log_probs if args.use_rollout_logprobs else data.log_probs
-        reference = data.ref_log_probs
-        if ours is None or reference is None:
-            raise DataError(
-                f"--kl-coef is {args.kl_coef}, but there are no {'reference ' if reference is None else ''}log-probs; "
-                "check --ref-load and --disable-compute-advantages-and-returns"
-            )
-        return [approx_kl(log_prob, ref, args.kl_loss_type) for log_prob, ref in zip(ours, reference, strict=True)]
-    return [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
+    if coef == 0:
+        return [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
+    if ours is None or reference is None:
+        raise DataError(
+            f"--kl-coef is {coef}, but there are no {'reference ' if reference is None else ''}log-probs; "
+            "check --ref-load and --disable-compute-advantages-and-returns"
+        )
+    return [approx_kl(log_prob, ref, kind) for log_prob, ref in zip(ours, reference, strict=True)]
 
 
-def _estimate(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    estimator = get_estimator(args.advantage_estimator)
+def _estimate(
+    name: str, config: AdvantageConfig, data: DeviceBatch, masks: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    estimator = get_estimator(name)
     lengths = data.total_lengths, data.response_lengths
     values = data.get("values")
     values = None if values is None else _zero_nonfinite_untrained(values, masks)
     if estimator.needs_values and values is None:
-        raise DataError(f"--advantage-estimator {args.advantage_estimator} needs the critic's values; there are none")
-    missing = [name for name in estimator.columns if data.get(name) is None]
+        raise DataError(f"--advantage-estimator {name} needs the critic's values; there are none")
+    missing = [column for column in estimator.columns if data.get(column) is None]
     if missing:
         raise DataError(
-            f"--advantage-estimator {args.advantage_estimator} needs {', '.join(missing)}, and the samples have none; "
+            f"--advantage-estimator {name} needs {', '.join(missing)}, and the samples have none; "
             "see slime/train_data/columns.py, or --custom-convert-samples-to-train-data-path"
         )
     is_gathered = estimator.needs_whole_responses and mpu.get_context_parallel_world_size() > 1
@@ -98,11 +103,11 @@ def _estimate(args: Namespace, data: DeviceBatch, masks: list[Tensor]) -> tuple[
             mask_N=data.loss_masks if is_gathered else masks,
             values_N=None if values is None else whole(values),
             columns={
-                name: whole(_zero_nonfinite_untrained(data[name], masks)) if name in PER_TOKEN_COLUMNS else data[name]
-                for name in estimator.columns
+                key: whole(_zero_nonfinite_untrained(data[key], masks)) if key in PER_TOKEN_COLUMNS else data[key]
+                for key in estimator.columns
             },
         ),
-        AdvantageConfig(kl_coef=args.kl_coef, gamma=args.gamma, lambd=args.lambd),
+        config,
     )
     if is_gathered:
         advantages, returns = local_responses(advantages, *lengths), local_responses(returns, *lengths)
@@ -133,13 +138,11 @@ def choose_teachers(data: DeviceBatch, answers: Mapping[str, Mapping[str, Any]])
         data[column] = [answers[name][column][position] for position, name in enumerate(names)]
 
 
-def _distil(args: Namespace, data: DeviceBatch) -> None:
-    student = data.rollout_log_probs if args.use_rollout_logprobs else data.log_probs
+def _distil(data: DeviceBatch, student: list[Tensor] | None, *, coef: float) -> None:
     teacher = data.teacher_log_probs
     if student is None or teacher is None:
         raise DataError(
             f"--use-opd needs the log-probs of {'the student' if student is None else 'the teacher'}; check "
             "--opd-type, --opd-teacher-load and the reward function that queries the teacher"
         )
-    coef = args.opd_kl_coef if args.opd_top_k is None else 0.0  # top-k distillation is a term of the loss
     data.advantages, data.opd_reverse_kl = add_distillation(data.advantages, student, teacher, coef=coef)

@@ -330,11 +330,11 @@ def _load(
         if args.use_stateless_adam:
             _refresh(optimizer)
             if "opt_param_scheduler" in common and not args.no_load_optim:
-                load_schedule(args, common, opt_param_scheduler)
+                load_schedule(common, opt_param_scheduler)
         elif args.no_load_optim:
             _refresh(optimizer)
         else:
-            load_optimizer(args, reader, common, model_state(model), optimizer, opt_param_scheduler)
+            load_optimizer(reader, common, model_state(model), optimizer, opt_param_scheduler)
     if not args.no_load_rng:
         load_generators(reader, common)
     logger.info("resumed from %s", folder)

@@ -6,26 +6,25 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import local_responses
-from slime.backends.megatron_utils.layers.vision import ImageBatch
-from slime.backends.megatron_utils.models import has_tower
+from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
+from slime.backends.megatron_utils.layers.vision import ImageBatch, VisionModel
 from slime.train_data.columns import COLUMNS, RankBatch
 from slime.train_data.convert import sample_name
 from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.utils.errors import DataError
-from slime.utils.files import read_model_config
 from slime.utils.processing_utils import full_pixels
 
 PER_TOKEN_COLUMNS = frozenset(
@@ -175,12 +174,7 @@ def packed_lengths(data_iterator: DataIterator, num_microbatches: int, packing: 
     ]
 
 
-@lru_cache(maxsize=2)
-def _config_of(folder: str) -> dict[str, Any]:
-    return read_model_config(folder)
-
-
-def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
+def forward_arguments(model: torch.nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments of the model's forward for a batch of :func:`get_batch`.
 
     A user's model gets pixels and the like joined over the samples, on the device; slime's own take what they need.
@@ -190,21 +184,20 @@ def forward_arguments(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
     """
     inputs = batch.get("multimodal_train_inputs")
     multimodal: dict[str, Any] = {}
-    if inputs and args.custom_model_provider_path:
+    inner = unwrap_model(model)
+    if inputs and isinstance(inner, VisionModel):
+        multimodal["images"] = ImageBatch(batch["host_tokens"], inputs)
+    elif inputs and type(inner) in (GPTModel, GPTModelWithMtp):
+        raise DataError(
+            "samples have images, but the trainer's model has no vision tower; give --multimodal-keys or "
+            "--train-vision-tower for a family that has one (docs/models.md), else --custom-model-provider-path."
+        )
+    elif inputs:
         for name in dict.fromkeys(name for sample in inputs for name in sample or () if name != "pixel_range"):
             if name == "pixel_values":
                 inputs = [sample and {**sample, name: full_pixels(sample)} for sample in inputs]
             joined = torch.cat([sample[name] for sample in inputs if sample and name in sample])
             multimodal[name] = joined.to(batch["tokens"].device)
-    elif inputs:
-        config = _config_of(args.hf_checkpoint)
-        if not has_tower(args, config):
-            raise DataError(
-                f"samples have images, but the trainer's {config.get('model_type')} has no vision tower; give "
-                "--multimodal-keys or --train-vision-tower for a family that has one (docs/models.md), else "
-                "--custom-model-provider-path."
-            )
-        multimodal["images"] = ImageBatch(batch["host_tokens"], inputs)
     mtp = {"mtp_inputs": batch["mtp_inputs"]} if batch.get("mtp_inputs") is not None else {}
     return {
         "input_ids": batch["tokens"],

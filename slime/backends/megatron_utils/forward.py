@@ -31,9 +31,10 @@ from slime.algorithms.advantages import get_estimator
 from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, forward_arguments, get_batch, packed_lengths
 from slime.backends.megatron_utils.log_probs import reader_columns
-from slime.backends.megatron_utils.loss import wants_mismatch
+from slime.backends.megatron_utils.loss import applies_correction
 from slime.backends.megatron_utils.reloadable_groups import plain_group
 from slime.backends.train_worker import Pulse
+from slime.train_data.microbatch import PackingConfig
 from slime.utils.misc import call_hook
 
 _KEYS = ("multimodal_train_inputs", "host_tokens")
@@ -43,9 +44,9 @@ Reader = Callable[..., tuple[Tensor, dict[str, list[Tensor]]]]
 """``get_log_probs_and_entropy`` or ``get_values``: logits to per-sample tensors."""
 
 
-def run_model(args: Namespace, model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """Compute the logits of a packed batch, in the model's own precision: the softmax is computed in fp32 anyway."""
-    arguments = forward_arguments(args, batch)
+    arguments = forward_arguments(model, batch)
     inner: Any = model
     while inner is not None and not isinstance(inner, Float16Module):
         inner = getattr(inner, "module", None)
@@ -85,12 +86,12 @@ def forward_only(
 
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = get_batch(iterator, keys, packing)
-        logits = run_model(args, chunk, batch)
+        logits = run_model(chunk, batch)
         return logits, partial(read, args=args, with_entropy=args.use_rollout_entropy, **reader_columns(batch))
 
     outputs: list[dict[str, list[Tensor]]] = []
     for count in num_microbatches:
-        outputs += run_microbatches(args, step, model, data_iterator, count, forward_only=True)
+        outputs += run_microbatches(step, model, data_iterator, count, packing, forward_only=True)
     for chunk, training in zip(model, was_training, strict=True):
         chunk.train(training)
     if not mpu.is_pipeline_last_stage():
@@ -119,7 +120,7 @@ def needs_old_log_probs(args: Namespace, num_steps: int) -> bool:
     nothing reads them before that step.
     """
     if args.use_rollout_logprobs:
-        return wants_mismatch(args)
+        return args.get_mismatch_metrics or applies_correction(args)
     return next(readers_of_old_log_probs(args, num_steps), None) is not None
 
 
@@ -158,11 +159,11 @@ Shape = tuple[int, int, int]
 
 
 def run_microbatches(
-    args: Namespace,
     step: ForwardStep,
     model: Sequence[torch.nn.Module],
     data_iterator: Sequence[DataIterator],
     num_microbatches: int,
+    packing: PackingConfig,
     *,
     forward_only: bool,
 ) -> list[Any]:
@@ -180,7 +181,7 @@ def run_microbatches(
     communicator: KnownShapes | None = None
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         config = get_model_config(model[0])
-        lengths = packed_lengths(data_iterator[0], num_microbatches, packing_of(args))
+        lengths = packed_lengths(data_iterator[0], num_microbatches, packing)
         groups = _process_groups()
         communicator = KnownShapes(groups.pp, config, lengths, num_chunks=len(model))
         options = {"pg_collection": groups, "p2p_communicator": communicator}
@@ -195,8 +196,8 @@ def run_microbatches(
         data_iterator=list(data_iterator),
         model=list(model),
         num_microbatches=num_microbatches,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
+        seq_length=1,  # ignored, like the next: KnownShapes gives the shape of each message
+        micro_batch_size=1,
         forward_only=forward_only,
         **options,
     )

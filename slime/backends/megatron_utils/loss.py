@@ -178,11 +178,12 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
         loss_T = torch.where(keep_T != 0, loss_T, 0.0)
         metrics_T["opsm_clipfrac"] = 1 - keep_T
     reduce, loss_masks = sum_of_sample_mean, batch["loss_masks"]
-    if wants_mismatch(args):
+    is_corrected = applies_correction(args)
+    if is_corrected or args.get_mismatch_metrics:
         recorded_N = tokens.required("rollout_log_probs", "--use-tis and --get-mismatch-metrics need log-probs")
         corrected_T, kept_masks, mismatch_T = correct_mismatch(args, batch, loss_T, train_N, recorded_N, log_prob_N)
         metrics_T |= mismatch_T
-        if applies_correction(args):
+        if is_corrected:
             loss_T, loss_masks = corrected_T, kept_masks
             reduce = reducer_of(batch, loss_masks, per_token=args.calculate_per_token_loss)
 
@@ -318,11 +319,6 @@ def loss_function(
 # Corrections of the policy loss for tokens that the engine sampled from other probabilities than the trainer's.
 # ``--use-tis`` calls ``vanilla_tis_function``, or the function of ``--custom-tis-function-path``: ``icepop_function``,
 # MIS of examples/train_infer_mismatch_helper, or a user's own.  Formulas: ``slime.algorithms.off_policy``.
-
-
-def wants_mismatch(args: Namespace) -> bool:
-    """Return True when engine and trainer are compared at all."""
-    return args.get_mismatch_metrics or applies_correction(args)
 
 
 def applies_correction(args: Namespace) -> bool:

@@ -74,7 +74,7 @@ def convert_to_hf(
     tensors = [*to_hf(weight_map, name, param, shape), *((copy, param) for copy in copies)]
     if not quantization_config:
         return tensors
-    return quantize_params(args, name, tensors, quantization_config, transform_ue8m0)
+    return quantize_params(str(args.hf_checkpoint), name, tensors, quantization_config, transform_ue8m0)
 
 
 def checkpoint_quantizer(
@@ -118,7 +118,7 @@ _last: tuple[str, Mapping[str, Any], torch.dtype, Quantizer | None] | None = Non
 
 
 def quantize_params(
-    args: Namespace,
+    folder: str,
     megatron_name: str,
     converted_named_params: NamedTensors,
     quantization_config: Mapping[str, Any],
@@ -127,6 +127,7 @@ def quantize_params(
     """Return the HF tensors of one Megatron parameter, quantized where the checkpoint has them so.
 
     Args:
+        folder: ``--hf-checkpoint``.
         converted_named_params: HF names and whole tensors, in the dtype in which they would travel unquantized.
         transform_ue8m0: lay scales out as DeepGEMM holds them, where the engines' device needs that; not for files.
 
@@ -134,7 +135,6 @@ def quantize_params(
         ConfigError: as :func:`checkpoint_quantizer`, or the checkpoint does not have one of the tensors.
     """
     global _last
-    folder = str(args.hf_checkpoint)
     dtype = next((tensor.dtype for _, tensor in converted_named_params if tensor.dim() == 2), None)
     if dtype is None:
         return converted_named_params  # norms and biases are never quantized

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 import resource
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,22 +22,19 @@ ENGINE_WORK_BYTES = 6 * 2**30
 """Of an engine beside ``--sglang-mem-fraction-static``: CUDA graphs, and the activations of a prefill."""
 
 
-def sleeps(args: Namespace) -> bool:
-    """Return True when a trainer of these flags gives its memory back while it sleeps: on a CPU there is none to."""
-    return bool(args.offload_train) and torch.cuda.is_available()
+def sleeps(offload_train: bool) -> bool:
+    """Return True when a trainer gives its memory back while it sleeps: on a CPU there is none to."""
+    return offload_train and torch.cuda.is_available()
 
 
-def may_stay_awake(args: Namespace) -> bool:
-    """Return True on all ranks when ``--offload-train-if-needed`` is given and each of their cards has room for the
-    engines beside what is on it now.
+def has_room_for_engines(mem_fraction_static: float) -> bool:
+    """Return True on all ranks when each of their cards has room for engines, asleep now, beside what is on it.
 
-    Collective with that flag.  The engines are asleep.
+    Collective.
     """
-    if not (args.offload_train_if_needed and sleeps(args)):
-        return False
     clear_memory()
     free, total = torch.cuda.mem_get_info()
-    room = torch.tensor(free - ENGINE_WORK_BYTES - int(args.sglang_mem_fraction_static * total))
+    room = torch.tensor(free - ENGINE_WORK_BYTES - int(mem_fraction_static * total))
     dist.all_reduce(room, op=dist.ReduceOp.MIN, group=get_gloo_group())
     logger.info("Beside awake engines and this trainer, awake, %.2f GiB are left.", room.item() / 2**30)
     return room.item() >= 0
@@ -100,15 +96,11 @@ def peak_gib() -> float:
 
 
 @contextmanager
-def naming_flags(args: Namespace) -> Iterator[None]:
-    """Add to an out-of-memory error of the work inside which flags lower what it needs."""
+def naming_flags(size: str) -> Iterator[None]:
+    """Add to an out-of-memory error of the work inside which flags lower what it needs; ``size`` is the first."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        if args.use_dynamic_batch_size:
-            size = f"--max-tokens-per-gpu (it is {args.max_tokens_per_gpu})"
-        else:
-            size = f"--micro-batch-size (it is {args.micro_batch_size})"
         error.add_note(
             f"Lower {size}, recompute activations (--recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1), or let --fit choose; --plan prints what a step of this command needs. "

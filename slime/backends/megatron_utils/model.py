@@ -1,4 +1,4 @@
-"""Build the model, its optimizer and its schedule, and load a checkpoint into them.
+"""Build the model, its optimizer and its schedule.
 
 Deliberately elsewhere: which layers the model has (``model_provider``), what a checkpoint looks like
 (``checkpoint``), what one step does (``train_step``).
@@ -21,8 +21,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.transformer.module import Float16Module
 
 from slime.backends.megatron_utils.adam import choose_adam
-from slime.backends.megatron_utils.checkpoint import load_checkpoint
-from slime.backends.megatron_utils.checkpoints.memory_copy import restore_state
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.hf_to_megatron import keep_fp32
@@ -30,7 +28,6 @@ from slime.backends.megatron_utils.model_provider import check_trained_parameter
 from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.backends.megatron_utils.models.rule import TOWER
 from slime.utils.errors import ConfigError
-from slime.weights.state_copy import StateCopy
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +110,7 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
         optimizer = get_megatron_optimizer(
             config,
             model,
-            config_overrides=_parameter_groups(args, config),
+            config_overrides=_parameter_groups(config, args.vision_tower_lr_mult),
             use_gloo_process_groups=args.enable_gloo_process_groups,
         )
     dtypes = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
@@ -121,13 +118,13 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
     return optimizer
 
 
-def _parameter_groups(args: Namespace, config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+def _parameter_groups(config: OptimizerConfig, tower_factor: float) -> dict[ParamKey, ParamGroupOverride]:
     """Return what megatron-core sets apart by default, and the vision tower where its learning rates differ."""
     groups = get_standard_config_overrides(config)
-    factor = args.vision_tower_lr_mult
-    if factor != 1:
+    if tower_factor != 1:
         # The schedule reads the ends; checkpoints tell groups apart by ``lr_mult``.
-        rates: Any = {"lr_mult": factor, "max_lr": args.lr * factor, "min_lr": args.min_lr * factor}
+        ends = {"max_lr": config.lr * tower_factor, "min_lr": config.min_lr * tower_factor}
+        rates: Any = {"lr_mult": tower_factor, **ends}
         groups[ParamKey(name=f"*{TOWER}*")] = rates
     return groups
 
@@ -174,22 +171,3 @@ def setup_model_and_optimizer(
         return model, None, None
     optimizer = build_optimizer(args, model)
     return model, optimizer, build_scheduler(args, optimizer)
-
-
-def initialize_model_and_optimizer(
-    args: Namespace,
-    role: str = "actor",
-    copy: StateCopy | None = None,
-    transforms: Sequence[type[ModelTransform]] = (),
-) -> tuple[ModelChunks, MegatronOptimizer | None, OptimizerParamScheduler | None, int]:
-    """Build model, optimizer and schedule, and give them the state of ``copy``, or of the checkpoint of ``--load``.
-
-    Returns:
-        model chunks, optimizer, schedule, and the iteration (rollout) of that state.
-    """
-    model, optimizer, scheduler = setup_model_and_optimizer(args, role, transforms)
-    if copy is not None:
-        iteration = restore_state(args, copy, model, optimizer, scheduler)
-    else:
-        iteration = load_checkpoint(args, model, optimizer, scheduler)
-    return model, optimizer, scheduler, iteration

@@ -69,7 +69,7 @@ def get_model_provider(
             # A recomputed block has a backward pass only where an input of it needs a gradient.
             embedding.register_forward_hook(_needing_gradient)
         if args.fp8:
-            use_fp8(model, args)
+            use_fp8(model)
         for transform in transforms:
             transform.after_build(model)
             if isinstance(transform, AddedParameters):

@@ -49,7 +49,8 @@ class Policies:
         """
         args, weights = self._args, self._weights
         teachers = trainer_teachers(args) if with_teacher else {}
-        is_released = memory.sleeps(args)
+        is_read_once = args.finetune and (args.load, args.ckpt_step) == (args.ref_load, args.ref_ckpt_step)
+        is_released = memory.sleeps(args.offload_train)
         if with_ref or teachers or args.keep_old_actor or is_released:
             weights.backup("actor")
         if is_released:
@@ -57,7 +58,7 @@ class Policies:
         others = {}
         if with_ref and added_parameters(self._model) is not None:
             weights.copy_silenced("actor", "ref")
-        elif with_ref and not is_resumed and _loads_reference(args):
+        elif with_ref and not is_resumed and is_read_once:
             weights.copy("actor", "ref")
         elif with_ref:
             others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)
@@ -93,11 +94,6 @@ class Policies:
         """Keep the actor's weights as those of the engines."""
         if self._args.keep_old_actor:
             self._weights.copy("actor", "rollout_actor")
-
-
-def _loads_reference(args: Namespace) -> bool:
-    """Return True when the actor was loaded from what ``--ref-load`` names: it is read once."""
-    return bool(args.finetune) and args.load == args.ref_load and args.ckpt_step == args.ref_ckpt_step
 
 
 class ModelSwitch:

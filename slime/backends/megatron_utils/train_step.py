@@ -28,7 +28,7 @@ from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_batch, sample_columns
 from slime.backends.megatron_utils.forward import run_microbatches, run_model
 from slime.backends.megatron_utils.layers.mtp import mtp_inputs, send_embedding_to_mtp
-from slime.backends.megatron_utils.layers.router import attach_routed_samples
+from slime.backends.megatron_utils.layers.router import attach_routed_samples, routers_need_samples
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.backends.train_worker import Pulse
@@ -117,7 +117,14 @@ def train_one_step(
     )
     marks = Marks.gather(model, [report["loss"] for report in reports])
     with optimizer_time(model):
-        is_applied, grad_norm = _apply_gradients(args, moment, optimizer, marks)
+        is_applied, grad_norm = _apply_gradients(
+            moment,
+            optimizer,
+            marks,
+            max_norm=args.clip_grad,
+            # fp16 finds its loss scale by overflowing: there a skipped step is no fault.
+            may_skip=not args.check_for_nan_in_loss_and_grad or args.fp16,
+        )
     if is_applied:
         opt_param_scheduler.step(increment=step_global_batch_size)
     for chunk in model:
@@ -150,13 +157,17 @@ def accumulate_gradients(
     if args.enable_mtp_training:
         send_embedding_to_mtp(model)
     packing = packing_of(args)
+    needs_samples, per_token = routers_need_samples(args), args.calculate_per_token_loss
     keys = list(dict.fromkeys((*_KEYS, *sample_columns(data_iterator[0].rollout_data))))
 
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = get_batch(iterator, keys, packing)
-        attach_routed_samples(args, batch, num_microbatches, step_global_batch_size)
-        batch["mtp_inputs"] = mtp_inputs(args, chunk, batch)
-        logits = run_model(args, chunk, batch)
+        if needs_samples:
+            attach_routed_samples(batch, packing, num_microbatches, step_global_batch_size, per_token=per_token)
+        if args.enable_mtp_training:
+            sizes = {"vocab_size": args.vocab_size, "chunk_size": args.log_probs_chunk_size}
+            batch["mtp_inputs"] = mtp_inputs(chunk, batch, packing, **sizes)
+        logits = run_model(chunk, batch)
         return logits, partial(checked_loss, batch)
 
     def checked_loss(batch: dict[str, Any], logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -168,7 +179,7 @@ def accumulate_gradients(
         return loss, normaliser, {**report, "loss": loss.detach()}
 
     try:
-        return run_microbatches(args, step, model, data_iterator, num_microbatches, forward_only=False)
+        return run_microbatches(step, model, data_iterator, num_microbatches, packing, forward_only=False)
     except RuntimeError as error:
         if "in local grad norm" not in str(error):  # megatron-core's own check, which knows no step
             raise
@@ -176,7 +187,7 @@ def accumulate_gradients(
 
 
 def _apply_gradients(
-    args: Namespace, moment: str, optimizer: MegatronOptimizer, marks: Sequence[Marks]
+    moment: str, optimizer: MegatronOptimizer, marks: Sequence[Marks], *, max_norm: float, may_skip: bool
 ) -> tuple[bool, float]:
     """Clip and step, unless the gradient is not finite; returns whether the step was taken, and the norm."""
     found_inf = bool(optimizer.prepare_grads())
@@ -184,16 +195,15 @@ def _apply_gradients(
     for mark in marks:
         mark.check(moment)
     if found_inf or not math.isfinite(grad_norm):
-        # fp16 finds its loss scale by overflowing: there a skipped step is no fault.
-        if args.check_for_nan_in_loss_and_grad and not args.fp16:
+        if not may_skip:
             raise _not_finite(moment, "norm of the gradient", grad_norm)
         return False, grad_norm
-    if args.clip_grad > 0.0:
+    if max_norm > 0.0:
         for part in parts_of(optimizer):
             if parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(
                     parameters,
-                    max_norm=args.clip_grad,
+                    max_norm=max_norm,
                     total_norm=grad_norm,
                     use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from typing import Any
 
 import torch
@@ -62,9 +61,7 @@ def copy_state(
 
 
 @torch.no_grad()
-def restore_state(
-    args: Namespace, copy: StateCopy, model: list[torch.nn.Module], optimizer: Any, scheduler: Any
-) -> int:
+def restore_state(copy: StateCopy, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> int:
     """Give freshly built parts the state of a copy, and return its rollout.  Collective.
 
     Raises:
@@ -93,7 +90,7 @@ def restore_state(
     take_over_own(optimizer, values["optimizer"])
     for wrapped in model:
         wrapped.start_param_sync(force_sync=True)
-    load_schedule(args, values, scheduler)
+    load_schedule(values, scheduler)
     set_generators(values["rng_state"])
     logger.info("continued from the copy of the state after rollout %d", copy.rollout_id)
     return copy.rollout_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 
 def load_optimizer(
-    args: Namespace,
     reader: CheckpointReader,
     common: dict[str, Any],
     model_state: dict[str, Any],
@@ -39,7 +37,7 @@ def load_optimizer(
             f"--load: {reader.folder} has no optimizer state (it was saved with --no-save-optim); pass "
             "--no-load-optim to continue with a fresh optimizer"
         )
-    flags_rule = not args.use_checkpoint_opt_param_scheduler
+    flags_rule = opt_param_scheduler is None or not opt_param_scheduler.use_checkpoint_opt_param_scheduler
     try:
         load_optimizer_state(optimizer, model_state, reader, keep_learning_rates=flags_rule)
     except LOAD_ERRORS as error:
@@ -50,7 +48,7 @@ def load_optimizer(
         ) from error
     if opt_param_scheduler is not None:
         # After the optimizer: both write the learning rate, and the scheduler has the last word.
-        load_schedule(args, common, opt_param_scheduler)
+        load_schedule(common, opt_param_scheduler)
 
 
 _NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
@@ -62,10 +60,10 @@ def schedule_state(opt_param_scheduler: Any) -> dict[str, Any]:
     return opt_param_scheduler.state_dict() | {name: getattr(opt_param_scheduler, name) for name in _NOT_IN_STATE}
 
 
-def load_schedule(args: Namespace, common: dict[str, Any], opt_param_scheduler: Any) -> None:
+def load_schedule(common: dict[str, Any], opt_param_scheduler: Any) -> None:
     """Load the position on the schedule, and with ``--use-checkpoint-opt-param-scheduler`` the schedule."""
     saved = common["opt_param_scheduler"]
-    if not args.use_checkpoint_opt_param_scheduler:
+    if not opt_param_scheduler.use_checkpoint_opt_param_scheduler:
         saved = _flags_schedule(schedule_state(opt_param_scheduler), saved)
     vars(opt_param_scheduler).update({name: saved[name] for name in _NOT_IN_STATE if name in saved})
     opt_param_scheduler.load_state_dict(saved)

@@ -34,7 +34,9 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import check_all_used, read_shard, weight_map_of
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters
+from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import gather_objects, init_gloo_group
 
 
@@ -57,11 +59,14 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
     folder = checkpoint_folder(args.save, RELEASE)
     make_empty_folder(folder)
     with HfTensors(source, verify=args.verify_checkpoint) as tensors, _progress() as bar:
-        weights = _Weights(args, model, tensors, bar)
+        weight_map, dims = weight_map_of(args, source), model_dims(args)
+        weights = _Weights(model, tensors, weight_map, dims, bar)
         state = {**common_state(args, RELEASE), **model_state(model)}
         # One file: its tensors are written in their order, so that what is read serves those that follow.
         write_checkpoint(state, folder, planner=_Planner(weights), writer_threads=1, resplit=weights.in_reading_order)
-        _check_unused(tensors, args)
+        # Every rank has read only what it writes.
+        tensors.read = set().union(*gather_objects(tensors.read))
+        check_all_used(tensors, weight_map, dims)
     if dist.get_rank() == 0:
         publish_checkpoint(args.save, RELEASE)
     dist.barrier(group=init_gloo_group())
@@ -84,12 +89,6 @@ def _progress() -> tqdm:
     return tqdm(desc="convert", unit="B", unit_scale=True, disable=None if dist.get_rank() == 0 else True)
 
 
-def _check_unused(tensors: HfTensors, args: Namespace) -> None:
-    """Refuse tensors that no rank has read; every rank reads only what it writes."""
-    tensors.read = set().union(*gather_objects(tensors.read))
-    check_all_used(tensors, weight_map_of(args, tensors.folder), model_dims(args))
-
-
 class _Span(NamedTuple):
     """Addresses of a shard's untouched memory."""
 
@@ -102,10 +101,16 @@ class _Span(NamedTuple):
 class _Weights:
     """Gives, for a view of a parameter's untouched memory, what ought to be there."""
 
-    def __init__(self, args: Namespace, model: Sequence[torch.nn.Module], tensors: HfTensors, bar: tqdm) -> None:
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        tensors: HfTensors,
+        weight_map: WeightMap,
+        dims: ModelDims,
+        bar: tqdm,
+    ) -> None:
         self._tensors, self._bar = tensors, bar
-        self._weight_map = weight_map_of(args, tensors.folder)
-        self._shape = model_dims(args)
+        self._weight_map, self._shape = weight_map, dims
         spans = []
         for name, shard in iter_global_parameters(model):
             start = shard.tensor.data_ptr()

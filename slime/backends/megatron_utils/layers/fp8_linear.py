@@ -18,7 +18,6 @@ Shapes: T = tokens, N = outputs, K = inputs.
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -167,7 +166,7 @@ def multiply_by(rows: Products, module: torch.nn.Module) -> None:
         vars(module)["_forward_impl"] = partial(linear, rows)
 
 
-def use_fp8(model: torch.nn.Module, args: Namespace) -> None:
+def use_fp8(model: torch.nn.Module) -> None:
     """Let the matrices of the model's layers be multiplied in FP8.
 
     Embedding, vocabulary projection, routers, norms and what joins an MTP layer to the model stay as they are, and so
@@ -175,19 +174,20 @@ def use_fp8(model: torch.nn.Module, args: Namespace) -> None:
     """
     count = 0
     for layer in model.modules():
-        if isinstance(layer, TransformerLayer) and not _stays_bf16(layer, args):
+        if isinstance(layer, TransformerLayer) and not _stays_bf16(layer):
             for owner, name, module in matrices(layer):
                 multiply_by(_rows_of(owner, name, module), module)
                 count += 1
     logger.info("%d matrices are multiplied in FP8 by blocks", count)
 
 
-def _stays_bf16(layer: TransformerLayer, args: Namespace) -> bool:
-    if not args.first_last_layers_bf16:
+def _stays_bf16(layer: TransformerLayer) -> bool:
+    number, config = layer.layer_number, layer.config
+    if not config.first_last_layers_bf16:
         return False
-    number, last = layer.layer_number, layer.config.num_layers
     # The layers of MTP are numbered on from the model's own, and are none of its last.
-    return number <= args.num_layers_at_start_in_bf16 or last - args.num_layers_at_end_in_bf16 < number <= last
+    first_of_end = config.num_layers - config.num_layers_at_end_in_bf16 + 1
+    return number <= config.num_layers_at_start_in_bf16 or first_of_end <= number <= config.num_layers
 
 
 def matrices(layer: TransformerLayer) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:

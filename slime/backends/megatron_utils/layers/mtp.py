@@ -18,7 +18,6 @@ megatron-core's layers and parameter names are kept.  What differs from its own 
 from __future__ import annotations
 
 import copy
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,9 +43,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.log_probs import vocab_parallel_log_probs
-from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.layers.norm import Norm
 from slime.backends.megatron_utils.log_probs import vocab_group
+from slime.train_data.microbatch import PackingConfig
 from slime.train_data.multi_token import MultiTokenDepth, multi_token_depths
 
 
@@ -282,21 +281,22 @@ def send_embedding_to_mtp(model: Sequence[torch.nn.Module]) -> None:
 # model's own, at temperature 1.
 
 
-def mtp_inputs(args: Namespace, chunk: torch.nn.Module, batch: dict[str, Any]) -> MtpInputs | None:
-    """Return inputs and targets of the MTP layers for a batch of ``data.get_batch``; None where nothing is to be
-    trained.
-    """
-    if not (args.enable_mtp_training and hasattr(unwrap_model(chunk), "mtp")):
+def mtp_inputs(
+    chunk: torch.nn.Module, batch: dict[str, Any], packing: PackingConfig, *, vocab_size: int, chunk_size: int
+) -> MtpInputs | None:
+    """Return inputs and targets of the MTP layers for a batch of ``data.get_batch``; None where there are none."""
+    mtp: MtpBlock | None = getattr(unwrap_model(chunk), "mtp", None)
+    if mtp is None:
         return None
     depths = multi_token_depths(
-        args.mtp_num_layers,
+        len(mtp.layers),
         batch["unconcat_tokens"],
         batch["loss_masks"],
-        None if args.calculate_per_token_loss else batch["rollout_mask_sums"],
-        packing_of(args),
+        None if mtp.config.calculate_per_token_loss else batch["rollout_mask_sums"],
+        packing,
     )
     assert depths[0].input_ids.shape == batch["tokens"].shape, (depths[0].input_ids.shape, batch["tokens"].shape)
-    return MtpInputs(depths=depths, vocab_size=args.vocab_size, chunk_size=args.log_probs_chunk_size)
+    return MtpInputs(depths=depths, vocab_size=vocab_size, chunk_size=chunk_size)
 
 
 def mtp_loss(depths: Sequence[MultiTokenDepth], log_probs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

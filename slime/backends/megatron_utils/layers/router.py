@@ -23,8 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.backends.megatron_utils.cp_utils import packing_of
-from slime.train_data.microbatch import pack_thd
+from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.train_data.routed_experts import EXPERT_ID_DTYPE
 from slime.utils.errors import SlimeError
 
@@ -71,24 +70,27 @@ def routers_need_samples(args: Namespace) -> bool:
 
 
 def attach_routed_samples(
-    args: Namespace, batch: Mapping[str, Any], num_microbatches: int, step_global_batch_size: int
+    batch: Mapping[str, Any],
+    packing: PackingConfig,
+    num_microbatches: int,
+    step_global_batch_size: int,
+    *,
+    per_token: bool,
 ) -> None:
-    """Let the packing of a batch of ``get_batch`` tell the routers its samples, where they need to know them.
+    """Let the packing of a batch of ``get_batch`` tell the routers its samples.
 
     Args:
         batch: a micro-batch; its ``packed_seq_params`` get the attribute ``routed_samples``.
     """
-    if not routers_need_samples(args):
-        return
     lengths = batch["total_lengths"]
     device = batch["tokens"].device
     sample_of = pack_thd(
         [torch.full((length,), index, device=device) for index, length in enumerate(lengths)],
-        packing_of(args),
+        packing,
         pad_id=len(lengths),
     ).tokens[0]
     trained = torch.stack([mask.sum() for mask in batch["loss_masks"]]).to(device, torch.float32)
-    if args.calculate_per_token_loss:
+    if per_token:
         # Gradients are summed over ranks and divided by the trained tokens, which every context-parallel rank counts.
         weights = trained * mpu.get_context_parallel_world_size()
     else:

@@ -351,7 +351,7 @@ def _build_tower(folder: str) -> Any:
     return tower
 
 
-def _add_features(layer: Any, args: Any, kwargs: Mapping[str, Any], output: tuple[Tensor, Any]) -> Any:
+def _add_features(layer: Any, inputs: Any, kwargs: Mapping[str, Any], output: tuple[Tensor, Any]) -> Any:
     """Add the features of the tower to what a layer returns; a forward hook."""
     own: LayerFeatures | None = getattr(kwargs.get("packed_seq_params"), "layer_features", None)
     if own is None:

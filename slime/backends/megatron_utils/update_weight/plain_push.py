@@ -13,7 +13,6 @@ since they hold old and new weights at once.  The verified push, an extension, c
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,11 +43,6 @@ class PlainPush(Transport):
         self._group = EngineGroup("slime")
         self._weights: SentWeights | None = None
         self._buckets: GatheredBuckets | None = None
-
-    @classmethod
-    def of(cls, args: Namespace, ranks: TrainerRanks) -> PlainPush:
-        """Make it from flags, of which it needs none."""
-        return cls(ranks)
 
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
         """Find out which engines share a GPU with this rank."""

@@ -49,13 +49,14 @@ class WeightUpdater:
         make_transport: MakeTransport | None = None,
     ) -> None:
         self.args, self.version = args, first_version
+        self._ranks = trainer_ranks(args.actor_num_gpus_per_node)
         self.engines: list[EngineProxy] = []
         self.excluded: list[ExcludedEngine] = []
         """The engines that the last push excluded, also when it raised."""
         self.report: PushReport | None = None
         """Of the last push that engines took."""
         self._model, self._weights_getter, self._hf_config = model, weights_getter, hf_config
-        self._make_transport: MakeTransport = make_transport or PlainPush.of
+        self._make_transport: MakeTransport = make_transport or (lambda args, ranks: PlainPush(ranks))
         self._transport: Transport | None = None
         self._weights: SentWeights | None = None
         self._cast_loss: CastLossEstimate | None = None
@@ -118,7 +119,7 @@ class WeightUpdater:
     def transport(self) -> Transport:
         """The way to the engines; made at the first connection, collectively."""
         if self._transport is None:
-            self._transport = self._make_transport(self.args, trainer_ranks(self.args))
+            self._transport = self._make_transport(self.args, self._ranks)
         return self._transport
 
     def _weights_in(self, dtype: torch.dtype) -> SentWeights:
@@ -128,11 +129,11 @@ class WeightUpdater:
             args=args,
             model=self._model,
             get_host_weights=self._weights_getter,
-            model_name=model_name(args, self._hf_config),
+            model_name=args.model_name or self._hf_config["model_type"],
             dtype=dtype,
             quantizer=checkpoint_quantizer(args.hf_checkpoint, self._quantization, dtype=dtype),
             bucket_bytes=args.update_weight_buffer_size,
-            constants=frozenset().union(*trainer_ranks(args).gather(frozen_tower(self._model))),
+            constants=frozenset().union(*self._ranks.gather(frozen_tower(self._model))),
         )
 
     @property
@@ -144,7 +145,7 @@ class WeightUpdater:
         return Push(
             str(self.version),
             Participants(self.engines, clock),
-            trainer_ranks(self.args),
+            self._ranks,
             repacks=(self._quantization or {}).get("quant_method") == "compressed-tensors",
             checks=self.args.check_weight_update_equal,
             is_resend=is_resend,
@@ -175,7 +176,7 @@ class WeightUpdater:
             self._cast_loss.warn_of(loss)
 
 
-def trainer_ranks(args: Namespace) -> TrainerRanks:
+def trainer_ranks(ranks_per_host: int) -> TrainerRanks:
     """Return the place of this rank."""
     return TrainerRanks(
         rank=dist.get_rank(),
@@ -185,10 +186,5 @@ def trainer_ranks(args: Namespace) -> TrainerRanks:
         is_source=(
             mpu.get_data_parallel_rank(with_context_parallel=True) == 0 and mpu.get_tensor_model_parallel_rank() == 0
         ),
-        ranks_per_host=args.actor_num_gpus_per_node,
+        ranks_per_host=ranks_per_host,
     )
-
-
-def model_name(args: Namespace, hf_config: Mapping[str, Any]) -> str:
-    """Return what chooses the name converter: ``--model-name``, or the model type of the HF config."""
-    return args.model_name or hf_config["model_type"]

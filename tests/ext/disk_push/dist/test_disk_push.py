@@ -91,10 +91,9 @@ class Case:
         import torch
 
         from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
-        from slime.backends.megatron_utils.update_weight.updater import model_name
         from slime.weights.push.wire import named_views
 
-        updater, hf_config = self.worker._updater, self.worker._hf_config
+        updater = self.worker._updater
         if self.is_quantized:
             source = updater.transport._gathered_buckets()
             views = (
@@ -103,7 +102,10 @@ class Case:
             )  # fmt: skip
             return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in views}
         tensors = iter_hf_tensors(
-            self.args, self.worker.model, model_name=model_name(self.args, hf_config), dtype=self.args.params_dtype
+            self.args,
+            self.worker.model,
+            model_name=self.worker._hf_config["model_type"],
+            dtype=self.args.params_dtype,
         )
         return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors}
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from pathlib import Path
-
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from slime.backends.megatron_utils.advantages import choose_teachers
 from slime.backends.megatron_utils.data import forward_arguments, prepare_rollout_data
+from slime.backends.megatron_utils.layers.vision import VisionModel
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import DataError
 from tests.unit.train_data.rank_batch import one_rank
@@ -35,7 +33,7 @@ def test_a_teacher_that_there_is_not_is_refused_by_name():
         choose_teachers(data, answers)
 
 
-def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats(tmp_path: Path):
+def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats():
     limits = torch.tensor([127.5, 127.5])
     in_bytes = {"pixel_values": torch.tensor([[0], [255]], dtype=torch.uint8), "pixel_range": limits}
     inputs = [
@@ -47,17 +45,13 @@ def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats(tmp_path:
         "tokens": torch.zeros(1, 4), "packed_seq_params": None, "full_loss_masks": None,
         "multimodal_train_inputs": inputs, "host_tokens": ["ids"] * 3,
     }  # fmt: skip
-    given = forward_arguments(Namespace(custom_model_provider_path="my.provider"), batch)
+    given = forward_arguments(torch.nn.Module(), batch)
     assert given["pixel_values"].tolist() == [[-1.0], [1.0], [0.5]]
     assert given["image_grid_thw"].tolist() == [[1, 1, 2], [1, 1, 1]]
     assert "pixel_range" not in given and "images" not in given
-    for kind in ("qwen3_vl", "qwen3_5"):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"depth": 1}}))
-    args = Namespace(custom_model_provider_path=None, hf_checkpoint=str(tmp_path / "qwen3_vl"))
-    own = forward_arguments(args, batch)["images"]
+    own = forward_arguments(object.__new__(VisionModel), batch)["images"]
     assert own.inputs is inputs and own.sequences == ["ids"] * 3
-    assert "images" not in forward_arguments(Namespace(), {**batch, "multimodal_train_inputs": None})
-    args.hf_checkpoint = str(tmp_path / "qwen3_5")  # whose tower nothing asks for
-    with pytest.raises(DataError, match="trainer's qwen3_5 has no vision tower; give --multimodal-keys"):
-        forward_arguments(args, batch)
+    text_model = object.__new__(GPTModel)
+    assert "images" not in forward_arguments(text_model, {**batch, "multimodal_train_inputs": None})
+    with pytest.raises(DataError, match="trainer's model has no vision tower; give --multimodal-keys"):
+        forward_arguments(text_model, batch)
