@@ -29,7 +29,6 @@ cpu_shim.install()
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402 - after the shim
 
 from slime.backends.megatron_utils.data import prepare_rollout_data  # noqa: E402
-from slime.backends.megatron_utils.routing_replay import RoutingReplay  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.train_data.convert import samples_to_train_data  # noqa: E402
 from slime.train_data.routed_experts import RoutedShape  # noqa: E402
@@ -41,7 +40,7 @@ from tests.e2e.kinds_of_samples import collect  # noqa: E402
 from tests.matrix import trainer  # noqa: E402
 from tests.matrix.case import load_cases  # noqa: E402
 from tests.matrix.parity import one_process_world  # noqa: E402
-from tests.matrix.replay import old_log_probs, replayed_backward  # noqa: E402
+from tests.matrix.replay import old_log_probs, replay_of, replayed_backward  # noqa: E402
 
 CONFIG = {
     **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32},
@@ -99,7 +98,7 @@ def check_trainer(folder: Path, samples: list[Sample]) -> tuple[float, float]:
         initialize.init(args)
         model = trainer.load_model(args)
         rank_data = prepare_rollout_data(trainer.rank_data_of(args, data.to_dict()))
-        replay = RoutingReplay(args, model)
+        replay = replay_of(args, model)
         replay.begin(rank_data)
         log_probs = old_log_probs(args, model, rank_data, replay)
         replayed_backward(args, model, rank_data, replay)

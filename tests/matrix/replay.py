@@ -22,6 +22,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import initialize
+from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, get_data_iterator
 from slime.backends.megatron_utils.forward import forward_only
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
@@ -50,6 +51,11 @@ def routed_train_data(case: FamilyCase) -> dict[str, Any]:
         for tokens in data["tokens"]
     ]
     return data
+
+
+def replay_of(args: Namespace, model: Chunks) -> RoutingReplay:
+    """The replay that the flags ask for."""
+    return RoutingReplay(model, packing_of(args), from_engine=args.use_rollout_routing_replay)
 
 
 def iterators_of(replay: RoutingReplay, data: RolloutBatch, num_chunks: int) -> list[DataIterator]:
@@ -106,7 +112,7 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> tuple[di
     metrics: dict[str, float] = {}
     for kind in ("engine", "record"):
         own = Namespace(**{**vars(args), "use_rollout_routing_replay": kind == "engine"})
-        replay = RoutingReplay(own, model)
+        replay = replay_of(own, model)
         replay.begin(data)
         log_probs = whole_log_probs(data, old_log_probs(own, model, data, replay))
         if mpu.is_pipeline_last_stage():

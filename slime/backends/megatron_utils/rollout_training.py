@@ -11,6 +11,7 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import train_metrics
 from slime.backends.megatron_utils.advantages import choose_teachers, compute_advantages_and_returns
+from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, current_device
 from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_log_probs_and_top, get_values
@@ -20,6 +21,7 @@ from slime.backends.megatron_utils.train_metrics import ExpertLoad
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
 from slime.flags.distillation import trainer_teachers
+from slime.flags.observability import metrics_config
 from slime.observability.telemetry import span
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import ConfigError
@@ -57,7 +59,9 @@ class RolloutTraining:
         self.weights, self._policies, self._reports = weights, policies, reports
         is_actor = role == "actor"
         self.train = self._train_actor if is_actor else self._train_critic
-        self._routing = RoutingReplay(args, model) if args.use_routing_replay and is_actor else None
+        self._routing: RoutingReplay | None = None
+        if args.use_routing_replay and is_actor:
+            self._routing = RoutingReplay(model, packing_of(args), from_engine=args.use_rollout_routing_replay)
         has_load = args.log_expert_load and args.num_experts and is_actor
         self._expert_load = ExpertLoad(model, args.num_layers, args.num_experts) if has_load else None
 
@@ -82,7 +86,7 @@ class RolloutTraining:
                 compute_advantages_and_returns(args, data)
         if path := args.rollout_data_postprocess_path:
             call_hook("--rollout-data-postprocess-path", path, args, rollout_id, data)
-        metrics = train_metrics.rollout_metrics(args, data)
+        metrics = self._rollout_metrics(data)
         self._reports.rollout(rollout_id, metrics)
         self._reports.keep_tokens(iterators[-1])
         dump_only = self._log_probs_for_dump(data, iterators) if args.save_debug_train_data else {}
@@ -131,7 +135,7 @@ class RolloutTraining:
         compute_advantages_and_returns(self.args, data)
         metrics = train_metrics.value_metrics(data)
         if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
-            metrics |= train_metrics.rollout_metrics(self.args, data)
+            metrics |= self._rollout_metrics(data)
         self._reports.rollout(rollout_id, metrics)
         with span("actor_train", rollout=rollout_id):
             self.take_steps(rollout_id, data, iterators, "value_loss")
@@ -139,6 +143,12 @@ class RolloutTraining:
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return None
         return {"values": [values.cpu() for values in data.critic_values]}
+
+    def _rollout_metrics(self, data: DeviceBatch) -> dict[str, float]:
+        has_rewards = metrics_config(self.args).has_rewards
+        return train_metrics.rollout_metrics(
+            data, per_token=self.args.calculate_per_token_loss, has_rewards=has_rewards
+        )
 
     def _record_weights(self, rollout_id: int) -> None:
         """Give every rank the whole update of the rollout's steps, and record what the weights are."""

@@ -12,7 +12,6 @@ Reference and teacher choose freely, and so do MTP layers.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -20,13 +19,12 @@ from typing import Any, Literal
 import torch
 from megatron.core import mpu
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 
-from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import current_device, sum_over_ranks
 from slime.backends.megatron_utils.layers.router import ChangedChoices, HostChoices, MicroBatchReplay, Router, Stage
 from slime.train_data.device_batch import DeviceBatch
-from slime.train_data.microbatch import pack_thd
+from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.train_data.routed_experts import (
     RoutedShape,
     check_choices,
@@ -42,14 +40,19 @@ class RoutingReplay:
 
     Invariant: between rollouts nothing is kept, and the stage is "fallthrough".
 
+    Args:
+        from_engine: the choices are the engine's (``--use-rollout-routing-replay``).
+
     Raises:
         ConfigError: the model has routers that cannot replay.
     """
 
-    def __init__(self, args: Namespace, model: Sequence[torch.nn.Module]) -> None:
-        self._args = args
-        self._shape = RoutedShape(num_layers=args.num_layers, top_k=args.moe_router_topk, num_experts=args.num_experts)
-        self._packing = packing_of(args)
+    def __init__(self, model: Sequence[torch.nn.Module], packing: PackingConfig, *, from_engine: bool) -> None:
+        config = get_model_config(model[0])
+        self._shape = RoutedShape(config.num_layers, top_k=config.moe_router_topk, num_experts=config.num_moe_experts)
+        self._splits, self._packing = config.sequence_parallel, packing
+        self.must_record = not from_engine
+        """Training needs a pass over the old policy before it."""
         self._layers = _number_routers(model)
         self._stage: Stage = "fallthrough"
         self._choices: list[HostChoices] = []
@@ -66,17 +69,12 @@ class RoutingReplay:
         self.clear()
         rows_of_layer = {layer: row for row, layer in enumerate(self._layers)}
         self._choices = [HostChoices(rows_of_layer) for _ in data.micro_batch_indices]
-        if self._args.use_rollout_routing_replay:
+        if not self.must_record:
             self._fill(data)
 
     def clear(self) -> None:
         self._choices, self._num_told = [], []
         self._changed.take()
-
-    @property
-    def must_record(self) -> bool:
-        """True when training needs a pass over the old policy before it."""
-        return not self._args.use_rollout_routing_replay
 
     @contextmanager
     def during(self, passes: Literal["old_log_probs", "train"]) -> Iterator[None]:
@@ -115,7 +113,6 @@ class RoutingReplay:
 
     def _fill(self, data: DeviceBatch) -> None:
         rows = self._checked_rows(data)
-        splits = self._args.sequence_parallel
         for choices, indices in zip(self._choices, data.micro_batch_indices, strict=True):
             self._num_told.append([len(rows[index]) for index in indices])
             choices.ids = pack_routed_experts(
@@ -124,8 +121,8 @@ class RoutingReplay:
                 self._shape,
                 self._packing,
                 layers=[layer - 1 for layer in self._layers],
-                tp_rank=mpu.get_tensor_model_parallel_rank() if splits else 0,
-                tp_size=mpu.get_tensor_model_parallel_world_size() if splits else 1,
+                tp_rank=mpu.get_tensor_model_parallel_rank() if self._splits else 0,
+                tp_size=mpu.get_tensor_model_parallel_world_size() if self._splits else 1,
             )
             if torch.cuda.is_available():
                 choices.ids = choices.ids.pin_memory()

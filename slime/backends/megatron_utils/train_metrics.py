@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +14,10 @@ from slime.algorithms.value_loss import explained_variance, explained_variance_s
 from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_responses
 from slime.backends.megatron_utils.data import DataIterator, current_device, sum_over_ranks
-from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
-from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.layers.router import Router
-from slime.flags.distillation import trainer_teachers
-from slime.flags.observability import metrics_config
 from slime.observability.metric_utils import dict_add_prefix
 from slime.train_data.device_batch import DeviceBatch
+from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import get_gloo_group
 
 TOKEN_COLUMNS = (
@@ -80,7 +76,7 @@ def reduce_step_metrics(
     return {name: value / denominator for name, value in zip(names, values, strict=True)}
 
 
-def rollout_metrics(args: Namespace, rollout_data: DeviceBatch) -> dict[str, float]:
+def rollout_metrics(rollout_data: DeviceBatch, *, per_token: bool, has_rewards: bool) -> dict[str, float]:
     """Average every column over the whole rollout: ``rollout/...``.  Collective over data and context parallelism.
 
     Per-token columns are averaged as the loss is, so that ``rollout/log_probs`` and a training metric of the same
@@ -93,14 +89,14 @@ def rollout_metrics(args: Namespace, rollout_data: DeviceBatch) -> dict[str, flo
         rollout_data.response_lengths,
         rollout_data.loss_masks,
         rollout_data.rollout_mask_sums,
-        args.calculate_per_token_loss,
+        per_token,
     )
     cp_size = mpu.get_context_parallel_world_size()
     num_ranks = mpu.get_data_parallel_world_size(with_context_parallel=True)
     num_rollouts = sum(rollout_data.global_batch_sizes)
     # Every rank adds 1 / dp of the number of rollouts, or its own tokens.
     share = num_rollouts / num_ranks
-    if args.calculate_per_token_loss:
+    if per_token:
         share = float(sum(mask.sum().item() for mask in rollout_data.loss_masks)) / cp_size
     sums: dict[str, list[float]] = {}
     for name in TOKEN_COLUMNS:
@@ -108,7 +104,7 @@ def rollout_metrics(args: Namespace, rollout_data: DeviceBatch) -> dict[str, flo
             total = float(reduce(torch.cat([values.float() for values in rollout_data[name]])))
             sums[name] = [total, share]
     graded = rollout_data.graded
-    has_rewards = metrics_config(args).has_rewards and (graded is None or any(graded))
+    has_rewards = has_rewards and (graded is None or any(graded))
     for name in (*_SAMPLE_COLUMNS, "rewards") if has_rewards else _SAMPLE_COLUMNS:
         if rollout_data.get(name) is not None:
             column = [float(value) for value in rollout_data[name]]
@@ -150,26 +146,28 @@ def image_patches(inputs: Iterable[Mapping[str, Any] | None]) -> list[int]:
 
 
 def perf_metrics(
-    args: Namespace,
     rollout_data: DeviceBatch,
     data_iterator: DataIterator,
     seconds: Mapping[str, float],
     *,
+    dims: ModelDims,
+    num_teachers: int,
+    max_tokens_per_gpu: int | None,
     world_size: int,
 ) -> dict[str, float]:
     """Compute ``perf/...``: seconds of each phase, tokens and operations a second, packing.  Collective.
 
     Args:
         data_iterator: after training: counts real and packed tokens.
+        max_tokens_per_gpu: None where micro-batches have a fixed number of samples.
     """
-    flops = model_dims(args, read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None)
     local = torch.tensor(
         [
             sum(rollout_data.total_lengths),
             data_iterator.num_real_tokens,
             data_iterator.num_packed_tokens,
-            float(sum(flops.forward_flops(length) for length in rollout_data.total_lengths)),
-            float(flops.tower_flops(image_patches(rollout_data.get("multimodal_train_inputs") or ()))),
+            float(sum(dims.forward_flops(length) for length in rollout_data.total_lengths)),
+            float(dims.tower_flops(image_patches(rollout_data.get("multimodal_train_inputs") or ()))),
         ],
         dtype=torch.float64,
         device=current_device(),
@@ -183,16 +181,16 @@ def perf_metrics(
         metrics[f"perf/{name}_time"] = elapsed_s
         metrics[f"perf/time_{name}_s"] = elapsed_s
         if elapsed_s > 0 and name in (*FORWARD_PASSES, "actor_train"):
-            work = flops.train_flops(text, tower) if name == "actor_train" else text + tower
+            work = dims.train_flops(text, tower) if name == "actor_train" else text + tower
             if name == "teacher_log_probs":
-                work *= len(trainer_teachers(args))
+                work *= num_teachers
             metrics[f"perf/{name}_tflops"] = work / elapsed_s / world_size / 1e12
     if packed:
         metrics["perf/packing_efficiency"] = real / packed
-    if args.use_dynamic_batch_size:
+    if max_tokens_per_gpu is not None:
         # How full the micro-batches are, against --max-tokens-per-gpu; padding does not count.
         num_micro_batches = len(rollout_data.micro_batch_indices) * mpu.get_data_parallel_world_size()
-        capacity = num_micro_batches * args.max_tokens_per_gpu * mpu.get_context_parallel_world_size()
+        capacity = num_micro_batches * max_tokens_per_gpu * mpu.get_context_parallel_world_size()
         metrics["perf/packing_budget_use"] = num_tokens / capacity
     if seconds.get("actor_train"):
         metrics["perf/actor_train_tok_per_s"] = num_tokens / seconds["actor_train"]

@@ -17,9 +17,12 @@ from torch import Tensor
 from slime.backends.megatron_utils import memory, train_metrics
 from slime.backends.megatron_utils.cp_utils import whole_responses
 from slime.backends.megatron_utils.data import PER_TOKEN_COLUMNS, DataIterator, sample_columns
+from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.parameters import weights_digest
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS
 from slime.backends.megatron_utils.train_step import StepResult
+from slime.flags.distillation import trainer_teachers
 from slime.observability import telemetry
 from slime.observability.dumps import LAYOUT, save_train_dump
 from slime.observability.metric_utils import compute_rollout_step
@@ -37,13 +40,15 @@ class TrainReports:
 
     def __init__(self, args: Namespace, role: str, *, world_size: int) -> None:
         self._args, self._role, self._world_size = args, role, world_size
+        self._checks = SelfChecks(args, role)
+        self._dims = model_dims(args, read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None)
         self._num_skipped = 0
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Log what is known of a rollout before it is trained on, and check it."""
         if train_metrics.is_main_rank():
             self._log(rollout_id, metrics)
-            check_rollout(self._args, self._role, rollout_id, metrics)
+            self._checks.rollout(rollout_id, metrics)
 
     def step(
         self, rollout_id: int, step_id: int, result: StepResult, more: Mapping[str, float], *,
@@ -73,14 +78,22 @@ class TrainReports:
             train_step=rollout_id * len(data.num_microbatches) + step_id,
         )
         telemetry.log(metrics, "train/step", self._args)
-        check_step(self._args, self._role, rollout_id, step_id, result.metrics, result.grad_norm)
+        self._checks.step(rollout_id, step_id, result.metrics, result.grad_norm)
         return metrics
 
     def performance(self, rollout_id: int, data: DeviceBatch, iterator: DataIterator) -> dict[str, float]:
         """Log the seconds of every timer since the last call, throughput and memory.  Collective."""
         seconds = Timer().log_dict()
         Timer().reset()
-        metrics = train_metrics.perf_metrics(self._args, data, iterator, seconds, world_size=self._world_size)
+        metrics = train_metrics.perf_metrics(
+            data,
+            iterator,
+            seconds,
+            dims=self._dims,
+            num_teachers=len(trainer_teachers(self._args)),
+            max_tokens_per_gpu=self._args.max_tokens_per_gpu if self._args.use_dynamic_batch_size else None,
+            world_size=self._world_size,
+        )
         if torch.cuda.is_available():
             metrics["perf/train_peak_memory_gib"] = memory.peak_gib()
         if telemetry.wants("ranks"):
@@ -211,88 +224,90 @@ MTP_LOSS_LIMIT = 1.0
 GRAD_NORM_TOLERANCE = 0.01
 """Relative, or absolute where that is more."""
 
-
-def check_step(
-    args: Namespace, role: str, rollout_id: int, step_id: int, metrics: Mapping[str, float], grad_norm: float
-) -> None:
-    """Check one optimizer step on the rank that has its metrics.
-
-    Raises:
-        CheckError: with ``--ci-test``; names every number that is off.
-    """
-    where = f"{role}, rollout {rollout_id}, step {step_id}"
-    problems = list(_off_policy_at_the_start(args, role, rollout_id, step_id, metrics))
-    if not args.ci_test:
-        _warn(where, problems)
-        return
-    limit = args.ci_train_rollout_logprob_abs_diff_threshold
-    name = "train_rollout_logprob_abs_diff"
-    if name in metrics and not metrics[name] < limit:
-        problems.append(f"{name} is {metrics[name]:g}; --ci-train-rollout-logprob-abs-diff-threshold is {limit:g}")
-    if "mtp_loss" in metrics and not metrics["mtp_loss"] < MTP_LOSS_LIMIT:
-        problems.append(f"mtp_loss is {metrics['mtp_loss']:g}; it must be below {MTP_LOSS_LIMIT:g}")
-    names = {"role": role, "rollout_id": rollout_id, "step_id": step_id}
-    if args.ci_save_grad_norm is not None:
-        path = Path(args.ci_save_grad_norm.format(**names))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(grad_norm, path)
-    if args.ci_load_grad_norm is not None:
-        problems += _wrong_grad_norm(Path(args.ci_load_grad_norm.format(**names)), grad_norm)
-    if problems:
-        raise CheckError(f"CI check of {where}: " + "; ".join(problems) + ".")
-
-
-def check_rollout(args: Namespace, role: str, rollout_id: int, metrics: Mapping[str, float]) -> None:
-    """Check what is known of a rollout before its first step, on the rank that has its metrics.
-
-    Raises:
-        CheckError: with ``--ci-test``.
-    """
-    kl = metrics.get("rollout/kl")
-    is_recomputed = not (args.use_rollout_logprobs or args.keep_old_actor)
-    if role != "actor" or args.kl_coef == 0 or kl is None or not is_recomputed or args.ci_disable_kl_checker:
-        return
-    if _starts_from_reference(args, rollout_id) and not abs(kl) < ZERO:
-        problem = f"rollout/kl is {kl:g}; {_NOT_THE_REFERENCE}"
-        if args.ci_test:
-            raise CheckError(f"CI check of {role}, rollout {rollout_id}: {problem}.")
-        _warn(f"{role}, rollout {rollout_id}", [problem])
-
-
-def _warn(where: str, problems: list[str]) -> None:
-    for problem in problems:
-        logger.warning("Self-check of %s: %s.", where, problem)
-
-
-def _off_policy_at_the_start(
-    args: Namespace, role: str, rollout_id: int, step_id: int, metrics: Mapping[str, float]
-) -> Iterator[str]:
-    if role != "actor" or step_id != 0 or args.loss_type != "policy_loss" or args.ci_disable_kl_checker:
-        return
-    # With other log-probs as the old ones, the first step is not on policy by definition.
-    is_on_policy = not (args.use_rollout_logprobs or args.keep_old_actor)
-    if is_on_policy and "ppo_kl" in metrics and not abs(metrics["ppo_kl"]) < ZERO:
-        yield (
-            f"ppo_kl is {metrics['ppo_kl']:g}; at the first step of a rollout it must be below {ZERO:g}, because no "
-            "weight has changed since the log-probs were recomputed. The two forward passes saw different weights, "
-            "tokens or experts, or compute differently (--ci-disable-kl-checker)"
-        )
-    if _starts_from_reference(args, rollout_id) and "kl_loss" in metrics and not abs(metrics["kl_loss"]) < ZERO:
-        yield f"kl_loss is {metrics['kl_loss']:g}; {_NOT_THE_REFERENCE}"
-
-
 _NOT_THE_REFERENCE = (
     f"before the first update it must be below {ZERO:g}, because policy and reference have the same weights: is "
     "--ref-load what training began with, and is it loaded the same way? (--ci-disable-kl-checker)"
 )
 
 
-def _starts_from_reference(args: Namespace, rollout_id: int) -> bool:
-    """Return True while the actor is what ``--ref-load`` holds; ``--ci-test`` takes that for granted at the start."""
-    if args.use_rollout_routing_replay:
-        return False  # the same weights, but only the policy's experts are the engine's
-    first = args.num_critic_only_steps if args.use_critic else 0
-    return rollout_id == first and (args.ci_test or (args.ref_load is not None and args.load == args.ref_load))
+class SelfChecks:
+    """The checks of one role's numbers, on the rank that has them."""
+
+    def __init__(self, args: Namespace, role: str) -> None:
+        self._args, self._role = args, role
+
+    def step(self, rollout_id: int, step_id: int, metrics: Mapping[str, float], grad_norm: float) -> None:
+        """Check one optimizer step on the rank that has its metrics.
+
+        Raises:
+            CheckError: with ``--ci-test``; names every number that is off.
+        """
+        args, role = self._args, self._role
+        where = f"{role}, rollout {rollout_id}, step {step_id}"
+        problems = list(self._off_policy_at_the_start(rollout_id, step_id, metrics))
+        if not args.ci_test:
+            _warn(where, problems)
+            return
+        limit = args.ci_train_rollout_logprob_abs_diff_threshold
+        name = "train_rollout_logprob_abs_diff"
+        if name in metrics and not metrics[name] < limit:
+            problems.append(f"{name} is {metrics[name]:g}; --ci-train-rollout-logprob-abs-diff-threshold is {limit:g}")
+        if "mtp_loss" in metrics and not metrics["mtp_loss"] < MTP_LOSS_LIMIT:
+            problems.append(f"mtp_loss is {metrics['mtp_loss']:g}; it must be below {MTP_LOSS_LIMIT:g}")
+        names = {"role": role, "rollout_id": rollout_id, "step_id": step_id}
+        if args.ci_save_grad_norm is not None:
+            path = Path(args.ci_save_grad_norm.format(**names))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(grad_norm, path)
+        if args.ci_load_grad_norm is not None:
+            problems += _wrong_grad_norm(Path(args.ci_load_grad_norm.format(**names)), grad_norm)
+        if problems:
+            raise CheckError(f"CI check of {where}: " + "; ".join(problems) + ".")
+
+    def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Check what is known of a rollout before its first step, on the rank that has its metrics.
+
+        Raises:
+            CheckError: with ``--ci-test``.
+        """
+        args, role = self._args, self._role
+        kl = metrics.get("rollout/kl")
+        is_recomputed = not (args.use_rollout_logprobs or args.keep_old_actor)
+        if role != "actor" or args.kl_coef == 0 or kl is None or not is_recomputed or args.ci_disable_kl_checker:
+            return
+        if self._starts_from_reference(rollout_id) and not abs(kl) < ZERO:
+            problem = f"rollout/kl is {kl:g}; {_NOT_THE_REFERENCE}"
+            if args.ci_test:
+                raise CheckError(f"CI check of {role}, rollout {rollout_id}: {problem}.")
+            _warn(f"{role}, rollout {rollout_id}", [problem])
+
+    def _off_policy_at_the_start(self, rollout_id: int, step_id: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        args = self._args
+        if self._role != "actor" or step_id != 0 or args.loss_type != "policy_loss" or args.ci_disable_kl_checker:
+            return
+        # With other log-probs as the old ones, the first step is not on policy by definition.
+        is_on_policy = not (args.use_rollout_logprobs or args.keep_old_actor)
+        if is_on_policy and "ppo_kl" in metrics and not abs(metrics["ppo_kl"]) < ZERO:
+            yield (
+                f"ppo_kl is {metrics['ppo_kl']:g}; at the first step of a rollout it must be below {ZERO:g}, because "
+                "no weight has changed since the log-probs were recomputed. The two forward passes saw different "
+                "weights, tokens or experts, or compute differently (--ci-disable-kl-checker)"
+            )
+        if self._starts_from_reference(rollout_id) and "kl_loss" in metrics and not abs(metrics["kl_loss"]) < ZERO:
+            yield f"kl_loss is {metrics['kl_loss']:g}; {_NOT_THE_REFERENCE}"
+
+    def _starts_from_reference(self, rollout_id: int) -> bool:
+        """Return True while the actor is what ``--ref-load`` holds; ``--ci-test`` takes that for granted then."""
+        args = self._args
+        if args.use_rollout_routing_replay:
+            return False  # the same weights, but only the policy's experts are the engine's
+        first = args.num_critic_only_steps if args.use_critic else 0
+        return rollout_id == first and (args.ci_test or (args.ref_load is not None and args.load == args.ref_load))
+
+
+def _warn(where: str, problems: list[str]) -> None:
+    for problem in problems:
+        logger.warning("Self-check of %s: %s.", where, problem)
 
 
 def _wrong_grad_norm(path: Path, grad_norm: float) -> Iterator[str]:

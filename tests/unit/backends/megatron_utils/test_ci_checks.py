@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.backends.megatron_utils.train_reports import check_rollout, check_step
+from slime.backends.megatron_utils.train_reports import SelfChecks
 from slime.utils.errors import CheckError
 
 GOOD = {"ppo_kl": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.01, "mtp_loss": 0.5}
@@ -34,7 +34,7 @@ def arguments(**overrides) -> Namespace:
 
 
 def check(metrics, *, rollout_id=0, step_id=0, grad_norm=1.0, **overrides) -> None:
-    check_step(arguments(**overrides), "actor", rollout_id, step_id, GOOD | metrics, grad_norm)
+    SelfChecks(arguments(**overrides), "actor").step(rollout_id, step_id, GOOD | metrics, grad_norm)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_every_run_is_warned_when_it_began_at_its_reference_and_the_kl_is_not_ze
 
 def test_the_kl_in_the_reward_of_the_first_rollout_is_checked_too(caplog):
     metrics = {"rollout/kl": 0.25}
-    check_rollout(arguments(), "actor", 0, metrics)  # no penalty: the column is 0 by construction
+    SelfChecks(arguments(), "actor").rollout(0, metrics)  # no penalty: the column is 0 by construction
     with pytest.raises(CheckError, match="rollout 0: rollout/kl is 0.25"):
-        check_rollout(arguments(kl_coef=0.1), "actor", 0, metrics)
-    check_rollout(arguments(kl_coef=0.1), "actor", 1, metrics)
-    check_rollout(arguments(kl_coef=0.1, use_rollout_logprobs=True), "actor", 0, metrics)
-    check_rollout(arguments(kl_coef=0.1, ci_test=False), "actor", 0, metrics)
+        SelfChecks(arguments(kl_coef=0.1), "actor").rollout(0, metrics)
+    SelfChecks(arguments(kl_coef=0.1), "actor").rollout(1, metrics)
+    SelfChecks(arguments(kl_coef=0.1, use_rollout_logprobs=True), "actor").rollout(0, metrics)
+    SelfChecks(arguments(kl_coef=0.1, ci_test=False), "actor").rollout(0, metrics)
     assert "rollout/kl is 0.25" in caplog.text
 
 

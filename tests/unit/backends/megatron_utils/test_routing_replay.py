@@ -25,7 +25,14 @@ from tests.matrix.batch import make_train_data, samples_of
 from tests.matrix.case import FamilyCase, gradients_by_checkpoint_name, load_cases, reference_logits
 from tests.matrix.comparisons import gradient_errors
 from tests.matrix.parity import GRADIENT_BOUND, LOG_PROB_BOUND, one_process_world
-from tests.matrix.replay import iterators_of, old_log_probs, replayed_backward, routed_train_data, turn_routers_round
+from tests.matrix.replay import (
+    iterators_of,
+    old_log_probs,
+    replay_of,
+    replayed_backward,
+    routed_train_data,
+    turn_routers_round,
+)
 
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
 SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
@@ -69,7 +76,7 @@ def test_experts_recorded_from_the_same_weights_change_no_bit(
         data = trainer.prepare(args, make_train_data(CASES[family].vocab_size))
         expected = losses(trainer.run_backward(args, model, data)), buffers(model)
         free = trainer.response_log_probs(args, model, data)
-        replay = RoutingReplay(args, model)
+        replay = replay_of(args, model)
         replay.begin(data)
         assert all(map(torch.equal, old_log_probs(args, model, data, replay), free))
         assert losses(replayed_backward(args, model, data, replay)) == expected[0]
@@ -144,7 +151,7 @@ def test_an_engines_experts_give_the_numbers_of_a_plain_model_that_is_told_the_s
     expected_log_probs, expected = told_reference(case, folders[family], train_data)
     with trainer_of(folders[family], family, "--use-rollout-routing-replay", *FULL) as (args, model):
         data = trainer.prepare(args, train_data)
-        replay = RoutingReplay(args, model)
+        replay = replay_of(args, model)
         replay.begin(data)
         mine = dict(zip(data["partition"], old_log_probs(args, model, data, replay), strict=True))
         replayed_backward(args, model, data, replay)
@@ -193,7 +200,7 @@ def test_the_second_step_of_a_rollout_uses_the_experts_recorded_before_the_first
     train_data = make_train_data(case.vocab_size)
     with trainer_of(folder, "qwen3_moe", "--use-routing-replay", "--global-batch-size", 4, *FULL) as (args, model):
         data = trainer.prepare(args, train_data)
-        replay = RoutingReplay(args, model)
+        replay = replay_of(args, model)
         replay.begin(data)
         old_log_probs(args, model, data, replay)
         actual = second_step(args, model, data, replay)
@@ -217,7 +224,7 @@ def test_other_passes_choose_freely_and_mtp_layers_always_do(folders: dict[str, 
     with trainer_of(folders["glm4_moe"], "glm4_moe", "--use-rollout-routing-replay") as (args, model):
         data = trainer.prepare(args, routed_train_data(CASES["glm4_moe"]))
         free = trainer.response_log_probs(args, model, data)
-        replay = RoutingReplay(args, model)
+        replay = replay_of(args, model)
         replay.begin(data)
         iterators = iterators_of(replay, data, 1)
         reference = forward_only(get_log_probs_and_entropy, args, model, iterators, data["num_microbatches"])
@@ -231,7 +238,7 @@ def test_other_passes_choose_freely_and_mtp_layers_always_do(folders: dict[str, 
 def test_training_before_anything_was_recorded_is_an_error(folders: dict[str, Path]) -> None:
     with trainer_of(folders["qwen3_moe"], "qwen3_moe", "--use-routing-replay") as (args, model):
         data = trainer.prepare(args, make_train_data(CASES["qwen3_moe"].vocab_size))
-        replay = RoutingReplay(args, model)
+        replay = replay_of(args, model)
         replay.begin(data)
         with pytest.raises(SlimeError, match="layer 1 has no recorded choice of experts for this micro-batch"):
             replayed_backward(args, model, data, replay)
@@ -240,7 +247,7 @@ def test_training_before_anything_was_recorded_is_an_error(folders: dict[str, Pa
 def test_data_without_the_engines_experts_are_refused_before_training(folders: dict[str, Path]) -> None:
     with trainer_of(folders["qwen3_moe"], "qwen3_moe", "--use-rollout-routing-replay") as (args, model):
         train_data = routed_train_data(CASES["qwen3_moe"])
-        replay = RoutingReplay(args, model)
+        replay = replay_of(args, model)
         train_data["rollout_routed_experts"][3][2, 0, 1] = -1
         with pytest.raises(DataError, match="of sample 3 has expert -1 at position 2 .*--use-rollout-routing-replay"):
             replay.begin(trainer.prepare(args, train_data))

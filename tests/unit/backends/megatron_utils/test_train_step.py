@@ -19,6 +19,7 @@ from trainer_case import cut, make_args, make_train_data, write_model
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import perf_metrics, reduce_step_metrics, rollout_metrics
@@ -59,23 +60,24 @@ def test_rewards_that_were_not_given_are_in_no_mean(folder):
     batch["graded"] = [place > 0 for place in range(count)]
     batch |= {"rewards": [-9.0] + [0.5] * (count - 1), "raw_reward": [-9.0] + [2.0] * (count - 1)}
     data = prepare_rollout_data(cut(args, batch, {"dp_size": 1, "cp_size": 1})[0])
-    metrics = rollout_metrics(args, data)
+    metrics = rollout_metrics(data, per_token=False, has_rewards=True)
     assert (metrics["rollout/rewards"], metrics["rollout/raw_reward"]) == (0.5, 2.0)
     data.graded = [False] * count
-    assert not any("reward" in name for name in rollout_metrics(args, data))
+    assert not any("reward" in name for name in rollout_metrics(data, per_token=False, has_rewards=True))
 
 
 def test_the_passes_of_all_teachers_count_as_work(folder: Path) -> None:
-    def speed(*flags: object) -> float:
-        args, *_ = build(folder, "--use-opd", "--opd-type", "megatron", *flags)
-        data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
-        seconds = {"teacher_log_probs": 2.0}
-        (iterator,) = get_data_iterator(data, 1)
-        return perf_metrics(args, data, iterator, seconds, world_size=1)["perf/teacher_log_probs_tflops"]
+    args, *_ = build(folder)
+    data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
+    (iterator,) = get_data_iterator(data, 1)
 
-    one = speed("--opd-teacher-load", folder)
-    assert one > 0
-    assert speed("--opd-teachers", f"math={folder}", f"code={folder}") == pytest.approx(2 * one)
+    def speed(num_teachers: int) -> float:
+        counts = {"num_teachers": num_teachers, "max_tokens_per_gpu": None, "world_size": 1}
+        metrics = perf_metrics(data, iterator, {"teacher_log_probs": 2.0}, dims=model_dims(args), **counts)
+        return metrics["perf/teacher_log_probs_tflops"]
+
+    assert speed(1) > 0
+    assert speed(2) == pytest.approx(2 * speed(1))
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
