@@ -38,7 +38,8 @@ class RolloutManager(EngineVerbs):
         self, args: Namespace, gpus: GpuSlice, engines: EngineFleet | None = None, parts: Parts = CORE
     ) -> None:
         from slime.ray.distributed_post import start_distributed_post
-        from slime.ray.engines.fleet import start_fleet
+        from slime.ray.engines.fleet import EngineFleet
+        from slime.ray.engines.models import start_rollout_servers
         from slime.ray.rollout_work import RolloutWork
         from slime.utils.async_utils import StallTimeout
         from slime.utils.http_utils import init_http_client
@@ -47,7 +48,9 @@ class RolloutManager(EngineVerbs):
         self.args = args
         telemetry.start(args, "rollout manager", parts.sinks)
         StallTimeout.seconds = args.loop_stall_timeout_s
-        self.engines = engines if engines is not None else start_fleet(args, gpus)
+        if engines is None:  # they begin to start; wait_ready sees to the end of it
+            engines = EngineFleet(args, () if args.debug_train_only else start_rollout_servers(args, gpus))
+        self.engines = engines
         if not args.debug_train_only:
             init_http_client(args)
             if args.use_distributed_post:
@@ -120,5 +123,5 @@ def start_rollout_manager(args: Namespace, gpus: GpuSlice, parts: Parts = CORE) 
     """Start the rollout manager actor; its engines boot in the background until ``wait_ready`` is called."""
     return RemoteRolloutManager.options(
         runtime_env={"env_vars": COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES},
-        enable_tensor_transport=ray_transport(args) is not None,
+        enable_tensor_transport=ray_transport(args.rollout_data_transport) is not None,
     ).remote(args, gpus, parts=parts)

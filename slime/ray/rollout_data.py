@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 from slime.backends.megatron_utils.flags.model_dims import schedule_config
+from slime.flags.reward import RewardConfig, reward_config
 from slime.rollout.on_policy_distillation import teacher_name
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.convert import check_columns, is_finite, samples_to_train_data
@@ -80,24 +81,24 @@ def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, An
     return result[0], result[1]
 
 
-def _raw_rewards(args: Namespace, samples: list[Sample]) -> list[Any]:
+def _raw_rewards(config: RewardConfig, samples: list[Sample]) -> list[Any]:
     """Return the reward of each sample, of a dict the entry ``--reward-key``; 0 without one.
 
     Raises:
         DataError: a reward is no finite number, or lacks the entry.
     """
-    rewards = []
+    rewards, key = [], config.reward_key
     for sample in samples:
         reward: Any = sample.reward if sample.is_graded else 0.0
-        if args.reward_key and isinstance(reward, Mapping):
-            reward = reward.get(args.reward_key)
+        if key and isinstance(reward, Mapping):
+            reward = reward.get(key)
         is_number = isinstance(reward, Real) and is_finite(reward)
-        is_other = args.reward_key and sample.is_graded and not isinstance(sample.reward, Mapping)
+        is_other = key and sample.is_graded and not isinstance(sample.reward, Mapping)
         if not is_number or is_other:
-            path = args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
-            rm_type = (sample.metadata or {}).get("rm_type") or args.rm_type
+            path = config.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
+            rm_type = (sample.metadata or {}).get("rm_type") or config.rm_type
             given = f"--custom-rm-path {path}" if path else f"--rm-type {rm_type}"
-            wanted = f"an object whose entry {args.reward_key!r} (--reward-key) is a" if args.reward_key else "a"
+            wanted = f"an object whose entry {key!r} (--reward-key) is a" if key else "a"
             kind = type(sample.reward).__name__
             raise DataError(
                 f"the reward of sample {sample.index} by {given} (or the generate function) is "
@@ -115,7 +116,7 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
     if args.custom_reward_post_process_path:
         raw_rewards, rewards = _rewards_of_plug_in(args, samples)
     else:
-        raw_rewards = _raw_rewards(args, samples)
+        raw_rewards = _raw_rewards(reward_config(args), samples)
         rewards = post_process_rewards(
             raw_rewards,
             n_samples_per_prompt=args.n_samples_per_prompt,

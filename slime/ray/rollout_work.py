@@ -74,7 +74,7 @@ class RolloutWork:
         telemetry.samples("rollout", rollout_id=rollout_id, **facts)
         per_rank = split_for_ranks(self.args, train_data, self.parallel)
         log_rollout(self.args, rollout_id, samples, metrics, seconds)
-        transport = ray_transport(self.args)
+        transport = ray_transport(self.args.rollout_data_transport)
         return [Box(ray.put(data, _tensor_transport=transport)) for data in per_rank]
 
     def _make_samples(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:

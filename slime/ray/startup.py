@@ -66,7 +66,7 @@ def create_rollout_manager(
         record_runtime(args, num_rollout=num_rollout)
     if engines_come_first(args):
         # They size their memory by what is free: they must be up before the trainer takes any (create).
-        wait_for_engines(args, manager)
+        wait_for_engines(manager, args.engine_start_timeout_s)
         wait_for(manager.offload.remote(), what="the engines' memory (offload)", timeout_s=memory_timeout_s(args))
     return manager, per_epoch
 
@@ -115,7 +115,7 @@ def create_training_models(
         actor.set_rollout_manager(rollout_manager)
         load_position(args, rollout_manager, args.start_rollout_id)
     if not engines_come_first(args):
-        wait_for_engines(args, rollout_manager)
+        wait_for_engines(rollout_manager, args.engine_start_timeout_s)
     return actor, critic
 
 
@@ -146,7 +146,7 @@ def engines_come_first(args: Namespace) -> bool:
     return bool(args.offload_rollout) and not args.debug_train_only and cluster_has_accelerators()
 
 
-def wait_for_engines(args: Namespace, manager: Any) -> None:
+def wait_for_engines(manager: Any, engine_start_timeout_s: float) -> None:
     """Wait until every engine serves."""
-    timeout_s = restart_timeout_s(args.engine_start_timeout_s) + ENGINE_START_MARGIN_S
+    timeout_s = restart_timeout_s(engine_start_timeout_s) + ENGINE_START_MARGIN_S
     wait_for(manager.wait_ready.remote(), what="the engines to start", timeout_s=timeout_s)

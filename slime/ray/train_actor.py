@@ -121,7 +121,7 @@ def start_ranks(
         "num_cpus": gpu_share,
         "num_gpus": gpu_share,
         "runtime_env": {"env_vars": trainer_environment(args, len(names))},
-        "enable_tensor_transport": ray_transport(args) is not None,
+        "enable_tensor_transport": ray_transport(args.rollout_data_transport) is not None,
     }
     actors = [
         remote.options(scheduling_strategy=strategy_for(gpus, rank), **options).remote(parts=parts)

@@ -96,7 +96,8 @@ class TrainJob:
         )
         telemetry.offer(lambda: job_state(self.manager))
         self._step_line = StepLine.follow(args)
-        self.trainers = Trainers(args, *create_training_models(args, self.gpus, self.manager, self.actor))
+        actor, critic = create_training_models(args, self.gpus, self.manager, self.actor)
+        self.trainers = Trainers(actor, critic, num_critic_only_steps=args.num_critic_only_steps)
         beside = self.parts.evaluation
         self._background = beside(args, self.manager, self.actor) if beside is not None else None
 

@@ -25,13 +25,13 @@ class Trainers:
     """The actor, and the critic if there is one.
 
     Args:
-        args: the run's arguments.
         actor: trains the policy.
         critic: None without one.
+        num_critic_only_steps: the first rollouts, which train the critic alone.
     """
 
-    def __init__(self, args: Namespace, actor: RayTrainGroup, critic: RayTrainGroup | None) -> None:
-        self._args = args
+    def __init__(self, actor: RayTrainGroup, critic: RayTrainGroup | None, *, num_critic_only_steps: int = 0) -> None:
+        self._num_critic_only_steps = num_critic_only_steps
         self.actor, self.critic = actor, critic
         self.all = [actor] if critic is None else [actor, critic]
         """In the order in which they start."""
@@ -42,16 +42,13 @@ class Trainers:
         return [name for trainer in self.all for name in trainer.names]
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Train the critic first, since the actor's advantages need its values, then the actor.
-
-        The first ``--num-critic-only-steps`` rollouts train the critic alone.
-        """
+        """Train the critic first, since the actor's advantages need its values, then the actor."""
         values = None
         if self.critic is not None:
             with span("train_critic"):
                 values = self.critic.async_train(rollout_id, rollout_data)
                 self.critic.wait_trained(rollout_id, values)
-        if self.critic is None or rollout_id >= self._args.num_critic_only_steps:
+        if self.critic is None or rollout_id >= self._num_critic_only_steps:
             self.actor.wait_trained(rollout_id, self.actor.async_train(rollout_id, rollout_data, values))
 
     def save(self, rollout_id: int, save_position: Callable[[], None], *, force_sync: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,9 +35,9 @@ RELEASE_GRACE_S = 5.0
 """After a kill, until a driver has taken the memory of the GPU back."""
 
 
-def ray_transport(args: Namespace) -> str | None:
+def ray_transport(rollout_data_transport: str) -> str | None:
     """Return the name of Ray's transport for the tensors of rollout data; None for its object store."""
-    return "nixl" if args.rollout_data_transport == "nixl" else None
+    return "nixl" if rollout_data_transport == "nixl" else None
 
 
 def cluster_has_accelerators() -> bool:

@@ -105,7 +105,7 @@ def make_group(gpus, router, monkeypatch):
         )  # fmt: skip
         groups.append(group)
         group.start()
-        wait_until_serving(ARGS, [group])
+        wait_until_serving([group], 300.0)
         return group
 
     yield make

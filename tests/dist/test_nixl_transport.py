@@ -36,7 +36,7 @@ class _Manager(Watched):
             "global_batch_sizes": [2],
         }  # fmt: skip
         data = RankBatch.from_dict(columns)
-        return [Box(ray.put(data, _tensor_transport=ray_transport(ARGS)))]
+        return [Box(ray.put(data, _tensor_transport=ray_transport(ARGS.rollout_data_transport)))]
 
 
 class _Trainer:
@@ -60,7 +60,7 @@ def cluster():
 
 
 def test_train_data_arrives_as_it_was_put_as_often_as_it_is_asked_for():
-    options = {"num_cpus": 0, "enable_tensor_transport": ray_transport(ARGS) is not None}
+    options = {"num_cpus": 0, "enable_tensor_transport": ray_transport(ARGS.rollout_data_transport) is not None}
     manager = ray.remote(concurrency_groups={WATCH_GROUP: 1})(_Manager).options(**options).remote()
     trainers = [remote_class(_Trainer).options(**options).remote() for _ in range(2)]  # type: ignore[arg-type]
     boxes = ray.get(manager.generate.remote(), timeout=60)

@@ -14,7 +14,8 @@ import ray
 from slime.backends.sglang_utils.external_engines import record_external_engines
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.ray.engines import actor as engine_actor
-from slime.ray.engines.fleet import EngineFleet, start_fleet
+from slime.ray.engines.fleet import EngineFleet
+from slime.ray.engines.models import start_rollout_servers
 from slime.ray.gpus import GpuSlice, _reserve
 from slime.ray.waiting import WATCH_GROUP
 from slime.utils.errors import EngineDiedError
@@ -91,7 +92,8 @@ def start(gpus, monkeypatch):
     fleets: list[EngineFleet] = []
 
     def begin(**given) -> EngineFleet:
-        fleet = start_fleet(arguments(**given), gpus)
+        args = arguments(**given)
+        fleet = EngineFleet(args, start_rollout_servers(args, gpus))
         fleets.append(fleet)
         fleet.wait_ready()
         return fleet

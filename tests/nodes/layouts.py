@@ -84,7 +84,7 @@ def place(args: Namespace, *, with_trainer: bool = True) -> Layout:
                     cursors=cursors,
                 )
                 group.start()
-                wait_until_serving(args, [group])
+                wait_until_serving([group], args.engine_start_timeout_s)
                 layout.groups.append(group)
                 gpu_offset += config.num_gpus
                 rank_offset += len(group.all_engines)

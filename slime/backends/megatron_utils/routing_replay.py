@@ -49,7 +49,9 @@ class RoutingReplay:
 
     def __init__(self, model: Sequence[torch.nn.Module], packing: PackingConfig, *, from_engine: bool) -> None:
         config = get_model_config(model[0])
-        self._shape = RoutedShape(config.num_layers, top_k=config.moe_router_topk, num_experts=config.num_moe_experts)
+        self._shape = RoutedShape(
+            num_layers=config.num_layers, top_k=config.moe_router_topk, num_experts=config.num_moe_experts
+        )
         self._splits, self._packing = config.sequence_parallel, packing
         self.must_record = not from_engine
         """Training needs a pass over the old policy before it."""

@@ -205,7 +205,7 @@ def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) ->
         time.sleep(RELEASE_GRACE_S)  # the engines of the one before end with it
     manager, _ = create_rollout_manager(args, pg, parts=actor.parts)
     if not engines_come_first(args):
-        wait_for_engines(args, manager)
+        wait_for_engines(manager, args.engine_start_timeout_s)
     actor.set_rollout_manager(manager)
     load_position(args, manager, start)
     return manager, start

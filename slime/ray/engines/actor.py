@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ import ray
 
 from slime.backends.sglang_utils.child_process import run_name
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-from slime.ray.engines.deadlines import MIN_WAIT_S, start_timeout_s
+from slime.ray.engines.deadlines import MIN_WAIT_S
 from slime.ray.gpus import GpuSlice, strategy_for
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, RayActor, one_node_environment
 from slime.ray.waiting import WATCH_GROUP, wait_for
@@ -132,15 +131,21 @@ class PortCursors:
 
 
 def allocate_addresses(
-    args: Namespace, engines: Sequence[Any], *, nodes_per_engine: int, worker_type: str, cursors: PortCursors
+    engines: Sequence[Any],
+    *,
+    nodes_per_engine: int,
+    worker_type: str,
+    cursors: PortCursors,
+    timeout_s: float,
+    dp_size: int = 1,
 ) -> list[EngineAddress]:
-    """Allocate one address per engine actor, in rank order, all within the time that a start may take.
+    """Allocate one address per engine actor, in rank order, all within the time that a start may take, ``timeout_s``.
 
     "prefill" engines get a bootstrap port too.  The cursors advance past every port that was handed out.
     """
     addresses: list[EngineAddress] = []
     shared_rendezvous: str | None = None
-    deadline_s = time.monotonic() + min(start_timeout_s(args.engine_start_timeout_s), PORTS_TIMEOUT_S)
+    deadline_s = time.monotonic() + min(timeout_s, PORTS_TIMEOUT_S)
     for rank, engine in enumerate(engines):
         host, _ = _probe(engine, cursors.first_port, 1, deadline_s)
 
@@ -160,7 +165,7 @@ def allocate_addresses(
             # (A prefill engine looks for its bootstrap server, which decode engines ask, at the rendezvous' host.)
             is_alone = nodes_per_engine == 1 and worker_type != "prefill"
             meeting = loopback_address() if is_alone else host
-            shared_rendezvous = format_host_port(meeting, take(30 + (args.sglang_dp_size or 1)))
+            shared_rendezvous = format_host_port(meeting, take(30 + dp_size))
         address.dist_init_addr = shared_rendezvous
         addresses.append(address)
     return addresses

@@ -18,15 +18,14 @@ from typing import Any
 import ray
 
 from slime.flags.security import job_secret
-from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S
+from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S, restart_timeout_s, start_timeout_s
 from slime.ray.engines.group import END_ADVICE, raise_if_given_up
 from slime.ray.engines.lifecycle import EngineEvent
 from slime.ray.engines.memory import SharedMemory
-from slime.ray.engines.models import RolloutServer, start_rollout_servers, wait_until_serving
+from slime.ray.engines.models import RolloutServer, wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
 from slime.ray.engines.verbs import JobState
 from slime.ray.engines.weights import WeightTargets
-from slime.ray.gpus import GpuSlice
 from slime.ray.utils import Lock
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
@@ -34,13 +33,6 @@ from slime.utils.errors import DeadlineError, EngineDiedError, EngineError
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_INTERVAL_S = 3.0
-
-
-def start_fleet(args: Namespace, gpus: GpuSlice) -> EngineFleet:
-    """Begin to start routers and engines; :meth:`EngineFleet.wait_ready` sees to the end of it."""
-    if args.debug_train_only:
-        return EngineFleet(args)
-    return EngineFleet(args, start_rollout_servers(args, gpus))
 
 
 class EngineFleet:
@@ -54,7 +46,12 @@ class EngineFleet:
         self.servers = list(servers)
         self.groups = [group for server in servers for group in server.groups]
         self.weights = WeightTargets(args, servers)
-        self.memory = SharedMemory(args, self.groups)
+        self.memory = SharedMemory(
+            self.groups,
+            restart_s=restart_timeout_s(args.engine_start_timeout_s),
+            answer_s=args.weight_update_timeout_s,
+            is_tolerant=args.use_fault_tolerance,
+        )
         self._has_snapshot = False
         self._start_guard = threading.Lock()
         self._next_router_check_s = 0.0
@@ -76,7 +73,7 @@ class EngineFleet:
             ProcessError: one did not start, or the router has ended meanwhile.
         """
         with self._start_guard:
-            wait_until_serving(self.args, self.groups)
+            wait_until_serving(self.groups, start_timeout_s(self.args.engine_start_timeout_s))
         guard = "no secret" if job_secret(self.args) is None else "the job's secret"
         lines = [line for server in self.servers for line in server.listens_at()]
         logger.info("listening, guarded by %s: %s", guard, "; ".join(lines) or "nothing")
@@ -180,7 +177,7 @@ class EngineFleet:
         timeout_s = self.args.rollout_health_check_timeout if is_time_to_ask else None
         for server in self.servers:
             if tolerant and server.has_own_router:
-                server.revive_router(self.args, timeout_s)
+                server.revive_router(timeout_s)
             elif dead := server.router_problem(timeout_s):
                 raise EngineDiedError(f"{dead}. The rollout cannot go on; {END_ADVICE[tolerant]}.")
         raise_if_given_up(self.groups)

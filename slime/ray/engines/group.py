@@ -180,11 +180,12 @@ class EngineGroup:
             name_actor(self.all_engines[rank], f"the actor of {self.name_of(rank // nodes)}")
         engines = [self.all_engines[rank] for rank in ranks]
         addresses = allocate_addresses(
-            self.args,
             engines,
             nodes_per_engine=nodes,
             worker_type=self.config.worker_type,
             cursors=self.cursors,
+            timeout_s=start_timeout_s(self.args.engine_start_timeout_s),
+            dp_size=self.args.sglang_dp_size or 1,
         )
         for index, address in zip(indices, addresses[::nodes], strict=True):
             url = self.urls[index] = http_url(address.host, address.port)

@@ -7,13 +7,12 @@ the GPU once nothing else has memory on it.
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 from ray.exceptions import RayError
 
-from slime.ray.engines.deadlines import MIN_WAIT_S, restart_timeout_s
+from slime.ray.engines.deadlines import MIN_WAIT_S
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.waiting import wait_for
@@ -27,12 +26,14 @@ class SharedMemory:
     """The memory of the engines on the trainers' GPUs; an engine that fails raises without fault tolerance.
 
     Args:
-        args: the run's arguments.
         groups: of all models; those that share no GPU with a trainer are left alone.
+        restart_s: the time that all attempts to restart an engine may take.
+        answer_s: the time that an engine has for its answer.
+        is_tolerant: ``--use-fault-tolerance``.
     """
 
-    def __init__(self, args: Namespace, groups: Sequence[EngineGroup]) -> None:
-        self._args = args
+    def __init__(self, groups: Sequence[EngineGroup], *, restart_s: float, answer_s: float, is_tolerant: bool) -> None:
+        self._restart_s, self._answer_s, self._is_tolerant = restart_s, answer_s, is_tolerant
         self._groups = [group for group in groups if group.needs_offload]
         self._released: list[Any] = []
         """The engines told to release their memory since the last :meth:`release`, or since all got all of it back."""
@@ -80,9 +81,9 @@ class SharedMemory:
                         group.report(index, EngineEvent.FAILED, f"its router did not take it in again: {error}")
 
     def _release(self, *states: EngineState, but: Sequence[str] = (), withdraws: bool = False) -> None:
-        deadline_s = time.monotonic() + restart_timeout_s(self._args.engine_start_timeout_s)
+        deadline_s = time.monotonic() + self._restart_s
         while True:
-            for group in self._groups if self._args.use_fault_tolerance else ():
+            for group in self._groups if self._is_tolerant else ():
                 group.wait_settled(max(deadline_s - time.monotonic(), MIN_WAIT_S))
             fresh = [(group, k) for group, k in self._places(*states) if group.engines[k] not in self._released]
             if not fresh:
@@ -113,14 +114,14 @@ class SharedMemory:
             for group, index in places
             if (engine := group.engines[index]) is not None  # else it was evicted meanwhile, and killed
         ]
-        deadline_s, done = time.monotonic() + self._args.weight_update_timeout_s, []
+        deadline_s, done = time.monotonic() + self._answer_s, []
         for group, index, ref in asked:
             # The answers of the others still count when one took all the time.
             timeout_s = max(deadline_s - time.monotonic(), MIN_WAIT_S)
             try:
                 wait_for(ref, what=f"{method} of {group.name_of(index)}", timeout_s=timeout_s)
             except (ProcessError, RayError) as error:
-                if not self._args.use_fault_tolerance:
+                if not self._is_tolerant:
                     raise
                 group.report(index, EngineEvent.FAILED, str(error))
             else:

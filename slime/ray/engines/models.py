@@ -12,7 +12,7 @@ import random
 import threading
 import urllib.request
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,6 +72,8 @@ class RolloutServer:
     config: ModelConfig
     router: RouterHandle | None
     groups: list[EngineGroup]
+    start_router_at: Callable[[str, int], RouterHandle] | None = None
+    """Starts the router, at a host and a port; None for one that the user runs."""
 
     def __post_init__(self) -> None:
         self._reviving = threading.Lock()
@@ -121,7 +123,7 @@ class RolloutServer:
             return None
         return f"the router {self.router.url} of model {self.config.name!r} {problem}"
 
-    def revive_router(self, args: Namespace, timeout_s: float | None) -> None:
+    def revive_router(self, timeout_s: float | None) -> None:
         """Start the router again where something keeps it from its work; one that the user runs is left alone.
 
         Raises:
@@ -130,20 +132,20 @@ class RolloutServer:
         with self._reviving:
             if self.has_own_router and (problem := self.router_problem(timeout_s)):
                 logger.error("%s: it is started again", problem)
-                self.restart_router(args)
+                self.restart_router()
 
-    def restart_router(self, args: Namespace) -> None:
+    def restart_router(self) -> None:
         """Start the router again at its old address (URLs that were handed out stay valid), with its engines.
 
         Raises:
             ProcessError: ``MAX_START_ATTEMPTS`` times it did not start, or did not list an engine.
         """
-        assert self.router is not None
+        assert self.router is not None and self.start_router_at is not None
         host, port = self.router.host.strip("[]"), self.router.port
         for attempt in range(1, MAX_START_ATTEMPTS + 1):
             self.router.stop()
             try:
-                self.router = _start_router_at(args, self.config, host, port)
+                self.router = self.start_router_at(host, port)
                 self._register_engines(self.router)
                 return
             except ProcessError as error:
@@ -178,11 +180,14 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
     servers: list[RolloutServer] = []
     gpu_offset = rank_offset = 0
     layout, secret = resolve_sglang_config(args), job_secret(args)
+    num_shared = 0  # the first of their GPUs, which the trainer uses too
+    if args.offload_rollout:
+        num_shared = args.actor_num_nodes * args.actor_num_gpus_per_node - plan_gpus(args).rollout_offset
     if args.sglang_config is not None:
         # Requests go to the first model: GPUs of others, and those left empty, do not add to what it takes at a time.
         record_runtime(args, rollout_num_engines=layout.models[0].num_engines)
     for index, model in enumerate(layout.models):
-        server = RolloutServer(model, _start_router(args, model, is_first=index == 0), [])
+        server = _server_of(args, model, is_first=index == 0)
         for config in model.server_groups:
             if gpu_offset + config.num_gpus > len(gpus.bundle_indices):
                 raise ConfigError(
@@ -198,10 +203,10 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
                 gpu_offset=gpu_offset,
                 rank_offset=rank_offset,
                 router=server.router,
-                needs_offload=config.worker_type != "encoder" and _needs_offload(args, gpu_offset),
+                needs_offload=config.worker_type != "encoder" and gpu_offset < num_shared,
                 cursors=cursors,
                 restarts=args.use_fault_tolerance,
-                revive_router=partial(server.revive_router, args, args.rollout_health_check_timeout),
+                revive_router=partial(server.revive_router, args.rollout_health_check_timeout),
                 dtype=_dtype_of(args, model.model_path, config.overrides),
                 weight_loaders=tuple(args.weight_loaders),
                 worker_key=None if secret is None else generation_key(secret),
@@ -209,18 +214,18 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
             server.groups.append(group)
             gpu_offset += config.num_gpus
             rank_offset += len(group.all_engines)
-        _start_groups(args, server.groups)
+        _start_groups(server.groups, start_timeout_s(args.engine_start_timeout_s))
         servers.append(server)
     return servers
 
 
-def _start_groups(args: Namespace, groups: list[EngineGroup]) -> None:
+def _start_groups(groups: list[EngineGroup], timeout_s: float) -> None:
     """Start the groups of a model; encoders first, because the others need their addresses."""
     encoders = [group for group in groups if group.config.worker_type == "encoder"]
     if encoders:
         for group in encoders:
             group.start()
-        wait_until_serving(args, encoders)
+        wait_until_serving(encoders, timeout_s)
         urls = [url for group in encoders for url in group.urls if url is not None]
         for group in groups:
             if group.config.worker_type in ("prefill", "regular"):
@@ -241,7 +246,7 @@ def _adopt_external_engines(args: Namespace) -> list[RolloutServer]:
         for info in args.rollout_external_engine_infos
     )
     model = ModelConfig(name="default", model_path=args.hf_checkpoint, update_weights=True, server_groups=configs)
-    server = RolloutServer(model, _start_router(args, model, is_first=True), [])
+    server = _server_of(args, model, is_first=True)
     gpu_offset = 0
     for rank, (info, config) in enumerate(zip(args.rollout_external_engine_infos, model.server_groups, strict=True)):
         check_capabilities(args, info)
@@ -269,16 +274,11 @@ def _adopt_external_engines(args: Namespace) -> list[RolloutServer]:
     return [server]
 
 
-def _needs_offload(args: Namespace, gpu_offset: int) -> bool:
-    """Return True for engines on GPUs that the trainer uses too."""
-    trainer_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
-    return bool(args.offload_rollout) and plan_gpus(args).rollout_offset + gpu_offset < trainer_gpus
-
-
-def wait_until_serving(args: Namespace, groups: Sequence[EngineGroup]) -> None:
+def wait_until_serving(groups: Sequence[EngineGroup], timeout_s: float) -> None:
     """Wait until every engine that is starting serves, and report so to its group.
 
-    An engine one of whose ports another process took starts again at others.
+    An engine one of whose ports another process took starts again at others.  The engines keep their own deadline;
+    ``timeout_s`` only catches an actor that never ran.
 
     Raises:
         ProcessError: an engine or a router ended, or an engine did not answer within ``--engine-start-timeout-s``, or
@@ -292,13 +292,8 @@ def wait_until_serving(args: Namespace, groups: Sequence[EngineGroup]) -> None:
     for attempt in range(1, MAX_START_ATTEMPTS + 1):
         starting = [ref for group in groups for refs in group.starting.values() for ref in refs]
         try:
-            # The engines keep their own deadline; this one only catches an actor that never ran.
-            wait_for(
-                starting,
-                what="the SGLang engines to start",
-                timeout_s=start_timeout_s(args.engine_start_timeout_s),
-                meanwhile=look_at_the_others,
-            )
+            what = "the SGLang engines to start"
+            wait_for(starting, what=what, timeout_s=timeout_s, meanwhile=look_at_the_others)
             break
         except PortTakenError:
             if attempt == MAX_START_ATTEMPTS:
@@ -376,12 +371,12 @@ def _start_router_at(args: Namespace, model: ModelConfig, host: str, port: int) 
     )
 
 
-def _start_own_router(args: Namespace, model: ModelConfig, wanted_port: int | None) -> RouterHandle:
+def _start_own_router(start_at: Callable[[str, int], RouterHandle], wanted_port: int | None) -> RouterHandle:
     attempts_left = MAX_START_ATTEMPTS
     while True:
         port = wanted_port or find_available_port(random.randint(3000, 4000))
         try:
-            return _start_router_at(args, model, listen_address(), port)
+            return start_at(listen_address(), port)
         except PortTakenError as error:
             attempts_left -= 1
             if wanted_port and not is_port_available(wanted_port):
@@ -394,18 +389,19 @@ def _start_own_router(args: Namespace, model: ModelConfig, wanted_port: int | No
             logger.warning("the router is started again at other ports: %s", error)
 
 
-def _start_router(args: Namespace, model: ModelConfig, *, is_first: bool) -> RouterHandle:
+def _server_of(args: Namespace, model: ModelConfig, *, is_first: bool) -> RolloutServer:
     """Start or adopt the router of ``model``; the first model's address becomes ``args.sglang_router_ip/port``.
 
     Every model's address is recorded in ``args.sglang_model_routers`` under the model's name.
     """
+    start_at = partial(_start_router_at, args, model)
     if is_first and args.sglang_router_ip and args.sglang_router_port:
         router = adopt_router(args.sglang_router_ip, args.sglang_router_port, secret=job_secret(args))
     else:
-        router = _start_own_router(args, model, args.sglang_router_port if is_first else None)
+        router = _start_own_router(start_at, args.sglang_router_port if is_first else None)
     routers = dict(args.sglang_model_routers or {})
     routers[model.name] = (router.host, router.port)
     record_runtime(args, sglang_model_routers=routers)
     if is_first:
         record_runtime(args, sglang_router_ip=router.host, sglang_router_port=router.port)
-    return router
+    return RolloutServer(model, router, [], start_at)

@@ -111,7 +111,7 @@ def leaving_job(monkeypatch, done: list[str], *, shares_gpus: bool, is_down: boo
         release_train=False, num_rollout=9, preemption_grace_s=1.0,
     )  # fmt: skip
     made.actor = Trainer("actor", done)  # type: ignore[assignment]
-    made.trainers = Trainers(made.args, made.actor, Trainer("critic", done))  # type: ignore[arg-type]
+    made.trainers = Trainers(made.actor, Trainer("critic", done))  # type: ignore[arg-type]
     made.manager = Namespace(save=Namespace(remote=lambda rollout_id: done.append(f"position {rollout_id}")))
     made._recovery, made._unsaved = Namespace(is_down=is_down), 3  # type: ignore[assignment]
     monkeypatch.setattr(startup, "wait_for", lambda ref, **_: None)

@@ -56,11 +56,14 @@ def trainers() -> RayTrainGroup:
     return made
 
 
-def engines() -> fleet.EngineFleet:
-    group = Namespace(needs_offload=True, indices=lambda *states: [0], engines=[Anything()], name_of=str)
+def engines(*groups: Any) -> fleet.EngineFleet:
     args = Namespace(**vars(FLAGS), rollout_stall_timeout_s=0)
-    model = Namespace(groups=[group], router=None, config=Namespace(name="m", update_weights=False))
-    return fleet.EngineFleet(args, [model])  # type: ignore[list-item]
+    model = Namespace(groups=groups, router=None, config=Namespace(name="m", update_weights=False))
+    return fleet.EngineFleet(args, [model] if groups else [])  # type: ignore[list-item]
+
+
+def sharing_group() -> Any:
+    return Namespace(needs_offload=True, indices=lambda *states: [0], engines=[Anything()], name_of=str)
 
 
 def trainer_with_box() -> None:
@@ -74,8 +77,8 @@ CASES: list[tuple[str, Callable[[], Any], float]] = [
     ("slime.ray.train_loop", lambda: job().train(0, []), 3 * (50 + 120) + 30 + 180),
     ("slime.ray.actor_group", lambda: trainers().wait_trained(0, ["ref"]), 200),
     ("slime.ray.actor_group", lambda: trainers().push.send("update_weights", Namespace(num_new=0)), 30 + 120),
-    ("slime.ray.engines.memory", lambda: engines().offload(), 30),
-    ("slime.ray.engines.models", lambda: models.wait_until_serving(FLAGS, []), 50 + 120),
+    ("slime.ray.engines.memory", lambda: engines(sharing_group()).offload(), 30),
+    ("slime.ray.engines.models", lambda: engines().wait_ready(), 50 + 120),
     ("slime.ray.engines.actor", lambda: engine_actor._probe(Anything(), 1, 1, time.monotonic() + 40), 40),
     ("slime.ray.train_actor", trainer_with_box, 3600),
 ]
@@ -183,11 +186,11 @@ def test_a_router_that_gives_no_sign_of_life_ends_the_run_or_is_started_again(mo
     restarted: list[Any] = []
     router = Namespace(url="http://router", process=object(), problem=lambda timeout_s: "does not answer")
     server = models.RolloutServer(Namespace(name="actor"), router, [])  # type: ignore[arg-type]
-    monkeypatch.setattr(server, "restart_router", restarted.append)
+    monkeypatch.setattr(server, "restart_router", lambda: restarted.append(server))
     made.servers = [server]
     if tolerant:
         made.check()
-        assert restarted == [made.args]
+        assert restarted == [server]
     else:
         with pytest.raises(EngineDiedError, match="the router http://router .* does not answer"):
             made.check()

@@ -59,7 +59,7 @@ def test_while_the_last_evaluation_is_awaited_deaths_of_the_trainer_do_not_count
     job._background = SimpleNamespace(finish=lambda: watched.append(list(waiting._sentinels.values())))
     actor: Any = SimpleNamespace(names=["rank 0 of the actor"], release=lambda flushes: None)
     job.args, job._locks = Namespace(shutdown_timeout_s=1), []
-    job.trainers = Trainers(job.args, actor, None)
+    job.trainers = Trainers(actor, None)
     monkeypatch.setattr(job, "_ask", lambda *_, **__: None)
     job.finish()
     assert watched == [["the rollout manager"]]

@@ -56,5 +56,5 @@ def test_a_checkpoint_that_counts_is_not_written_again() -> None:
 
     actor: Any = Trainer()
     for rollout_id in (3, 4):
-        Trainers(Namespace(), actor, None).save(rollout_id, lambda: done.append("position"), force_sync=False)
+        Trainers(actor, None).save(rollout_id, lambda: done.append("position"), force_sync=False)
     assert done == ["write 4", "position", "publish 4"]

@@ -69,7 +69,8 @@ def make_group(
         offload_rollout=False, use_fault_tolerance=False, rollout_stall_timeout_s=0.0, actor_num_nodes=1,
         actor_num_gpus_per_node=1, debug_train_only=False, rollout_external=False, colocate=False,
         rollout_num_gpus=num_engines, use_critic=False, critic_num_nodes=0, critic_num_gpus_per_node=0,
-        weight_loaders=[], engine_settings={}, sglang_dtype=None, bf16=True, fp16=False, fp32=False,
+        weight_update_timeout_s=1.0, weight_loaders=[], engine_settings={}, sglang_dtype=None, sglang_dp_size=1,
+        bf16=True, fp16=False, fp32=False,
     )  # fmt: skip
     config = ServerGroupConfig(worker_type="regular", num_gpus=num_engines, num_gpus_per_engine=1)
     model = ModelConfig(name=name, model_path="/none", update_weights=takes_updates, server_groups=(config,))
@@ -80,7 +81,7 @@ def make_group(
     )  # fmt: skip
     group.done = []
     group.start()
-    wait_until_serving(args, [group])
+    wait_until_serving([group], 1.0)
     group.done.clear()
     return group
 

@@ -81,8 +81,7 @@ def _answer(made: list[Any], call: Any) -> None:
 
 
 def shared(*groups: Group, tolerant: bool = True) -> SharedMemory:
-    args = Namespace(use_fault_tolerance=tolerant, engine_start_timeout_s=60.0, weight_update_timeout_s=60.0)
-    return SharedMemory(args, groups)  # type: ignore[arg-type]
+    return SharedMemory(groups, restart_s=900.0, answer_s=60.0, is_tolerant=tolerant)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
