@@ -112,7 +112,7 @@ def _transport(args: Namespace) -> MakeTransport | None:
     if vars(args).get("lora_rank") is not None and args.lora_push == "adapter":
         from slime.ext.lora.adapter_push import AdapterPush
 
-        return AdapterPush.of
+        return AdapterPush
     if vars(args).get("weight_push") != "verified":
         return None
     from slime.ext.fast_push.verified_push import VerifiedPush

@@ -10,14 +10,13 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from slime.flags.observability import tracking_config
+from slime.flags.observability import TrackingConfig, tracking_config
 from slime.observability.telemetry import Sink
 from slime.utils import env
 
 
-def tensorboard_folder(args: Namespace) -> str:
+def tensorboard_folder(config: TrackingConfig) -> str:
     """Return ``TENSORBOARD_DIR``, or ``tensorboard_log/{--tb-project-name}/{--tb-experiment-name or run id}``."""
-    config = tracking_config(args)
     project = config.tb_project_name or "slime"
     experiment = config.tb_experiment_name or config.wandb_run_id or time.strftime("%Y%m%d-%H%M%S")
     return env.get_str("TENSORBOARD_DIR") or f"tensorboard_log/{project}/{experiment}"
@@ -27,7 +26,7 @@ class _TensorboardAdapter(Sink):
     """A writer of each number of a record as a scalar.  Plug-ins call ``log(data=..., step=...)``."""
 
     def __init__(self, args: Namespace) -> None:
-        self._writer = SummaryWriter(tensorboard_folder(args), flush_secs=10)
+        self._writer = SummaryWriter(tensorboard_folder(tracking_config(args)), flush_secs=10)
 
     def log(
         self,

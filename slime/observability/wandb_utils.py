@@ -28,15 +28,6 @@ AXES = {
 }
 
 
-def run_name(args: Namespace) -> tuple[str | None, str]:
-    """Return (group, name) of the run.  A random suffix keeps runs of one group apart, unless switched off."""
-    config = tracking_config(args)
-    group = config.wandb_group
-    if group and config.wandb_random_suffix:
-        group = f"{group}_{config.wandb_run_id or uuid.uuid4().hex[:6]}"
-    return group, f"{group or 'slime'}-RANK_0"
-
-
 def _config(args: Namespace) -> dict[str, Any]:
     """Return the arguments without secrets, a critic's as a table of their own."""
     shown = vars(redacted(args))
@@ -62,7 +53,9 @@ class WandbTracker(Sink):
         is_offline = config.wandb_mode == "offline"
         if not is_offline and config.wandb_key:
             wandb.login(key=config.wandb_key, host=config.wandb_host)
-        group, name = run_name(args)
+        group = config.wandb_group
+        if group and config.wandb_random_suffix:  # it keeps runs of one group apart
+            group = f"{group}_{config.wandb_run_id or uuid.uuid4().hex[:6]}"
         if config.wandb_dir:
             os.makedirs(config.wandb_dir, exist_ok=True)
         settings: dict[str, Any] = {"console": "off", "silent": True}
@@ -76,7 +69,7 @@ class WandbTracker(Sink):
                 entity=config.wandb_team,
                 project=config.wandb_project,
                 group=group,
-                name=name,
+                name=f"{group or 'slime'}-RANK_0",
                 dir=config.wandb_dir,
                 config=_config(args) if primary else None,
                 settings=wandb.Settings(**settings),

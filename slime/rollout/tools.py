@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import read_config
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.flags.rollout import add_rollout_arguments
 from slime.rollout.rm_hub.policy import GraderThreads, grade_by_policy, leave_out, within
 from slime.utils.errors import ConfigError
@@ -124,9 +124,8 @@ class EnvironmentFailure(RuntimeError):
     """An environment raised, did not answer in time, or answered what no environment answers."""
 
 
-async def set_reward(args: Namespace, sample: Sample, reward: float, failure: EnvironmentFailure | None) -> None:
+async def set_reward(config: RewardConfig, sample: Sample, reward: float, failure: EnvironmentFailure | None) -> None:
     """Set what an environment gave, unless a grader is named; failures are logged and counted as graders' are."""
-    config = reward_config(args)
     has_grader = sample.custom_rm_path or config.custom_rm_path or sample.metadata.get("rm_type") or config.rm_type
     sample.metadata["environment_reward"] = reward
 

@@ -1,5 +1,5 @@
 """The old path of ``slime.observability.tensorboard_utils``, kept for code written for it."""
 
-from slime.observability.tensorboard_utils import _TensorboardAdapter, tensorboard_folder
+from slime.observability.tensorboard_utils import _TensorboardAdapter
 
-__all__ = ["_TensorboardAdapter", "tensorboard_folder"]
+__all__ = ["_TensorboardAdapter"]

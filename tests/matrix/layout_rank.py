@@ -159,7 +159,7 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured
     load_hf_weights(args, model, source)
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer)
-    wire_schedules(args, model, optimizer)
+    wire_schedules(model, optimizer, align_grad_reduce=args.align_grad_reduce)
     data = trainer.prepare(args, make_train_data(case.vocab_size, add_images=case.add_images))
     trainer.draw_adapters(model)
     result = Measured()

@@ -129,9 +129,9 @@ def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[s
         gradient = getattr(shard.parameter, "main_grad", None)
         gradients[shard.key] = torch.zeros_like(shard.parameter) if gradient is None else gradient.detach()
     if has_adapters:
-        from slime.ext.lora.state import iter_peft_tensors
+        from slime.ext.lora.state import adapter_table, iter_peft_tensors
 
-        tensors = iter_peft_tensors(args, model, host_weights=gradients)
+        tensors = iter_peft_tensors(adapter_table(args), model, host_weights=gradients)
     else:
         model_name = read_config(Path(args.hf_checkpoint))["model_type"]
         tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=None, host_weights=gradients)

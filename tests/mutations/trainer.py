@@ -226,7 +226,7 @@ TRAINER_BUGS = (
     ),
     Mutation(
         bug="the self-check of ppo_kl does not see a NaN",
-        target=f"{TRAINER}.train_reports:_off_policy_at_the_start",
+        target=f"{TRAINER}.train_reports:SelfChecks._off_policy_at_the_start",
         old='not abs(metrics["ppo_kl"]) < ZERO',
         new='abs(metrics["ppo_kl"]) >= ZERO',
         tests=(f"{UNIT}test_ci_checks.py::test_a_number_that_is_off_ends_the_run",),

@@ -210,7 +210,7 @@ def _apply_gradients(
     return bool(optimizer.step_with_ready_grads()), grad_norm
 
 
-def wire_schedules(args: Namespace, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+def wire_schedules(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, *, align_grad_reduce: bool) -> None:
     """Tell the model's config how its gradients and parameters are communicated."""
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
@@ -223,11 +223,12 @@ def wire_schedules(args: Namespace, model: Sequence[torch.nn.Module], optimizer:
         functions = [getattr(chunk, name) for chunk in model]
         return functions if len(functions) > 1 else functions[0]
 
-    if args.overlap_grad_reduce:
+    ddp = model[0].ddp_config
+    if ddp.overlap_grad_reduce:
         config.no_sync_func = per_chunk("no_sync")
-        if args.align_grad_reduce:
+        if align_grad_reduce:
             config.grad_sync_func = per_chunk("start_grad_sync")
-    if args.overlap_param_gather and args.align_param_gather:
+    if ddp.overlap_param_gather and ddp.align_param_gather:
         config.param_sync_func = per_chunk("start_param_sync")
 
 
@@ -263,7 +264,7 @@ def train_rollout(
         iterator.reset()
     for chunk in model:
         chunk.train()
-    wire_schedules(args, model, optimizer)
+    wire_schedules(model, optimizer, align_grad_reduce=args.align_grad_reduce)
     if args.reset_optimizer_states:
         reset_optimizer_states(optimizer)
     for step_id, (count, batch_size) in enumerate(zip(num_microbatches, global_batch_sizes, strict=True)):

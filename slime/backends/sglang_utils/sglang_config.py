@@ -100,10 +100,12 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
                 f"is {args.rollout_num_gpus}; the two must be equal. Change one of them."
             )
         for model in config.models:
-            _check_encoders(f"{where}: model {model.name}", model, args)
+            _check_encoders(f"{where}: model {model.name}", model, trains_tower=args.train_vision_tower)
             for group in model.server_groups:
                 _check_nodes(f"{where}: model {model.name}", group, args.num_gpus_per_node)
-        return _for_evaluation(config, args) if args.eval_in_background else config
+        if args.eval_in_background:
+            return _for_evaluation(config, f"--eval-in-background: {args.sglang_config}", args.hf_checkpoint)
+        return config
     if args.eval_in_background:
         raise ConfigError(
             "--eval-in-background needs engines that no rollout uses: give --sglang-config with a second model, named "
@@ -128,19 +130,18 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
     return SGLangConfig(models=(model,))
 
 
-def _for_evaluation(config: SGLangConfig, args: Namespace) -> SGLangConfig:
+def _for_evaluation(config: SGLangConfig, where: str, hf_checkpoint: str) -> SGLangConfig:
     """Return the layout with the model that evaluates, which takes no part in the pushes to the others."""
-    path = args.sglang_config
     model = next((model for model in config.models if model.name == EVALUATION_MODEL), None)
     if model is None or model is config.models[0] or not model.num_engines:
         raise ConfigError(
-            f"--eval-in-background: {path} has the models {', '.join(m.name for m in config.models)}; it needs one "
+            f"{where} has the models {', '.join(m.name for m in config.models)}; it needs one "
             f"named {EVALUATION_MODEL} with engines, after the one that generates."
         )
-    if model.model_path != args.hf_checkpoint:
+    if model.model_path != hf_checkpoint:
         raise ConfigError(
-            f"--eval-in-background: {path}: the model {EVALUATION_MODEL} has the model_path {model.model_path}, and "
-            f"gets the weights that are trained, those of --hf-checkpoint {args.hf_checkpoint}; leave the key out."
+            f"{where}: the model {EVALUATION_MODEL} has the model_path {model.model_path}, and "
+            f"gets the weights that are trained, those of --hf-checkpoint {hf_checkpoint}; leave the key out."
         )
     models = tuple(replace(m, update_weights=False) if m is model else m for m in config.models)
     return replace(config, models=models)
@@ -151,7 +152,7 @@ def _group(worker_type: str, num_gpus: int, per_engine: int) -> ServerGroupConfi
     return ServerGroupConfig(worker_type=worker_type, num_gpus=num_gpus, num_gpus_per_engine=per_engine)
 
 
-def _check_encoders(where: str, model: ModelConfig, args: Namespace) -> None:
+def _check_encoders(where: str, model: ModelConfig, *, trains_tower: bool) -> None:
     """Check that a model with encoders has engines that ask them, and that nobody trains what they hold.
 
     Raises:
@@ -164,7 +165,7 @@ def _check_encoders(where: str, model: ModelConfig, args: Namespace) -> None:
         raise ConfigError(
             f"{where}: it has encoders, and no regular or prefill engines that would ask them; add some."
         )
-    if args.train_vision_tower and model.update_weights:
+    if trains_tower and model.update_weights:
         raise ConfigError(
             f"{where}: it has encoders, which no push reaches, and --train-vision-tower changes the weights that they "
             "hold. Leave the group out, so that the engines compute images themselves, or drop the flag."

@@ -49,7 +49,7 @@ async def generate(
     async def agent(url: str, sid: str) -> float:
         nonlocal ended
         try:
-            ended = await _rollout(args, path, asked["index"], f"{url}/v1", sid)
+            ended = await _rollout(path, asked["index"], f"{url}/v1", sid, turns_config(args).turn_timeout_s)
             if (error := _failure_of(ended)) is not None:
                 raise error
             score = load(path).rubric.score_rollout(ended)
@@ -65,7 +65,7 @@ async def generate(
         one.status = Sample.Status.TRUNCATED if is_cut else Sample.Status.COMPLETED
         one.metadata |= {"round_number": one.metadata["num_turns"], "metrics": ended.get("metrics")}
         one.reward = None  # unless no grader is named
-        await set_reward(args, one, float(ended["reward"]), None)
+        await set_reward(reward_config(args), one, float(ended["reward"]), None)
     return played
 
 
@@ -107,11 +107,11 @@ class _Wire(httpx.AsyncHTTPTransport):
             self.heard_s = time.monotonic()
 
 
-async def _rollout(args: Namespace, path: str, index: int, url: str, key: str) -> Mapping[str, Any]:
+async def _rollout(path: str, index: int, url: str, key: str, limit_s: float) -> Mapping[str, Any]:
     """Return the state in which the environment's rollout of a row ended.
 
     Raises:
-        TimeoutError: it took more than ``--turn-timeout-s`` before, between or after its turns.
+        TimeoutError: it took more than ``limit_s`` seconds before, between or after its turns.
     """
     import openai
 
@@ -124,7 +124,6 @@ async def _rollout(args: Namespace, path: str, index: int, url: str, key: str) -
         ) as client:
             return await load(path).rollout(row_of(path, index), client, "policy", {})
 
-    limit_s = turns_config(args).turn_timeout_s
     call = _elsewhere(run())
     try:
         while not call.done():

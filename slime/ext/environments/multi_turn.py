@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from slime.ext.environments.flags import MULTI_TURN
+from slime.flags.reward import reward_config
 from slime.observability.trace_utils import trace_span
 from slime.rollout.engine_request import add_images, drew_image, processed
 from slime.rollout.parsing import parse_model_output
@@ -103,7 +104,10 @@ async def converse(
         _forget_images(sample)
     if not sample.tokens:
         sample.tokens = _prompt_tokens(state, sample, toolbox(args))
-    limit = _response_limit(args, sampling_params, len(sample.tokens) - sample.response_length, evaluation)
+    context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
+    num_prompt = len(sample.tokens) - sample.response_length
+    bounds = [sampling_params.get("max_new_tokens"), None if context is None else context - num_prompt]
+    limit = min((bound for bound in bounds if bound is not None), default=None)
     while True:
         sample.status = Sample.Status.PENDING
         await generate_turn(args, sample, {**sampling_params, "max_new_tokens": limit})
@@ -158,15 +162,6 @@ def _prompt_tokens(state: GenerateState, sample: Sample, tools: Toolbox) -> list
         ids, sample.multimodal_train_inputs = processed(text, sample, state.processor)
         return list(ids)
     return encode(tokenizer, text, where)
-
-
-def _response_limit(
-    args: Namespace, sampling_params: Mapping[str, Any], num_prompt: int, evaluation: bool
-) -> int | None:
-    """Return the tokens that the response may have in all."""
-    context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
-    limits = [sampling_params.get("max_new_tokens"), None if context is None else context - num_prompt]
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _as_messages(observation: Any, role: str) -> Messages:
@@ -259,7 +254,7 @@ async def generate(
     finally:
         await player.close()
     if failure is not None or sample.status is not Sample.Status.ABORTED:
-        await set_reward(args, sample, player.total_reward, failure)
+        await set_reward(reward_config(args), sample, player.total_reward, failure)
     return sample
 
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.transport import Transport
-from slime.ext.lora.flags import lora_config
 from slime.ext.lora.peft_folder import peft_config
-from slime.ext.lora.state import peft_tensors
+from slime.ext.lora.state import adapter_table, peft_tensors
 from slime.weights.push.adapter import as_engines_call, push_adapter
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.state import Push, PushReport, TrainerRanks
@@ -21,13 +20,9 @@ class AdapterPush(Transport):
 
     sends_model = False
 
-    def __init__(self) -> None:
+    def __init__(self, args: Namespace, ranks: TrainerRanks) -> None:
+        self._table, self._base_model, self._dtype = adapter_table(args), args.hf_checkpoint, args.params_dtype
         self._weights: SentWeights | None = None
-
-    @classmethod
-    def of(cls, args: Namespace, ranks: TrainerRanks) -> AdapterPush:
-        """Make it; flags of the adapter are read with the weights."""
-        return cls()
 
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
         """Know where the adapter comes from; engines need no connection."""
@@ -37,12 +32,9 @@ class AdapterPush(Transport):
         """Have the engines serve the present adapter under the version of the push."""
         weights = self._weights
         assert weights is not None
-        args = weights.args
         with push.step("gather"):
             host_weights = weights.get_host_weights()
-            tensors = peft_tensors(args, weights.model, host_weights=host_weights, device=None)
+            tensors = peft_tensors(self._table, weights.model, host_weights=host_weights, device=None)
             own = {as_engines_call(name): tensor for name, tensor in tensors.items()}
-        config = lora_config(args)
-        assert config is not None
-        peft = peft_config(own, config, base_model=args.hf_checkpoint)
-        return push_adapter(push, own, args.params_dtype, peft, sglang.prepare)
+        peft = peft_config(own, self._table.config, base_model=self._base_model)
+        return push_adapter(push, own, self._dtype, peft, sglang.prepare)

@@ -10,7 +10,6 @@ nothing.  The parameter keeps its name, shape and dtype, and holds no memory.
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,18 +81,16 @@ class _Product(torch.autograd.Function):
 
 
 @torch.no_grad()
-def hold_quantized(model: Sequence[torch.nn.Module], args: Namespace) -> int:
-    """Quantize the matrices of all layers as ``--lora-base-precision`` says; return how many.
+def hold_quantized(model: Sequence[torch.nn.Module], precision: str) -> int:
+    """Quantize the matrices of all layers to ``--lora-base-precision``; return how many.
 
     Embedding, vocabulary projection, routers and norms stay as they are.
     """
-    if args.lora_base_precision is None:
-        return 0
     layers = [layer for chunk in model for layer in unwrap_model(chunk).modules()]
     found = [one for layer in layers if isinstance(layer, TransformerLayer) for _, _, one in matrices(layer)]
     for module in found:
-        multiply_by(FrozenWeight(module, args.lora_base_precision), module)
-    logger.info("%d frozen matrices are held in %s", len(found), args.lora_base_precision)
+        multiply_by(FrozenWeight(module, precision), module)
+    logger.info("%d frozen matrices are held in %s", len(found), precision)
     return len(found)
 
 

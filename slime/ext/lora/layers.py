@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,16 +40,15 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
 from slime.backends.megatron_utils.layers.experts import StackedLinear, grouped_linear
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
-from slime.backends.megatron_utils.models import weight_map_of_run
 from slime.backends.megatron_utils.models.rule import Rule
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.ext.lora.flags import ALL_LINEAR, LoraConfig
 from slime.ext.lora.formula import merged, widened
 from slime.ext.lora.frozen_base import value_of
+from slime.ext.lora.state import AdapterTable
 from slime.ext.lora.targets import chosen_parts, is_linear
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
@@ -191,26 +189,26 @@ class Adapter(torch.nn.Module):
         part.copy_(whole.chunk(size, dim=-1)[rank])
 
 
-def add_adapters(model: torch.nn.Module, config: LoraConfig, args: Namespace) -> None:
+def add_adapters(model: torch.nn.Module, table: AdapterTable, *, seed: int) -> None:
     """Freeze a chunk of the actor and put adapters on the chosen linear layers of its decoder.
 
     Args:
         model: bare, not wrapped.
-        config: of the run.
-        args: complete flags.
+        table: of the run's adapters.
+        seed: of their first numbers.
 
     Raises:
         ConfigError: a module that was asked for by name is no layer that can have an adapter.
     """
     model.requires_grad_(False)
-    weight_map, dims = weight_map_of_run(args), model_dims(args)
+    config, dims = table.config, table.dims
     layers: dict[int, Any] = {
         id(layer._parameters.get("weight")): layer for layer in model.modules() if type(layer) in _LAYERS
     }
     for name, shard in iter_global_parameters([model]):
         if not is_linear(name):
             continue
-        rule, hf_names = weight_map.find(name, dims)
+        rule, hf_names = table.weight_map.find(name, dims)
         chosen = chosen_parts(config, name, hf_names)
         layer = layers.get(id(shard.parameter))
         if layer is None and any(chosen) and config.targets != (ALL_LINEAR,):
@@ -228,9 +226,9 @@ def add_adapters(model: torch.nn.Module, config: LoraConfig, args: Namespace) ->
             vars(layer.weight).update(lora=layer.lora, served=served_value)
             layer.register_forward_hook(_add_output)
         if not layer.lora.is_shared:
-            layer.lora.draw(name, shard, args.seed)
+            layer.lora.draw(name, shard, seed)
         elif shard.expert_index == 0:
-            layer.lora.draw(shard.name, shard, args.seed)
+            layer.lora.draw(shard.name, shard, seed)
     found = [(name, one) for name, one in model.named_modules() if isinstance(one, Adapter)]
     vars(model)["adapters"] = found  # a push would look through the whole model
     head = getattr(model, "output_layer", None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, S
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
 from slime.backends.megatron_utils.layers.experts import gate_up_entry
-from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models import weight_map_of_run
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.parameters import (
     Shard,
@@ -45,7 +44,6 @@ from slime.ext.lora.targets import chosen_parts
 from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import DataError
-from slime.utils.files import read_model_type
 from slime.weights.named_tensors import check_finite
 
 _NAME = re.compile(r"(.+)\.lora\.([ab])(\d*)")
@@ -76,19 +74,15 @@ def sharded_entry(key: str, shard: Shard, *, is_gated: bool) -> ShardedTensor | 
 
 
 def iter_peft_tensors(
-    args: Namespace,
-    model: Sequence[torch.nn.Module],
-    *,
-    host_weights: HostWeights | None = None,
+    table: AdapterTable, model: Sequence[torch.nn.Module], *, host_weights: HostWeights | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapters, whole and under PEFT's names.  Collective.
 
     Args:
-        args: complete flags.
+        table: of the run's adapters.
         model: this rank's chunks.
         host_weights: instead of the live parameters, by :attr:`Shard.key`.
     """
-    table = _table_of(args)
     for name, tensor in iter_full_tensors(model, dtype=None, host_weights=host_weights, added=True):
         matrix, weights = table.peft_names(name)
         for rule, names in weights:
@@ -99,7 +93,7 @@ def iter_peft_tensors(
 
 
 def peft_tensors(
-    args: Namespace,
+    table: AdapterTable,
     model: Sequence[torch.nn.Module],
     *,
     host_weights: HostWeights | None = None,
@@ -110,28 +104,28 @@ def peft_tensors(
     ``device`` None leaves them as they are, parts of the live parameters among them.
     """
     is_main, tensors = dist.get_rank() == 0, {}
-    for name, tensor in iter_peft_tensors(args, model, host_weights=host_weights):
+    for name, tensor in iter_peft_tensors(table, model, host_weights=host_weights):
         if is_main:  # the gathering needs all ranks
             tensors[name] = tensor if device is None else tensor.to(device, copy=True)
     return tensors
 
 
-def save_peft(args: Namespace, folder: str | Path, model: Sequence[torch.nn.Module]) -> None:
+def save_peft(table: AdapterTable, folder: str | Path, model: Sequence[torch.nn.Module], *, base_model: str) -> None:
     """Write the adapters as a PEFT folder.  Collective; rank 0 writes."""
-    tensors = peft_tensors(args, model)
+    tensors = peft_tensors(table, model)
     if dist.get_rank() == 0:
-        write_peft_folder(Path(folder), tensors, _config(args), base_model=str(args.hf_checkpoint), flag="--lora-save")
+        write_peft_folder(Path(folder), tensors, table.config, base_model=base_model, flag="--lora-save")
     dist.barrier(group=init_gloo_group())
 
 
 @torch.no_grad()
-def load_peft(args: Namespace, model: Sequence[torch.nn.Module], folder: str | Path) -> None:
+def load_peft(table: AdapterTable, model: Sequence[torch.nn.Module], folder: str | Path) -> None:
     """Fill the adapters from a PEFT folder.  Collective.
 
     Raises:
         DataError: it has other modules than this run's adapters, or tensors of other shapes.
     """
-    tensors, table = read_peft_folder(folder, _config(args)), _table_of(args)
+    tensors = read_peft_folder(folder, table.config)
     read: set[str] = set()
 
     def get(module: str, matrix: str, shape: Sequence[int]) -> Tensor:
@@ -177,17 +171,17 @@ def load_peft(args: Namespace, model: Sequence[torch.nn.Module], folder: str | P
         )
 
 
-class _Table:
+class AdapterTable:
     """The correspondence of a run's adapters and Hugging Face modules."""
 
     def __init__(self, weight_map: WeightMap, config: LoraConfig, dims: ModelDims) -> None:
-        self._map, self._config, self.dims = weight_map, config, dims
+        self.weight_map, self.config, self.dims = weight_map, config, dims
         self._names: dict[str, tuple[str, list[tuple[Rule, list[str | None]]]]] = {}
 
     def find(self, weight: str) -> tuple[Rule, list[str | None]]:
         """Return the rule of a weight, and for each of its HF tensors the module, or None where it has no adapter."""
-        rule, hf_names = self._map.find(weight, self.dims)
-        chosen = chosen_parts(self._config, weight, hf_names)
+        rule, hf_names = self.weight_map.find(weight, self.dims)
+        chosen = chosen_parts(self.config, weight, hf_names)
         return rule, [
             name.removesuffix(".weight") if is_chosen else None
             for name, is_chosen in zip(hf_names, chosen, strict=True)
@@ -215,16 +209,8 @@ class _Table:
         return self._names[name]
 
 
-def _table_of(args: Namespace) -> _Table:
-    return _make_table(args.model_name, args.hf_checkpoint, _config(args), model_dims(args))
-
-
-@cache
-def _make_table(model_name: str | None, checkpoint: str, config: LoraConfig, dims: ModelDims) -> _Table:
-    return _Table(find_weight_map(model_name or read_model_type(checkpoint)), config, dims)
-
-
-def _config(args: Namespace) -> LoraConfig:
+def adapter_table(args: Namespace) -> AdapterTable:
+    """Return the table of a run that has adapters."""
     config = lora_config(args)
     assert config is not None
-    return config
+    return AdapterTable(weight_map_of_run(args), config, model_dims(args))

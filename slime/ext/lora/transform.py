@@ -17,10 +17,10 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.model_transform import AddedParameters
 from slime.backends.megatron_utils.parameters import iter_shards
-from slime.ext.lora.flags import lora_base, lora_config
+from slime.ext.lora.flags import lora_base
 from slime.ext.lora.frozen_base import hold_quantized
 from slime.ext.lora.layers import add_adapters
-from slime.ext.lora.state import load_peft, save_peft, sharded_entry
+from slime.ext.lora.state import adapter_table, load_peft, save_peft, sharded_entry
 
 _ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
 
@@ -30,10 +30,8 @@ class Lora(AddedParameters):
 
     def __init__(self, args: Namespace) -> None:
         super().__init__(args)
-        config = lora_config(args)
-        assert config is not None
-        self._config = config
-        self.claim = f"--lora-rank {config.rank} trains adapters"
+        self._table = adapter_table(args)
+        self.claim = f"--lora-rank {self._table.config.rank} trains adapters"
 
     def after_build(self, chunk: torch.nn.Module) -> None:
         """Freeze a chunk and put adapters on its layers.
@@ -41,7 +39,7 @@ class Lora(AddedParameters):
         Raises:
             ConfigError: as :func:`add_adapters` says.
         """
-        add_adapters(chunk, self._config, self.args)
+        add_adapters(chunk, self._table, seed=self.args.seed)
 
     def owns(self, name: str) -> bool:
         """Return True for the name of an adapter's parameter."""
@@ -65,14 +63,15 @@ class Lora(AddedParameters):
         step = args.ckpt_step if args.load == base else args.ref_ckpt_step
         given_as = next(name for name in ("ref_load", "load", "hf_checkpoint") if getattr(args, name) == base)
         checkpoint.load_weights(Namespace(**{**vars(args), "ckpt_step": step}), model, given_as)
-        hold_quantized(model, args)
+        if args.lora_base_precision is not None:
+            hold_quantized(model, args.lora_base_precision)
 
     def load_first(self, model: list[torch.nn.Module]) -> bool:
         """Read ``--lora-load`` where no save of adapters is there."""
         if self.args.load != lora_base(self.args):
             return False
         if self.args.lora_load is not None:
-            load_peft(self.args, model, self.args.lora_load)
+            load_peft(self._table, model, self.args.lora_load)
         return True
 
     def state(self, model: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -94,4 +93,5 @@ class Lora(AddedParameters):
     def after_save(self, model: Sequence[torch.nn.Module], rollout_id: int) -> None:
         """Write the PEFT folder of ``--lora-save``."""
         if self.args.lora_save:
-            save_peft(self.args, self.args.lora_save.format(rollout_id=rollout_id), model)
+            folder = self.args.lora_save.format(rollout_id=rollout_id)
+            save_peft(self._table, folder, model, base_model=str(self.args.hf_checkpoint))

@@ -34,7 +34,7 @@ def group_size(args: Namespace) -> int:
         ConfigError: they disagree, or the checkpoint is quantized in another way.
     """
     asked = args.int4_qat_group_size or env.int4_group_size()
-    packed = packed_format(args)
+    packed = packed_format(args.hf_checkpoint)
     if packed is None:
         if not args.debug_train_only:
             logger.warning(
@@ -58,22 +58,22 @@ def group_size(args: Namespace) -> int:
     return packed.group_size
 
 
-def packed_format(args: Namespace) -> GroupInt | None:
+def packed_format(hf_checkpoint: str | None) -> GroupInt | None:
     """Return the format of ``--hf-checkpoint`` when its weights are packed integers.
 
     Raises:
         ConfigError: they are, and not as ``--int4-qat`` rounds; or they are FP8.
     """
-    if not args.hf_checkpoint:
+    if not hf_checkpoint:
         return None
-    config = read_model_config(args.hf_checkpoint).get("quantization_config")
+    config = read_model_config(hf_checkpoint).get("quantization_config")
     if not config:
         return None
     found = read_format(config)
     if isinstance(found, GroupInt) and found.is_symmetric and found.num_bits == NUM_BITS and found.group_size:
         return found
     raise ConfigError(
-        f"--int4-qat rounds to symmetric four-bit integers in groups; --hf-checkpoint {args.hf_checkpoint} is "
+        f"--int4-qat rounds to symmetric four-bit integers in groups; --hf-checkpoint {hf_checkpoint} is "
         f"quantized as {found}; drop the flag, or give a folder of tools/convert_hf_to_int4_direct.py."
     )
 
@@ -121,7 +121,7 @@ class Int4Selection:
         self._rounds_dense = args.int4_qat_dense
         self._rule = to_int4(args.int4_qat_group_size).is_quantized
         self._names: frozenset[str] | None = None
-        if (packed := packed_format(args)) is not None:
+        if (packed := packed_format(args.hf_checkpoint)) is not None:
             self._names = quantized_names(stored_names(args.hf_checkpoint), packed)
 
     def has(self, part: str) -> bool:

@@ -177,7 +177,8 @@ async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float
     if rm_type == "remote_rm":
         return await within(timeout_s, remote_rm(args, sample))
     if rm_type == "gym":
-        return await GRADER_THREADS.run(score_gym, args, sample, timeout_s=timeout_s)
+        call = functools.partial(score_gym, sample, is_unsafe=args.unsafe_local_sandbox)
+        return await GRADER_THREADS.run(call, timeout_s=timeout_s)
     if rm_type not in _GRADERS:
         raise NotImplementedError(
             f"The reward type {rm_type!r} does not exist; it may be {', '.join(RM_TYPES)}, each also with the prefix "

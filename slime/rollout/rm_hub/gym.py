@@ -12,7 +12,6 @@ import logging
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def answer_of(response: str) -> str:
     return str(tagged[-1] if tagged else said).strip()
 
 
-def score(args: Namespace, sample: Sample) -> float:
+def score(sample: Sample, *, is_unsafe: bool) -> float:
     """Return what the task's scorer gives to the answer, from 0 to 1; 0 when it takes too long or refuses it.
 
     Raises:
@@ -87,7 +86,7 @@ def score(args: Namespace, sample: Sample) -> float:
     if question is None:
         raise DataError(f"Sample {sample.index} is no question of a --prompt-data gym:TASK, which rm_type gym scores.")
     asked = {**question, "answer": answer_of(sample.response)}
-    answered = _pool(args.unsafe_local_sandbox).ask(asked)
+    answered = _pool(is_unsafe).ask(asked)
     if not isinstance(answered, dict):
         return 0.0  # too late
     if "error" in answered:

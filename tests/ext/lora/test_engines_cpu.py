@@ -27,7 +27,7 @@ from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E4
 from slime.backends.sglang_utils.sglang_engine import start_server, wait_until_healthy  # noqa: E402
 from slime.ext.lora.flags import lora_config  # noqa: E402
 from slime.ext.lora.peft_folder import peft_config  # noqa: E402
-from slime.ext.lora.state import peft_tensors, save_peft  # noqa: E402
+from slime.ext.lora.state import adapter_table, peft_tensors, save_peft  # noqa: E402
 from slime.ext.lora.targets import engine_settings  # noqa: E402
 from slime.train_data.convert import samples_to_train_data  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
@@ -86,7 +86,7 @@ def load(control: ServerControl, name: str, args: Namespace, model: Any) -> None
     """Give the engine the model's adapters as a push does."""
     config = lora_config(args)
     assert config is not None
-    own = {as_engines_call(key): tensor for key, tensor in peft_tensors(args, model).items()}
+    own = {as_engines_call(key): tensor for key, tensor in peft_tensors(adapter_table(args), model).items()}
     adapter = {"config_dict": peft_config(own, config, base_model=""), "serialized_tensors": as_text(own)}
     assert control.post("/load_lora_adapter_from_tensors", {"lora_name": name, **adapter})["success"]
 
@@ -137,7 +137,7 @@ def test_the_engine_answers_with_a_folders_adapter_a_pushed_one_and_none_as_the_
                         parameter.mul_(factor)
 
         scale_adapters(scales["first"])
-        save_peft(args, tmp_path / "peft", model)
+        save_peft(adapter_table(args), tmp_path / "peft", model, base_model=args.hf_checkpoint)
         folders = [f"first={tmp_path}/peft"]
         with serving(tmp_path, args, folders) as control, ThreadPoolExecutor(len(scales) * len(PROMPTS)) as pool:
             scale_adapters(scales["second"])

@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.ext.lora.frozen_base import hold_quantized, value_of
 from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
-from slime.ext.lora.state import load_peft, save_peft
+from slime.ext.lora.state import adapter_table, load_peft, save_peft
 from slime.utils.errors import DataError
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data, reference_loss
@@ -83,11 +83,11 @@ def test_log_probs_gradients_and_folders_are_those_of_peft(family: str, tmp_path
         args = lora_args(case, tmp_path / "hf", *targets)
         initialize.init(args)
         model = trainer.load_model(args)
-        load_peft(args, model, tmp_path / "adapter")
+        load_peft(adapter_table(args), model, tmp_path / "adapter")
         actual = log_probs(args, model, data)
         trainer.run_backward(args, model, trainer.prepare(args, data))
         gradients = trainer.model_gradients(args, model)
-        save_peft(args, tmp_path / "out", model)
+        save_peft(adapter_table(args), tmp_path / "out", model, base_model=args.hf_checkpoint)
     assert float((actual - torch.cat(expected)).abs().max()) < BOUND
     named = {name.replace(".default", ""): p.grad for name, p in reference.named_parameters() if "lora_" in name}
     assert gradients.keys() == named.keys()
@@ -137,12 +137,12 @@ def test_adapters_of_experts_are_those_of_a_plain_reference(experts: str, tmp_pa
         initialize.init(args)
         model = trainer.load_model(args)
         trainer.draw_adapters(model)
-        save_peft(args, tmp_path / "out", model)
+        save_peft(adapter_table(args), tmp_path / "out", model, base_model=args.hf_checkpoint)
         actual = log_probs(args, model, data)
         trainer.run_backward(args, model, trainer.prepare(args, data))
         gradients = trainer.model_gradients(args, model)
         again = trainer.load_model(args)
-        load_peft(args, again, tmp_path / "out")
+        load_peft(adapter_table(args), again, tmp_path / "out")
         pairs = zip(iter_shards(model, added=True), iter_shards(again, added=True), strict=True)
         assert all(torch.equal(one.tensor, other.tensor) for one, other in pairs)
         save_hf_model_to_path(args, tmp_path / "merged", model)
@@ -151,7 +151,7 @@ def test_adapters_of_experts_are_those_of_a_plain_reference(experts: str, tmp_pa
             changed = {name: tensor + int(".experts.1." in name) for name, tensor in saved.items()}
             save_file(changed, tmp_path / "out" / TENSOR_FILE)
             with pytest.raises(DataError, match=r"weight1 than for .*weight0, .*use --lora-experts each"):
-                load_peft(args, again, tmp_path / "out")
+                load_peft(adapter_table(args), again, tmp_path / "out")
     leaves = {name: t.requires_grad_() for name, t in saved.items() if not is_shared or ".experts.0." in name}
     reference = case.load_reference(tmp_path / "hf")
     with_expert_adapters(reference, leaves, 6 / 4, is_shared=is_shared)
@@ -197,7 +197,7 @@ def test_a_base_in_fewer_bits_is_that_of_its_export(family: str, precision: str,
         model = trainer.load_model(args)
         plain = log_probs(args, model, data)
         whole = sum(p.nbytes for p in model[0].parameters() if p.dim() > 1)
-        assert hold_quantized(model, args) >= 4 * args.num_layers
+        assert hold_quantized(model, args.lora_base_precision) >= 4 * args.num_layers
         stored = {
             p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model[0].parameters() if p.dim() > 1
         }
@@ -239,7 +239,7 @@ def test_a_folder_that_means_something_else_is_refused(change: str, says: str, t
         args = lora_args(case, tmp_path / "hf", "q_proj", "v_proj")
         initialize.init(args)
         model = trainer.load_model(args)
-        save_peft(args, tmp_path / "out", model)
+        save_peft(adapter_table(args), tmp_path / "out", model, base_model=args.hf_checkpoint)
         config, tensors = tmp_path / "out" / "adapter_config.json", tmp_path / "out" / TENSOR_FILE
         if change == "r":
             config.write_text(config.read_text().replace('"r": 4', '"r": 5'))
@@ -250,7 +250,7 @@ def test_a_folder_that_means_something_else_is_refused(change: str, says: str, t
             extra = {n.replace("q_proj", "k_proj"): t.clone() for n, t in there.items() if "q_proj" in n}
             save_file(there | extra, tensors)
         with pytest.raises(DataError, match=says):
-            load_peft(args, model, tmp_path / "out")
+            load_peft(adapter_table(args), model, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

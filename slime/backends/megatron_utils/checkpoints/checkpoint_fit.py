@@ -78,11 +78,12 @@ def check_fit(
         for shapes, names in everyone:
             wanted |= shapes
             left_out |= names
-        lines = [*_flag_lines(args, saved_args, SAME_SHAPE)]
+        flags = vars(args), None if saved_args is None else vars(saved_args)
+        lines = [*_flag_lines(*flags, SAME_SHAPE)]
         read = {key: shape for key, shape in saved.items() if key not in left_out}
         differences = list(_tensor_lines(wanted, read, args.vocab_size))
         if differences:
-            lines = [*_flag_lines(args, saved_args, SHAPE), *differences]
+            lines = [*_flag_lines(*flags, SHAPE), *differences]
         verdict = "\n  ".join(lines)
     if verdict := object_of_first(verdict):
         raise DataError(
@@ -110,11 +111,10 @@ def saved_shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _flag_lines(args: Namespace, saved_args: Any, names: Iterable[str]) -> Iterator[str]:
+def _flag_lines(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, names: Iterable[str]) -> Iterator[str]:
     """Yield one line for each flag whose value differs from the checkpoint's."""
-    if saved_args is None:
+    if theirs is None:
         return
-    ours, theirs = vars(args), vars(saved_args)
     for name in names:
         is_default_groups = name == "num_query_groups" and not theirs.get("group_query_attention")
         saved = theirs.get("num_attention_heads" if is_default_groups else name)

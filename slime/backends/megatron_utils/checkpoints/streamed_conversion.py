@@ -59,7 +59,7 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
     folder = checkpoint_folder(args.save, RELEASE)
     make_empty_folder(folder)
     with HfTensors(source, verify=args.verify_checkpoint) as tensors, _progress() as bar:
-        weight_map, dims = weight_map_of(args, source), model_dims(args)
+        weight_map, dims = weight_map_of(source, args.model_name), model_dims(args)
         weights = _Weights(model, tensors, weight_map, dims, bar)
         state = {**common_state(args, RELEASE), **model_state(model)}
         # One file: its tensors are written in their order, so that what is read serves those that follow.

@@ -44,14 +44,14 @@ def supports_hf_weight_loading(path: str | Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def weight_map_of(args: Namespace, path: str | Path) -> WeightMap:
+def weight_map_of(path: str | Path, model_name: str | None) -> WeightMap:
     """Return the weight map of a checkpoint's model type, or of ``--model-name`` where that type is not known.
 
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
     model_type = read_model_type(path)
-    return find_weight_map(model_type if model_type in FAMILIES else args.model_name or model_type)
+    return find_weight_map(model_type if model_type in FAMILIES else model_name or model_type)
 
 
 def keep_fp32(args: Namespace, model: Sequence[torch.nn.Module]) -> None:
@@ -63,7 +63,7 @@ def keep_fp32(args: Namespace, model: Sequence[torch.nn.Module]) -> None:
     dtypes = stored_dtypes(folder)
     if torch.float32 not in dtypes.values() or not (args.model_name or read_model_type(folder) in FAMILIES):
         return
-    weight_map, shape = weight_map_of(args, folder), model_dims(args)
+    weight_map, shape = weight_map_of(folder, args.model_name), model_dims(args)
     is_mixed = config_dtype(read_model_config(folder)) != torch.float32
     for name, shard in iter_global_parameters(model):
         if not _COMPUTED_IN_FP32.fullmatch(name):
@@ -88,7 +88,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
         ConfigError: the model type is not known.
         DataError: a tensor is missing (also a KeyError), has another shape, or would be left unused.
     """
-    weight_map = weight_map_of(args, path)
+    weight_map = weight_map_of(path, args.model_name)
     shape = model_dims(args)
     start = time.monotonic()
     num_bytes = 0

@@ -91,7 +91,7 @@ def test_what_grades_elsewhere_gets_the_text_without_end_tokens(model, rm_type, 
     """A closing tag is a part of the answer, even as a special token."""
     asked: list[str] = []
     monkeypatch.setitem(rm_hub._GRADERS, "ifbench", lambda sample: asked.append(sample.response))
-    monkeypatch.setattr(rm_hub, "score_gym", lambda args, sample: asked.append(sample.response))
+    monkeypatch.setattr(rm_hub, "score_gym", lambda sample, is_unsafe: asked.append(sample.response))
 
     async def remote(args: Namespace, sample: Sample) -> None:
         asked.append(sample.response)
