@@ -11,12 +11,11 @@ import json
 import math
 import os
 import time
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.flags.observability import tracking_config
+from slime.flags.observability import TrackingConfig
 from slime.utils.files import lock_file
 
 FILE_NAME = "metrics.jsonl"
@@ -28,20 +27,16 @@ START_KEY = "run/start"
 _TIME_KEY = "time"
 
 
-def run_folder(args: Namespace) -> Path | None:
-    """Return the folder of this run: ``--save``, else ``runs/`` and the run's id; None while there is no id yet.
-
-    A critic, whose checkpoints lie elsewhere, has the run's folder in ``args.run_folder``.
-    """
-    config = tracking_config(args)
+def run_folder(config: TrackingConfig) -> Path | None:
+    """Return the folder of this run: ``--save``, else ``runs/`` and the run's id; None while there is no id yet."""
     if folder := config.run_folder or config.save:
         return Path(folder).absolute()
     return Path("runs", config.wandb_run_id).absolute() if config.wandb_run_id else None
 
 
-def metrics_path(args: Namespace) -> Path | None:
+def metrics_path(config: TrackingConfig) -> Path | None:
     """Return the path of this run's ``metrics.jsonl``; None when the run has no folder."""
-    folder = run_folder(args)
+    folder = run_folder(config)
     return folder / FILE_NAME if folder else None
 
 

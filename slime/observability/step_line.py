@@ -95,7 +95,8 @@ class StepLine:
     @classmethod
     def follow(cls, args: Namespace) -> StepLine:
         """Return the reader of the run that ``args`` describe; it skips the records that its file already has."""
-        return cls(metrics_path(args), num_rollout=tracking_config(args).num_rollout)
+        config = tracking_config(args)
+        return cls(metrics_path(config), num_rollout=config.num_rollout)
 
     def gather(self, step: int) -> dict[str, Any]:
         """Return the metrics logged since the last call, up to the rollout at ``step`` of the axis."""

@@ -99,7 +99,7 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
     values = start_metrics(args, primary=True) if primary else {}
     args = Namespace(**{**vars(args), **values})
     hide_values(args)
-    chosen = sinks if run_folder(args) is not None else ()
+    chosen = sinks if run_folder(tracking_config(args)) is not None else ()
     _Stream.args = args
     _Stream.wants = frozenset(what for sink in chosen for what in sink.wants)
     _Stream.sinks = tuple(sink(args, process, primary=primary) for sink in chosen)  # type: ignore[call-arg]
@@ -119,7 +119,8 @@ def start_metrics(args: Namespace, *, primary: bool = False) -> dict[str, Any]:
         # For every process: a run without --save names its folder after it.
         values["wandb_run_id"] = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     args = Namespace(**{**vars(args), **values})
-    config, path = tracking_config(args), metrics_path(args)
+    config = tracking_config(args)
+    path = metrics_path(config)
     _close(_Stream.trackers or ())
     trackers: list[Sink] = []
     if path is not None:

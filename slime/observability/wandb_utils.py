@@ -28,12 +28,6 @@ AXES = {
 }
 
 
-def _config(args: Namespace) -> dict[str, Any]:
-    """Return the arguments without secrets, a critic's as a table of their own."""
-    shown = vars(redacted(args))
-    return {name: dict(vars(value)) if isinstance(value, Namespace) else value for name, value in shown.items()}
-
-
 @contextmanager
 def _redacted_command_line() -> Iterator[None]:
     """Hide secrets from wandb, which writes the command line down."""
@@ -63,6 +57,8 @@ class WandbTracker(Sink):
             settings["mode"] = "offline"
         else:
             settings.update(mode="shared", x_primary=primary, x_update_finish_state=primary)
+        shown = vars(redacted(args))
+        flags = {name: dict(vars(value)) if isinstance(value, Namespace) else value for name, value in shown.items()}
         with _redacted_command_line():
             self._run = wandb.init(
                 id=config.wandb_run_id,
@@ -71,7 +67,7 @@ class WandbTracker(Sink):
                 group=group,
                 name=f"{group or 'slime'}-RANK_0",
                 dir=config.wandb_dir,
-                config=_config(args) if primary else None,
+                config=flags if primary else None,
                 settings=wandb.Settings(**settings),
             )
         for axis, patterns in AXES.items():

@@ -104,7 +104,7 @@ class RayTrainGroup:
         self.gpus, self._num_gpus_per_actor, self._actor_cls = pg, num_gpus_per_actor, actor_cls
         self.parts = parts
         self.checkpoints: JobCheckpoints = JobCheckpoints(args.save) if leader is None else leader.checkpoints
-        self.push = WeightPush(args, self)
+        self.push = WeightPush(self)
         self.layouts: list[dict[str, int]] = []
         """Of every rank, parallel group sizes and its place in them (``TrainWorker.get_parallel_config``)."""
         self.deal_external_data: Callable[[list[Any]], list[Any]] = list

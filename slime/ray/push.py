@@ -7,7 +7,6 @@ push_started -> the ranks connect to new engines -> they push -> push_done | pus
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +35,11 @@ class WeightPush:
     """Pushes the weights of a trainer to the engines of a rollout manager.
 
     Args:
-        args: the run's arguments.
         trainer: its ranks push.
     """
 
-    def __init__(self, args: Namespace, trainer: RayTrainGroup) -> None:
-        self.args = args
-        self.trainer = trainer
+    def __init__(self, trainer: RayTrainGroup) -> None:
+        self.trainer, self.args = trainer, trainer.args
         self.manager: Any = None
         self.is_connected = False
         """The ranks know the engines that the manager described last."""

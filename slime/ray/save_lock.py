@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
+from slime.flags.observability import tracking_config
 from slime.observability.metrics_file import run_folder
 from slime.utils.errors import ConfigError
 
@@ -36,7 +37,7 @@ def lock_outputs(args: Namespace, more: Mapping[str, str | Path]) -> list[SaveLo
         "save of the critic (--megatron-config-path)": args.critic_args.save if args.critic_args is not None else None,
         **{flag: place for flag, place in more.items() if isinstance(place, Path)},
         "--update-weight-disk-dir": args.update_weight_disk_dir,
-        "--wandb-run-id (the folder of the run)": run_folder(args),
+        "--wandb-run-id (the folder of the run)": run_folder(tracking_config(args)),
     }
     outputs = {
         "--update-weight-local-checkpoint-dir": args.update_weight_local_checkpoint_dir,

@@ -47,15 +47,13 @@ ARGS = Namespace(
     sglang_dp_size=1,
     engine_start_timeout_s=300.0,
     weight_update_timeout_s=30.0,
-    rollout_health_check_interval=1.0,
-    rollout_health_check_timeout=3.0,
-    rollout_health_check_first_wait=0.0,
-    rollout_stall_timeout_s=4.0,
     sglang_router_request_timeout_secs=60,
     router_policy="round_robin",
     router_log_level="warn",
 )
-FOUND_WITHIN_S = ARGS.rollout_health_check_interval + ARGS.rollout_health_check_timeout
+WAITS = {"interval_s": 1.0, "timeout_s": 3.0}
+FOUND_WITHIN_S = sum(WAITS.values())
+STALL_S = 4.0
 SLACK_S = 120.0
 """For a machine with a load of ten; the monitor's own deadlines are an order below."""
 
@@ -117,7 +115,7 @@ def make_group(gpus, router, monkeypatch):
 @pytest.fixture
 def watched(make_group):
     group = make_group(2)
-    monitor = HealthMonitor(ARGS, group)
+    monitor = HealthMonitor(group, **WAITS, first_wait_s=0.0)
     monitor.resume()
     yield group
     monitor.stop()
@@ -182,13 +180,13 @@ def _is_running(pid: int) -> bool:
 
 def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_restarted(make_group):
     group = make_group(2, restarts=False)
-    monitor = StallMonitor(ARGS, group)
+    monitor = StallMonitor(group, **WAITS, stall_timeout_s=STALL_S)
     monitor.resume()
-    time.sleep(2 * ARGS.rollout_stall_timeout_s)
+    time.sleep(2 * STALL_S)
     assert group.given_up is None
     before = facts(group)
     hang(group)
-    wait_until(lambda: group.given_up is not None, ARGS.rollout_stall_timeout_s + FOUND_WITHIN_S + SLACK_S)
+    wait_until(lambda: group.given_up is not None, STALL_S + FOUND_WITHIN_S + SLACK_S)
     assert group.given_up.startswith(group.name_of(0))
     assert "no sign of life" in group.given_up and "--rollout-stall-timeout-s 4" in group.given_up
     monitor.stop()
@@ -198,13 +196,13 @@ def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_re
 
 def test_an_engine_that_was_only_slow_is_not_named(make_group):
     group = make_group(1)
-    monitor = StallMonitor(Namespace(**vars(ARGS) | {"rollout_stall_timeout_s": 600.0}), group)
+    monitor = StallMonitor(group, **WAITS, stall_timeout_s=600.0)
     monitor.resume()
     pid = facts(group)[0]["pid"]
     os.kill(pid, signal.SIGSTOP)
     time.sleep(2 * FOUND_WITHIN_S)
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: monitor._alive_s.get(0, 0) > time.monotonic() - ARGS.rollout_health_check_interval, SLACK_S)
+    wait_until(lambda: monitor._alive_s.get(0, 0) > time.monotonic() - WAITS["interval_s"], SLACK_S)
     assert group.given_up is None
     monitor.stop()
 

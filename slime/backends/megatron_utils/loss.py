@@ -95,21 +95,6 @@ _ORIGINS = {
 """The origin of each column, for the message that it is missing."""
 
 
-def response_log_probs(
-    args: Namespace, batch: Batch, logits: Tensor, *, with_entropy: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return ``(log_prob_N, entropy_N)`` of the response tokens under the model that made ``logits``."""
-    _, result = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        with_entropy=with_entropy,
-        **reader_columns(batch),
-        # These losses read nothing else of the logits, which the output layer does not need in its backward pass.
-        overwrite_logits=True,
-    )
-    return result["log_probs"], result.get("entropy", [])
-
-
 def reducer_of(batch: Batch, loss_masks: Sequence[Tensor], *, per_token: bool) -> Reducer:
     """Return ``reduction.sum_of_sample_means`` over ``loss_masks``, with the denominators of the batch's own masks."""
     return get_sum_of_sample_mean(
@@ -146,8 +131,12 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
     Metrics of the mismatch count every trained token; losses, entropy and KL leave out what the correction rejected.
     """
     tokens = TrainedTokens(batch)
-    log_probs, entropies = response_log_probs(args, batch, logits, with_entropy=True)
-    log_prob_N, entropy_T = tokens.only(log_probs), torch.cat(tokens.only(entropies))
+    # This loss reads nothing else of the logits, which the output layer does not need in its backward pass.
+    _, result = get_log_probs_and_entropy(
+        logits, args=args, with_entropy=True, **reader_columns(batch), overwrite_logits=True
+    )
+    log_probs = result["log_probs"]
+    log_prob_N, entropy_T = tokens.only(log_probs), torch.cat(tokens.only(result["entropy"]))
     train_N, old_N = _earlier_log_probs(batch, tokens, log_prob_N, takes_engines=args.use_rollout_logprobs)
     advantage_N = tokens.required("advantages", f"--loss-type {args.loss_type} needs advantages")
 
@@ -245,8 +234,8 @@ def value_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sa
 
 def sft_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
     """Compute the negative log-likelihood of the trained tokens of the response."""
-    log_probs, _ = response_log_probs(args, batch, logits, with_entropy=False)
-    loss = -sum_of_sample_mean(torch.cat(TrainedTokens(batch).only(log_probs)))
+    _, result = get_log_probs_and_entropy(logits, args=args, **reader_columns(batch), overwrite_logits=True)
+    loss = -sum_of_sample_mean(torch.cat(TrainedTokens(batch).only(result["log_probs"])))
     return loss, {"loss": loss}
 
 

@@ -38,7 +38,7 @@ class ReleasedTrainGroup(RayTrainGroup):
 
     def __init__(self, args: Namespace, *arguments: Any, push_weights: PushWeights, **keywords: Any) -> None:
         super().__init__(args, *arguments, **keywords)
-        self.push = ReleasedPush(args, self, push_weights)
+        self.push = ReleasedPush(self, push_weights)
 
     def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
         """Train as the base class does; starts the ranks where they have ended."""
@@ -50,8 +50,8 @@ class ReleasedTrainGroup(RayTrainGroup):
 class ReleasedPush(WeightPush):
     """Pushes what the trainer left on disk, from the driver."""
 
-    def __init__(self, args: Namespace, trainer: RayTrainGroup, push_weights: PushWeights) -> None:
-        super().__init__(args, trainer)
+    def __init__(self, trainer: RayTrainGroup, push_weights: PushWeights) -> None:
+        super().__init__(trainer)
         self._push_weights = push_weights
         self._written: WrittenVersion | None = None
         """Version that the trainer wrote to disk last."""

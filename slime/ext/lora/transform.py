@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from slime.backends.megatron_utils.parameters import iter_shards
 from slime.ext.lora.flags import lora_base
 from slime.ext.lora.frozen_base import hold_quantized
 from slime.ext.lora.layers import add_adapters
-from slime.ext.lora.state import adapter_table, load_peft, save_peft, sharded_entry
+from slime.ext.lora.state import AdapterTable, adapter_table, load_peft, save_peft, sharded_entry
 
 _ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
 
@@ -30,8 +31,11 @@ class Lora(AddedParameters):
 
     def __init__(self, args: Namespace) -> None:
         super().__init__(args)
-        self._table = adapter_table(args)
-        self.claim = f"--lora-rank {self._table.config.rank} trains adapters"
+        self.claim = f"--lora-rank {args.lora_rank} trains adapters"
+
+    @cached_property
+    def _table(self) -> AdapterTable:
+        return adapter_table(self.args)
 
     def after_build(self, chunk: torch.nn.Module) -> None:
         """Freeze a chunk and put adapters on its layers.

@@ -23,6 +23,7 @@ from prometheus_client import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from slime.flags.observability import tracking_config
 from slime.flags.security import job_secret
 from slime.observability.metrics_file import NewRecords, metrics_path
 from slime.observability.telemetry import Sink
@@ -261,7 +262,7 @@ class PrometheusSink(Sink):
         self.page: MetricsPage | None = None
         if primary:
             names = [dataset.name for dataset in args.eval_datasets or ()]
-            logged = LoggedMetrics(metrics_path(args), names)
+            logged = LoggedMetrics(metrics_path(tracking_config(args)), names)
             host, secret = listen_address(), job_secret(args)
             self.page = MetricsPage(args.prometheus_port, logged, lambda: self._ask(), host=host, secret=secret)
 

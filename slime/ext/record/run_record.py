@@ -31,6 +31,7 @@ import torch
 from slime.ext.record.flags import record_config
 from slime.ext.record.sample_record import record_evaluation, record_rollout, record_trained
 from slime.ext.record.writer import RecordWriter
+from slime.flags.observability import tracking_config
 from slime.observability.metrics_file import plain, run_folder
 from slime.observability.telemetry import Sink
 from slime.utils import env
@@ -64,7 +65,7 @@ class RecordSink(Sink):
         self.writer: RecordWriter | None = None
         self._dropped: list[tuple[Sample, str]] = []
         """By filters since the last rollout."""
-        folder = run_folder(args)
+        folder = run_folder(tracking_config(args))
         if folder is None or not (primary or (folder / CONFIG_FILE).exists()):
             return
         try:

@@ -27,7 +27,9 @@ RUN_TAG = "slime.run"
 class _Tracker(Sink):
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
         self._args, self._is_primary = args, primary
-        self._name = tracking_config(args).wandb_run_id or str(run_folder(args))
+        tracking = tracking_config(args)
+        self._folder = run_folder(tracking)
+        self._name = tracking.wandb_run_id or str(self._folder)
         self._is_open = False
         if primary:
             self._join()
@@ -77,7 +79,7 @@ class MlflowSink(_Tracker):
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         args = self._args
-        self._client = MlflowClient(args.mlflow_uri or f"sqlite:///{run_folder(args)}/mlflow.db")
+        self._client = MlflowClient(args.mlflow_uri or f"sqlite:///{self._folder}/mlflow.db")
         found = self._client.get_experiment_by_name(args.mlflow_experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(args.mlflow_experiment)
         runs = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{self._name}'", max_results=1)

@@ -56,9 +56,14 @@ class EngineFleet:
         self._start_guard = threading.Lock()
         self._next_router_check_s = 0.0
         self._monitors: list[HealthMonitor] = []
-        if args.use_fault_tolerance or args.rollout_stall_timeout_s > 0:
-            monitor = HealthMonitor if args.use_fault_tolerance else StallMonitor
-            self._monitors = [monitor(args, group) for group in self.groups]
+        for group in self.groups if args.use_fault_tolerance or args.rollout_stall_timeout_s > 0 else ():
+            interval_s, timeout_s = args.rollout_health_check_interval, args.rollout_health_check_timeout
+            waits = {"interval_s": interval_s, "timeout_s": timeout_s}
+            if args.use_fault_tolerance:
+                monitor = HealthMonitor(group, **waits, first_wait_s=args.rollout_health_check_first_wait)
+            else:
+                monitor = StallMonitor(group, **waits, stall_timeout_s=args.rollout_stall_timeout_s)
+            self._monitors.append(monitor)
 
     def job_state(self) -> JobState:
         """Return what the Prometheus page of the job says of engines and routers, and where theirs are."""

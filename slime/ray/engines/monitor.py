@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from argparse import Namespace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -39,11 +38,9 @@ ACTOR_MARGIN_S = 10.0
 class HealthMonitor:
     """Watches the engines of one group; starts paused."""
 
-    def __init__(self, args: Namespace, group: EngineGroup) -> None:
+    def __init__(self, group: EngineGroup, *, interval_s: float, timeout_s: float, first_wait_s: float) -> None:
         self._group = group
-        self._interval_s: float = args.rollout_health_check_interval
-        self._timeout_s: float = args.rollout_health_check_timeout
-        self._first_wait_s: float = args.rollout_health_check_first_wait
+        self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
         self._running = threading.Event()
         self._stopped = threading.Event()
         self._next_check_s = 0.0
@@ -138,13 +135,11 @@ class HealthMonitor:
 class StallMonitor(HealthMonitor):
     """Reports an engine as failed once it has shown no sign of life for ``--rollout-stall-timeout-s``."""
 
-    def __init__(self, args: Namespace, group: EngineGroup) -> None:
-        self._stall_timeout_s: float = args.rollout_stall_timeout_s
+    def __init__(self, group: EngineGroup, *, interval_s: float, timeout_s: float, stall_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
         self._alive_s: dict[int, float] = {}
-        super().__init__(args, group)
-        self._interval_s = min(self._interval_s, self._stall_timeout_s)
-        self._timeout_s = min(self._timeout_s, self._stall_timeout_s)
-        self._first_wait_s = self._interval_s
+        interval_s, timeout_s = min(interval_s, stall_timeout_s), min(timeout_s, stall_timeout_s)
+        super().__init__(group, interval_s=interval_s, timeout_s=timeout_s, first_wait_s=interval_s)
 
     def resume(self) -> None:
         """Check again; what was before does not count."""

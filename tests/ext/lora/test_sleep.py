@@ -26,7 +26,8 @@ def test_sleeping_between_rollouts_changes_no_bit(tmp_path: Path, case: str) -> 
 
     def build() -> tuple[Any, Any, Any, Any]:
         args, model, optimizer, scheduler = build_with(tmp_path, flags)
-        hold_quantized(model, args.lora_base_precision)
+        if args.lora_base_precision is not None:
+            hold_quantized(model, args.lora_base_precision)
         return args, model, optimizer, scheduler
 
     check_sleep(build, has_copies=True)

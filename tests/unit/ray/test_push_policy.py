@@ -28,7 +28,7 @@ class Push(WeightPush):
             engine_start_timeout_s=1,
             weight_update_timeout_s=1,
         )
-        super().__init__(args, RayTrainGroup(args, 1, 1, pg=None))  # type: ignore[arg-type]
+        super().__init__(RayTrainGroup(args, 1, 1, pg=None))  # type: ignore[arg-type]
         self.outcomes, self.waiting = list(outcomes), waiting
         self.pushes: list[str] = []
         self.asked: list[tuple[Any, ...]] = []
@@ -176,7 +176,7 @@ def test_values_of_a_critic_reach_the_ranks_that_train_on_the_same_samples() -> 
 
 
 def test_ranks_whose_connection_to_other_engines_failed_are_connected_again_before_a_push(monkeypatch) -> None:
-    push, verbs = WeightPush(Push().args, Push().trainer), []
+    push, verbs = WeightPush(Push().trainer), []
     push.is_connected = True
     generating, evaluating = (UpdatableEngines([name], num_new) for name, num_new in (("g", 0), ("e", 1)))
 
@@ -196,7 +196,7 @@ def test_ranks_whose_connection_to_other_engines_failed_are_connected_again_befo
 
 
 def test_new_engines_that_a_router_does_not_take_in_have_the_weights_all_the_same(monkeypatch) -> None:
-    push = WeightPush(Push().args, Push().trainer)
+    push = WeightPush(Push().trainer)
     asked: list[str] = []
 
     def ask(method: str, *arguments: Any, timeout_s: float | None = None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,13 +62,8 @@ def start(monkeypatch) -> Iterator[StartMonitor]:
 
     def start(stall_timeout_s: float) -> tuple[StallMonitor, Group]:
         group = Group()
-        args = Namespace(
-            rollout_health_check_interval=0.02,
-            rollout_health_check_timeout=0.01,
-            rollout_health_check_first_wait=0.0,
-            rollout_stall_timeout_s=stall_timeout_s,
-        )
-        monitors.append(StallMonitor(args, group))  # type: ignore[arg-type]
+        waits = {"interval_s": 0.02, "timeout_s": 0.01, "stall_timeout_s": stall_timeout_s}
+        monitors.append(StallMonitor(group, **waits))  # type: ignore[arg-type]
         return monitors[-1], group
 
     yield start

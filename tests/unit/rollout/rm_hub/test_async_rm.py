@@ -17,7 +17,7 @@ from slime.utils.errors import GraderError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 
-NAMES = Namespace(custom_rm_path=None, rm_type=None, rm_url=None)
+NAMES = Namespace(custom_rm_path=None, rm_type=None, rm_url=None, unsafe_local_sandbox=False)
 
 
 def args(**flags: Any) -> Namespace:
