@@ -7,14 +7,12 @@ It has at most ``MAX_CHARS`` characters; figures that find no room are in ``metr
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.flags.observability import tracking_config
 from slime.observability import telemetry
-from slime.observability.metrics_file import NewRecords, evaluations, metrics_path
+from slime.observability.metrics_file import NewRecords, evaluations
 
 MAX_CHARS = 120
 _LEFT_OUT_FIRST = ("lr", "packed", "entropy", "kl", "len", "train", "gen", "grad", "value loss", "|dlogp|")
@@ -84,19 +82,14 @@ def format_step(rollout_id: int, metrics: Mapping[str, Any], *, num_rollout: int
 class StepLine:
     """A reader of ``metrics.jsonl``: each ``line`` shows the metrics logged since the one before.
 
-    Records of a later rollout (generated ahead of time) are kept for the line of their own step.
+    It skips the records that the file has already.  Those of a later rollout (generated ahead of time) are kept for
+    the line of their own step.
     """
 
     def __init__(self, path: Path | None, *, num_rollout: int | None = None) -> None:
         self._new = NewRecords(path)
         self._num_rollout = num_rollout
         self._early: list[dict[str, Any]] = []
-
-    @classmethod
-    def follow(cls, args: Namespace) -> StepLine:
-        """Return the reader of the run that ``args`` describe; it skips the records that its file already has."""
-        config = tracking_config(args)
-        return cls(metrics_path(config), num_rollout=config.num_rollout)
 
     def gather(self, step: int) -> dict[str, Any]:
         """Return the metrics logged since the last call, up to the rollout at ``step`` of the axis."""

@@ -23,9 +23,11 @@ from typing import Any, TypeVar
 
 import ray
 
+from slime.flags.observability import tracking_config
 from slime.observability import telemetry
 from slime.observability.logging_utils import configure_logger
 from slime.observability.metric_utils import compute_rollout_step
+from slime.observability.metrics_file import metrics_path
 from slime.observability.step_line import StepLine
 from slime.observability.telemetry import Timer, event, span
 from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S, memory_timeout_s
@@ -95,7 +97,7 @@ class TrainJob:
             args, rollout_gpus, self.actor.begin, self.parts
         )
         telemetry.offer(lambda: job_state(self.manager))
-        self._step_line = StepLine.follow(args)
+        self._step_line = StepLine(metrics_path(tracking_config(args)), num_rollout=args.num_rollout)
         actor, critic = create_training_models(args, self.gpus, self.manager, self.actor)
         self.trainers = Trainers(actor, critic, num_critic_only_steps=args.num_critic_only_steps)
         beside = self.parts.evaluation

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 
 from slime.backends.megatron_utils.adam import choose_adam
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.hf_to_megatron import keep_fp32
 from slime.backends.megatron_utils.model_provider import check_trained_parameters, get_model_provider
@@ -80,7 +81,7 @@ def build_model(
     config = chunks[0].config
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-    keep_fp32(args, chunks)
+    keep_fp32(chunks, str(args.hf_checkpoint or ""), args.model_name, model_dims(args))
     if wrap_with_ddp:
         ddp_config = ddp_config_from_args(args)
         chunks = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slime.flags.checkpoint import has_finished_save, is_huggingface_folder, is_release
@@ -112,9 +112,9 @@ def lora_config(args: Namespace) -> LoraConfig | None:
     )
 
 
-def engine_adapters(args: Namespace) -> dict[str, str]:
+def engine_adapters(given: Sequence[str]) -> dict[str, str]:
     """Return the folders of ``--lora-engine-adapters`` by name."""
-    return {name: folder for name, _, folder in (given.partition("=") for given in args.lora_engine_adapters)}
+    return {name: folder for name, _, folder in (one.partition("=") for one in given)}
 
 
 def lora_base(args: Namespace) -> str:
@@ -177,7 +177,7 @@ def _engine_adapter_problems(args: Namespace) -> Iterator[str]:
         name, _, folder = one.partition("=")
         if not name or not folder or name.startswith("slime-"):
             yield f"--lora-engine-adapters {one}: write NAME=DIR; names that begin with slime- are those of pushes."
-    if len(engine_adapters(args)) < len(given):
+    if len(engine_adapters(given)) < len(given):
         yield f"--lora-engine-adapters {' '.join(given)}: two have one name; give each its own."
 
 
@@ -210,16 +210,16 @@ def check_lora(args: Namespace) -> Iterator[str]:
             "--opd-type megatron puts a teacher's weights in the place of the actor's, which --lora-rank keeps frozen "
             "and in one copy; use --opd-type sglang."
         )
-    yield from _starting_point_problems(args)
+    yield from _starting_point_problems(args.load, args.ref_load, finetunes=args.finetune)
 
 
-def _starting_point_problems(args: Namespace) -> Iterator[str]:
-    if args.load is not None and args.load == args.ref_load and not args.finetune:
-        yield f"--load {args.load} is --ref-load too; drop --load, which with --lora-rank names saves of adapters."
-    if args.ref_load is not None and args.load != args.ref_load:
-        if is_huggingface_folder(args.load) or is_release(args.load):
+def _starting_point_problems(load: str | None, ref_load: str | None, *, finetunes: bool) -> Iterator[str]:
+    if load is not None and load == ref_load and not finetunes:
+        yield f"--load {load} is --ref-load too; drop --load, which with --lora-rank names saves of adapters."
+    if ref_load is not None and load != ref_load:
+        if is_huggingface_folder(load) or is_release(load):
             yield (
-                f"--load {args.load} and --ref-load {args.ref_load} differ; with --lora-rank the reference is the "
+                f"--load {load} and --ref-load {ref_load} differ; with --lora-rank the reference is the "
                 "actor without its adapters: give the model as --ref-load alone."
             )
 

@@ -213,4 +213,4 @@ def adapter_table(args: Namespace) -> AdapterTable:
     """Return the table of a run that has adapters."""
     config = lora_config(args)
     assert config is not None
-    return AdapterTable(weight_map_of_run(args), config, model_dims(args))
+    return AdapterTable(weight_map_of_run(args.model_name, args.hf_checkpoint), config, model_dims(args))

@@ -81,7 +81,7 @@ def check_targets(args: Namespace) -> None:
             f"--moe-router-bias-update-rate is {args.moe_router_bias_update_rate:g}, and --lora-rank {config.rank} "
             "leaves all but the adapters as it is; give 0."
         )
-    weight_map = weight_map_of_run(args)
+    weight_map = weight_map_of_run(args.model_name, args.hf_checkpoint)
     rules = [rule for rule in weight_map.layer if is_linear(rule.megatron)]
     stacked = [name for rule in rules for name in rule.hf if not name.endswith(".weight") and config.chooses(name)]
     for flag in ("lora_load", "lora_save"):
@@ -113,7 +113,7 @@ def engine_settings(args: Namespace) -> dict[str, Any]:
     if config is None or args.lora_push != "adapter":
         return {}
     asked = [("--lora-push adapter", "use --lora-push merged, or other --lora-target-modules", config)]
-    for name, folder in engine_adapters(args).items():
+    for name, folder in engine_adapters(args.lora_engine_adapters).items():
         flag = f"--lora-engine-adapters {name}={folder}"
         content = read_peft_config(folder, flag=flag)
         rank, targets = content.get("r"), content.get("target_modules")
@@ -171,7 +171,8 @@ def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> 
         raise ConfigError(
             f"{flag}: SGLang serves no adapters on {', '.join(sorted(refused))} of {weight_map.family}; {remedy}."
         )
-    for problem in [*_half_joined(by_parent), *_engine_problems(args, by_parent)]:
+    backend = backend_flags(args).sglang_moe_a2a_backend
+    for problem in [*_half_joined(by_parent), *_engine_problems(backend, by_parent)]:
         raise ConfigError(f"{flag}: {problem}, or {remedy}.")
     return set().union(*by_parent.values())
 
@@ -197,7 +198,6 @@ def _half_joined(by_parent: dict[str, set[str]]) -> Iterator[str]:
                 )
 
 
-def _engine_problems(args: Namespace, by_parent: dict[str, set[str]]) -> Iterator[str]:
-    backend = backend_flags(args).sglang_moe_a2a_backend
+def _engine_problems(backend: str | None, by_parent: dict[str, set[str]]) -> Iterator[str]:
     if backend not in (None, "none") and any(parent.endswith(EXPERT) for parent in by_parent):
         yield f"--sglang-moe-a2a-backend {backend} applies no adapters of experts; drop it"

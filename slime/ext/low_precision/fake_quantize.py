@@ -41,7 +41,8 @@ class FakeInt4(ModelTransform):
 
     def _chosen(self, chunk: torch.nn.Module) -> set[int]:
         """Return the ``id`` of every parameter to round."""
-        selection, weight_map, dims = Int4Selection(self.args), weight_map_of_run(self.args), model_dims(self.args)
+        selection, dims = Int4Selection(self.args), model_dims(self.args)
+        weight_map = weight_map_of_run(self.args.model_name, self.args.hf_checkpoint)
         chosen: set[int] = set()
         for shard in iter_shards([chunk]):
             if id(shard.parameter) in chosen:

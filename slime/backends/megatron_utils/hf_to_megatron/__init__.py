@@ -54,21 +54,20 @@ def weight_map_of(path: str | Path, model_name: str | None) -> WeightMap:
     return find_weight_map(model_type if model_type in FAMILIES else model_name or model_type)
 
 
-def keep_fp32(args: Namespace, model: Sequence[torch.nn.Module]) -> None:
+def keep_fp32(model: Sequence[torch.nn.Module], folder: str, model_name: str | None, dims: ModelDims) -> None:
     """Hold in fp32, and mark for pushes, what ``--hf-checkpoint`` has in fp32 beside a narrower dtype of its config.
 
     Where the whole folder is in fp32, the precision of the run counts, except for what every engine holds in fp32.
     """
-    folder = str(args.hf_checkpoint or "")
     dtypes = stored_dtypes(folder)
-    if torch.float32 not in dtypes.values() or not (args.model_name or read_model_type(folder) in FAMILIES):
+    if torch.float32 not in dtypes.values() or not (model_name or read_model_type(folder) in FAMILIES):
         return
-    weight_map, shape = weight_map_of(folder, args.model_name), model_dims(args)
+    weight_map = weight_map_of(folder, model_name)
     is_mixed = config_dtype(read_model_config(folder)) != torch.float32
     for name, shard in iter_global_parameters(model):
         if not _COMPUTED_IN_FP32.fullmatch(name):
             continue
-        _, hf_names = weight_map.find(name, shape)
+        _, hf_names = weight_map.find(name, dims)
         if all(
             dtypes.get(one) == torch.float32 and (is_mixed or one.endswith(weight_map.engine_fp32)) for one in hf_names
         ):

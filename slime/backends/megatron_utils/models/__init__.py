@@ -78,9 +78,9 @@ def published_config(checkpoint: str) -> Mapping[str, Any]:
     return next((family.published[name] for family in FAMILIES.values() if name in family.published), {})
 
 
-def weight_map_of_run(args: Namespace) -> WeightMap:
+def weight_map_of_run(model_name: str | None, hf_checkpoint: str) -> WeightMap:
     """Return the table of the model that a run trains: of ``--model-name``, else of ``--hf-checkpoint``."""
-    return find_weight_map(args.model_name or read_model_type(args.hf_checkpoint))
+    return find_weight_map(model_name or read_model_type(hf_checkpoint))
 
 
 def find_weight_map(model_name: str) -> WeightMap:
