@@ -104,7 +104,7 @@ def _train_group(args: Namespace) -> Callable[..., RayTrainGroup] | None:
 
         return partial(ReleasedTrainGroup, push_weights=push_weights)
     copied = "slime.ext.recovery.copied_trainer.CopiedTrainGroup"
-    return load_function(copied) if args.trainer_recovery == "memory" else None
+    return load_function(copied) if args.state_copy_interval is not None else None
 
 
 def _transport(args: Namespace) -> MakeTransport | None:
@@ -126,7 +126,7 @@ def _transport(args: Namespace) -> MakeTransport | None:
 
 def start_job(args: Namespace) -> TrainJob:
     """Start the parts of a job, under the driver that ``args`` ask for; the weights have been pushed once."""
-    recovers = _is_here("recovery") and (args.trainer_recovery != "off" or args.preemption_grace_s)
+    recovers = args.restarts_trainer or vars(args).get("preemption_grace_s")
     driver = "slime.ext.recovery.job.RecoveringJob" if recovers else "slime.ray.train_loop.TrainJob"
     job: TrainJob = load_function(driver)(args, parts(args))
     return job

@@ -78,7 +78,7 @@ def plan_gpus(args: Namespace) -> GpuPlan:
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the cluster group to ``parser``; args of a run that only is planned here have ``runs_here`` False."""
-    parser.set_defaults(runs_here=True)
+    parser.set_defaults(runs_here=True, spare_nodes=0)
     group = parser.add_argument_group("cluster", "GPUs of the trainer and of the engines, and deadlines.")
     group.add_argument("--actor-num-nodes", type=gpu_count, default=1, help="Nodes the trainer runs on.")
     group.add_argument("--actor-num-gpus-per-node", type=gpu_count, default=8, help="GPUs per node for the trainer.")
@@ -199,10 +199,12 @@ def derive_roles(args: Namespace) -> None:
 
 
 def derive_for_extensions(args: Namespace) -> None:
-    """Set what extensions change: the plug-ins, loaders and settings of engines, and what is special about weights."""
+    """Set what extensions change, as it is without them."""
     args.engine_plugins, args.weight_loaders, args.engine_settings = [], [], {}
     args.push_sends_model = True  # False: the engines' weights stay those of --hf-checkpoint
     args.reference_in_actor = False  # True: the actor's frozen weights are the reference
+    args.restarts_trainer = False
+    args.state_copy_interval = None  # rollouts between two copies of a rank's state that outlive it
 
 
 def derive_distributed_backend(args: Namespace) -> None:

@@ -46,7 +46,6 @@ def copy_and_go_on(folder: str) -> None:
 
     for name, flags in PARTS.items():
         args = parse(*flags, folder=folder)
-        args.trainer_recovery = "memory"
         parts = build(args)
         take_step(*parts, seed=1)
         for chunk in parts[0]:
@@ -86,7 +85,8 @@ def train_die_and_go_on(rank: int, world_size: int, port: int, hf: str, save: st
     weights = Path(hf) / "model.safetensors"
     for name, layout in {"DP2": (), "TP2": ("--tensor-model-parallel-size", "2")}.items():
         flags = ("--actor-num-gpus-per-node", world_size, *layout, "--save", f"{save}/{name}", "--save-interval", 100)
-        args = make_args(Path(hf), *flags, "--trainer-recovery", "memory", "--memory-checkpoint-interval", 2)
+        args = make_args(Path(hf), *flags)
+        args.state_copy_interval = 2
         worker = start_worker(args, rank, world_size, port)
         parallel = worker.get_parallel_config()
         data = cut(args, make_train_data(), parallel)[parallel["dp_rank"]]

@@ -261,7 +261,7 @@ def state_copies(args: Namespace, sizes: ParallelSizes) -> int:
 
     Its own, and two in each keeper: that on its node, and on another one where there is one.
     """
-    if args.trainer_recovery != "memory":
+    if args.state_copy_interval is None:
         return 0
     nodes = {place.node for place in rank_places(sizes, args.num_gpus_per_node)}
     return 1 + 2 * min(2, len(nodes))

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.dist
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CHUNK = memory_checkpoints.CHUNK_BYTES
-ARGS = Namespace(
-    trainer_recovery="memory", memory_checkpoint_interval=1, num_critic_only_steps=0, train_timeout_s=120.0
-)
+ARGS = Namespace(state_copy_interval=1, num_critic_only_steps=0, train_timeout_s=120.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,8 +127,8 @@ def test_new_ranks_get_the_last_state_of_those_before_them(ranks, copies):
 
 
 def test_nothing_is_copied_between_intervals_or_without_memory():
-    every_third = MemoryCheckpoints(Namespace(**vars(ARGS) | {"memory_checkpoint_interval": 3}))
-    off = MemoryCheckpoints(Namespace(**vars(ARGS) | {"trainer_recovery": "checkpoint"}))
+    every_third = MemoryCheckpoints(Namespace(**vars(ARGS) | {"state_copy_interval": 3}))
+    off = MemoryCheckpoints(Namespace(**vars(ARGS) | {"state_copy_interval": None}))
     critic_first = MemoryCheckpoints(Namespace(**vars(ARGS) | {"num_critic_only_steps": 2}))
     for copies, rollouts in ((every_third, (0, 1, 3)), (off, (0, 1)), (critic_first, (0, 1))):
         for rollout_id in rollouts:

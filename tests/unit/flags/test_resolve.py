@@ -8,7 +8,7 @@ import pytest
 
 from slime.flags.checkpoint import TRACKER
 from slime.flags.config import backend_flags
-from slime.flags.fault_tolerance import check_on_nan, check_spare_nodes, check_trainer_recovery
+from slime.flags.fault_tolerance import check_on_nan
 from slime.flags.group import derive_all
 from slime.flags.parse import GROUPS, args_to_resume
 
@@ -168,42 +168,6 @@ def test_a_trainer_that_has_its_state_reads_no_checkpoint(resolved):
     assert (resumed.load, resumed.start_rollout_id) == (args.load, 6)
 
 
-def test_copies_in_memory_need_a_checkpoint_behind_them(resolved):
-    saves = ("--save", "/ckpt", "--save-interval", "9")
-    memory = ("--trainer-recovery", "memory")
-    args = resolved(*memory, *saves)
-    assert args.memory_checkpoint_interval == 1 and list(check_trainer_recovery(args)) == []
-    for flags, message in {
-        memory: "--trainer-recovery memory: where its copies are lost it restarts from a checkpoint; give --save",
-        (*memory, *saves, "--no-save-optim"): "--trainer-recovery memory needs the optimizer's state",
-        (*memory, *saves, "--release-train"): "--trainer-recovery memory: --release-train saves every rollout",
-        (
-            *saves,
-            "--memory-checkpoint-interval",
-            "3",
-        ): "--memory-checkpoint-interval 3 is of --trainer-recovery memory",
-    }.items():
-        assert any(line.startswith(message) for line in check_trainer_recovery(resolved(*flags))), flags
-
-
-def test_gpus_in_reserve_are_refused_where_nobody_would_take_them(resolved):
-    saves = ("--save", "/ckpt", "--save-interval", "1")
-    spare = ("--spare-nodes", "2")
-    apart = ("--rollout-num-gpus", "1")
-    assert list(check_spare_nodes(resolved(*saves, *spare, *apart))) == []
-    for flags, message in {
-        apart: "--trainer-recovery off starts nothing on them",
-        (*saves, "--colocate"): "with --colocate the engines of a node die with it",
-    }.items():
-        assert any(message in line for line in check_spare_nodes(resolved(*spare, *flags))), flags
-
-
-def test_a_trainer_without_optimizer_state_is_restarted_where_its_optimizer_has_none(resolved):
-    saves = ("--save", "/ckpt", "--save-interval", "1", "--no-save-optim")
-    assert resolved(*saves).trainer_recovery == "off"
-    assert resolved(*saves, "--use-stateless-adam").trainer_recovery == "checkpoint"
-
-
 @pytest.mark.parametrize(
     ("flags", "on_nan", "checks"),
     [
@@ -240,4 +204,6 @@ def test_where_megatron_does_not_check_a_step_is_skipped_and_nothing_else_can_be
     ],
 )
 def test_what_cannot_be_done_about_such_a_number_is_named(resolved, flags, message):
-    assert any(line.startswith(message) for line in check_on_nan(resolved(*flags)))
+    args = resolved(*flags)
+    args.restarts_trainer = args.save is not None
+    assert any(line.startswith(message) for line in check_on_nan(args))
