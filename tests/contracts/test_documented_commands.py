@@ -150,7 +150,8 @@ def test_a_tool_explains_itself(tool, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(REPO / tool), run_name="__main__")
     assert end.value.code in (0, None)
-    assert capsys.readouterr().out.startswith(f"usage: {Path(tool).name}")
+    names = Path(tool).name, f"slime {Path(tool).stem}"
+    assert capsys.readouterr().out.startswith(tuple(f"usage: {name}" for name in names))
 
 
 def test_the_help_of_a_training_run_can_be_printed():
