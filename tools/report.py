@@ -1,9 +1,9 @@
 """Make one page of a run, RUN/report.html: it opens from disk, loads nothing, and runs no script but its own.
 
-    python tools/report.py RUN [--output FILE] [--samples-mb 5]
+    python tools/report.py RUN [--beside RUN ...] [--output FILE] [--samples-mb 5]
 
-Summary, where the time goes, samples with coloured tokens, health with alarms, config.  Of many samples the page has
-an even selection over the rollouts, and says so.
+Summary, every metric (of several runs beside each other), where the time goes, samples with coloured tokens, health
+with alarms, config.  Of many samples the page has an even selection over the rollouts, and says so.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tools.report_plots import (
     dropped_plots,
     evaluation_plots,
     heats,
+    metric_plots,
     plots_of,
 )
 from tools.report_samples import Rollout, read_evaluations, read_rollouts
@@ -60,9 +61,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="The folder of a run.")
     parser.add_argument("--output", type=Path, help="Default: report.html in that folder.")
     parser.add_argument("--samples-mb", type=non_negative_float, default=5.0, help="Room for samples.")
+    parser.add_argument("--beside", type=Path, nargs="+", default=[], metavar="RUN", help="Runs to compare with.")
     options = parser.parse_args(argv)
     with clean_exit():
-        page = page_of(read_run(options.run), samples_mb=options.samples_mb)
+        beside = [read_run(folder, with_spans=False) for folder in options.beside]
+        page = page_of(read_run(options.run), beside, samples_mb=options.samples_mb)
         path = options.output or options.run / "report.html"
         write_page(path, page, flag="--output")
     say(f"report:         {path} ({path.stat().st_size / 1e6:.1f} MB)")
@@ -85,9 +88,10 @@ def encoded(page: str) -> bytes:
     return page.encode(errors="backslashreplace")
 
 
-def page_of(run: Run, *, samples_mb: float = 5.0, is_live: bool = False) -> str:
-    """Return the page of a run as HTML."""
-    data = json.dumps(data_of(run, samples_mb=samples_mb) | {"live": is_live}, allow_nan=False, separators=(",", ":"))
+def page_of(run: Run, beside: Sequence[Run] = (), *, samples_mb: float = 5.0, is_live: bool = False) -> str:
+    """Return the page of a run as HTML; the metrics of the runs ``beside`` stand in the same plots."""
+    found = data_of(run, beside, samples_mb=samples_mb) | {"live": is_live}
+    data = json.dumps(found, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # no text of the run can end the element that holds it
     policy = "img-src data:; " + ("connect-src 'self'; " if is_live else "")
     title = html.escape(f"slime: {run.folder.name}")
@@ -110,7 +114,7 @@ def source_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def data_of(run: Run, *, samples_mb: float) -> dict[str, Any]:
+def data_of(run: Run, beside: Sequence[Run] = (), *, samples_mb: float) -> dict[str, Any]:
     """Return what the page shows, as JSON can hold it."""
     rollouts, pieces = read_rollouts(run), Pieces(run)
     steps = _steps_of(run)
@@ -126,6 +130,7 @@ def data_of(run: Run, *, samples_mb: float) -> dict[str, Any]:
         "state": run.state,
         "verdict": verdict_of(run, where, steps),
         "facts": facts_of(run),
+        "metrics": metric_plots({str(run.folder): steps} | {str(one.folder): _steps_of(one) for one in beside}),
         "summary": plots_of(steps, [REWARD]) + evaluation_plots(run),
         "health": plots_of(steps, HEALTH_PLOTS),
         "heat": heats(steps, rollouts),

@@ -14,7 +14,8 @@ from slime.ext.record.run_reader import Run
 from slime.observability.metrics_file import evaluations
 from tools.report_samples import DIFFERENCES, Rollout
 
-MAX_POINTS, MAX_HEAT_STEPS = 1000, 250
+MAX_POINTS, MAX_HEAT_STEPS, MAX_METRIC_POINTS = 1000, 250, 250
+AXES = {"time", "rollout/step", "train/step", "eval/step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,20 @@ def plots_of(steps: Mapping[int, Mapping[str, Any]], plots: Sequence[Plot]) -> l
         shown = {"title": plot.title, "about": plot.about, "x": [step + 1 for step in kept], "series": series}
         found.append(shown | {"band": band if has_band else None, "alarms": plot.alarms})
     return [plot for plot in found if plot["series"]]
+
+
+def metric_plots(runs: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a plot of each metric: a curve for each run that has it, by the run's name."""
+    numbers = sorted({step for steps in runs.values() for step in steps})
+    kept = numbers[:: max(1, math.ceil(len(numbers) / MAX_METRIC_POINTS))]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run, steps in runs.items():
+        for name in sorted({name for metrics in steps.values() for name in metrics} - AXES):
+            column = [_number(steps.get(step, {}).get(name)) for step in kept]
+            if any(value is not None for value in column):
+                found.setdefault(name, []).append({"label": run, "y": column})
+    x = [step + 1 for step in kept]
+    return [{"title": name, "x": x, "series": series} for name, series in sorted(found.items())]
 
 
 def evaluation_plots(run: Run) -> list[dict[str, Any]]:

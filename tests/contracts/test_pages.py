@@ -75,6 +75,7 @@ OF_OTHER_PROGRAMS = {
         "--sample",
         "--rollout",
         "--html",
+        "--beside",
     ),  # tools/replay.py, tools/diff.py
     *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/ext/ledger/kill_resume.py
 }

@@ -12,6 +12,17 @@ const views = {
       el("h2", { text: "Events, the latest first" }), table(["time", "process", "event", "what"], data.events.slice().reverse(), "Events"),
     ];
   },
+  Metrics() {
+    const place = el("div", {}), said = el("p", { class: "soft", role: "status" });
+    function choose(text) {
+      const words = text.toLowerCase().split(/\s+/), found = data.metrics.filter((one) => words.every((word) => one.title.toLowerCase().includes(word)));
+      said.textContent = `${Math.min(found.length, 24)} of ${found.length} metrics${found.length > 24 ? "; write more letters" : ""}.`;
+      place.replaceChildren(plots(found.slice(0, 24)));
+    }
+    const filter = el("input", { id: "filter", type: "search", oninput: () => { pending.length = 0; choose(filter.value); pending.forEach((draw) => draw()); } });
+    choose("");
+    return [el("label", { for: "filter", text: "Metrics with: " }), filter, said, place];
+  },
   "Where the time goes"() {
     const time = data.time, sum = Object.values(time.total).reduce((a, b) => a + b, 0);
     if (!sum) return [el("p", { text: "The run has recorded no spans." })];
@@ -134,7 +145,7 @@ let width = main.clientWidth;
 addEventListener("resize", () => { if (main.clientWidth !== width) { width = main.clientWidth; if (wanted() !== "Samples") open(wanted()); } });
 // A page that is read is not taken away, nor one in whose place the browser would show an error.
 if (data.live) setInterval(async () => {
-  if (wanted() === "Samples" || document.hidden || scrollY >= 200) return;
+  if (wanted() === "Samples" || document.activeElement?.id === "filter" || document.hidden || scrollY >= 200) return;
   const answer = await fetch("/", { method: "HEAD" }).catch(() => null);
   if (answer?.ok) location.reload();
   else document.getElementById("name").textContent = visible(`${data.name}: slime watch gives no newer page than this`);

@@ -76,6 +76,24 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run") / "steady")
 
 
+def test_every_metric_has_a_plot_with_the_runs_beside_each_other(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", lr=0.2)
+    append_record(tmp_path / "b" / "metrics.jsonl", {"rollout/only": 3.0, "rollout/note": "text", "rollout/step": 0})
+    report.main([str(tmp_path / "a"), "--beside", str(tmp_path / "b")])
+    page = (tmp_path / "a" / "report.html").read_text()
+    found = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.DOTALL)
+    plots = {one["title"]: one for one in json.loads(found[1])["metrics"]}
+    assert not plots.keys() & {"rollout/step", "train/step", "time", "rollout/note"}
+    loss = plots["train/loss"]
+    assert loss["x"] == list(range(1, NUM_STEPS + 1))
+    assert [(one["label"], one["y"][-1]) for one in loss["series"]] == [
+        (str(tmp_path / "a"), 0.1),
+        (str(tmp_path / "b"), 0.2),
+    ]
+    assert [one["label"] for one in plots["rollout/only"]["series"]] == [str(tmp_path / "b")]
+
+
 def test_runs_are_listed_with_their_steps_reward_and_state(tmp_path, capsys):
     write_run(tmp_path / "a" / "done")
     write_run(tmp_path / "b", has_ended=False)

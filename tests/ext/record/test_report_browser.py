@@ -27,7 +27,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-VIEWS = ("Summary", "Where the time goes", "Samples", "Health", "Config")
+VIEWS = ("Summary", "Metrics", "Where the time goes", "Samples", "Health", "Config")
 RELOAD_MS = 20_000
 """Of page.js."""
 RTL, BELL = "\u202e", "\x07"
