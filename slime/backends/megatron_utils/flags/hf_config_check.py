@@ -164,7 +164,8 @@ def fill_model_flags(args: Namespace) -> dict[str, Any]:
     news = [flag for name, flag in chosen.items() if flag.value != _megatron_defaults().get(name)]
     if news and env.get_int("RANK", 0) == 0:
         lines = [f"{' '.join(words_of(flag.attribute, flag.value)):<48}{flag.source}" for flag in news]
-        logger.info("Model flags from %s/config.json:\n  %s", args.hf_checkpoint, "\n  ".join(lines))
+        logger.info("%d model flags follow from %s/config.json.", len(news), args.hf_checkpoint)
+        logger.debug("They are:\n  %s", "\n  ".join(lines))
     return filled
 
 
