@@ -55,14 +55,15 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf-checkpoint",
         type=file_path,
         metavar="DIR",
-        help="Hugging Face folder: config, tokenizer, and the weights and quantization that the engines start with.",
+        help="Hugging Face folder, or the model's name on the hub: config, tokenizer, and the weights and "
+        "quantization that the engines start with.",
     )
     group.add_argument(
         "--ref-load",
         type=file_path,
         metavar="DIR",
         help="Checkpoint of the reference model (Megatron or Hugging Face); the actor also starts from it when "
-        "--load is empty.",
+        "--load is empty. Default: --hf-checkpoint, unless --load begins with other weights.",
     )
     group.add_argument(
         "--ref-ckpt-step",
@@ -105,14 +106,20 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def derive_starting_point(args: Namespace) -> None:
-    """Go on from --load when a run saved there; else start anew, from a converted model there or the reference."""
+    """Go on from --load when a run saved there; else start anew, from a converted model there or the reference.
+
+    The reference is --hf-checkpoint unless --ref-load names one, or --load other weights to begin with.
+    """
+    is_file = args.load is not None and Path(args.load).is_file()  # left for the check to name
+    is_model = is_huggingface_folder(args.load) or is_release(args.load) or is_file
+    if args.ref_load is None and not is_model:
+        args.ref_load = args.hf_checkpoint
     if has_finished_save(args.load) and not is_release(args.load):
         return
     args.no_load_optim = True
     args.no_load_rng = True
     args.finetune = True
-    is_file = args.load is not None and Path(args.load).is_file()  # left for the check to name
-    if not is_huggingface_folder(args.load) and not is_release(args.load) and not is_file:
+    if not is_model:
         args.load = args.ref_load
         if args.ref_ckpt_step is not None:
             args.ckpt_step = args.ref_ckpt_step

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from slime.algorithms.advantages import get_estimator
 from slime.flags.config import backend_flags
 from slime.flags.group import FlagGroup
+from slime.flags.hub import derive_hub_names
 from slime.flags.kinds import (
     gpu_count,
     minutes,
@@ -354,7 +355,7 @@ def check_in_step_arguments(args: Namespace) -> None:
 
 GROUP = FlagGroup(
     add_cluster_arguments,
-    derive=(derive_roles, derive_for_extensions, derive_distributed_backend, derive_cluster),
+    derive=(derive_hub_names, derive_roles, derive_for_extensions, derive_distributed_backend, derive_cluster),
     check=(check_gpus, check_shared_engines),
     advise=(advise_idle_gpus,),
 )

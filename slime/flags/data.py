@@ -28,6 +28,13 @@ from slime.flags.words import NO_BATCH
 
 logger = logging.getLogger(__name__)
 
+MAY_GIVE_OTHER_COUNTS = (
+    "custom_generate_function_path",
+    "custom_convert_samples_to_train_data_path",
+    "load_debug_rollout_data",
+    "load_forge_rollout_data",
+)
+"""With one of these a rollout may have another number of samples than the flags say."""
 LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen", "any")
 
 
@@ -61,6 +68,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         type=file_path,
         metavar="FILE",
         help="Prompts: .jsonl (one JSON object a line) or .parquet; FILE@[a:b] takes rows a to b-1. "
+        "NAME/CONFIG@SPLIT: a data set of the Hugging Face hub, such as openai/gsm8k/main@train. "
         "gym:TASK?size=N&seed=N: questions of reasoning-gym, with their scorer. "
         "verifiers:NAME?argument=value: an environment of verifiers, which plays and scores. "
         "FILE.yaml: a mixture of several.",
@@ -83,7 +91,10 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         help='Columns of images, videos and audio: \'{"image": "images"}\'.',
     )
     group.add_argument(
-        "--apply-chat-template", action="store_true", help="Render each prompt with the tokenizer's chat template."
+        "--apply-chat-template",
+        action="store_true",
+        help="Render each prompt with the tokenizer's chat template; on where rows hold chat messages, which nothing "
+        "else renders.",
     )
     group.add_argument(
         "--apply-chat-template-kwargs",
@@ -109,7 +120,11 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 def _add_batching(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batching", "Sizes of optimizer steps and micro-batches.")
-    group.add_argument("--global-batch-size", type=positive_int, help="Rollouts (samples) per optimizer step.")
+    group.add_argument(
+        "--global-batch-size",
+        type=positive_int,
+        help="Rollouts (samples) per optimizer step. Default: all of a rollout.",
+    )
     group.add_argument(
         "--num-steps-per-rollout",
         type=positive_int,
@@ -205,8 +220,9 @@ def derive_batch_sizes(args: Namespace) -> None:
         args.balance_data = True  # balancing micro-batches by FLOPs balances ranks too
     if args.rollout_batch_size is None:
         return
-    if args.num_steps_per_rollout is not None and args.global_batch_size is None:
-        args.global_batch_size = args.rollout_batch_size * args.n_samples_per_prompt // args.num_steps_per_rollout
+    if args.global_batch_size is None and not args.debug_rollout_only:
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        args.global_batch_size = samples // (args.num_steps_per_rollout or 1)
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
 
@@ -226,9 +242,6 @@ def check_batches(args: Namespace) -> Iterator[str]:
         )
     if args.debug_rollout_only:
         return
-    if batch is None:
-        yield "Neither --global-batch-size nor --num-steps-per-rollout is given: say how many samples a step takes."
-        return
     if steps is not None and batch != samples // steps:
         yield (
             f"--global-batch-size {batch} disagrees with --num-steps-per-rollout {steps}: {product} = {samples} "
@@ -243,6 +256,11 @@ def check_batches(args: Namespace) -> Iterator[str]:
         )
     elif batch > samples and args.load_debug_rollout_data is None:
         yield f"--global-batch-size {batch} is more than the {samples} samples of a rollout ({product})."
+    elif (rest := samples % batch) and not any(getattr(args, name) for name in MAY_GIVE_OTHER_COUNTS):
+        yield (
+            f"--global-batch-size {batch} does not divide the {samples} samples of a rollout ({product}): {rest} of "
+            f"them would not be trained on. Give a divisor of {samples}, or leave the flag out for one step a rollout."
+        )
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu: say how many tokens a micro-batch may have."
     if args.balance_by_flops and not args.use_dynamic_batch_size:
@@ -285,26 +303,9 @@ def advise_micro_batches(args: Namespace) -> None:
         )
 
 
-def advise_incomplete_steps(args: Namespace) -> None:
-    """Log samples that do not fill a step."""
-    if not args.global_batch_size or args.debug_rollout_only:
-        return
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    if rest := samples % args.global_batch_size:
-        logger.warning(
-            "--global-batch-size %d does not divide the %d samples of a rollout (--rollout-batch-size %d x "
-            "--n-samples-per-prompt %d): %d samples of each rollout do not fill a step and are not trained on.",
-            args.global_batch_size,
-            samples,
-            args.rollout_batch_size,
-            args.n_samples_per_prompt,
-            rest,
-        )
-
-
 GROUP = FlagGroup(
     add_data_arguments,
     derive=(derive_prompts, derive_batch_sizes),
     check=(check_batches,),
-    advise=(advise_micro_batches, advise_incomplete_steps),
+    advise=(advise_micro_batches,),
 )

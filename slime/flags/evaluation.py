@@ -22,6 +22,7 @@ from typing import Any
 
 from slime.flags.data import add_data_arguments, add_eval_arguments, check_eval
 from slime.flags.group import FlagGroup
+from slime.flags.hub import data_file
 from slime.flags.kinds import file_path, non_negative_int, positive_float, positive_int, wait_s
 from slime.flags.parser import Parser
 from slime.flags.reward import add_reward_arguments
@@ -281,6 +282,8 @@ def derive_evaluation(args: Namespace) -> None:
     if args.eval_function_path is None:
         args.eval_function_path = args.rollout_function_path
     args.eval_datasets = eval_datasets_from_args(args)
+    for dataset in args.eval_datasets if args.runs_here else ():
+        dataset.path = data_file(dataset.path, f"evaluation data set {dataset.name}:")
 
 
 GROUP = FlagGroup(add_eval_arguments, derive=(derive_evaluation,), check=(check_eval,), once=(derive_evaluation,))

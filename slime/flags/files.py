@@ -48,6 +48,8 @@ def check_files(args: Namespace) -> None:
         _check_starting_point(args)
         list(_checkpoints(args))
     _check_replay(args)
+    _render_messages(args)
+    _check_chat_template(args)
     with _tokenizer_trial(args) as trial:  # which begins while the rows are read
         _check_prompts(args, trial)
         _check_eval_data(args, trial)
@@ -69,10 +71,31 @@ def _check_model(args: Namespace) -> None:
             from slime.weights.quantize import read_format
 
             read_format(quantized)
-    if args.apply_chat_template and not _may_have_chat_template(folder):
+
+
+def _render_messages(args: Namespace) -> None:
+    """Turn on --apply-chat-template where rows hold chat messages, which nothing else would render."""
+    from slime.rollout.prompt_files import read_rows, readers_of
+
+    if args.prompt_data is None or args.apply_chat_template or not _is_plain(args):
+        return
+    for source in args.prompt_sources:
+        _, row = next(iter(read_rows(source["path"], readers=readers_of(args))), ("", {}))
+        key = source.get("input_key", args.input_key)
+        if isinstance(row.get(key), list):
+            logger.info("%s (--input-key) is a list of chat messages: --apply-chat-template is on.", key)
+            args.apply_chat_template = True
+            for dataset in args.eval_datasets:
+                dataset.apply_chat_template = True
+            return
+
+
+def _check_chat_template(args: Namespace) -> None:
+    if args.apply_chat_template and not _may_have_chat_template(Path(args.hf_checkpoint)):
         raise ConfigError(
-            f"--apply-chat-template: the tokenizer of --hf-checkpoint {folder} has no chat template; a base model has "
-            "none. Drop the flag, use the instruct model's tokenizer, or put a chat_template.jinja into the folder."
+            f"--apply-chat-template: the tokenizer of --hf-checkpoint {args.hf_checkpoint} has no chat template; a "
+            "base model has none. Drop the flag, name a column of text, use the instruct model's tokenizer, or put a "
+            "chat_template.jinja into the folder."
         )
 
 
@@ -147,7 +170,7 @@ def _check_save_folder(args: Namespace) -> None:
 
 def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
     """Yield flag and folder of each checkpoint that the actor loads."""
-    flag = "--ref-load" if args.load == args.ref_load else "--load"
+    flag = _flag_of_start(args)
     yield flag, inspect_checkpoint(args.load, flag, step=args.ckpt_step)
     if args.ref_load is None and uses_reference(args) and not args.reference_in_actor:
         asking = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
@@ -157,6 +180,12 @@ def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
     flag = "--opd-teacher-load" if args.opd_teachers is None else "--opd-teachers"
     for folder in trainer_teachers(args).values():
         yield flag, inspect_checkpoint(folder, flag, step=args.opd_teacher_ckpt_step)
+
+
+def _flag_of_start(args: Namespace) -> str:
+    if args.load != args.ref_load:
+        return "--load"
+    return "--hf-checkpoint" if args.load == args.hf_checkpoint else "--ref-load"
 
 
 def check_contents(args: Namespace) -> None:
@@ -187,12 +216,7 @@ def check_contents(args: Namespace) -> None:
 
 
 def _check_starting_point(args: Namespace) -> None:
-    if args.load is None:
-        raise ConfigError(
-            "Nothing to start from: neither --load nor --ref-load names a checkpoint. Give a Megatron checkpoint "
-            "(tools/convert_hf_to_torch_dist.py makes one) or a Hugging Face folder."
-        )
-    flag = "--ref-load" if args.load == args.ref_load else "--load"
+    flag = _flag_of_start(args)
     found = inspect_checkpoint(args.load, flag, step=args.ckpt_step)
     if found.kind == "huggingface":
         _check_format(args.load, flag)
@@ -351,12 +375,6 @@ def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
     if not _is_plain(args):
         return
     where, row = next(iter(read_rows(source["path"], readers=readers_of(args))))
-    input_key = source.get("input_key", args.input_key)
-    if not isinstance(row[input_key], str) and not args.apply_chat_template:
-        raise DataError(
-            f"{where}: {input_key} (--input-key) is a list of chat messages, and nothing renders it to text; add "
-            "--apply-chat-template, or name a column of text."
-        )
     if args.custom_rm_path:
         return
     own = parse_metadata(row.get(args.metadata_key), where).get("rm_type")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import netrc
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime.flags.algorithm import add_algorithm_arguments
 from slime.flags.checkpoint import add_checkpoint_arguments
@@ -159,6 +162,27 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_wandb(args: Namespace) -> Iterator[str]:
+    """Yield a message for a run that Weights & Biases would not let in."""
+    mode = args.wandb_mode or env.get_str("WANDB_MODE")
+    if not args.use_wandb or not args.runs_here or mode in ("offline", "disabled", "dryrun"):
+        return
+    if args.wandb_key is None and not _is_logged_in(args.wandb_host):
+        yield (
+            "--use-wandb has no key: set WANDB_API_KEY, give --wandb-key-file, or run wandb login; --wandb-mode "
+            "offline needs none."
+        )
+
+
+def _is_logged_in(host: str | None) -> bool:
+    """Return True when ``wandb login`` has left a key in the user's netrc."""
+    address = host or env.get_str("WANDB_BASE_URL") or "https://api.wandb.ai"
+    try:
+        return netrc.netrc(env.get_str("NETRC")).authenticators(str(urlsplit(address).hostname)) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
 def derive_observability(args: Namespace) -> None:
     """Read the key of Weights & Biases."""
     if args.wandb_key is None:
@@ -171,4 +195,4 @@ def derive_observability(args: Namespace) -> None:
         )
 
 
-GROUP = FlagGroup(add_observability_arguments, derive=(derive_observability,))
+GROUP = FlagGroup(add_observability_arguments, derive=(derive_observability,), check=(check_wandb,))

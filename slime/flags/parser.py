@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from slime.flags import peers
 from slime.flags.group import FlagGroup, declare_all
 from slime.flags.kinds import Number, WholeNumber, any_float, any_int, text
 from slime.utils.errors import ConfigError
@@ -48,8 +49,11 @@ class Parser(argparse.ArgumentParser):
             ) from error
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if value is not None:  # it was taken back
-            super()._check_value(action, value)
+        if value is None:  # it was taken back
+            return
+        if action.dest == "advantage_estimator" and (ours := peers.VALUES.get(str(value).lower())) is not None:
+            raise argparse.ArgumentError(action, f"{value!r} is not a value of this flag; {ours}")
+        super()._check_value(action, value)
 
     def flag_with(self, attribute: str) -> argparse.Action | None:
         """Return the flag that sets an attribute; of several the one that takes a value."""

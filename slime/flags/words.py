@@ -10,6 +10,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from slime.flags import peers
 from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 from slime.utils.redaction import redacted
@@ -125,7 +126,8 @@ def flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _unknown_flag_line(name: str, parser: Parser) -> str:
     if (reason := parser.no_flags.get(name)) is not None:
         return f"{name} is not a flag: {reason}. Leave it out."
-    similar = nearest(name, parser._option_string_actions)
+    ours = peers.FLAGS.get(name.replace("_", "-").lower())
+    similar = [ours] if ours is not None else nearest(name, parser._option_string_actions)
     if similar:
         return f"{name} is not a flag. Did you mean {' or '.join(similar)}?"
     return f"{name} is not a flag, and none is like it. See docs/flags.md, or train.py --help."

@@ -32,11 +32,6 @@ CHECKPOINTS = (
         says=("--hf-checkpoint is not given",),
     ),
     Broken(
-        mistake="a model's name in the place of its folder",
-        flags="--hf-checkpoint Qwen/Qwen3-4B",
-        says=("--hf-checkpoint: Qwen/Qwen3-4B is not a folder", "hf download"),
-    ),
-    Broken(
         mistake="a Megatron checkpoint in the place of the model",
         flags="--hf-checkpoint $folder/dist",
         files={"dist/latest_checkpointed_iteration.txt": "release", "dist/release/metadata.json": "{}"},
@@ -89,11 +84,6 @@ CHECKPOINTS = (
         files={"model/tokenizer_config.json": "{}"},
         flags="--apply-chat-template",
         says=("--apply-chat-template", "chat template", "--hf-checkpoint"),
-    ),
-    Broken(
-        mistake="nothing to start from",
-        without=("--ref-load",),
-        says=("neither --load nor --ref-load", "tools/convert_hf_to_torch_dist.py"),
     ),
     Broken(
         mistake="no reference for the KL",
@@ -187,10 +177,12 @@ DATA = (
         error=DataError,
     ),
     Broken(
-        mistake="messages that nobody renders",
-        files={"prompts.jsonl": '{"input": [{"role": "user", "content": "1+1="}], "label": "2"}\n'},
-        says=("prompts.jsonl line 1", "list of chat messages", "--apply-chat-template"),
-        error=DataError,
+        mistake="messages for a base model",
+        files={
+            "prompts.jsonl": '{"input": [{"role": "user", "content": "1+1="}], "label": "2"}\n',
+            "model/tokenizer_config.json": "{}",
+        },
+        says=("--apply-chat-template", "has no chat template", "name a column of text"),
     ),
     Broken(
         mistake="a grader of answers without the answers' column",

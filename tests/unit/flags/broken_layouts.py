@@ -182,8 +182,7 @@ BATCHES = (
     Broken(
         mistake="a batch that leaves samples over",
         flags="--global-batch-size 96",
-        says=("--global-batch-size 96", "256 samples", "64", "not trained on"),
-        error=None,
+        says=("--global-batch-size 96 does not divide the 256 samples", "64 of them would not be trained on"),
     ),
     Broken(
         mistake="a batch larger than the rollout",
@@ -200,11 +199,6 @@ BATCHES = (
         without=("--global-batch-size",),
         flags="--num-steps-per-rollout 512",
         says=("--num-steps-per-rollout 512 is more than the 256 samples",),
-    ),
-    Broken(
-        mistake="no batch",
-        without=("--global-batch-size",),
-        says=("--global-batch-size", "--num-steps-per-rollout", "how many samples a step takes"),
     ),
     Broken(
         mistake="fewer samples in a step than data-parallel ranks",

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from slime.flags import peers
 from slime.flags.first_look import MATTER, first_look
 from slime.flags.table import read_table
 from slime.flags.words import NO_BATCH, NO_LENGTH, NO_MODEL
@@ -48,6 +49,8 @@ def test_the_first_message_comes_without_the_imports_that_take_seconds():
         (["--colocate", "yes"], "'yes' belongs to no flag"),
         (["--advantage-estimator", "grop"], "invalid choice: 'grop'"),
         (["--sglang-tp-sizes", "2"], "--sglang-tp-sizes is not a flag"),
+        (["--learning-rate", "1e-6"], "--learning-rate is not a flag. Did you mean --lr?"),
+        (["--advantage-estimator", "DAPO"], "DAPO is grpo with other flags: docs/howto/dapo.md"),
         (["--timers", "x"], "--timers is not a flag: set by the training step"),
     ],
 )
@@ -68,6 +71,11 @@ def test_a_wrong_word_is_refused_as_the_parser_would(word, said, capsys):
 def test_what_only_the_parser_can_judge_passes(word):
     words = [*ENOUGH, *word]
     assert first_look(words) == words
+
+
+def test_words_of_other_trainers_are_no_flags_here_and_are_answered_with_flags():
+    flags = {name for group in read_table()["groups"] for row in group["flags"] for name in row["names"]}
+    assert peers.FLAGS.keys() & flags == set() and set(peers.FLAGS.values()) <= flags
 
 
 def test_flags_that_every_run_needs_are_named_unless_a_file_or_a_plan_may_give_them(capsys):

@@ -10,7 +10,8 @@ from slime.flags.checkpoint import TRACKER
 from slime.flags.config import backend_flags
 from slime.flags.fault_tolerance import check_on_nan
 from slime.flags.group import derive_all
-from slime.flags.parse import GROUPS, args_to_resume
+from slime.flags.parse import GROUPS, args_to_resume, slime_validate_args
+from tests.unit.talking_engine import make_tokenizer
 
 
 @pytest.fixture
@@ -27,6 +28,31 @@ def test_steps_per_rollout_give_the_global_batch_size(resolved):
     args = resolved("--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--num-steps-per-rollout", "2")
     assert args.global_batch_size == 128
     assert args.over_sampling_batch_size == 32
+
+
+def test_without_a_batch_size_a_step_takes_all_of_a_rollout(make_args):
+    args = make_args(without=("--num-steps-per-rollout",))
+    slime_validate_args(args)
+    assert args.global_batch_size == 8
+
+
+@pytest.mark.parametrize("load", ["", "--load empty"])
+def test_the_reference_is_the_checkpoint_where_none_is_named(make_args, model_folder, load):
+    args = make_args("--use-kl-loss", *load.split(), without=("--ref-load",))
+    slime_validate_args(args)
+    assert (args.ref_load, args.load) == (str(model_folder), str(model_folder))
+
+
+def test_rows_of_messages_are_rendered(make_args, model_folder, prompt_file):
+    make_tokenizer().save_pretrained(model_folder)
+    prompt_file.write_text('{"input": [{"role": "user", "content": "1+1="}], "label": "2"}\n' * 4)
+    args = make_args("--eval-interval", "1", "--eval-prompt-data", "held_out", str(prompt_file))
+    args.runs_here = False  # nothing is read
+    slime_validate_args(args)
+    assert args.apply_chat_template is False
+    args = make_args("--eval-interval", "1", "--eval-prompt-data", "held_out", str(prompt_file))
+    slime_validate_args(args)
+    assert (args.apply_chat_template, args.eval_datasets[0].apply_chat_template) == (True, True)
 
 
 def test_eps_clip_high_is_eps_clip_unless_given(resolved):

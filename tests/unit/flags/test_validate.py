@@ -109,6 +109,28 @@ def test_impossible_combinations_are_refused(complaint, make_args, words, says):
         assert says in complaint(*words)
 
 
+def test_a_batch_that_does_not_divide_the_rollout_is_refused_unless_a_plug_in_may_give_other_counts(
+    complaint, make_args
+):
+    words = ["--global-batch-size", "3"]
+    without = ("--num-steps-per-rollout",)
+    assert "2 of them would not be trained on. Give a divisor of 8" in complaint(*words, without=without)
+    slime_validate_args(
+        make_args(*words, "--custom-generate-function-path", "slime.rollout.sglang_rollout.generate", without=without)
+    )
+
+
+def test_wandb_wants_a_key_a_login_or_no_network(complaint, make_args, monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert "WANDB_API_KEY" in complaint("--use-wandb")
+    slime_validate_args(make_args("--use-wandb", "--wandb-mode", "offline"))
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    slime_validate_args(make_args("--use-wandb"))
+    assert "WANDB_API_KEY" in complaint("--use-wandb", "--wandb-host", "https://wandb.example.org")
+
+
 def test_epochs_need_a_data_set(complaint):
     text = complaint("--num-epoch", "1", "--disable-rollout-global-dataset", without=("--num-rollout",))
     assert "give --num-rollout" in text

@@ -22,16 +22,9 @@ from slime.backends.megatron_utils.flags.field_table import has_narrow_moments
 from slime.backends.megatron_utils.flags.own_flags import load_spec
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
 from slime.backends.megatron_utils.models import FAMILIES
+from slime.flags.data import MAY_GIVE_OTHER_COUNTS
 from slime.utils.errors import ConfigError
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
-
-_MAY_GIVE_OTHER_COUNTS = (
-    "custom_generate_function_path",
-    "custom_convert_samples_to_train_data_path",
-    "load_debug_rollout_data",
-    "load_forge_rollout_data",
-)
-"""With one of these a rollout may have another number of samples than the flags say."""
 
 
 def check_arguments(args: Namespace) -> None:
@@ -178,7 +171,7 @@ def _check_pipeline(args: Namespace) -> None:
 
 
 def _check_batch(args: Namespace) -> None:
-    if not args.global_batch_size or any(getattr(args, name) for name in _MAY_GIVE_OTHER_COUNTS):
+    if not args.global_batch_size or any(getattr(args, name) for name in MAY_GIVE_OTHER_COUNTS):
         return
     samples, ranks = args.global_batch_size, args.data_parallel_size
     if samples < ranks:
