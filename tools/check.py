@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.utils import env  # noqa: E402
 from slime.utils.errors import SlimeError  # noqa: E402
 from tools.plugin_check.bench import Bench  # noqa: E402
 from tools.plugin_check.examine import ALL, examine, find_hook, short_name  # noqa: E402
@@ -63,7 +64,7 @@ def chosen_plugins(args: argparse.Namespace) -> list[tuple[str, str, list[str]]]
     """
     chosen = [(find_hook(args.hook).flag, args.path)] if args.hook else []
     for hook in ALL:
-        from_environment = os.environ.get(ENVIRONMENT + hook.dest.upper())
+        from_environment = env.get_str(ENVIRONMENT + hook.dest.upper())
         chosen += [(hook.flag, path) for path in getattr(args, hook.dest) or [from_environment] if path]
     recognised = [(path, recognise(path)) for path in args.paths]
     return [
