@@ -128,7 +128,6 @@ class SGLangEngine(EngineServer):
         self._bootstrap_port = disaggregation_bootstrap_port
         self._released.clear()
         self.unfinished_push = None
-        self._adapter = self._unloading = None
         name = f"engine {self.rank} {format_host_port(host, port)}"
         self.server = ServerControl(http_url(host, port), api_key=self._secret, name=name)
         self._worker_key = None if self._secret is None else generation_key(self._secret)

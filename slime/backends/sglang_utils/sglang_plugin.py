@@ -4,8 +4,7 @@ A request with ``custom_params: {"return_top_p_token_ids": true}`` gets the nucl
 log-probs renormalised over them.  ``server_main`` registers the hooks in slime's engines; in an engine of somebody
 else SGLang finds them by the entry point of the installed package.
 
-A request that names no adapter runs on the one pushed last (``--lora-push adapter``), whose version is served as soon
-as it is loaded.  Every answer names its engine.
+Every answer names its engine.
 A pause ends as soon as aborted requests have.
 Scales that no push brings outlast a sleep.
 Neither half of a request waits for one that has ended (``request_halves``).
@@ -20,10 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from functools import cache
 from typing import Any
 
@@ -43,7 +40,6 @@ from slime.backends.sglang_utils.request_check import (
 )
 from slime.utils.net import format_host_port
 from slime.utils.sglang_meta import TOP_P_ASK
-from slime.weights.push.adapter import ADAPTER_PREFIX, IN_ONE_BUFFER, named_parts
 
 logger = logging.getLogger(__name__)
 
@@ -51,21 +47,14 @@ _ASKED = "_slime_asks_for_nuclei"
 """Attribute of a SamplingBatchInfo: for each request of the batch, whether it asked."""
 _CAPTURE = "_slime_capture"
 """Attribute of a Sampler while it samples."""
-_GATED = "_slime_gated_layers"
-"""Attribute of an engine's model: see :func:`_gated_layers`."""
 _OWN_SCALES = "slime_own_scales"
 """Key in the state that SGLang keeps of a model that sleeps."""
-_running: Counter[str | None] = Counter()
-"""Requests under way, by the id of their adapter."""
-LOST_COUNT_S = 5.0
-"""An adapter without requests for so long has none in the scheduler either, which aborts within a step."""
 PAUSE_LOOK_S = 0.01
 """Between two looks whether aborted requests have ended, for a second; then SGLang's own wait begins."""
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "transformers.PreTrainedTokenizerBase"
-_ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 _ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
 _SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
 _MEMORY = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal"
@@ -100,12 +89,6 @@ def register() -> None:
         (f"{_TOKENIZER}.encode", _check_text, HookType.BEFORE),
         (f"{_TOKENIZER}.__call__", _check_text, HookType.BEFORE),
         (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, HookType.AROUND),
-        ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload, HookType.AROUND),
-        (f"{_TOKENIZER_MANAGER}.load_lora_adapter_from_tensors", _serve_adapter, HookType.AROUND),
-        ("sglang.srt.managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors", _read_adapter, HookType.AROUND),
-        (f"{_ADAPTER}._build_moe_gated_map", _gated_layers, HookType.AROUND),
-        (f"{_ADAPTER}.initialize_weights_from_tensors", _take_adapter, HookType.AROUND),
-        ("sglang.srt.model_executor.model_runner.ModelRunner.unload_lora_adapter", _unload_adapter, HookType.AROUND),
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
         (f"{_ROPE}.get_rope_index_glm4v", _glm_positions, HookType.AROUND),
@@ -235,12 +218,11 @@ async def _generate(original: Callable[..., Any], manager: Any, obj: Any, reques
         if request is None or not request.url.path.startswith("/health"):  # the server's own, whose id it needs
             check_request(obj, labels=_labels(manager), scores_items=manager.server_args.enable_mis)
             end = give_own_ids(obj)
-        version = _choose_adapter(manager, obj)
-        async with _counted(_lora_id(manager, obj)), aclosing(original(manager, obj, request)) as answers:
+        async with aclosing(original(manager, obj, request)) as answers:
             async for answer in answers:
                 for one in answer if isinstance(answer, list) else [answer]:
                     if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
-                        _complete(one["meta_info"], engine, version, end)
+                        _complete(one["meta_info"], engine, end)
                 yield answer
     except RuntimeError as error:
         if LOADING not in str(error):
@@ -251,11 +233,9 @@ async def _generate(original: Callable[..., Any], manager: Any, obj: Any, reques
         raise ValueError(f"The request is not what SGLang takes: {type(error).__name__}: {error}") from error
 
 
-def _complete(meta: dict[str, Any], engine: str, version: str | None, end: str) -> None:
+def _complete(meta: dict[str, Any], engine: str, end: str) -> None:
     pack_meta(meta)
     meta["engine"] = engine
-    if version is not None:
-        meta["weight_version"] = version
     if end:
         meta["id"] = meta["id"].replace(end, "")
 
@@ -309,109 +289,6 @@ async def _pause(original: Callable[..., Any], manager: Any, request: Any) -> No
     await original(manager, request)
 
 
-@asynccontextmanager
-async def _counted(lora_id: str | None) -> AsyncIterator[None]:
-    _running[lora_id] += 1
-    try:
-        yield
-    finally:
-        _running[lora_id] -= 1
-
-
-def _lora_id(manager: Any, obj: Any) -> str | None:
-    adapters = manager.lora_registry.get_all_adapters() if manager.server_args.enable_lora else {}
-    return adapters[obj.lora_path].lora_id if isinstance(obj.lora_path, str) and obj.lora_path in adapters else None
-
-
-async def _wait_for_unload(original: Callable[..., Any], registry: Any, lora_id: str) -> None:
-    """Wait for the requests of an adapter by our own count too, and some seconds more.
-
-    SGLang never counts down those that end before or outside its scheduler: refused prompts, its health check.
-    """
-    waiting = asyncio.ensure_future(original(registry, lora_id))
-    idle_since_s = time.monotonic()
-    while not waiting.done():
-        await asyncio.wait([waiting], timeout=0.1)
-        if _running[lora_id]:
-            idle_since_s = time.monotonic()
-        elif time.monotonic() - idle_since_s > LOST_COUNT_S:
-            waiting.cancel()
-            registry._counters.pop(lora_id, None)
-            break
-    _running.pop(lora_id, None)
-
-
-async def _serve_adapter(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
-    """Load an adapter, and serve one of a push as its version at once: a push needs no second request for that."""
-    result = await original(manager, request, *args)
-    if result.success and request.lora_name.startswith(ADAPTER_PREFIX):
-        manager.server_args.weight_version = request.lora_name.removeprefix(ADAPTER_PREFIX)
-    return result
-
-
-def _read_adapter(original: Callable[..., Any], worker: Any, request: Any) -> Any:
-    """Read an adapter in one buffer.  SGLang's own bucket describes each tensor by an object, and its process has not
-    been prepared to map memory of a GPU, as it is for weights.
-    """
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-    monkey_patch_torch_reductions()
-    if request.load_format != IN_ONE_BUFFER:
-        return original(worker, request)
-    tensors = named_parts(*MultiprocessingSerializer.deserialize(request.serialized_tensors))
-    return worker.model_runner.load_lora_adapter_from_tensors(
-        request.to_ref(), tensors, request.config_dict, request.added_tokens_config
-    )
-
-
-def _take_adapter(original: Callable[..., None], adapter: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Leave an adapter that came in memory of the GPU on the GPU: SGLang takes each tensor to the host, and all of
-    them back with the first batch.
-    """
-    layers = {name: _layer_of(name) for name in tensors}
-    if None in layers.values():
-        original(adapter, tensors)
-        return
-    held = [layer.weights for layer in adapter.layers]
-    for name, tensor in tensors.items():
-        held[layers[name]][name] = tensor
-    adapter._normalize_weights()  # joins some of them, in memory of its own
-    ids = {id(tensor) for tensor in tensors.values() if not tensor.is_cpu}  # with the answer the trainer frees them
-    lent = {name: one for weights in held for name, one in weights.items() if id(one) in ids}
-    if lent:  # in one copy: a launch for each takes longer
-        shapes = [(name, one.shape) for name, one in lent.items()]
-        own = named_parts(torch.cat([one.view(-1) for one in lent.values()]), shapes)
-        for weights in held:
-            weights.update({name: own[name] for name in weights if name in own})
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
-
-
-@cache  # pushes repeat
-def _layer_of(name: str) -> Any:
-    from sglang.srt.layers.utils import get_layer_id
-
-    return get_layer_id(name)
-
-
-def _gated_layers(original: Callable[..., dict[int, bool]], model: torch.nn.Module) -> dict[int, bool]:
-    """Return which layers have gated experts, found once: SGLang walks over all modules of the model each time."""
-    held = vars(model)
-    if _GATED not in held:
-        held[_GATED] = original(model)
-    found: dict[int, bool] = held[_GATED]
-    return found
-
-
-def _unload_adapter(original: Callable[..., Any], runner: Any, lora_ref: Any) -> Any:
-    """Unload an adapter and leave its memory in torch's cache, for the one that is loaded next.
-
-    SGLang empties the cache twice, to log the free memory.
-    """
-    return runner.lora_manager.unload_lora_adapter(lora_ref)
-
-
 def _receive_images(original: Callable[..., Any], receiver: Any, requests: Any, *args: Any, **options: Any) -> Any:
     """Let a scheduler join an encoder's features with a prompt of ids, as it does with text.
 
@@ -452,19 +329,3 @@ def _forget_images(is_flushed: bool, scheduler: Any, *args: Any, **options: Any)
 
     if is_flushed and mm_utils.embedding_cache is not None:
         mm_utils.embedding_cache.clear()
-
-
-def _choose_adapter(manager: Any, obj: Any) -> str | None:
-    """Let a request that names no adapter run on the one pushed last; return the version of this adapter.
-
-    So clients need not know of adapters, and a request ends under the version that it began with.
-    """
-    if not manager.server_args.enable_lora or str(obj.rid).startswith("HEALTH_CHECK"):
-        return None
-    version: str = manager.server_args.weight_version
-    last = f"{ADAPTER_PREFIX}{version}"
-    if obj.lora_path is None and any(
-        one.lora_name == last for one in manager.lora_registry.get_all_adapters().values()
-    ):
-        obj.lora_path = last
-    return version if obj.lora_path == last else None

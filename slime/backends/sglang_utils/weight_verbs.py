@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim.weights_checker import ACTIONS
 from slime.backends.sglang_utils.loader_report import CHECK_REPORT, flatten_reports
-from slime.backends.sglang_utils.server_control import NoAnswer
 from slime.utils.errors import ConfigError, EngineError, ProcessError, WeightSyncError
-from slime.weights.push.adapter import ADAPTER_PREFIX, IN_ONE_BUFFER
 from slime.weights.push.wire import NOTHING
 
 logger = logging.getLogger(__name__)
@@ -30,10 +27,6 @@ class WeightVerbs:
     tp_size: int = 1
     unfinished_push: str | None = None
     """The push that was begun last and not completed: while it is set, the engine must not serve."""
-    _adapter: str | None = None
-    """Name of the adapter that the server runs requests with."""
-    _unloading: Future[None] | None = None
-    """The end of the one before, which waits for its requests."""
 
     def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
         raise NotImplementedError
@@ -164,31 +157,6 @@ class WeightVerbs:
             raise WeightSyncError(
                 f"engine {self.rank}: {loader.rpartition('.')[2]} found {len(problems)} problems:\n  {shown(problems)}"
             )
-
-    def load_adapter(self, weight_version: str, config: dict[str, Any], tensors: str, is_handle: bool) -> None:
-        """Run requests that begin from now on with an adapter; the one before goes when its requests have ended."""
-        name = f"{ADAPTER_PREFIX}{weight_version}"
-        if self._adapter == name:
-            return  # a resend, which only another engine missed
-        self._finish_unloading()
-        adapter = {"lora_name": name, "config_dict": config, "serialized_tensors": tensors}
-        load_format = {"load_format": IN_ONE_BUFFER} if is_handle else {}
-        self.post("/load_lora_adapter_from_tensors", adapter | load_format)
-        old, self._adapter = self._adapter, name  # our plugin serves it from now on
-        if old is not None:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="unload adapters")
-            # It waits for its requests.
-            self._unloading = pool.submit(self.post, "/unload_lora_adapter", {"lora_name": old})
-            pool.shutdown(wait=False)
-
-    def _finish_unloading(self) -> None:
-        """Wait for the requests of the adapter that the last push took out of use."""
-        unloading, self._unloading = self._unloading, None
-        try:
-            if unloading is not None:
-                unloading.result(self.args.weight_update_timeout_s)
-        except (NoAnswer, TimeoutError):
-            logger.info("engine %d: requests of an old adapter still run; the new one waits in its queue", self.rank)
 
 
 def shown(problems: Sequence[str]) -> str:

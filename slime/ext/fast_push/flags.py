@@ -28,7 +28,7 @@ def derive_fast_push(args: Namespace) -> None:
     """Have engines start with the loaders that a verified push asks."""
     if args.weight_push == "verified":
         args.weight_loaders = [*WEIGHT_LOADERS]
-        args.engine_plugins = [PLUGIN]
+        args.engine_plugins.append(PLUGIN)
 
 
 def check_plain_push(args: Namespace) -> Iterator[str]:

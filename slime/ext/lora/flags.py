@@ -13,6 +13,7 @@ from slime.flags.debug import template_problem
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, fraction_below_one, positive_float, positive_int
 
+PLUGIN = "slime.ext.lora.sglang_plugin.register"
 ALL_LINEAR = "all-linear"
 """Every linear layer of the decoder: attention, MLP, shared and routed experts."""
 
@@ -129,6 +130,8 @@ def derive_lora(args: Namespace) -> None:
     if args.lora_rank is not None:
         args.reference_in_actor = True
         args.push_sends_model = args.lora_push != "adapter"
+        if args.lora_push == "adapter":
+            args.engine_plugins.append(PLUGIN)
 
 
 def complete_lora(args: Namespace) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.models import find_family, weight_map_of_run
+from slime.ext.lora.engine_adapters import as_engines_call
 from slime.ext.lora.flags import ALL_LINEAR, LoraConfig, engine_adapters, lora_base, lora_config
 from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
 from slime.flags.config import backend_flags
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import read_model_type
-from slime.weights.push.adapter import as_engines_call
 from slime.weights.stored_tensors import read_header
 
 _LINEAR = re.compile(

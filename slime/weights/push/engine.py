@@ -113,11 +113,3 @@ class EngineProxy(ABC):
     ) -> Pending:
         """Undo or redo the engine's own repacking of quantized weights.  Stock SGLang does not have the endpoint."""
         return self.start("post_process_weights", restore_weights_before_load, post_process_quantization)
-
-    def load_adapter(self, weight_version: str, config: dict[str, Any], tensors: str, is_handle: bool) -> Pending:
-        """Run requests that begin from now on with an adapter; the one before goes when its requests have ended.
-
-        Args:
-            is_handle: they lie in one buffer of shared memory instead, as :data:`IN_ONE_BUFFER` says.
-        """
-        return self.start("load_adapter", weight_version, config, tensors, is_handle)

@@ -25,14 +25,14 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: E402, F401
 from slime.backends.megatron_utils import initialize  # noqa: E402
 from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import start_server, wait_until_healthy  # noqa: E402
-from slime.ext.lora.flags import lora_config  # noqa: E402
+from slime.ext.lora.engine_adapters import as_engines_call  # noqa: E402
+from slime.ext.lora.flags import PLUGIN, lora_config  # noqa: E402
 from slime.ext.lora.peft_folder import peft_config  # noqa: E402
 from slime.ext.lora.state import adapter_table, peft_tensors, save_peft  # noqa: E402
 from slime.ext.lora.targets import engine_settings  # noqa: E402
 from slime.train_data.convert import samples_to_train_data  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
-from slime.weights.push.adapter import as_engines_call  # noqa: E402
 from slime.weights.push.wire import as_text  # noqa: E402
 from tests.loaded_model.rank import UNWRITTEN  # noqa: E402
 from tests.matrix import trainer  # noqa: E402
@@ -73,7 +73,7 @@ def serving(folder: Path, args: Namespace, paths: list[str]) -> Iterator[ServerC
             "lora_strict_loading": True,
         },
     }
-    process = start_server(settings, name="the engine")
+    process = start_server(settings, name="the engine", plugins=[PLUGIN])
     control = ServerControl(f"http://127.0.0.1:{port}")
     try:
         wait_until_healthy(process, control, timeout_s=600)

@@ -13,9 +13,9 @@ import torch
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.compose import parse_args
+from slime.ext.lora.engine_adapters import as_engines_call
 from slime.ext.lora.targets import engine_settings
 from slime.utils.errors import ConfigError, SlimeError
-from slime.weights.push.adapter import as_engines_call
 from tests.matrix.case import load_cases
 from tests.matrix.trainer import make_args
 from tests.unit.flags.broken_configurations import Broken

@@ -6,9 +6,7 @@ import asyncio
 from argparse import Namespace
 from array import array
 from collections.abc import AsyncIterator
-from concurrent.futures import Future, wait
-from contextlib import nullcontext
-from threading import Event, Timer
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +15,10 @@ import torch
 
 from slime.backends.sglang_utils import cpu_shim, sglang_engine, sglang_plugin
 from slime.backends.sglang_utils.cpu_shim import weights_checker
-from slime.backends.sglang_utils.server_control import NoAnswer, Refused
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-from slime.backends.sglang_utils.sglang_plugin import _choose_adapter
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs
 from slime.utils.errors import DataError, DeadlineError, WeightSyncError
 from slime.utils.misc import load_function
-from slime.weights.push.adapter import IN_ONE_BUFFER
 
 
 class NotingServer:
@@ -118,85 +113,6 @@ def test_an_engine_whose_model_differs_from_its_digests_is_ended(engine, monkeyp
     assert stopped == [True, True] and engine.server.asked == []
 
 
-def asked_of_adapters(engine):
-    return [(path.rpartition("/")[2], json["lora_name"]) for _, path, json in engine.server.asked]
-
-
-def test_an_engine_holds_two_adapters_in_turn(engine):
-    for version in ("1", "2", "2", "3", "4"):
-        engine.load_adapter(version, {"r": 2}, "tensors", version == "4")
-        wait([engine._unloading] if engine._unloading else [])
-    load, unload = "load_lora_adapter_from_tensors", "unload_lora_adapter"
-    assert asked_of_adapters(engine) == [  # once for version 2: this engine did not miss the resend
-        (load, "slime-1"),
-        *[(load, "slime-2"), (unload, "slime-1")],
-        *[(load, "slime-3"), (unload, "slime-2")],
-        *[(load, "slime-4"), (unload, "slime-3")],
-    ]
-    sent = engine.server.asked[-2][2]
-    assert sent["serialized_tensors"] == "tensors" and sent["config_dict"] == {"r": 2}
-    assert sent["load_format"] == IN_ONE_BUFFER and "load_format" not in engine.server.asked[0][2]
-
-
-def test_a_push_does_not_wait_for_an_old_adapters_requests_and_the_next_one_does(engine, monkeypatch):
-    request, have_ended = engine.server.request, Event()
-
-    def slow(method: str, path: str, **options: Any) -> Any:
-        if path == "/unload_lora_adapter":
-            assert have_ended.wait(20)
-        return request(method, path, **options)
-
-    monkeypatch.setattr(engine.server, "request", slow)
-    for version in ("1", "2"):
-        engine.load_adapter(version, {}, "tensors", False)
-    assert not engine._unloading.done()
-    Timer(0.2, have_ended.set).start()
-    engine.load_adapter("3", {}, "tensors", False)
-    asked = asked_of_adapters(engine)
-    assert asked.index(("unload_lora_adapter", "slime-1")) < asked.index(("load_lora_adapter_from_tensors", "slime-3"))
-
-
-@pytest.mark.parametrize("error", [NoAnswer("not within 60 s"), Refused("no such adapter", 400)])
-def test_an_old_adapter_that_does_not_go_in_time_leaves_the_wait_to_sglang_and_other_errors_are_raised(engine, error):
-    engine.load_adapter("1", {}, "tensors", False)
-    engine._unloading = Future()
-    engine._unloading.set_exception(error)
-    with nullcontext() if isinstance(error, NoAnswer) else pytest.raises(Refused, match="no such adapter"):
-        engine.load_adapter("2", {}, "tensors", False)
-    engine.load_adapter("2", {}, "tensors", False)  # as a resend does
-    assert [name for _, name in asked_of_adapters(engine)] == ["slime-1", "slime-2", "slime-1"]
-
-
-def test_a_request_without_adapter_runs_on_the_last_one_and_keeps_its_version():
-    held = {"slime-4": SimpleNamespace(lora_name="slime-4")}
-    registry = SimpleNamespace(get_all_adapters=lambda: held)
-    settings = SimpleNamespace(enable_lora=True, weight_version="4")
-    manager = SimpleNamespace(server_args=settings, lora_registry=registry)
-    request, other = SimpleNamespace(lora_path=None, rid="1"), SimpleNamespace(lora_path="mine", rid="2")
-    probe = SimpleNamespace(lora_path=None, rid="HEALTH_CHECK_1")
-    assert (_choose_adapter(manager, probe), probe.lora_path) == (None, None)
-    assert (_choose_adapter(manager, request), request.lora_path) == ("4", "slime-4")
-    assert (_choose_adapter(manager, other), other.lora_path) == (None, "mine")
-    settings.weight_version = "default"  # before the first push: the model as it is
-    request.lora_path = None
-    assert (_choose_adapter(manager, request), request.lora_path) == (None, None)
-
-
-@pytest.mark.parametrize(("name", "success", "served"), [
-    ("slime-5", True, "5"), ("slime-5", False, "4"), ("mine", True, "4"),
-])  # fmt: skip
-def test_an_adapter_of_a_push_is_served_once_it_is_loaded(name, success, served):
-    settings = SimpleNamespace(weight_version="4")
-
-    async def load(manager: Any, request: Any) -> Any:
-        assert settings.weight_version == "4"
-        return SimpleNamespace(success=success)
-
-    manager = SimpleNamespace(server_args=settings)
-    answer = asyncio.run(sglang_plugin._serve_adapter(load, manager, SimpleNamespace(lora_name=name)))
-    assert (answer.success, settings.weight_version) == (success, served)
-
-
 def test_every_answer_names_its_engine():
     cpu_shim.install()
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -259,28 +175,3 @@ def test_a_flush_forgets_the_features_of_images():
     assert mm_utils.embedding_cache.get_single(5) is None and len(mm_utils.embedding_cache) == 0
     mm_utils.embedding_cache = None
     sglang_plugin._forget_images(True, None)  # a model of text
-
-
-def test_an_adapter_is_unloaded_though_a_request_was_never_counted_down(monkeypatch):
-    monkeypatch.setattr(sglang_plugin, "LOST_COUNT_S", 0.3)
-    registry, order = SimpleNamespace(_counters={"id": 1}), []
-
-    async def count_down(registry: Any, lora_id: str) -> None:
-        await asyncio.Event().wait()
-
-    async def request() -> None:
-        async with sglang_plugin._counted("id"):
-            await asyncio.sleep(0.6)
-            order.append("the request ends")
-
-    async def unload() -> None:
-        await asyncio.sleep(0.05)
-        await sglang_plugin._wait_for_unload(count_down, registry, "id")
-        order.append("the adapter goes")
-
-    async def both() -> None:
-        await asyncio.wait_for(asyncio.gather(request(), unload()), timeout=20)
-
-    asyncio.run(both())
-    assert order == ["the request ends", "the adapter goes"]
-    assert registry._counters == {} and "id" not in sglang_plugin._running

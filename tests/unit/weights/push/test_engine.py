@@ -23,7 +23,6 @@ ARGUMENTS: dict[str, Any] = {
     ),
     "update_weights_from_disk": (["/hf", "3"], {}),
     "post_process_weights": ([], {"post_process_quantization": True}),
-    "load_adapter": (["3", {"r": 2}, "text", False], {}),
 }
 NO_REQUESTS = {"start", "run", "__init__", "__repr__"}
 METHODS = sorted({name for name, _ in inspect.getmembers(EngineProxy, inspect.isfunction)} - NO_REQUESTS)

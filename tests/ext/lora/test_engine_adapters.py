@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import base64
 import pickle
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
+from threading import Event, Timer
 from typing import Any
 
 import pytest
 import torch
 
+from slime.backends.sglang_utils.server_control import NoAnswer, Refused
+from slime.ext.lora import engine_adapters
+from slime.ext.lora.engine_adapters import (
+    IN_ONE_BUFFER,
+    Shapes,
+    load_adapter,
+    named_parts,
+    push_adapter,
+    served_adapters,
+)
 from slime.utils.errors import EngineError, WeightSyncError
-from slime.weights.push import adapter
-from slime.weights.push.adapter import Shapes, named_parts, push_adapter
 from slime.weights.push.participants import Participants, PushClock
 from slime.weights.push.state import Push, TrainerRanks
+from tests.unit.backends.sglang_utils.test_sglang_engine import NotingServer, make_engine
 
 TENSORS = {
     "base_model.model.q_proj.lora_A.weight": torch.arange(6.0).view(2, 3),
@@ -27,7 +39,8 @@ class Engine:
         self.num_gpus = 1
         self.loaded: tuple[Any, ...] = ()
 
-    def load_adapter(self, *loaded: Any) -> Engine:
+    def run(self, verb: Any, *loaded: Any) -> Engine:
+        assert verb is load_adapter
         self.loaded = loaded
         return self
 
@@ -60,7 +73,7 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, Shapes]
         made.append(content)
         return f"handle to memory of the {'host' if content[0].is_cpu else 'card'}"
 
-    monkeypatch.setattr(adapter, "handle_of", handle_of)
+    monkeypatch.setattr(engine_adapters, "handle_of", handle_of)
     return made
 
 
@@ -118,3 +131,64 @@ def test_engines_get_the_pushed_dtype(handles: list[tuple[torch.Tensor, Shapes]]
     sent = named_parts(*handles[0])
     assert all(sent[name].equal(TENSORS[name].bfloat16()) for name in TENSORS)
     assert report.num_bytes == 28
+
+
+@pytest.fixture
+def engine() -> Any:
+    return make_engine()
+
+
+def asked_of_adapters(engine):
+    return [(path.rpartition("/")[2], json["lora_name"]) for _, path, json in engine.server.asked]
+
+
+def test_an_engine_holds_two_adapters_in_turn(engine):
+    for version in ("1", "2", "2", "3", "4"):
+        load_adapter(engine, version, {"r": 2}, "tensors", version == "4")
+        wait([served_adapters(engine).unloading] if served_adapters(engine).unloading else [])
+    load, unload = "load_lora_adapter_from_tensors", "unload_lora_adapter"
+    assert asked_of_adapters(engine) == [  # once for version 2: this engine did not miss the resend
+        (load, "slime-1"),
+        *[(load, "slime-2"), (unload, "slime-1")],
+        *[(load, "slime-3"), (unload, "slime-2")],
+        *[(load, "slime-4"), (unload, "slime-3")],
+    ]
+    sent = engine.server.asked[-2][2]
+    assert sent["serialized_tensors"] == "tensors" and sent["config_dict"] == {"r": 2}
+    assert sent["load_format"] == IN_ONE_BUFFER and "load_format" not in engine.server.asked[0][2]
+
+
+def test_a_push_does_not_wait_for_an_old_adapters_requests_and_the_next_one_does(engine, monkeypatch):
+    request, have_ended = engine.server.request, Event()
+
+    def slow(method: str, path: str, **options: Any) -> Any:
+        if path == "/unload_lora_adapter":
+            assert have_ended.wait(20)
+        return request(method, path, **options)
+
+    monkeypatch.setattr(engine.server, "request", slow)
+    for version in ("1", "2"):
+        load_adapter(engine, version, {}, "tensors", False)
+    assert not served_adapters(engine).unloading.done()
+    Timer(0.2, have_ended.set).start()
+    load_adapter(engine, "3", {}, "tensors", False)
+    asked = asked_of_adapters(engine)
+    assert asked.index(("unload_lora_adapter", "slime-1")) < asked.index(("load_lora_adapter_from_tensors", "slime-3"))
+
+
+@pytest.mark.parametrize("error", [NoAnswer("not within 60 s"), Refused("no such adapter", 400)])
+def test_an_old_adapter_that_does_not_go_in_time_leaves_the_wait_to_sglang_and_other_errors_are_raised(engine, error):
+    load_adapter(engine, "1", {}, "tensors", False)
+    served_adapters(engine).unloading = Future()
+    served_adapters(engine).unloading.set_exception(error)
+    with nullcontext() if isinstance(error, NoAnswer) else pytest.raises(Refused, match="no such adapter"):
+        load_adapter(engine, "2", {}, "tensors", False)
+    load_adapter(engine, "2", {}, "tensors", False)  # as a resend does
+    assert [name for _, name in asked_of_adapters(engine)] == ["slime-1", "slime-2", "slime-1"]
+
+
+def test_a_server_that_was_started_again_gets_the_adapter_again(engine: Any) -> None:
+    load_adapter(engine, "1", {}, "tensors", False)
+    engine.server = NotingServer()
+    load_adapter(engine, "1", {}, "tensors", False)
+    assert asked_of_adapters(engine) == [("load_lora_adapter_from_tensors", "slime-1")]

@@ -1,4 +1,4 @@
-"""The push of an adapter alone, which engines take without a pause.
+"""The push of an adapter alone (``--lora-push adapter``), which engines take without a pause.
 
 A request runs on the adapter that was the last when it began.  An engine holds two at most: after a push the one
 before goes when its requests have ended, for which the next push waits.  The engine that has rank 0's GPU alone is
@@ -7,18 +7,24 @@ handed memory of it, others there memory of the host.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.backends.sglang_utils.server_control import NoAnswer
+from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.state import Push, PushReport
 from slime.weights.push.wire import as_text, handle_of
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_PREFIX = "slime-"
 """An adapter is called by this and its version, for engines."""
@@ -69,7 +75,7 @@ def push_adapter(
 
         def ask(engine: EngineProxy) -> Pending:
             text, _ = made[forms[engine.index]]
-            return engine.load_adapter(push.version, dict(config), text, forms[engine.index] != BY_VALUE)
+            return engine.run(load_adapter, push.version, dict(config), text, forms[engine.index] != BY_VALUE)
 
         push.participants.ask("loading the adapter", ask)
         made.clear()  # engines have mapped the buffers until here
@@ -110,3 +116,58 @@ def _payload(form: str, flat: Tensor, shapes: Shapes, prepare: Callable[[], None
         return handle_of((held, shapes)), held
     finally:
         sharing.set_sharing_strategy(strategy)
+
+
+# Where the engine's actor runs
+
+
+@dataclass
+class ServedAdapters:
+    """What an engine's actor knows of the adapters in its server."""
+
+    server: Any
+    """The connection to it; another one begins without adapters."""
+    name: str | None = None
+    """Of the adapter that requests run with."""
+    unloading: Future[None] | None = None
+    """The end of the adapter before, which waits for its requests."""
+
+
+def served_adapters(engine: WeightVerbs) -> ServedAdapters:
+    """Return the state of an engine's present server."""
+    server, held = vars(engine).get("server"), vars(engine).get("_served_adapters")
+    if held is None or held.server is not server:
+        held = vars(engine)["_served_adapters"] = ServedAdapters(server)
+    return held
+
+
+def load_adapter(
+    engine: WeightVerbs, weight_version: str, config: dict[str, Any], tensors: str, is_handle: bool
+) -> None:
+    """Run requests that begin from now on with an adapter; the one before goes when its requests have ended.
+
+    Args:
+        is_handle: the tensors lie in one buffer of shared memory, as :data:`IN_ONE_BUFFER` says.
+    """
+    name, held = f"{ADAPTER_PREFIX}{weight_version}", served_adapters(engine)
+    if held.name == name:
+        return  # a resend, which only another engine missed
+    _finish_unloading(engine, held)
+    adapter = {"lora_name": name, "config_dict": config, "serialized_tensors": tensors}
+    load_format = {"load_format": IN_ONE_BUFFER} if is_handle else {}
+    engine.post("/load_lora_adapter_from_tensors", adapter | load_format)
+    old, held.name = held.name, name  # our plugin serves it from now on
+    if old is not None:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="unload adapters")
+        held.unloading = pool.submit(engine.post, "/unload_lora_adapter", {"lora_name": old})  # waits for its requests
+        pool.shutdown(wait=False)
+
+
+def _finish_unloading(engine: WeightVerbs, held: ServedAdapters) -> None:
+    """Wait for the requests of the adapter that the last push took out of use."""
+    unloading, held.unloading = held.unloading, None
+    try:
+        if unloading is not None:
+            unloading.result(engine.args.weight_update_timeout_s)
+    except (NoAnswer, TimeoutError):
+        logger.info("engine %d: requests of an old adapter still run; the new one waits in its queue", engine.rank)
