@@ -39,6 +39,8 @@ SINKS = {
     "record_memory_history": "slime.observability.profile_utils.TrainProfiler",
 }
 """Flag -> class that a job gets where it is set."""
+OUTPUTS = {"lora_save": str, "update_weight_disk_dir": Path, "update_weight_local_checkpoint_dir": str}
+"""Flag -> type of what it names; see ``slime.ray.save_lock.lock_outputs``."""
 
 
 def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] | None = None) -> None:
@@ -69,21 +71,20 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
 
 def parts(args: Namespace) -> Parts:
     """Return the implementations that the flags ask for."""
-    adapters = vars(args).get("lora_save")
-    outputs: dict[str, str | Path] = {} if adapters is None else {"--lora-save": adapters}
+    given = {flag: kind(vars(args)[flag]) for flag, kind in OUTPUTS.items() if vars(args).get(flag) is not None}
+    outputs: dict[str, str | Path] = {f"--{flag.replace('_', '-')}": place for flag, place in given.items()}
     observers: tuple[MakeObserver, ...] = ()
     trains = args.save and not (args.debug_train_only or args.debug_rollout_only)
-    if trains and _is_here("ledger") and not args.no_rollout_ledger:
+    if trains and not vars(args).get("no_rollout_ledger", True):
         from slime.ext.ledger.ledger import Ledger, ledger_folder
 
         observers = (Ledger,)
         outputs["--rollout-ledger-dir"] = ledger_folder(args)
-    evaluation = "slime.ext.eval_background.evaluation.BackgroundEvaluation"
-    evaluates_beside = args.eval_in_background and not args.debug_train_only
+    beside = args.eval_in_background and not args.debug_train_only
     return Parts(
         sinks=_chosen(args, SINKS),
         transforms=_chosen(args, TRANSFORMS),
-        evaluation=load_function(evaluation) if evaluates_beside else None,
+        evaluation=load_function("slime.ext.eval_background.evaluation.BackgroundEvaluation") if beside else None,
         observers=observers,
         outputs=outputs,
         train_group=_train_group(args),
@@ -98,7 +99,7 @@ def _chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Any, ...]:
 
 
 def _train_group(args: Namespace) -> Callable[..., RayTrainGroup] | None:
-    if args.release_train:
+    if vars(args).get("release_train"):
         from slime.ext.disk_push.released_trainer import ReleasedTrainGroup
         from slime.ext.fast_push.push import push_weights
 
@@ -117,7 +118,7 @@ def _transport(args: Namespace) -> MakeTransport | None:
         return None
     from slime.ext.fast_push.verified_push import VerifiedPush
 
-    if args.update_weight_transport == "disk":
+    if vars(args).get("update_weight_transport") == "disk":
         from slime.ext.disk_push.delta_carrier import make_carrier
 
         return partial(VerifiedPush.of, carrier=make_carrier)

@@ -231,8 +231,6 @@ def derive_cluster(args: Namespace) -> None:
         args.rollout_num_gpus = args.rollout_num_gpus or 0
         args.offload_train = bool(args.offload_train)
         args.offload_rollout = False
-    if args.colocate and args.release_train:
-        args.offload_train, args.offload_rollout = False, True
     if args.colocate and args.rollout_num_gpus is None:
         args.rollout_num_gpus = trainer_gpus
     if args.offload_train is None:

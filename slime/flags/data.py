@@ -274,11 +274,6 @@ def check_eval(args: Namespace) -> Iterator[str]:
     if args.eval_in_background:
         if args.eval_interval is None:
             yield "--eval-in-background says how to evaluate; say when with --eval-interval."
-        if args.update_weight_mode == "delta":
-            yield (
-                "--eval-in-background gives its engines weights when an evaluation begins, and --update-weight-mode "
-                "delta sends differences to the push before, which they do not have; use full."
-            )
         if args.debug_rollout_only:
             yield "--eval-in-background evaluates a trainer's weights; with --debug-rollout-only there is none."
     if args.eval_prompt_data is not None and args.eval_config is not None:

@@ -1,4 +1,4 @@
-"""Rollouts: sampling, over-sampling, partial and stale groups, the ledger."""
+"""Rollouts: sampling, over-sampling, partial and stale groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from slime.flags.config import backend_flags
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import (
-    file_path,
     http_url,
     int_or_minus_one,
     non_negative_float,
@@ -39,7 +38,6 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sampling(parser)
     _add_collection(parser)
     _add_turns(parser)
-    _add_ledger(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -163,33 +161,6 @@ def _add_turns(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--turn-timeout-s", type=wait_s, default=60.0, help="Seconds for a tool, or for a step of the environment."
-    )
-
-
-def _add_ledger(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ledger", "The write-ahead log of every prompt group; kept with --save.")
-    group.add_argument(
-        "--no-rollout-ledger",
-        action="store_true",
-        help="Write no ledger: after a crash, what followed the last checkpoint is generated again.",
-    )
-    group.add_argument(
-        "--rollout-ledger-dir",
-        type=file_path,
-        metavar="DIR",
-        help="Folder of the ledger. Default: ledger in --save.",
-    )
-    group.add_argument(
-        "--rollout-ledger-flush-s",
-        type=wait_s,
-        default=0.02,
-        help="Seconds that a response may stay in memory before the ledger writes it.",
-    )
-    group.add_argument(
-        "--rollout-ledger-timeout-s",
-        type=wait_s,
-        default=60.0,
-        help="Seconds of failed writes of the ledger (a full disk) before the job ends.",
     )
 
 

@@ -79,6 +79,8 @@ class RayTrainGroup:
 
     rank_class: type[TrainRayActor] = TrainRayActor
     """Gives a worker its verbs as a Ray actor."""
+    leaves_between_steps = False
+    """The ranks end after each step, and a push has the engines take the memory that they leave."""
 
     def __init__(
         self,

@@ -36,11 +36,9 @@ def lock_outputs(args: Namespace, more: Mapping[str, str | Path]) -> list[SaveLo
         "--save": args.save,
         "save of the critic (--megatron-config-path)": args.critic_args.save if args.critic_args is not None else None,
         **{flag: place for flag, place in more.items() if isinstance(place, Path)},
-        "--update-weight-disk-dir": args.update_weight_disk_dir,
         "--wandb-run-id (the folder of the run)": run_folder(tracking_config(args)),
     }
     outputs = {
-        "--update-weight-local-checkpoint-dir": args.update_weight_local_checkpoint_dir,
         "--save-hf": args.save_hf,
         **{flag: place for flag, place in more.items() if isinstance(place, str)},
         "--save-debug-rollout-data": args.save_debug_rollout_data,

@@ -139,7 +139,7 @@ class TrainJob:
         """Save when ``--save-interval`` says so, and after the last rollout."""
         args = self.args
         is_due = should_run_periodic_action(rollout_id, args.save_interval, self.rollouts_per_epoch, args.num_rollout)
-        if (is_due or args.release_train) and not args.debug_rollout_only:
+        if is_due and not args.debug_rollout_only:
             self.save(rollout_id)
 
     def save(self, rollout_id: int, *, is_last: bool = False) -> None:
@@ -149,7 +149,7 @@ class TrainJob:
             rollout_id: the last one that was trained on.
             is_last: whether these processes end after it, so that nothing may be written in the background.
         """
-        is_last = is_last or self.args.release_train or rollout_id == self.args.num_rollout - 1
+        is_last = is_last or rollout_id == self.args.num_rollout - 1
         # The position is not a step: a trainer that dies meanwhile must write again before anything is published.
         position = partial(save_position, self.args, self.manager, rollout_id)
         self.step("save", lambda: self.trainers.save(rollout_id, position, force_sync=is_last))
@@ -163,7 +163,9 @@ class TrainJob:
             return
         if not args.offload_train:
             self.step("push", self.actor.clear_memory)
-        if not args.release_train:  # else the trainer goes first, and has the engines take the room that it left
+        if (
+            not self.actor.leaves_between_steps
+        ):  # else the trainer goes first, and has the engines take the room that it left
             self._on_shared_gpus("push", "onload_weights")
         self.step("push", self.actor.update_weights)
         self._on_shared_gpus("push", "onload_kv")

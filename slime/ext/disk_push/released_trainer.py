@@ -36,6 +36,8 @@ class ReleasedTrainGroup(RayTrainGroup):
     Nothing of the trainer stays in any memory while the engines generate.
     """
 
+    leaves_between_steps = True
+
     def __init__(self, args: Namespace, *arguments: Any, push_weights: PushWeights, **keywords: Any) -> None:
         super().__init__(args, *arguments, **keywords)
         self.push = ReleasedPush(self, push_weights)
@@ -45,6 +47,10 @@ class ReleasedTrainGroup(RayTrainGroup):
         if not self.actors:
             self.create()
         return super().async_train(rollout_id, rollout_data, external_data)
+
+    def write_checkpoint(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Write as the base class does, never in the background: the ranks end."""
+        super().write_checkpoint(rollout_id, force_sync=True)
 
 
 class ReleasedPush(WeightPush):

@@ -35,8 +35,6 @@ def check_plain_push(args: Namespace) -> Iterator[str]:
     """Yield a message for each setting that a plain push cannot do."""
     if args.weight_push != "plain":
         return
-    if args.update_weight_transport == "disk":
-        yield "--weight-push plain sends weights through memory and broadcasts; drop --update-weight-transport disk."
     if args.check_weight_update_equal:
         yield "--weight-push plain compares nothing; drop --check-weight-update-equal, or use --weight-push verified."
     if args.weight_push_failure == "drop":

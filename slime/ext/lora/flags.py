@@ -151,8 +151,6 @@ def _adapter_push_problems(args: Namespace) -> Iterator[str]:
     why = "--lora-push adapter, by which engines get nothing else; drop it or use --lora-push merged."
     engines = backend_flags(args)
     flags: dict[str, bool] = {
-        "--update-weight-transport disk": args.update_weight_transport == "disk",
-        "--update-weight-mode delta": args.update_weight_mode == "delta",
         "--check-weight-update-equal": args.check_weight_update_equal,
         "--rollout-external-engine-addrs": args.rollout_external,
         "--lora-base-precision": args.lora_base_precision is not None,

@@ -383,7 +383,13 @@ def plan_push(
     vocab = (1 if dims.has_tied_embeddings else 2) * dims.vocab_rows * dims.hidden_size
     matrices = model_size(dims) - vocab
     model_bytes = int(matrices * quantized_bytes(hf_config) + 2 * vocab)
-    way = "disk" if args.update_weight_transport == "disk" else "colocated" if args.colocate else "distributed"
+    way = (
+        "disk"
+        if vars(args).get("update_weight_transport") == "disk"
+        else "colocated"
+        if args.colocate
+        else "distributed"
+    )
     sources = {"disk": 1, "colocated": sizes.world, "distributed": sizes.pipeline}[way]
     share = -(-model_bytes // sources)
     num_buckets = -(-share // args.update_weight_buffer_size)

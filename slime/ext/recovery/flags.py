@@ -82,8 +82,6 @@ def check_trainer_recovery(args: Namespace) -> Iterator[str]:
         )
     if args.no_save_optim and not args.use_stateless_adam:
         yield f"--trainer-recovery {mode} needs the optimizer's state; drop --no-save-optim, or use off."
-    if mode == "memory" and args.release_train:
-        yield "--trainer-recovery memory: --release-train saves every rollout, and its ranks end; use checkpoint."
 
 
 def check_spare_nodes(args: Namespace) -> Iterator[str]:
@@ -93,7 +91,6 @@ def check_spare_nodes(args: Namespace) -> Iterator[str]:
     for reason, holds in (
         ("--trainer-recovery off starts nothing on them", args.trainer_recovery == "off"),
         ("with --colocate the engines of a node die with it", args.colocate),
-        ("--release-train takes other GPUs for each rollout", args.release_train),
         ("--debug-rollout-only has no trainer", args.debug_rollout_only),
     ):
         if holds:

@@ -16,7 +16,6 @@ FLAGS = Namespace(
     offload_rollout=True,
     debug_train_only=False,
     use_fault_tolerance=False,
-    trainer_recovery="off",
 )
 
 

@@ -13,7 +13,7 @@ from slime.ext.fast_push.messages import WEIGHT_LOADERS
 from slime.flags.group import derive_all, problems_of
 from slime.utils.misc import load_function
 
-OTHERS = {"update_weight_transport": "nccl", "check_weight_update_equal": False, "weight_push_failure": "stop"}
+OTHERS = {"check_weight_update_equal": False, "weight_push_failure": "stop"}
 
 
 def parse(*words: str, **others: Any) -> Namespace:
@@ -34,7 +34,6 @@ def test_engines_are_started_with_our_loaders_unless_the_push_is_plain() -> None
 @pytest.mark.parametrize(
     ("others", "says"),
     [
-        ({"update_weight_transport": "disk"}, "drop --update-weight-transport disk"),
         ({"check_weight_update_equal": True}, "compares nothing"),
         ({"weight_push_failure": "drop"}, "--weight-push-failure drop has no effect"),
     ],

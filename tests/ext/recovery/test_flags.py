@@ -19,9 +19,7 @@ SAVES: dict[str, Any] = {"save": "/ckpt", "save_interval": 9}
 
 
 def resolved(words: str, **values: Any) -> Namespace:
-    others = dict.fromkeys(
-        ("no_save_optim", "use_stateless_adam", "colocate", "release_train", "debug_rollout_only"), False
-    )
+    others = dict.fromkeys(("no_save_optim", "use_stateless_adam", "colocate", "debug_rollout_only"), False)
     parser = argparse.ArgumentParser()
     add_recovery_arguments(parser)
     args = parser.parse_args(words.split(), Namespace(**{"save": None, "save_interval": None} | others | values))
@@ -44,7 +42,6 @@ def test_copies_in_memory_need_a_checkpoint_behind_them():
             "memory: where its copies are lost it restarts from a checkpoint; give --save",
         ),
         ("--trainer-recovery memory", SAVES | {"no_save_optim": True}, "memory needs the optimizer's state"),
-        ("--trainer-recovery memory", SAVES | {"release_train": True}, "memory: --release-train saves every rollout"),
         ("--memory-checkpoint-interval 3", SAVES, "--memory-checkpoint-interval 3 is of --trainer-recovery memory"),
     ],
 )

@@ -108,7 +108,7 @@ def leaving_job(monkeypatch, done: list[str], *, shares_gpus: bool, is_down: boo
     made = RecoveringJob.__new__(RecoveringJob)
     made.args = Namespace(  # type: ignore[assignment]
         save="/save", offload_rollout=shares_gpus, rollout_global_dataset=True, train_timeout_s=1.0,
-        release_train=False, num_rollout=9, preemption_grace_s=1.0,
+        num_rollout=9, preemption_grace_s=1.0,
     )  # fmt: skip
     made.actor = Trainer("actor", done)  # type: ignore[assignment]
     made.trainers = Trainers(made.actor, Trainer("critic", done))  # type: ignore[arg-type]

@@ -183,33 +183,6 @@ SAVES = (
 
 PUSHES = (
     Broken(
-        mistake="deltas without folders",
-        flags="--update-weight-mode delta",
-        says=("--update-weight-transport disk", "--update-weight-disk-dir", "--update-weight-local-checkpoint-dir"),
-    ),
-    Broken(
-        mistake="deltas of colocated engines",
-        without=("--rollout-num-gpus",),
-        flags="--colocate --update-weight-mode delta --update-weight-transport disk "
-        "--update-weight-disk-dir $folder/versions --update-weight-local-checkpoint-dir $folder/local",
-        says=("--update-weight-mode delta and --colocate exclude each other",),
-    ),
-    Broken(
-        mistake="a push over disk without a folder",
-        flags="--update-weight-transport disk",
-        says=("--update-weight-transport disk needs --update-weight-disk-dir",),
-    ),
-    Broken(
-        mistake="a folder of versions that nobody reads",
-        flags="--update-weight-disk-dir $folder/versions",
-        says=("--update-weight-disk-dir", "no effect unless weights travel over disk"),
-    ),
-    Broken(
-        mistake="a released trainer without checkpoints",
-        flags="--release-train --update-weight-transport disk --update-weight-disk-dir $folder/versions",
-        says=("--release-train", "--save"),
-    ),
-    Broken(
         mistake="engines started again that nobody starts",
         flags="--weight-push-failure refill",
         says=("--weight-push-failure refill", "--use-fault-tolerance"),

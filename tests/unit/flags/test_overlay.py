@@ -34,7 +34,7 @@ def test_other_keys_are_settings_of_plug_ins(make_args, overlay):
     [
         ("- a\n", "holds a list; a mapping of keys to values is needed"),
         ("custom_config_path: x\n", "overlays do not nest"),
-        ("update_weight_mode: delta\n", "--update-weight-mode delta travels over disk only"),
+        ("weight_push_failure: refill\n", "--weight-push-failure refill restarts engines"),
     ],
 )
 def test_a_wrong_overlay_is_refused(make_args, overlay, text, says):

@@ -171,14 +171,8 @@ def test_the_result_is_a_plain_namespace_that_can_be_copied(resolved):
     assert args.rollout_sample_hook_path == []
 
 
-def test_a_released_trainer_saves_and_pushes_after_every_rollout(resolved):
-    args = resolved("--release-train", "--save", "/ckpt", "--update-weights-interval", "3")
-    assert (args.save_interval, args.update_weights_interval) == (1, 1)
-    assert resolved("--release-train", "--save", "/ckpt", "--save-interval", "5").save_interval == 5
-
-
 def test_the_trainer_of_a_run_goes_on_from_its_own_checkpoint_once_there_is_one(resolved):
-    args = resolved("--release-train", "--save", "/ckpt")
+    args = resolved("--save", "/ckpt")
     before = copy.deepcopy(vars(args))
     first = args_to_resume(args, weight_version=1, checkpoint=None)
     assert vars(first) == before | {"update_weight_start_version": 1}

@@ -140,10 +140,8 @@ def test_all_impossible_combinations_are_shown_together(complaint):
     assert len(complaint("--eps-clip-c", "1", "--eval-interval", "2", "--save-hf", "x").splitlines()) == 3
 
 
-def test_evaluation_in_the_background_needs_engines_of_its_own_and_whole_pushes(complaint, make_args):
-    text = complaint("--eval-in-background", "--update-weight-mode", "delta", "--update-weight-transport", "disk")
-    for part in ("say when with --eval-interval", "use full"):
-        assert part in text
+def test_evaluation_in_the_background_needs_engines_of_its_own(complaint, make_args):
+    assert "say when with --eval-interval" in complaint("--eval-in-background")
     args = make_args("--eval-in-background")
     args.keep_old_actor = False
     with pytest.raises(ConfigError, match="--eval-in-background evaluates while .* use train_async.py"):

@@ -101,8 +101,7 @@ def test_files_and_folders_that_are_exchanged_whole_are_locked_by_name(tmp_path)
 
 
 OUTPUTS = {
-    "save": "a", "update_weight_disk_dir": "versions",
-    "update_weight_local_checkpoint_dir": "copy", "save_hf": "hf_{rollout_id}",
+    "save": "a", "save_hf": "hf_{rollout_id}",
     "save_debug_rollout_data": "dump/r{rollout_id}.pt", "save_debug_train_data": "dump/t{rollout_id}.pt",
 }  # fmt: skip
 
