@@ -96,7 +96,7 @@ class Bench:
             *("--eval-prompt-data", "sums", str(prompts)),
             *("--rollout-batch-size", "2", "--n-samples-per-prompt", str(GROUP_SIZE)),
             *("--rollout-max-response-len", "256", "--num-rollout", "2", "--num-steps-per-rollout", "1"),
-            *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--no-rollout-ledger"),
+            *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
             *([*TINY_MODEL, "--debug-train-only"] if trainer else ["--debug-rollout-only"]),
         ]
         words += [*self.flags, *flags]
