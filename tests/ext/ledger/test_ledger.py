@@ -254,9 +254,10 @@ class Flags(Namespace):
 
 
 def test_a_ledger_that_another_job_writes_is_refused_wherever_the_flag_is(tmp_path):
-    locks = lock_folders(parts(Flags(save=f"{tmp_path}/a")).outputs, {})
+    locks = lock_folders(parts(Flags(save=f"{tmp_path}/a", no_rollout_ledger=False)).outputs, {})
     with pytest.raises(ConfigError, match="^--rollout-ledger-dir .*belongs to a job that is running"):
-        lock_folders(parts(Flags(save=f"{tmp_path}/b", rollout_ledger_dir=f"{tmp_path}/a/ledger")).outputs, {})
+        other = Flags(save=f"{tmp_path}/b", rollout_ledger_dir=f"{tmp_path}/a/ledger", no_rollout_ledger=False)
+        lock_folders(parts(other).outputs, {})
     for lock in locks:
         lock.release()
 
