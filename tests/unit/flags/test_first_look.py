@@ -126,7 +126,7 @@ def test_help_shows_the_flags_that_matter_one_group_or_all(capsys):
     assert [name for name in MATTER if f"\n  {name}" not in short] == [] and "--moe-ffn-hidden-size" not in short
     assert len(MATTER) == 25 and set(MATTER) <= set(flags)
     group = help_of(capsys, "--lr", "1", "--help", "weight-update")
-    assert "--update-weight-mode" in group and "--hf-checkpoint" not in group
+    assert "--weight-push-failure" in group and "--hf-checkpoint" not in group
     everything = help_of(capsys, "--help", "all")
     assert [name for name in flags if name not in everything] == []
     assert "No group of flags is called 'gpus'" in help_of(capsys, "-h", "gpus")
