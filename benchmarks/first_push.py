@@ -176,14 +176,17 @@ def plain_manifest(manifest: Any) -> None:
 
 def print_pieces(manifest: Any, model: torch.nn.Module) -> dict[str, tuple[float, float]]:
     """Print seconds of pieces of a push's beginning, the plain way and ours."""
+    from slime.ext.fast_push.alike_layers import trace_by_layers
     from slime.ext.fast_push.load_trace import trace_load
 
     meter = Meter()
     meter.add("manifest, plain", lambda: plain_manifest(manifest))
     again = meter.add("manifest", lambda: Manifest.from_json(manifest.to_json()))
-    meter.add("load plan", lambda: trace_load(model, manifest.tensors))
+    whole = meter.add("load plan, plain", lambda: trace_load(model, manifest.tensors))
+    trace = meter.add("load plan", lambda: trace_by_layers(model, manifest.tensors))
     assert again == manifest
-    pairs = {"manifest": (meter.seconds["manifest, plain"], meter.seconds["manifest"])}
+    assert {(w.name, w.copy) for w in whole.writes} == {(w.name, w.copy) for w in trace.writes}
+    pairs = {name: (meter.seconds[f"{name}, plain"], meter.seconds[name]) for name in ("manifest", "load plan")}
     print(f"\n{'piece':12} {'plain':>8} {'ours':>8}    x")
     for name, (plain, ours) in pairs.items():
         print(f"{name:12} {plain:8.3f} {ours:8.3f} {plain / ours:4.1f}")

@@ -57,8 +57,9 @@ def quantize_by_table(weight: torch.Tensor, kind: str = "fp8_block") -> tuple[to
 
 
 @pytest.mark.parametrize("kind", ["fp8_block", "fp8_block_ue8m0"])
-def test_quotients_round_as_in_torch_for_every_element(kind: str) -> None:
-    """67 million elements: magnitudes over 40 octaves, and multiples of the scale that lie on ties of e4m3."""
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quotients_round_as_in_torch_for_every_element(dtype: torch.dtype, kind: str) -> None:
+    """67 million elements a dtype: magnitudes over 40 octaves, and multiples of the scale that lie on ties of e4m3."""
     generator = torch.Generator("cuda").manual_seed(5)
 
     def random(*shape: int) -> torch.Tensor:
@@ -66,6 +67,8 @@ def test_quotients_round_as_in_torch_for_every_element(kind: str) -> None:
 
     size = 4096
     for tops in (torch.exp2(random(32, 1, 32, 1) * 12 - 6), torch.exp2(random(32, 1, 32, 1) * 60 - 40)):
+        if dtype == torch.float16:
+            tops = tops.clamp(1e-3, 6e4)
         codes = torch.arange(1, 127, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn).float()
         ties = (codes[1:] + codes[:-1]) / 2 / 448
         spread = torch.exp2(-40 * random(32, 128, 32, 128))
@@ -73,7 +76,7 @@ def test_quotients_round_as_in_torch_for_every_element(kind: str) -> None:
         weight = torch.where(random(32, 128, 32, 128) < 0.5, spread, near_ties) * tops
         weight[:, 5, :, 7] = tops[:, 0, :, 0]
         weight *= torch.where(random(32, 128, 32, 128) < 0.5, 1.0, -1.0)
-        weight = weight.view(size, size).bfloat16()
+        weight = weight.view(size, size).to(dtype)
         found, scale = quantize_by_table(weight, kind)
         wanted, wanted_scale = quantize_block(weight, ue8m0=kind == "fp8_block_ue8m0")
         assert scale.equal(wanted_scale)
@@ -133,11 +136,13 @@ def test_copies_and_comparisons_equal_the_torch_path() -> None:
     fused.copy(flat)
     assert plain.count_differences(flat).sum() == 0
     assert fused.count_differences(flat).sum() == 0
-    # Rounding to bf16, which the interpreter of the CPU tests does not do.
+    # Rounding to bf16 and fp16, which the interpreter of the CPU tests does not do.
     values = torch.randn(300, 500, device="cuda") * 100
-    held = torch.zeros(300, 500, device="cuda", dtype=torch.bfloat16)
-    CopyTable([CopyItem(held, 0, (500, 1), torch.float32)]).copy(values.view(-1).view(torch.uint8))
-    assert held.equal(values.bfloat16())
+    for dtype in (torch.bfloat16, torch.float16):
+        held = torch.zeros(300, 500, device="cuda", dtype=dtype)
+        table = CopyTable([CopyItem(held, 0, (500, 1), torch.float32)])
+        table.copy(values.view(-1).view(torch.uint8))
+        assert held.equal(values.to(dtype))
 
 
 def test_a_single_flipped_bit_is_counted_and_changes_the_digest() -> None:

@@ -70,7 +70,7 @@ class DigestedBuckets:
 
 
 def check_acknowledgements(
-    answers: Mapping[int, Mapping[str, Any]], sent: Mapping[int, int], manifest: Manifest
+    answers: Mapping[int, Mapping[str, Any]], push_id: str, sent: Mapping[int, int], manifest: Manifest
 ) -> dict[int, str]:
     """Return why engines must be excluded, by index; none for those that hold just what was sent.
 
@@ -85,13 +85,17 @@ def check_acknowledgements(
         raise WeightSyncError(f"no trainer rank sent bucket {unsent[0]} of {len(manifest.buckets)}")
     reasons: dict[int, str] = {}
     for engine, answer in answers.items():
-        reason = _find_difference(answer, sent, manifest)
+        reason = _find_difference(answer, push_id, sent, manifest)
         if reason is not None:
             reasons[engine] = reason
     return reasons
 
 
-def _find_difference(answer: Mapping[str, Any], sent: Mapping[int, int], manifest: Manifest) -> str | None:
+def _find_difference(
+    answer: Mapping[str, Any], push_id: str, sent: Mapping[int, int], manifest: Manifest
+) -> str | None:
+    if answer["push_id"] != push_id:
+        return f"it acknowledged the push {answer['push_id']!r} instead of {push_id!r}"
     if answer["problems"]:
         more = f" (and {len(answer['problems']) - 1} more problems)" if len(answer["problems"]) > 1 else ""
         return f"{answer['problems'][0]}{more}"

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,14 @@ SPIN_S = 0.0002
 STORE_TIMEOUT_S = 10.0
 """Deadline of reaching the store, which the trainer opens as it asks the others to join, and of one question to it."""
 _ABANDONED = "abandoned"
+
+
+class _Connections(Protocol):
+    """The calls of a torch backend that are used here; its stubs lack them."""
+
+    def broadcast(self, buffers: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
+
+    def abort(self) -> None: ...
 
 
 class WeightChannel:
@@ -69,7 +77,7 @@ class WeightChannel:
             limit = timedelta(seconds=timeout_s)
             self._store.set_timeout(limit)  # the hand-shake waits there for what other members write
             store = dist.PrefixStore("group", self._store)
-            self._group: Any = _make_backend(backend, store, rank, world_size, limit)
+            self._group: _Connections | None = _make_backend(backend, store, rank, world_size, limit)
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
             self._abandon_unjoined()
             raise WeightSyncError(
@@ -171,7 +179,7 @@ class WeightChannel:
             threading.Thread(target=_tear_down, args=arguments, name="leave-weight-group", daemon=True).start()
 
 
-def _tear_down(group: Any, backend: str, work: dist.Work | None) -> None:
+def _tear_down(group: _Connections, backend: str, work: dist.Work | None) -> None:
     """End a group; its last reference goes with this thread.
 
     NCCL cuts a broadcast off.  Gloo cannot, and dropping a group with a broadcast under way stops the process; so
@@ -190,14 +198,19 @@ def _nccl_settings(backend: str) -> str:
     return f"; NCCL_CUMEM_ENABLE is {setting} here and must be the same in all members"
 
 
-def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> _Connections:
+    """Make a backend that is in no registry of torch.distributed.
+
+    Raises:
+        WeightSyncError: for a backend that is neither nccl nor gloo.
+    """
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        return cast(_Connections, dist.ProcessGroupGloo(store, rank, world_size, timeout))
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         with nccl_errors_left_to_us():
             group = dist.ProcessGroupNCCL(store, rank, world_size, options)
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-        return group
+        return cast(_Connections, group)
     raise WeightSyncError(f"a weight group cannot use the backend {backend!r}; it knows nccl and gloo")

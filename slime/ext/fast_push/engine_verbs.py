@@ -22,6 +22,7 @@ from slime.ext.fast_push.messages import PUSH_REPORT, RECEIVER, encode
 from slime.utils.errors import EngineError, WeightSyncError
 
 REPORT_FIELDS = ("push_id", "needs_manifest", "buckets", "problems", "is_unpacked", "seconds")
+"""Of what the loader answers after each message."""
 
 
 @dataclass
@@ -29,9 +30,11 @@ class LoaderState:
     """What an engine's actor knows of the push begun last."""
 
     loader: str = RECEIVER
+    """The name under which the server has our loader."""
     acknowledged: str | None = None
     """The push whose last acknowledgement was complete and named no problem."""
     is_unpacked: bool = False
+    """The model has layers that must be repacked before it serves."""
     num_buckets: int = 0
 
 
@@ -75,7 +78,12 @@ def begin_weight_update(
 
 
 def receive_weight_bucket(engine: WeightVerbs, push_id: str, bucket_index: int, group_name: str) -> None:
-    """Load one flat bucket, which rank 0 of a weight group broadcasts; the acknowledgement tells problems with it.
+    """Load one flat bucket, which rank 0 of a weight group broadcasts.
+
+    ``acknowledge_weight_update`` tells problems with it; one that was loaded before does no harm.
+
+    Args:
+        group_name: see ``join_weight_group``.
 
     Raises:
         WeightSyncError: another push was begun since, or none.
@@ -90,7 +98,11 @@ def receive_weight_buckets(engine: WeightVerbs, push_id: str, payloads: Mapping[
     GPU ``k`` begins with the ``k``-th of them, so that not all read the memory of one GPU.
 
     Args:
-        payloads: position in the manifest's buckets -> handles to the flat buffer, one for each of the engine's GPUs.
+        payloads: position in the manifest's buckets -> handles to the flat buffer, one for each of the engine's GPUs;
+            they stay open until the push is acknowledged.
+
+    Raises:
+        WeightSyncError: another push was begun since, or none.
     """
     _receive(engine, push_id)
     by_gpu = []
@@ -165,12 +177,21 @@ def join_weight_group(
     backend: str,
     loader: str = RECEIVER,
 ) -> None:
-    """Join a ``slime.ext.fast_push.channel.WeightChannel`` as ranks ``rank_offset ...``; return when all have."""
+    """Join a ``slime.ext.fast_push.channel.WeightChannel`` as ranks ``rank_offset ...``; return when all have joined.
+
+    Raises:
+        WeightSyncError: not all joined within ``--weight-update-timeout-s``.
+    """
     if engine.node_rank != 0:
         return
     _state(engine).loader = loader
-    place = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
-    group = {**place, "world_size": world_size, "backend": backend}
+    group = {
+        "master_address": master_address,
+        "master_port": master_port,
+        "rank_offset": rank_offset,
+        "world_size": world_size,
+        "backend": backend,
+    }
     report = _ask(engine, "join_weight_group", None, group_name=group_name, group=group)
     _refuse_problems(engine, report, f"could not join the weight group {group_name}")
 
@@ -182,7 +203,7 @@ def leave_weight_group(engine: WeightVerbs, group_name: str) -> None:
 
 
 def run_weight_check(engine: WeightVerbs, loader: str, text: str) -> None:
-    """Let a loader check the weights on every GPU."""
+    """Let a loader check the weights on every GPU; see ``WeightVerbs.check``."""
     engine.check(loader, [text] * engine.tp_size)
 
 
@@ -210,6 +231,7 @@ def _send(
 
 
 def _ask(engine: WeightVerbs, verb: str, push_id: str | None, **content: Any) -> dict[str, Any]:
+    """Send a message, and return the engine's state after it."""
     _send(engine, verb, push_id, **content)
     answer = engine.post("/get_weights_by_name", {"name": PUSH_REPORT})
     try:

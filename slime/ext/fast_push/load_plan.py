@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.sglang_utils.loader_report import is_own_scale
+from slime.ext.fast_push.alike_layers import trace_by_layers
 from slime.ext.fast_push.kernels.tables import CopyItem
-from slime.ext.fast_push.load_trace import LoadTrace, Write, trace_load
+from slime.ext.fast_push.load_trace import LoadTrace, Write
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
 from slime.weights.tensor_slice import (
     NotRectangularError,
@@ -56,13 +57,16 @@ class LoadPlan:
 
     Args:
         model: with a ``load_weights``; its parameters are not changed.
+        trace: of its loader on them; None has it run.
     """
 
-    def __init__(self, model: nn.Module, manifest: Manifest) -> None:
+    def __init__(self, model: nn.Module, manifest: Manifest, trace: LoadTrace | None = None) -> None:
         self.manifest = manifest
         self._fingerprint = fingerprint(model)
         entries = entries_to_load(manifest)
-        trace = trace_load(model, entries)
+        self.trace = trace = trace or trace_by_layers(model, entries)
+        self.is_distrusted = False
+        """The model's own loader did otherwise for some tensor."""
         self.fills = trace.fills
         self.writes: dict[str, list[Write]] = {}
         self.stock: dict[str, str] = {}
@@ -162,7 +166,7 @@ class LoadPlan:
     def distrust(self, names: Iterable[str], reason: str) -> None:
         """Let the model load these tensors, and all that go with them, by itself from now on."""
         self._leave(names, reason)
-        self.untraced_parameters = None
+        self.untraced_parameters, self.is_distrusted = None, True
 
     def items(self, bucket: BucketEntry, names: Collection[str] | None = None) -> list[PlannedItem]:
         """Return the copies that load a bucket, or only some of its tensors."""

@@ -79,6 +79,8 @@ class LoadTrace:
     """Tensors that are loaded together or not at all."""
     derived_from: set[int] = field(default_factory=set)
     """Addresses of the parameters' storages that the loader computes with, to derive something from them."""
+    is_concluded: bool = False
+    """The loader ran on some layers only, and the others are taken to be like them."""
     unknown: str = ""
     """Why nothing that the trace says can be relied on; empty when it can."""
 

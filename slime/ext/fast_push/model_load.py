@@ -16,9 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from slime.ext.fast_push.kernels.tables import CopyTable, DigestTable
-from slime.ext.fast_push.load_plan import LoadPlan, PlannedItem
-from slime.ext.fast_push.repacked_layers import has_repacked_layers, unpack
-from slime.ext.fast_push.weight_check import differing_names, fill_parameters_with_nan, find_nan_in, rebuild_derived
+from slime.ext.fast_push.load_plan import LoadPlan, PlannedItem, entries_to_load
+from slime.ext.fast_push.load_trace import trace_load
+from slime.ext.fast_push.repacked_layers import has_repacked_layers, repack, unpack
+from slime.ext.fast_push.weight_check import (
+    differing_names,
+    fill_parameters_with_nan,
+    find_nan_in,
+    rebuild_derived,
+)
 from slime.utils.errors import WeightSyncError
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, pack_whole
 
@@ -40,6 +46,10 @@ class Complete:
     """Tensors that came in several buckets, or waited for a partner."""
     refused: set[str] = field(default_factory=set)
     """Tensors of which this bucket brought a slice that is not kept, for want of memory."""
+
+    @property
+    def tensors(self) -> NamedTensors:
+        return [*self.direct, *self.assembled]
 
 
 class HeldTensors:
@@ -93,6 +103,7 @@ class HeldTensors:
         return self._groups.get(name, frozenset((name,)))
 
     def _keeps(self, group: frozenset[str]) -> bool:
+        """Return True when there is, or can be, memory for the group."""
         if any(name in self._refused for name in group):
             return False
         if any(name in self._missing for name in group):
@@ -173,6 +184,7 @@ class ModelLoad:
         return self._taken
 
     def has(self, index: int) -> bool:
+        """Return True when the bucket of the current push was loaded."""
         return index in self._loaded
 
     def load(self, index: int, flat: Tensor) -> None:
@@ -185,7 +197,7 @@ class ModelLoad:
             complete = held.add(bucket, flat, judged)
             copied = None if judged <= plan.stock.keys() else names - judged | complete.refused
             self._copy(*self._table(index, copied), flat)
-            if complete.direct or complete.assembled:
+            if complete.tensors:
                 self._load_by_model(index, flat, complete)
         refused = sorted(complete.refused & plan.stock.keys())
         if refused:
@@ -199,7 +211,7 @@ class ModelLoad:
     def finish(self) -> None:
         """Rebuild what the model derives from its weights; wait for the device; collect what is wrong.
 
-        Layers that SGLang repacks keep their loaded form, in which weights can be compared, until the commit.
+        Layers that SGLang repacks keep their loaded form, in which weights can be compared, until :meth:`commit`.
         """
         plan, held = self._begun()
         self.problems += [f"{name} did not come, or not all that belongs to it" for name in held.incomplete]
@@ -211,9 +223,28 @@ class ModelLoad:
         self._held = HeldTensors(plan.manifest, plan.groups)
         present = self._loaded.union(plan.manifest.constants if self.holds_constants else ())
         is_complete = len(present) == len(plan.manifest.buckets)
-        if not self._is_proven and is_complete and not self.problems:
+        if plan.trace.is_concluded and plan.is_distrusted:
+            self._trace_all_layers(plan)
+        elif not self._is_proven and is_complete and not self.problems:
             self._is_proven, self._taken = True, []
         self._constants = self._digest_constants() if is_complete and not self.problems else None
+
+    def commit(self) -> None:
+        """Give the model the form that it serves."""
+        repack(self.model)
+
+    def _trace_all_layers(self, wrong: LoadPlan) -> None:
+        """Make another plan, without conclusions from layer to layer: more of them may be wrong."""
+        manifest = wrong.manifest
+        trace = trace_load(self.model, entries_to_load(manifest))
+        plan = LoadPlan(self.model, manifest, trace)
+        zeroed = trace.opaque if trace.has_lost_targets else ()  # the loader was tried on zeros, which may have stayed
+        if missed := sorted((wrong.unused - plan.unused).union(zeroed)):
+            self.problems.append(
+                f"{len(missed)} tensors ({', '.join(missed[:3])}) were not loaded: the model's loader does not treat "
+                "all layers alike; the next push knows"
+            )
+        self.plan, self._tables, self._taken, self._constant_memory = plan, {}, [], None
 
     def _digest_constants(self) -> Tensor | None:
         """Return digests of the memory of the constant buckets, int64; None where it is not known."""
@@ -243,9 +274,9 @@ class ModelLoad:
         plan, _ = self._begun()
         bucket = plan.manifest.buckets[index]
         if names is not None and not all(p.name in names for p in bucket.slices if p.name in plan.writes):
-            return _make_table(plan, bucket, names)
+            return make_table(plan, bucket, names)
         if index not in self._tables:
-            self._tables[index] = _make_table(plan, bucket)
+            self._tables[index] = make_table(plan, bucket)
         return self._tables[index]
 
     def _copy(self, table: CopyTable, planned: list[PlannedItem], flat: Tensor) -> None:
@@ -256,38 +287,47 @@ class ModelLoad:
     def _load_by_model(self, index: int, flat: Tensor, complete: Complete) -> None:
         """Load tensors by the model's own loader and check that they are where they should be."""
         plan, _ = self._begun()
-        named_tensors = [*complete.direct, *complete.assembled]
+        named_tensors = complete.tensors
         self.model.load_weights(list(named_tensors))  # type: ignore[operator]
         wrong = _names_elsewhere(*self._table(index, {name for name, _ in complete.direct}), flat)
         if complete.assembled:
-            bucket, joined = _packed(complete.assembled)
-            wrong |= _names_elsewhere(*_make_table(plan, bucket), joined)
+            bucket, joined = packed(complete.assembled)
+            wrong |= _names_elsewhere(*make_table(plan, bucket), joined)
         if wrong:
             logger.warning("the load plan is wrong for %s; the model's own loader takes over", sorted(wrong)[:5])
             plan.distrust(wrong, "the plan and the model's own loader disagree")
             self._tables = {}
         untraced = [(name, tensor) for name, tensor in named_tensors if name in plan.stock]
-        try:  # once more, into copies
-            self.problems += differing_names(self.model, untraced, plan.untraced_parameters) if untraced else []
+        if untraced:
+            self._compare_in_scratch(untraced)
+
+    def _compare_in_scratch(self, named_tensors: NamedTensors) -> None:
+        """Load once more, into copies, and compare; see ``weight_check``."""
+        plan, _ = self._begun()
+        try:
+            self.problems += differing_names(self.model, named_tensors, plan.untraced_parameters)
         except torch.OutOfMemoryError:
             logger.warning(
-                "%d tensors are served unverified: comparing them takes more memory than there is", len(untraced)
+                "%d tensors are served unverified: comparing them takes more memory than there is", len(named_tensors)
             )
 
 
-def _make_table(
+def make_table(
     plan: LoadPlan, bucket: BucketEntry, names: Set[str] | None = None
 ) -> tuple[CopyTable, list[PlannedItem]]:
+    """Make one table of the copies of a bucket, or of some of its tensors."""
     planned = plan.items(bucket, names)
     return CopyTable([one.item for one in planned]), planned
 
 
 def _names_elsewhere(table: CopyTable, planned: list[PlannedItem], flat: Tensor) -> set[str]:
+    """Return the tensors that the model does not hold where the plan says."""
     counts = table.count_differences(flat).tolist() if planned else []
     return {one.name for one, count in zip(planned, counts, strict=True) if count}
 
 
-def _packed(named_tensors: NamedTensors) -> tuple[BucketEntry, Tensor]:
+def packed(named_tensors: NamedTensors) -> tuple[BucketEntry, Tensor]:
+    """Return a bucket of whole tensors."""
     _, bucket = pack_whole((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named_tensors)
     flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=named_tensors[0][1].device)
     for part, (_, tensor) in zip(bucket.slices, named_tensors, strict=True):

@@ -166,7 +166,7 @@ def acknowledge(push: CarriedPush, manifest: Manifest) -> None:
     for answer in answers.values():
         for part, seconds in answer.get("seconds", {}).items():
             push.engine_seconds[part] = max(push.engine_seconds.get(part, 0.0), seconds)
-    for index, reason in check_acknowledgements(answers, push.digests, manifest).items():
+    for index, reason in check_acknowledgements(answers, push.id, push.digests, manifest).items():
         engines.exclude(index, reason)
 
 

@@ -102,6 +102,7 @@ class RepackedLayer:
 
     @property
     def is_unpacked(self) -> bool:
+        """The layer has its loaded form and must not serve."""
         return self._served is not None
 
     def unpack(self) -> None:
@@ -242,7 +243,11 @@ def reload(original: Callable[..., None], model: nn.Module, weights: Any, target
 
 
 def unpack(model: nn.Module) -> None:
-    """Give all repacked layers of a model their loaded form, unless one of them could not be repacked again."""
+    """Give all repacked layers of a model their loaded form.
+
+    Raises:
+        WeightSyncError: one of them could not be repacked again.
+    """
     if found := refusal(model):
         raise WeightSyncError(found)
     for layer in _layers(model):
@@ -250,7 +255,11 @@ def unpack(model: nn.Module) -> None:
 
 
 def repack(model: nn.Module) -> None:
-    """Give all layers their served form again."""
+    """Give all layers their served form again.
+
+    Raises:
+        WeightSyncError: SGLang's step makes other tensors than it made at first.
+    """
     with torch.no_grad():
         for layer in _layers(model):
             layer.repack()
@@ -321,7 +330,11 @@ def _numbers(layer: nn.Module) -> dict[str, float]:
 
 
 def _write(made: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-    """Copy tensors to where those of the same names lie."""
+    """Copy tensors to where those of the same names lie.
+
+    Raises:
+        WeightSyncError: they do not match.
+    """
     owned = {tensor.untyped_storage().data_ptr() for tensor in held.values()}
     ready = {}
     for name, tensor in held.items():
@@ -336,12 +349,14 @@ def _write(made: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    """Return True when the elements fill a stretch of memory."""
     return (
         1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
     )
 
 
 def _are_same(first: Tensor, second: Tensor) -> bool:
+    """Compare two tensors bit for bit."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (first, second)))

@@ -29,8 +29,19 @@ from slime.backends.megatron_utils.parameters import Shard, iter_global_paramete
 from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, GatheredBuckets, SentWeights
 from slime.backends.megatron_utils.update_weight.gather import HostWeights, is_gate_up, sent_dtype
 from slime.ext.fast_push.kernels.tables import CastItem, CastTable, Kind
-from slime.ext.fast_push.shard_layout import RowRuns, ShardLayout, ShardSlice, TensorSplit
-from slime.ext.fast_push.shard_plan import PlannedBucket, PlannedSlice, ShardPlan, SliceHeader, plan_shards
+from slime.ext.fast_push.shard_layout import (
+    RowRuns,
+    ShardLayout,
+    ShardSlice,
+    TensorSplit,
+)
+from slime.ext.fast_push.shard_plan import (
+    PlannedBucket,
+    PlannedSlice,
+    ShardPlan,
+    SliceHeader,
+    plan_shards,
+)
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import SlimeError, WeightSyncError
 from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, align
@@ -105,6 +116,9 @@ class ShardBuckets:
         """Exchange what the ranks hold: of each its pipeline stage (0 if these do not matter) and slices, and misfits.
 
         A parameter that one rank cannot send by itself is sent so by none.
+
+        Raises:
+            WeightSyncError: a rank has failed.
         """
         stage = mpu.get_pipeline_model_parallel_rank() if by_stage else 0
         own: _RankSlices = (stage, [], {}, str(failure))
@@ -205,9 +219,17 @@ class CollectedBuckets:
     Args:
         shards: what every rank fills, made ``by_stage``.
         group: the ranks that send in one turn of ``shards``, on the device of the parameters.
+
+    Raises:
+        ValueError: ``group`` has other ranks than ``shards`` sends with.
     """
 
     def __init__(self, shards: ShardBuckets, group: dist.ProcessGroup) -> None:
+        if sorted(dist.get_process_group_ranks(group)) != sorted(shards.group_ranks):
+            raise ValueError(
+                f"ranks {list(shards.group_ranks)} send in one turn; the group to collect their buckets has "
+                f"{dist.get_process_group_ranks(group)}"
+            )
         self.shards = shards
         self._group = group
         self._source_rank = shards.group_ranks[0]

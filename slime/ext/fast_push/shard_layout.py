@@ -75,6 +75,7 @@ class ShardSlice:
 
     @property
     def num_columns(self) -> int:
+        """Elements of a row."""
         return math.prod(self.slice.sizes[1:])
 
     @property
@@ -144,7 +145,12 @@ class ShardLayout:
         self._known: dict[tuple[Rule, tuple[int, ...], TensorSplit], tuple[tuple[ShardSlice, ...], ...] | None] = {}
 
     def hf_tensors(self, name: str, whole_shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
-        """Return names and shapes of the HF tensors that a whole parameter, padding included, exports to."""
+        """Return names and shapes of the HF tensors that a whole parameter exports to.
+
+        Args:
+            name: in the whole model, with the number of the expert.
+            whole_shape: of the parameter, before vocabulary padding is cut off.
+        """
         converted = self._convert(name, torch.empty(tuple(whole_shape), device="meta"))
         return [(hf_name, tuple(tensor.shape)) for hf_name, tensor in converted]
 
@@ -274,7 +280,7 @@ def _slices_of(whole_shape: tuple[int, ...], ranges: list[list[tuple[int, Tensor
 
 
 def _affine(indices: Tensor) -> Iterator[RowRuns]:
-    """Return row numbers as as few :class:`RowRuns` as can be."""
+    """Return row numbers as few :class:`RowRuns`, in their order."""
     breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1
     begins = [0, *breaks.tolist()]
     runs = [

@@ -94,6 +94,7 @@ class ShardPlan:
         return align(max((bucket.num_bytes for owned in self.buckets for bucket in owned), default=0))
 
     def num_turns(self, ranks: Iterable[int]) -> int:
+        """Return the turns until all of these ranks have sent all that they have."""
         return max((len(self.buckets[rank]) for rank in ranks), default=0)
 
 
@@ -112,6 +113,9 @@ def plan_shards(
         groups: ranks that send at the same time, in the order in which the groups send; None for all at once.  Buckets
             are numbered by group, turn and rank.
 
+    Raises:
+        ConfigError: ``bucket_bytes`` is not positive.
+        WeightSyncError: the slices of a tensor do not make up the whole of it.
     """
     if bucket_bytes <= 0:
         raise ConfigError(f"--update-weight-buffer-size is {bucket_bytes}; it must be a positive number of bytes")
@@ -148,6 +152,7 @@ class _Sizes:
         self._ranges: dict[Any, list[tuple[int, int, int]]] = {}
 
     def is_quantized(self, header: SliceHeader) -> bool:
+        """Return True for a slice that travels quantized."""
         return self._quantizer is not None and self._quantizer.is_quantized(header.name)
 
     def outputs(self, header: SliceHeader) -> list[Header]:

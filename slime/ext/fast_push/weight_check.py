@@ -2,7 +2,13 @@
 
 SGLang calls these functions as custom weight loaders: ``update_weights_from_tensor`` with ``load_format`` set to the
 function's import path.  ``update_weights_from_distributed`` has no such extension point, so a check always goes
-through from_tensor, by value.  Problems are read back as ``loader_report`` says.
+through from_tensor, also for engines that get their weights over a process group; the payload is then a plain list of
+``(name, tensor)`` pairs, by value (``pickle``, base64) when the engine is on another host.  A flattened bucket is not
+unpacked for custom loaders.
+
+A loader must not raise, because an exception there ends SGLang's scheduler.  Problems are kept in the process and read
+back through ``/get_weights_by_name`` under the name ``CHECK_REPORT``; ``SGLangEngine`` does that after each check and
+raises WeightSyncError.
 
 Comparing works for every model and layout without knowing its names: the model's own ``load_weights`` runs against
 scratch copies of the parameters, filled with the bitwise complement of what they hold.  Where the scratch then equals
@@ -56,7 +62,11 @@ def find_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
 
 
 def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str]:
-    """Return the names of the parameters of tensors that a push replaces: by its message, or by the last push."""
+    """Return the names of the parameters of tensors that a push replaces: by its message, or by the last push.
+
+    Args:
+        named_tensors: as for :func:`fill_with_nan`.
+    """
     kept = [entry for message in decode(named_tensors) for entry in Manifest.from_json(message["manifest"]).kept]
     load = vars(model).get("_slime_load")
     if not kept and load is not None and load.plan is not None:
@@ -68,7 +78,7 @@ def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str
 
 
 def fill_parameters_with_nan(model: nn.Module, only: Collection[str] | None = None) -> None:
-    """Overwrite floating-point parameters, those in ``only`` or all."""
+    """Overwrite floating-point parameters, those in ``only`` or all, with NaN."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if _is_pushed(name, parameter, only):
@@ -76,7 +86,7 @@ def fill_parameters_with_nan(model: nn.Module, only: Collection[str] | None = No
 
 
 def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[str]:
-    """Return the parameters with an element that was not written since the fill."""
+    """Return the parameters, among those in ``only`` or all, with an element that was not written since the fill."""
     problems = []
     for name, parameter in model.named_parameters():
         if _is_pushed(name, parameter, only):
@@ -87,6 +97,7 @@ def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[s
 
 
 def _is_pushed(name: str, parameter: Tensor, only: Collection[str] | None) -> bool:
+    """Return True for floating-point parameters except the engine's own scales and descriptions."""
     is_own = is_own_scale(name) or is_description(name)
     return parameter.is_floating_point() and not is_own and (only is None or name in only)
 

@@ -34,7 +34,7 @@ from slime.ext.fast_push.incoming import IncomingBytes
 from slime.ext.fast_push.load_plan import LoadPlan
 from slime.ext.fast_push.messages import PUSH_REPORT, decode
 from slime.ext.fast_push.model_load import ModelLoad
-from slime.ext.fast_push.repacked_layers import is_unpacked, repack
+from slime.ext.fast_push.repacked_layers import is_unpacked
 from slime.observability.telemetry import DeviceTimes
 from slime.utils.errors import WeightSyncError
 from slime.weights.manifest import BucketEntry, Manifest
@@ -134,7 +134,7 @@ class ReceivingRank:
 
     def commit_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
         self._require_push(message["push_id"])
-        repack(model)
+        self._load_of(model).commit()
         _wait_for_device()
 
     def join_weight_group(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:

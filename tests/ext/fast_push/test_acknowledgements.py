@@ -21,8 +21,8 @@ SENT = {0: 0xABC, 1: 2**64 - 1}
 GOOD = ["0000000000000abc", "ffffffffffffffff"]
 
 
-def answer(buckets: list[str] | None = None, problems: list[str] | None = None) -> dict[str, Any]:
-    return {"buckets": GOOD if buckets is None else buckets, "problems": problems or []}
+def answer(push_id: str = "p", buckets: list[str] | None = None, problems: list[str] | None = None) -> dict[str, Any]:
+    return {"push_id": push_id, "buckets": GOOD if buckets is None else buckets, "problems": problems or []}
 
 
 class OneBucket:
@@ -59,6 +59,7 @@ def test_the_digest_of_a_bucket_is_that_of_its_pieces_and_not_of_what_lies_betwe
     ("given", "reason"),
     [
         (answer(), None),
+        (answer("q"), "it acknowledged the push 'q' instead of 'p'"),
         (answer(problems=["x was never written", "y neither"]), "x was never written (and 1 more problems)"),
         (answer(buckets=GOOD[:1]), "it acknowledged 1 buckets of 2"),
         (answer(buckets=[GOOD[0], ""]), "it holds nothing for bucket 1 (c, ...)"),
@@ -66,11 +67,11 @@ def test_the_digest_of_a_bucket_is_that_of_its_pieces_and_not_of_what_lies_betwe
     ],
 )
 def test_an_engine_that_holds_anything_else_is_named_with_the_difference(given: dict[str, Any], reason: Any) -> None:
-    reasons = check_acknowledgements({4: given}, SENT, MANIFEST)
+    reasons = check_acknowledgements({4: given}, "p", SENT, MANIFEST)
     assert list(reasons) == ([] if reason is None else [4])
     assert reason is None or reasons[4].startswith(reason)
 
 
 def test_a_bucket_that_no_rank_sent_is_the_trainers_error() -> None:
     with pytest.raises(WeightSyncError, match="no trainer rank sent bucket 1 of 2"):
-        check_acknowledgements({}, {0: 1}, MANIFEST)
+        check_acknowledgements({}, "p", {0: 1}, MANIFEST)

@@ -90,7 +90,15 @@ def in_words(matrix: Copy2D, size: int) -> list[Copy2D] | None:
         return None
     columns, src_row, dst_row = (value // WORD_BYTES for value in in_bytes)
     words = Copy2D(matrix.src, (src_row, 1), matrix.dst, (dst_row, 1), matrix.rows, columns)
-    return as_lines(words, WORD_BYTES, WORD_BYTES)
+    if words.rows > 1 or columns <= LINE_WORDS:
+        return [words]
+    # One long run: lines of a tile's width, and what is left.
+    lines, rest = divmod(columns, LINE_WORDS)
+    done = lines * LINE_WORDS
+    whole = Copy2D(words.src, (LINE_WORDS, 1), words.dst, (LINE_WORDS, 1), lines, LINE_WORDS)
+    if not rest:
+        return [whole]
+    return [whole, replace(words, src=words.src + WORD_BYTES * done, dst=words.dst + WORD_BYTES * done, columns=rest)]
 
 
 def as_lines(matrix: Copy2D, src_size: int, dst_size: int) -> list[Copy2D]:

@@ -54,10 +54,12 @@ class CastItem:
 
     @property
     def columns(self) -> int:
+        """Columns of the matrix."""
         return self.source.size(1)
 
     @property
     def is_fp8(self) -> bool:
+        """True when the elements are written as FP8 with block scales."""
         return self.kind in ("fp8_block", "fp8_block_ue8m0")
 
     def segments(self, out_dtype: torch.dtype, block: tuple[int, int]) -> list[tuple[int, int]]:
@@ -84,6 +86,7 @@ class CopyItem:
 
     @property
     def end(self) -> int:
+        """The first byte after the last element."""
         if self.dst.numel() == 0:
             return self.src_offset
         last = sum((size - 1) * stride for size, stride in zip(self.dst.shape, self.src_strides, strict=True))
@@ -91,6 +94,7 @@ class CopyItem:
 
 
 def _check_bucket(bucket: Tensor, num_bytes: int, device: torch.device | None) -> None:
+    """Refuse anything but a flat uint8 tensor of at least ``num_bytes``, on ``device`` unless that is None."""
     if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
         raise ValueError(f"a bucket is a flat uint8 tensor; got {bucket.dtype} of shape {list(bucket.shape)}")
     if bucket.numel() < num_bytes:
@@ -106,6 +110,7 @@ def _out_dtype(item: CastItem, out_dtype: torch.dtype) -> torch.dtype:
 
 
 def _rows_of(item: CastItem) -> Tensor:
+    """Return the item's matrix, ``[rows, columns]``; a view where the rows follow each other."""
     if item.row_run >= item.rows:
         return item.source[: item.rows]
     row = torch.arange(item.rows, device=item.source.device)
@@ -139,6 +144,7 @@ def differing_bytes(item: CopyItem, flat: Tensor) -> Tensor:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare the bytes of two tensors of one shape and dtype without temporary ones."""
     if all(t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in (one, other)):
         return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
     word = _WORDS[one.element_size()]
@@ -180,6 +186,7 @@ class CastTable:
         own = [segment for item in self.items for segment in item.segments(out_dtype, block)]
         self.segments = own if segments is None else list(segments)
         self.num_bytes = max((offset + size for offset, size in (*own, *self.segments)), default=0)
+        """Bytes that the bucket must have."""
         self.bytes_read = sum(item.rows * item.columns * item.source.element_size() for item in self.items)
         self.bytes_written = sum(size for _, size in own)
 
@@ -193,9 +200,12 @@ class CastTable:
             self._launch = CastLaunch(self.items, out_dtype, block, self.segments, device=self.device)
 
     def run(self, out: Tensor) -> None:
-        """Fill the bucket ``out`` from what the parameters hold now; bytes between the items stay as they are.
+        """Fill the bucket ``out`` (flat, uint8, at least :attr:`num_bytes`) from what the parameters hold now.
 
-        On a GPU this, like everything below, returns before the work is done.
+        Bytes between the items are left as they are.  On a GPU this returns before the work is done.
+
+        Raises:
+            ValueError: ``out`` is too small, not flat bytes, or on another device.
         """
         _check_bucket(out, self.num_bytes, self.device)
         if self._launch is not None:
@@ -205,7 +215,14 @@ class CastTable:
             run_in_torch(item, out, self.out_dtype, self.block)
 
     def run_with_digests(self, out: Tensor) -> Tensor:
-        """Run, and return the digests of the :attr:`segments` as ``DigestTable`` would, at less than its cost."""
+        """Run, and return the digests of the :attr:`segments` as ``DigestTable`` would, at less than its cost.
+
+        Returns:
+            int64 ``[segments]``, the unsigned values wrapped (:func:`as_unsigned`).
+
+        Raises:
+            ValueError: as :meth:`run`.
+        """
         _check_bucket(out, self.num_bytes, self.device)
         if self._launch is not None:
             return self._launch.run_with_digests(out)
@@ -226,6 +243,7 @@ class CopyTable:
         self.items = tuple(items)
         self.device = self.items[0].dst.device if self.items else None
         self.num_bytes = max((item.end for item in self.items), default=0)
+        """Bytes that the bucket must have."""
         self.bytes_read = sum(item.dst.numel() * item.src_dtype.itemsize for item in self.items)
         self.bytes_written = sum(item.dst.numel() * item.dst.element_size() for item in self.items)
 
@@ -239,6 +257,14 @@ class CopyTable:
             self._launch = CopyLaunch(self.items)
 
     def copy(self, flat: Tensor) -> None:
+        """Write every item from the bucket ``flat`` (flat, uint8).
+
+        The bucket may lie in the memory of another GPU that this one can reach.  On a GPU this returns before the work
+        is done.
+
+        Raises:
+            ValueError: ``flat`` is too small or not flat bytes.
+        """
         _check_bucket(flat, self.num_bytes, None)
         if self._launch is not None:
             self._launch.copy(flat)
@@ -247,7 +273,14 @@ class CopyTable:
             item.dst.detach().copy_(source_view(item, flat))
 
     def count_differences(self, flat: Tensor) -> Tensor:
-        """Count the bytes of each destination that differ from those :meth:`copy` would write, int64 ``[items]``."""
+        """Count the bytes of each destination that differ from those :meth:`copy` would write.
+
+        Returns:
+            int64 ``[items]`` on the device of the destinations; on a GPU before the work is done.
+
+        Raises:
+            ValueError: as :meth:`copy`.
+        """
         _check_bucket(flat, self.num_bytes, None)
         if self._launch is not None:
             return self._launch.count_differences(flat)
@@ -278,6 +311,7 @@ class DigestTable:
         self.lengths = list(lengths)
         self.device = torch.device(device)
         self.num_bytes = max((begin + length for begin, length in zip(offsets, lengths)), default=0)
+        """Bytes that the bucket must have."""
         if use_triton is None:
             use_triton = self.device.type == "cuda"
         self._launch: Any = None
@@ -288,7 +322,12 @@ class DigestTable:
             self._launch = DigestLaunch(self.offsets, self.lengths, self.device)
 
     def run(self, flat: Tensor) -> Tensor:
-        """Return digests of the segments of ``flat``, int64, the unsigned values wrapped (:func:`as_unsigned`)."""
+        """Return digests of the segments of ``flat`` (flat, uint8) as int64, the unsigned value wrapped; see
+        :func:`as_unsigned`.  On a GPU this returns before the work is done.
+
+        Raises:
+            ValueError: ``flat`` is too small or not flat bytes.
+        """
         _check_bucket(flat, self.num_bytes, None)
         if self._launch is not None:
             return self._launch.run(flat)

@@ -56,8 +56,15 @@ from slime.ext.fast_push.kernels.triton_digest import DigestLaunch, add_digest
 from slime.weights.digest import WORD_BYTES as DIGEST_BYTES
 from slime.weights.quantize.block_fp8 import FP8_MAX, MIN_ABSMAX, num_blocks
 
-# Forms of FP8 blocks of bf16, beside those that move elements; WHOLE: rows of whole vectors.
+# Forms of FP8 blocks, beside those that move elements; WHOLE: rows of whole vectors.
 FROM_BF16, FROM_BF16_WHOLE = tl.constexpr(1 << NUM_MOVES), tl.constexpr(2 << NUM_MOVES)
+FROM_FP16, FROM_FP16_WHOLE = tl.constexpr(4 << NUM_MOVES), tl.constexpr(8 << NUM_MOVES)
+FROM_FP32, FROM_FP32_WHOLE = tl.constexpr(16 << NUM_MOVES), tl.constexpr(32 << NUM_MOVES)
+FP8_FROM = {
+    torch.bfloat16: (FROM_BF16, FROM_BF16_WHOLE),
+    torch.float16: (FROM_FP16, FROM_FP16_WHOLE),
+    torch.float32: (FROM_FP32, FROM_FP32_WHOLE),
+}
 ONE_RUN = 1 << 30
 """Rows of a run that never ends; a multiple of every block."""
 VECTOR = tl.constexpr(VECTOR_BYTES)
@@ -136,10 +143,10 @@ def _source_rows(first, run, run_stride, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def quantize_block_of(
-    descriptor, tile, out, IS_WHOLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    ON_HOPPER: tl.constexpr,
+    descriptor, tile, out, TYPE: tl.constexpr, SIZE: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block of bf16; IS_WHOLE when lengths are in vectors.
+    """Quantize one block: TYPE and SIZE in bytes of the source's elements; IS_WHOLE when lengths are in vectors.
 
     Of the descriptor's fields, those of strides of columns and of the target's rows hold: rows of a run, rows from run
     to run, offset of the scales.  LAST is twice the segment of the digest, and one for scales that are powers of two;
@@ -150,13 +157,13 @@ def quantize_block_of(
     first_source, source_row = _source_rows(first, run.to(tl.int32), run_stride.to(tl.int32), BLOCK_ROWS)
     row = tl.arange(0, BLOCK_ROWS)
     column = (tile % across * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
-    source = src.to(tl.pointer_type(tl.bfloat16))
+    source = src.to(tl.pointer_type(TYPE))
     quantized = out + dst
     if IS_WHOLE:
         source = tl.multiple_of(source, VECTOR)
         quantized = tl.multiple_of(quantized, VECTOR)
         columns *= VECTOR
-        stride *= VECTOR // 2
+        stride *= VECTOR // SIZE
     # A whole matrix may have more elements than 2**31, a block's rows have not.
     source += first_source.to(tl.int64) * stride
     quantized += first.to(tl.int64) * columns
@@ -256,10 +263,22 @@ def _cast_kernel(  # noqa: C901 - one branch for each form
             if ON_HOPPER:
                 quantize_pairs(descriptor, tile, out, sums, BLOCK_ROWS, BLOCK_COLUMNS, DIGEST)
             else:
-                quantize_block_of(descriptor, tile, out, True, BLOCK_ROWS, BLOCK_COLUMNS, False)
+                quantize_block_of(descriptor, tile, out, tl.bfloat16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, False)
     if FROM_BF16 & FORMS:
         if form == FROM_BF16:
-            quantize_block_of(descriptor, tile, out, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+            quantize_block_of(descriptor, tile, out, tl.bfloat16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+    if FROM_FP16_WHOLE & FORMS:
+        if form == FROM_FP16_WHOLE:
+            quantize_block_of(descriptor, tile, out, tl.float16, 2, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+    if FROM_FP16 & FORMS:
+        if form == FROM_FP16:
+            quantize_block_of(descriptor, tile, out, tl.float16, 2, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+    if FROM_FP32_WHOLE & FORMS:
+        if form == FROM_FP32_WHOLE:
+            quantize_block_of(descriptor, tile, out, tl.float32, 4, True, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
+    if FROM_FP32 & FORMS:
+        if form == FROM_FP32:
+            quantize_block_of(descriptor, tile, out, tl.float32, 4, False, BLOCK_ROWS, BLOCK_COLUMNS, ON_HOPPER)
     if MOVES & FORMS:
         is_left = form <= MOVES
         if DIGEST:
@@ -371,6 +390,7 @@ class CastLaunch:
         return [index for index, size in enumerate(missing) if size]
 
     def _quantized(self, item: CastItem) -> tuple[list[list[int]], list[int]]:
+        forms = FP8_FROM.get(item.source.dtype)
         size = item.source.element_size()
         stride = item.source.stride(0) if item.source.size(0) > 1 else 0
         is_plain = item.row_run >= item.rows
@@ -378,7 +398,7 @@ class CastLaunch:
         # In a block the kernel counts elements of the source with 32 bits.
         crossings = 0 if run % self.block[0] == 0 else self.block[0] // run + 1
         span = stride * (self.block[0] + crossings * run_stride)
-        if item.source.dtype != torch.bfloat16 or any(side & (side - 1) for side in self.block) or span >= 1 << 31:
+        if forms is None or any(side & (side - 1) for side in self.block) or span >= 1 << 31:
             self.in_torch.append(item)
             return [], []
         assert item.scale_offset is not None  # checked by the table
@@ -390,8 +410,7 @@ class CastLaunch:
             columns, stride = columns // VECTOR_BYTES, stride * size // VECTOR_BYTES
         down, across = num_blocks(item.rows, item.columns, self.block)
         # As quantize_block_of reads them.
-        form = FROM_BF16_WHOLE if is_whole else FROM_BF16
-        fields = [form.value, 0, across, item.rows, columns, address, stride, run, item.out_offset]
+        fields = [forms[is_whole].value, 0, across, item.rows, columns, address, stride, run, item.out_offset]
         fields.append(run_stride)
         return [[*fields, item.scale_offset, int(item.kind == "fp8_block_ue8m0"), 0]], [down * across]
 

@@ -52,13 +52,21 @@ WORDS = tl.constexpr(1 << 0)
 SIZE_1, SIZE_2 = tl.constexpr(1 << 1), tl.constexpr(1 << 2)
 """Elements as they are, by their size in bytes."""
 SIZE_4, SIZE_8 = tl.constexpr(1 << 3), tl.constexpr(1 << 4)
-BF16_TO_FP32, FP32_TO_BF16 = tl.constexpr(1 << 5), tl.constexpr(1 << 6)
-NUM_MOVES = 7
+BF16_TO_FP16, BF16_TO_FP32 = tl.constexpr(1 << 5), tl.constexpr(1 << 6)
+FP16_TO_BF16, FP16_TO_FP32 = tl.constexpr(1 << 7), tl.constexpr(1 << 8)
+FP32_TO_BF16, FP32_TO_FP16 = tl.constexpr(1 << 9), tl.constexpr(1 << 10)
+NUM_MOVES = 11
 MOVES = tl.constexpr((1 << NUM_MOVES) - 1)
 
 SAME = {1: SIZE_1, 2: SIZE_2, 4: SIZE_4, 8: SIZE_8}
-CASTS = {(torch.bfloat16, torch.float32): BF16_TO_FP32, (torch.float32, torch.bfloat16): FP32_TO_BF16}
-"""Other ones are done in torch."""
+CASTS = {
+    (torch.bfloat16, torch.float16): BF16_TO_FP16,
+    (torch.bfloat16, torch.float32): BF16_TO_FP32,
+    (torch.float16, torch.bfloat16): FP16_TO_BF16,
+    (torch.float16, torch.float32): FP16_TO_FP32,
+    (torch.float32, torch.bfloat16): FP32_TO_BF16,
+    (torch.float32, torch.float16): FP32_TO_FP16,
+}
 UNIT = tl.constexpr(VECTOR_WORDS)
 
 
@@ -161,15 +169,35 @@ def move_tile(  # noqa: C901 - one branch for each form
     if SIZE_8 & FORMS:
         if form == SIZE_8:
             count = _move(descriptor, row, column, base_src, base_dst, tl.uint64, tl.uint64, tl.uint64, 8, 1, COMPARE)
+    if BF16_TO_FP16 & FORMS:
+        if form == BF16_TO_FP16:
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.bfloat16, tl.float16, tl.uint16, 2, 1, COMPARE
+            )
     if BF16_TO_FP32 & FORMS:
         if form == BF16_TO_FP32:
             count = _move(
                 descriptor, row, column, base_src, base_dst, tl.bfloat16, tl.float32, tl.uint32, 4, 1, COMPARE
             )
+    if FP16_TO_BF16 & FORMS:
+        if form == FP16_TO_BF16:
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.float16, tl.bfloat16, tl.uint16, 2, 1, COMPARE
+            )
+    if FP16_TO_FP32 & FORMS:
+        if form == FP16_TO_FP32:
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.float16, tl.float32, tl.uint32, 4, 1, COMPARE
+            )
     if FP32_TO_BF16 & FORMS:
         if form == FP32_TO_BF16:
             count = _move(
                 descriptor, row, column, base_src, base_dst, tl.float32, tl.bfloat16, tl.uint16, 2, 1, COMPARE
+            )
+    if FP32_TO_FP16 & FORMS:
+        if form == FP32_TO_FP16:
+            count = _move(
+                descriptor, row, column, base_src, base_dst, tl.float32, tl.float16, tl.uint16, 2, 1, COMPARE
             )
     return count
 
