@@ -22,6 +22,7 @@ UNTIMED = {
     "slime.rollout.pool.result_of: task.result": "called when the task is done",
     "slime.rollout.sglang_rollout.eval_rollout: asyncio.gather": "every data set has a LongWait",
     "slime.rollout.sglang_rollout.generate_and_rm_group: asyncio.gather": "rewards have --rm-timeout-s",
+    "slime.rollout.sglang_rollout._reward: asyncio.gather": "rewards have --rm-timeout-s",
     "slime.rollout.sglang_rollout._run_entries: asyncio.gather": "requests are timed, and so is the rollout",
     "slime.ext.environments.multi_turn._Player.observe: asyncio.gather": "every call has --turn-timeout-s",
     "slime.utils.misc.exec_command: subprocess.run": "a whole training run may be the command",

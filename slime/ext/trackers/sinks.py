@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import re
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from slime.utils.redaction import redacted
 PARAMS_AT_ONCE = 100
 """That MLflow takes in one call."""
 MAX_PARAM_CHARS = 500
+CLOSE_S = 30.0
+"""That the last records may take; MLflow's own wait has no end."""
 RUN_TAG = "slime.run"
 """Of an MLflow run: the id by which the processes of a job find it."""
 
@@ -103,7 +106,9 @@ class MlflowSink(_Tracker):
         if not self._is_open:
             return
         if self._pending is not None:
-            self._pending.wait()
+            last = threading.Thread(target=self._pending.wait, daemon=True)
+            last.start()
+            last.join(CLOSE_S)
         if self._is_primary:
             self._client.set_terminated(self._run_id)
 
