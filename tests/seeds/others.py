@@ -207,7 +207,39 @@ PLAIN = Seed(
     ),
 )
 
+OLMO_YARN = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+OLMO_LAYERS = {
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "rope_parameters": OLMO_YARN,
+}
+OLMO_PREPARE = (torch_dist("olmo3-7B", "Olmo-3-7B-Instruct", "Olmo-3-7B-Instruct_torch_dist"),)
+
+OLMO = Seed(
+    title="OLMo-3-7B",
+    script="run-olmo3-7B.sh",
+    family="olmo3",
+    folder="Olmo-3-7B-Instruct",
+    cpu=Form(
+        sizes=OLMO_LAYERS,
+        prepare=OLMO_PREPARE,
+        environment={"NUM_GPUS": "4"},
+        flags=f"{CPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --global-batch-size 16",
+        jobs=(Job("TP2 SP; colocated, two engines", "--rollout-num-gpus-per-engine 1"),),
+    ),
+    gpu=Form(
+        sizes={
+            **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1024},
+            **OLMO_LAYERS,
+        },
+        weight_std=0.04,
+        prepare=OLMO_PREPARE,
+        environment={"NUM_GPUS": "4"},
+        flags=f"{GPU_SIZES} --global-batch-size 64",
+        jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.05),),
+    ),
+)
+
 OTHERS = {
     **{"minimax-m2": MINIMAX, "qwen3-next": NEXT, "qwen3-30b-int4": INT4, "qwen3-4b-fp8-channel": CHANNELS},
-    **{"glm4-9b-fp16": HALF, "glm4-9b-delta": DELTA, "glm4-9b-plain": PLAIN},
+    **{"glm4-9b-fp16": HALF, "glm4-9b-delta": DELTA, "glm4-9b-plain": PLAIN, "olmo3-7b": OLMO},
 }

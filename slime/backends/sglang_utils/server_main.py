@@ -53,6 +53,7 @@ def main() -> None:
 
     from slime.backends.sglang_utils.server_args import keep_known
 
+    sglang_plugin.mend_configs()
     known = {field.name for field in dataclasses.fields(ServerArgs) if field.init}
     if settings.get("enable_metrics"):
         _make_metrics_work(settings)

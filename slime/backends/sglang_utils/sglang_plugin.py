@@ -309,6 +309,14 @@ def _glm_positions(original: Callable[..., Any], *args: Any, **options: Any) -> 
     return original(*args, **{**options, "attention_mask": None})
 
 
+def mend_configs() -> None:
+    """Mend the configs of SGLang that its check of flags reads, which runs before plug-ins are applied."""
+    from sglang.srt.configs.olmo3 import Olmo3Config
+
+    original = Olmo3Config.__init__
+    Olmo3Config.__init__ = lambda config, **options: _olmo3_rotary(original, config, **options)
+
+
 def _olmo3_rotary(original: Callable[..., None], config: Any, **options: Any) -> None:
     """Give OLMo 3 the rotary settings of config.json, in the spelling of transformers 4 or 5.
 
