@@ -92,7 +92,7 @@ class WeightPush:
 
     def serve_new_engines(self) -> None:
         """Give the weights to engines in the place of dead ones; to be called while the trainer is idle."""
-        engines = self.ask_manager("get_engines_without_weights")
+        engines = self.ask_manager("describe_engines", "without_weights")
         if not engines.engines:
             return
         try:

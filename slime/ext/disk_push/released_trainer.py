@@ -76,7 +76,7 @@ class ReleasedPush(WeightPush):
         trainer = self.trainer
         if not trainer.actors:
             return
-        engines = self.ask_manager("get_updatable_engines")
+        engines = self.ask_manager("describe_engines", "updatable")
         # These ranks have never seen an engine; the hook after the write gets them.
         trainer.on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
         timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S

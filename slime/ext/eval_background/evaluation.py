@@ -162,7 +162,7 @@ class BackgroundEvaluation(Evaluation):
 
     def _send_weights(self) -> str | None:
         """Return why the engines cannot evaluate; None when all of them hold the present weights."""
-        engines = self._ask("get_evaluation_engines")
+        engines = self._ask("describe_engines", "evaluation")
         if not engines.engines:
             return f"no engine of the model {EVALUATION_MODEL} is there"
         try:
@@ -188,6 +188,6 @@ class BackgroundEvaluation(Evaluation):
             timeout_s = self._args.rollout_timeout_s + 2 * ROLLOUT_MARGIN_S
             wait_for(running, what=f"the evaluation after rollout {self._running_id}", timeout_s=timeout_s)
 
-    def _ask(self, method: str) -> Any:
-        ref = getattr(self._manager, method).remote()
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        ref = getattr(self._manager, method).remote(*arguments)
         return wait_for(ref, what=f"the rollout manager ({method})", timeout_s=self._args.weight_update_timeout_s)

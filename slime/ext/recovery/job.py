@@ -91,16 +91,18 @@ class RecoveringJob(TrainJob):
         answered before it gives weights, which the rollout waits for then.
         """
         if self._recovery.is_down:
-            if not self._change_memory("offload_idle"):
+            if not self._lend_memory(is_lent=True):
                 return
             self._recovery.restart()
-            self._change_memory("onload_idle")
+            self._lend_memory(is_lent=False)
         with self._notice.deferred():
             super().serve_new_engines()
 
-    def _change_memory(self, method: str) -> Any:
-        ref: ray.ObjectRef = getattr(self.manager, method).remote()
-        return wait_for(ref, what=f"the engines' memory ({method})", timeout_s=memory_timeout_s(self.args))
+    def _lend_memory(self, *, is_lent: bool) -> bool:
+        """Take the engines' memory for a trainer that starts, or give it back; return whether they do."""
+        ref: ray.ObjectRef[bool] = self.manager.lend_memory.remote(is_lent)
+        what = f"the engines' memory ({'offload' if is_lent else 'onload'})"
+        return wait_for(ref, what=what, timeout_s=memory_timeout_s(self.args))
 
     # Saves
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from slime.ray.engines.fleet import EngineFleet
     from slime.ray.engines.ray_engine import UpdatableEngines
     from slime.weights.push.participants import ExcludedEngine
+
+EngineChoice = Literal["updatable", "without_weights", "evaluation"]
 
 CONTROL_GROUP = "control"
 """Concurrency group of the short calls that must not queue behind a running ``generate``."""
@@ -73,9 +75,17 @@ class EngineVerbs(Watched):
         return self.engines.check_weights(action)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_updatable_engines(self) -> UpdatableEngines:
-        """Describe the live engines of the first model that takes weight updates."""
-        return self.engines.weights.updatable()
+    def describe_engines(self, which: EngineChoice) -> UpdatableEngines:
+        """Describe live engines.
+
+        Args:
+            which: those of the first model that takes pushes, those of them that wait for weights since a restart,
+                or those that evaluate in the background.
+        """
+        weights = self.engines.weights
+        if which == "without_weights":
+            return weights.without_weights()
+        return weights.for_evaluation() if which == "evaluation" else weights.updatable()
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:
@@ -85,16 +95,6 @@ class EngineVerbs(Watched):
         offsets = [engine.gpu_offset for engine in described.engines]
         configs = [{"tp_size": count // (self.args.sglang_pp_size or 1)} for count in counts]
         return described.handles, self.engines.lock, described.num_new, counts, offsets, configs
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_evaluation_engines(self) -> UpdatableEngines:
-        """Describe the engines that evaluate in the background."""
-        return self.engines.weights.for_evaluation()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_engines_without_weights(self) -> UpdatableEngines:
-        """Describe the restarted engines that wait for weights."""
-        return self.engines.weights.without_weights()
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def clear_updatable_num_new_engines(self) -> None:
@@ -123,15 +123,13 @@ class EngineVerbs(Watched):
         self.engines.offload()
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def offload_idle(self) -> bool:
-        """Have the engines release their memory if nothing is answered before they get weights."""
-        return self.engines.offload_idle()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def onload_idle(self) -> None:
-        """Give the memory back that :meth:`offload_idle` took."""
+    def lend_memory(self, is_lent: bool) -> bool:
+        """Have the engines release their memory, if nothing is answered before they get weights, or take it back."""
+        if is_lent:
+            return self.engines.offload_idle()
         self.engines.memory.take_back(None)
         self.engines.resume_monitors()
+        return True
 
     def onload(self, tags: list[str] | None = None) -> None:
         """Have the engines take their memory back."""

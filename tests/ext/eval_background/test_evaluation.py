@@ -55,8 +55,8 @@ class Evaluation(BackgroundEvaluation):
         )
         monkeypatch.setattr(background_eval, "wait_for", self._wait)
 
-    def _ask(self, method: str) -> Any:
-        assert method == "get_evaluation_engines"
+    def _ask(self, *asked: str) -> Any:
+        assert asked == ("describe_engines", "evaluation")
         return Namespace(engines=list(self.handles))
 
     def _eval(self, rollout_id: int) -> str:

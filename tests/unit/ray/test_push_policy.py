@@ -48,7 +48,7 @@ class Push(WeightPush):
 
     def ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         self.asked.append((method, *arguments))
-        if method == "get_engines_without_weights":
+        if method == "describe_engines":
             return Namespace(engines=[None] * self.waiting)
         return 0
 
@@ -80,7 +80,7 @@ def test_an_engine_that_did_not_take_the_push_is_reported_and_the_run_goes_on() 
 def test_refill_starts_another_and_gives_it_the_same_version_at_once_where_it_is_up() -> None:
     push = Push("excludes one", waiting=1)
     push.update()
-    assert asked(push) == [*BEFORE, "push_refused", "recover_updatable_engines", "get_engines_without_weights"]
+    assert asked(push) == [*BEFORE, "push_refused", "recover_updatable_engines", "describe_engines"]
     assert push.pushes == ["update", "resend"]
 
 
@@ -209,4 +209,4 @@ def test_new_engines_that_a_router_does_not_take_in_have_the_weights_all_the_sam
     monkeypatch.setattr(push, "ask_manager", ask)
     for _ in range(MAX_FAILED_RESENDS):
         push.serve_new_engines()
-    assert asked == ["get_engines_without_weights", "push_done"] * MAX_FAILED_RESENDS
+    assert asked == ["describe_engines", "push_done"] * MAX_FAILED_RESENDS
