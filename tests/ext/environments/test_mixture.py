@@ -13,6 +13,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.run_state import RunState, use_run
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
+from tests.unit.rollout.test_data_source import make_args  # noqa: F401  a fixture
 
 SIZES = {"a": 4, "b": 10}
 
@@ -226,3 +227,27 @@ def test_a_users_data_source_reads_a_mixture_where_it_extends_the_one_that_does(
     derive_mixture(args)
     assert args.data_source_path.endswith(source.__name__)
     assert [f"derive it from {MIXED_SOURCE}" in message for message in check_mixture(args)] == [True] * (not reads)
+
+
+def test_of_several_data_sets_the_one_with_other_rows_is_named_and_their_order_counts(make_args, tmp_path):  # noqa: F811
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"input": name, "metadata": {"level": 1}}) + "\n")
+
+    def mix(*names):
+        lines = [f"  - {{name: {name}, path: {tmp_path}/{name}.jsonl}}\n" for name in names]
+        (tmp_path / "mix.yaml").write_text("datasets:\n" + "".join(lines))
+        return make_args(prompt_data=str(tmp_path / "mix.yaml"), reward_key=None)
+
+    source = MixedDataSource(mix("a", "b"))
+    source.get_samples(3)
+    source.save(0)
+    MixedDataSource(mix("a", "b")).load(0)
+    with pytest.raises(DataError, match="--prompt-data lists the data sets b, a, before a, b"):
+        MixedDataSource(mix("b", "a")).load(0)
+    with pytest.raises(DataError, match="--prompt-data lists the data sets a, before a, b"):
+        MixedDataSource(mix("a")).load(0)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"input": "b", "metadata": {"level": 2}}) + "\n")
+    with pytest.raises(
+        DataError, match="data set b of --prompt-data has other rows: metadata changed, first in row 1"
+    ):
+        MixedDataSource(mix("a", "b")).load(0)

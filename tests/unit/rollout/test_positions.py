@@ -151,28 +151,6 @@ def test_a_position_of_prompts_and_labels_alone_is_compared_with_these_and_says_
         RolloutDataSource(args).load(0)
 
 
-def test_of_several_data_sets_the_one_with_other_rows_is_named_and_their_order_counts(make_args, tmp_path):  # noqa: F811
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"input": name, "metadata": {"level": 1}}) + "\n")
-
-    def mix(*names):
-        lines = [f"  - {{name: {name}, path: {tmp_path}/{name}.jsonl}}\n" for name in names]
-        (tmp_path / "mix.yaml").write_text("datasets:\n" + "".join(lines))
-        return make_args(prompt_data=str(tmp_path / "mix.yaml"), reward_key=None)
-
-    saved(mix("a", "b"))
-    RolloutDataSource(mix("a", "b")).load(0)
-    with pytest.raises(DataError, match="--prompt-data lists the data sets b, a, before a, b"):
-        RolloutDataSource(mix("b", "a")).load(0)
-    with pytest.raises(DataError, match="--prompt-data lists the data sets a, before a, b"):
-        RolloutDataSource(mix("a")).load(0)
-    (tmp_path / "b.jsonl").write_text(json.dumps({"input": "b", "metadata": {"level": 2}}) + "\n")
-    with pytest.raises(
-        DataError, match="data set b of --prompt-data has other rows: metadata changed, first in row 1"
-    ):
-        RolloutDataSource(mix("a", "b")).load(0)
-
-
 def test_what_changes_no_order_is_accepted(make_args, tmp_path):  # noqa: F811
     saved(make_args())
     moved = tmp_path / "elsewhere.jsonl"
