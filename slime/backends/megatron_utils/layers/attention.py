@@ -144,6 +144,17 @@ class PackedAttention(MegatronModule):
             )
 
 
+# Context parallelism: each rank has two chunks of every sequence.
+#
+# A sequence of length L is cut into 2 cp chunks of c = L / (2 cp) tokens: rank r has the chunks r and
+# 2 cp - 1 - r, so that all ranks have the same work ("zigzag"; the load balance of Llama 3, arXiv 2407.21783, 3.3.2).
+# Keys and values of all ranks are gathered.  Both chunks end where their visible keys end, so a rank's chunks are 2 S
+# ordinary causal problems of one packed call: queries as they are, and a copy of the keys that each chunk sees.
+#
+# Shapes: S = sequences of the micro-batch, t = tokens of this rank (t = sum of 2 c), h = heads, d = head dimension,
+# K = (2 cp + 1) t / 2 key rows that the rank's chunks see together.
+
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
 """(query, key, value, cu_q, cu_k, max_q, max_k) to the output, every query block at the end of its keys."""
 
