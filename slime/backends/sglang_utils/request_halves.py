@@ -51,11 +51,11 @@ _COMMON = "sglang.srt.disaggregation.common.conn"
 
 
 class GuardedSocket:
-    """One sender at a time; a peer that takes nothing gets nothing."""
+    """One sender at a time; a peer that takes nothing gets nothing, and is waited for once."""
 
     def __init__(self, endpoint: str, socket: Any) -> None:
         self.endpoint, self.socket = endpoint, socket
-        self._lock = threading.Lock()
+        self._lock, self._flags = threading.Lock(), 0
         socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
 
     def send_multipart(self, parts: Sequence[bytes]) -> None:
@@ -64,8 +64,10 @@ class GuardedSocket:
                 _remember(int(parts[1]))
         try:
             with self._lock:
-                self.socket.send_multipart(parts)
+                self.socket.send_multipart(parts, self._flags)
+            self._flags = 0
         except zmq.ZMQError as error:
+            self._flags = zmq.NOBLOCK
             logger.warning("A message to the engine at %s is dropped, it seems to have gone: %s", self.endpoint, error)
 
 
@@ -94,10 +96,22 @@ class _NoneExpected(dict[int, int]):
         return 0
 
 
+class _NoInfos(dict[int, dict[str, Any]]):
+    """What decode engines sent of each room; of a room that was forgotten meanwhile, nothing."""
+
+    def __missing__(self, room: int) -> dict[str, Any]:
+        return {}
+
+    def pop(self, room: int, default: Any = None) -> Any:
+        return super().pop(room, default)
+
+
 def guard_tables(result: None, manager: Any, *args: Any, **options: Any) -> None:
     """Have a thread that reads the table find no error where another has just forgotten the room."""
     if hasattr(manager, "required_prefill_response_num_table"):
         manager.required_prefill_response_num_table = _NoneExpected()
+    if hasattr(manager, "transfer_infos"):
+        manager.transfer_infos = _NoInfos()
 
 
 def check_status(original: Callable[..., int], manager: Any, room: int) -> int:
@@ -114,10 +128,11 @@ def record_failure(original: Callable[..., None], manager: Any, room: int, reaso
 def update_status(original: Callable[..., None], manager: Any, room: int, status: int) -> None:
     """Note a room that comes from the decode engine first; refuse one that has ended."""
     with _lock:
-        is_first = status == WAITING and room not in manager.request_status and _can_tell(manager)
-        if is_first and room in _ended:
+        is_asked = status == WAITING and _can_tell(manager)
+        if is_asked and room in _ended:  # SGLang would also take a failed one up again that is not cleared yet
             _tell(manager, room)
             return
+        is_first = is_asked and room not in manager.request_status
         original(manager, room, status)
         if is_first:
             _alone[room] = time.monotonic()

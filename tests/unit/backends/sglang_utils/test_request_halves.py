@@ -93,6 +93,17 @@ def test_a_decode_engine_is_told_once_that_the_prefill_half_was_aborted(decode_i
     assert not prefill.request_status and not prefill.transfer_infos and not halves._alone
 
 
+def test_a_decode_half_that_comes_between_an_abort_and_its_end_is_told() -> None:
+    prefill = Prefill()
+    sender = prefill.own_half_comes()
+    CommonKVSender.abort(sender)
+    halves.end_sender(None, sender)
+    prefill.decode_half_comes()
+    assert prefill.check_status(ROOM) == KVPoll.Failed
+    clear(sender)
+    assert prefill.told == [(ROOM, KVPoll.Failed)] and not prefill.request_status
+
+
 def test_a_prefill_half_that_comes_after_the_abort_of_the_other_fails() -> None:
     prefill = Prefill()
     socket = halves.GuardedSocket("tcp://10.0.0.2:1", SimpleNamespace(setsockopt=print, send_multipart=print))
@@ -195,6 +206,8 @@ def test_an_engine_that_has_gone_holds_up_no_sender(caplog: pytest.LogCaptureFix
         guarded, lock = halves.guard_decode_socket((nobody_reads, "its lock"), object, "tcp://10.0.0.1:1")
         nobody_reads.setsockopt(zmq.SNDTIMEO, 1)
         guarded.send_multipart([b"ABORT", b"7"])
+        nobody_reads.setsockopt(zmq.SNDTIMEO, -1)  # without end
+        guarded.send_multipart([b"ABORT", b"8"])
     assert lock == "its lock" and "10.0.0.1:1 is dropped" in caplog.text
 
 
@@ -202,6 +215,7 @@ def test_a_room_that_another_thread_forgets_ends_no_thread() -> None:
     prefill, decode = Prefill(), SimpleNamespace(required_prefill_response_num_table={})
     halves.guard_tables(None, prefill)
     halves.guard_tables(None, decode)
+    assert prefill.transfer_infos[ROOM] == {} and prefill.transfer_infos.pop(ROOM) is None
     assert prefill.check_status(ROOM) == KVPoll.Failed and decode.required_prefill_response_num_table[ROOM] == 0
     prefill.record_failure(ROOM, "nobody is left to read this")
     assert not prefill.failure_records
