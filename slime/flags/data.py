@@ -220,7 +220,8 @@ def derive_batch_sizes(args: Namespace) -> None:
         args.balance_data = True  # balancing micro-batches by FLOPs balances ranks too
     if args.rollout_batch_size is None:
         return
-    if args.global_batch_size is None and not args.debug_rollout_only:
+    is_asked = args.num_steps_per_rollout is not None or not args.debug_rollout_only
+    if args.global_batch_size is None and is_asked:
         samples = args.rollout_batch_size * args.n_samples_per_prompt
         args.global_batch_size = samples // (args.num_steps_per_rollout or 1)
     if args.over_sampling_batch_size is None:
