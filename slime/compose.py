@@ -105,7 +105,7 @@ def _train_group(args: Namespace) -> Callable[..., RayTrainGroup] | None:
 
         return partial(ReleasedTrainGroup, push_weights=push_weights)
     copied = "slime.ext.recovery.copied_trainer.CopiedTrainGroup"
-    return load_function(copied) if args.state_copy_interval is not None else None
+    return load_function(copied) if vars(args).get("state_copy_interval") is not None else None
 
 
 def _transport(args: Namespace) -> MakeTransport | None:
