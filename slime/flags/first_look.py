@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.flags.parser import Parser
-from slime.flags.table import is_of_installed, parser_of_table, read_table
-from slime.flags.words import engine_flags_are_idle, missing_flags, refuse_unknown, split_engine_flags
+from slime.flags.table import is_declared, is_of_installed, parser_of_table, read_table
+from slime.flags.words import engine_flags_are_idle, is_flag, missing_flags, refuse_unknown, split_engine_flags
 from slime.flags.yaml_file import read_yaml
 from slime.utils.errors import ConfigError
 from slime.utils.redaction import redacted_text
@@ -76,8 +76,11 @@ def _help_of(table: dict[str, Any], names: Sequence[str]) -> str:
 def _check(words: Sequence[str], parser: Parser) -> None:
     kept = split_engine_flags(words)[0] if engine_flags_are_idle(words) else list(words)
     args, leftover = parser.parse_known_args(kept)
+    if any(is_declared(word.partition("=")[0]) for word in leftover if is_flag(word)):
+        return  # a flag that is newer than the table: the parser knows it
     refuse_unknown(parser, kept, leftover)
-    if "--plan" not in words and not any(vars(args).get(name) for name in OVERLAYS):
+    is_plan = any(word.partition("=")[0] == "--plan" for word in words)
+    if not is_plan and not any(vars(args).get(name) for name in OVERLAYS):
         if missing := missing_flags(args):
             raise ConfigError("\n".join(missing))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Collection
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ from slime.flags.kinds import Number, RegistryChoices, WholeNumber
 from slime.flags.parser import Parser
 
 TABLE = Path(__file__).with_name("table.json")
+PACKAGE = TABLE.parents[1]
 FROM_SGLANG = ("sglang engine", "sglang router")
 """Groups that mirror the installed SGLang; its own help lists their flags."""
 PACKAGES = ("megatron-core", "sglang", "sglang-router")
@@ -41,6 +43,13 @@ def read_table() -> dict[str, Any]:
 def is_of_installed(table: dict[str, Any]) -> bool:
     """Return True when the packages here are those that the table was made from."""
     return bool(table["versions"] == _versions())
+
+
+def is_declared(flag: str) -> bool:
+    """Return True for a flag that the sources of slime or of an extension declare, in the table or not yet."""
+    declares = re.compile(rf'(add_argument\(|flag=)\s*"{re.escape(flag)}"')
+    files = (*PACKAGE.glob("flags/*.py"), *PACKAGE.glob("ext/*/flags.py"))
+    return any(declares.search(file.read_text(encoding="utf-8")) for file in files)
 
 
 def parser_of_table(table: dict[str, Any], only: Collection[str] | None = None) -> Parser:

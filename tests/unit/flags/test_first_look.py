@@ -81,7 +81,17 @@ def test_words_of_other_trainers_are_no_flags_here_and_are_answered_with_flags()
 def test_flags_that_every_run_needs_are_named_unless_a_file_or_a_plan_may_give_them(capsys):
     said = refusal(capsys, "--lr", "1")
     assert [message in said for message in (NO_MODEL, NO_BATCH, NO_LENGTH)] == [True] * 3
-    assert first_look(["--plan"]) and first_look(["--custom-config-path", "x.yaml"])
+    assert first_look(["--plan"]) and first_look(["--plan=json"]) and first_look(["--custom-config-path", "x.yaml"])
+
+
+def test_a_flag_that_is_newer_than_the_table_is_left_to_the_parser(monkeypatch, tmp_path, capsys):
+    sources = tmp_path / "ext/new/flags.py"
+    sources.parent.mkdir(parents=True)
+    sources.write_text('parser.add_argument(\n    "--my-flag", type=int)')
+    assert "--my-flag is not a flag" in refusal(capsys, *ENOUGH, "--my-flag", "1")
+    monkeypatch.setattr("slime.flags.table.PACKAGE", tmp_path)
+    assert first_look([*ENOUGH, "--my-flag", "1"])
+    assert "--my-flags is not a flag" in refusal(capsys, *ENOUGH, "--my-flags", "1")
 
 
 def test_other_versions_of_the_packages_are_left_to_the_parser(monkeypatch):
