@@ -24,6 +24,7 @@ from slime.flags.kinds import (
     positive_int_or_minus_one,
     text_map,
 )
+from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
 from slime.flags.words import NO_BATCH
 
 logger = logging.getLogger(__name__)
@@ -257,7 +258,7 @@ def check_batches(args: Namespace) -> Iterator[str]:
         )
     elif batch > samples and args.load_debug_rollout_data is None:
         yield f"--global-batch-size {batch} is more than the {samples} samples of a rollout ({product})."
-    elif (rest := samples % batch) and not any(getattr(args, name) for name in MAY_GIVE_OTHER_COUNTS):
+    elif (rest := samples % batch) and not _may_give_other_counts(args):
         yield (
             f"--global-batch-size {batch} does not divide the {samples} samples of a rollout ({product}): {rest} of "
             f"them would not be trained on. Give a divisor of {samples}, or leave the flag out for one step a rollout."
@@ -266,6 +267,11 @@ def check_batches(args: Namespace) -> Iterator[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu: say how many tokens a micro-batch may have."
     if args.balance_by_flops and not args.use_dynamic_batch_size:
         yield "--balance-by-flops balances packed micro-batches, so it needs --use-dynamic-batch-size."
+
+
+def _may_give_other_counts(args: Namespace) -> bool:
+    is_ours = args.rollout_function_path in (*OWN_ROLLOUTS, SFT_ROLLOUT)
+    return not is_ours or any(getattr(args, name) for name in MAY_GIVE_OTHER_COUNTS)
 
 
 def check_eval(args: Namespace) -> Iterator[str]:

@@ -115,9 +115,11 @@ def test_a_batch_that_does_not_divide_the_rollout_is_refused_unless_a_plug_in_ma
     words = ["--global-batch-size", "3"]
     without = ("--num-steps-per-rollout",)
     assert "2 of them would not be trained on. Give a divisor of 8" in complaint(*words, without=without)
-    slime_validate_args(
-        make_args(*words, "--custom-generate-function-path", "slime.rollout.sglang_rollout.generate", without=without)
-    )
+    for plug_in in (
+        ["--custom-generate-function-path", "slime.rollout.sglang_rollout.generate"],
+        ["--rollout-function-path", "slime.rollout.sleep_rollout.sleep"],
+    ):
+        slime_validate_args(make_args(*words, *plug_in, without=without))
 
 
 def test_wandb_wants_a_key_a_login_or_no_network(complaint, make_args, monkeypatch, tmp_path):
