@@ -217,9 +217,8 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
     """
     parser = parser or parser_of(args)
     apply_overlay(args, parser)
-    critic_args = critic.critic_flags(
-        args, parser
-    )  # before the actor's overrides: every role starts from the command line
+    # Before the actor's overrides: every role starts from the command line.
+    critic_args = critic.critic_flags(args, parser)
     apply_role_overrides(args, parser)
     note_historical(args)
     refuse_missing_features(args)

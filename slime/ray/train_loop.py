@@ -163,9 +163,8 @@ class TrainJob:
             return
         if not args.offload_train:
             self.step("push", self.actor.clear_memory)
-        if (
-            not self.actor.leaves_between_steps
-        ):  # else the trainer goes first, and has the engines take the room that it left
+        # A trainer that leaves goes first, and has the engines take the room that it left.
+        if not self.actor.leaves_between_steps:
             self._on_shared_gpus("push", "onload_weights")
         self.step("push", self.actor.update_weights)
         self._on_shared_gpus("push", "onload_kv")
