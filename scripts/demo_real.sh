@@ -5,6 +5,7 @@
 #   scripts/demo_real.sh [FLAG...]          more flags for the GRPO run
 #
 # REAL_DIR (runs/real_model): folder of all files, 1.5 GB.  SEED (1): seed of the run; each has its own folder.
+# UNTIL: "task" stops when the model's folder and the data are made.
 # DEVICE (cpu): "gpu" runs the full form on one GPU; "cpu" a shortened one: fewer prompts, shorter answers, all layers.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
