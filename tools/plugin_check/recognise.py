@@ -38,7 +38,10 @@ def recognise(path: str) -> Recognised:
     if inspect.isclass(target):
         return _of_class(path, target)
     if not callable(target):
-        raise HookError(f"{path} is of type {type(target).__name__}; name a function or a class.")
+        raise HookError(
+            f"{path} is of type {type(target).__name__}; name a function or a class. An Estimator is checked by "
+            f"`slime train ... --plan --advantage-estimator {path}`."
+        )
     names = list(inspect.signature(target).parameters)
     is_of_samples = names[:2] == ["args", "samples"]
     if is_of_samples and inspect.iscoroutinefunction(target):
