@@ -31,10 +31,10 @@ def test_every_job_names_a_script_and_flags_that_exist() -> None:
 
 def test_no_job_needs_more_gpus_than_its_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTOR_NUM_NODES", "1")
-    monkeypatch.setenv("NUM_GPUS", "2")
     parser = build_parser(with_engine_flags=True, groups=flag_groups())
     for seed in (*SEEDS.values(), *OTHERS.values()):
         assert seed.gpu is not None
+        monkeypatch.setenv("NUM_GPUS", seed.gpu.environment.get("NUM_GPUS", "2"))
         for job in seed.gpu.jobs:
             text = " ".join((ALL, seed.gpu.flags, job.flags)).format(base="base", save="save", model="")
             recipe = read_recipe(str(REPO / "scripts" / seed.script), shlex.split(text), tmp_path, is_trusted=True)

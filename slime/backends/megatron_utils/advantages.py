@@ -38,8 +38,9 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
         return
     data = rollout_data if isinstance(rollout_data, DeviceBatch) else DeviceBatch(rollout_data)
     masks = local_responses(data.loss_masks, data.total_lengths, data.response_lengths)
-    ours = data.rollout_log_probs if args.use_rollout_logprobs else data.log_probs
-    kl = _token_kl(ours, data.ref_log_probs, masks, coef=args.kl_coef, kind=args.kl_loss_type)
+    given = vars(args).get  # a plug-in's own args may lack flags that its estimator does not use
+    ours = data.rollout_log_probs if given("use_rollout_logprobs") else data.log_probs
+    kl = _token_kl(ours, data.ref_log_probs, masks, coef=args.kl_coef, kind=given("kl_loss_type", "k1"))
     data.kl = _zero_nonfinite_untrained(kl, masks)
     if path := args.custom_advantage_function_path:
         call_hook("--custom-advantage-function-path", path, args, data)

@@ -73,7 +73,8 @@ def test_wandb_offline_has_metrics_config_and_the_samples_as_a_table(tmp_path: P
     telemetry.stop()
     [file] = (tmp_path / "w").rglob("run-r1.wandb")
     records = wandb_records(file)
-    config = {item.key: item.value_json for record in records for item in record.run.config.update}
+    updates = [item for record in records for item in (*record.run.config.update, *record.config.update)]
+    config = {item.key: item.value_json for item in updates}  # of the run's start, and of what came a moment later
     logged = {item.nested_key[0]: item.value_json for record in records for item in record.history.item}
     assert config["lr"] == "0.25" and "secret-of-mine" not in str(config)
     assert logged["rollout/raw_reward"] == "0.5" and logged["rollout/step"] == "4"
