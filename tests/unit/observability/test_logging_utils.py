@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from slime.observability import logging_utils, telemetry
 from slime.observability.metrics_file import read_records
@@ -71,6 +72,7 @@ def test_wandb_offline_has_metrics_config_and_the_samples_as_a_table(tmp_path: P
     telemetry.samples("rollout", samples=[sample], rollout_id=4)
     telemetry.log({"rollout/raw_reward": 0.5, "rollout/step": 4}, "rollout/step")
     telemetry.stop()
+    wandb.teardown()
     [file] = (tmp_path / "w").rglob("run-r1.wandb")
     records = wandb_records(file)
     updates = [item for record in records for item in (*record.run.config.update, *record.config.update)]
