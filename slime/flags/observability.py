@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import configparser
 import logging
 import netrc
 from argparse import Namespace
@@ -167,7 +168,7 @@ def check_wandb(args: Namespace) -> Iterator[str]:
     mode = args.wandb_mode or env.get_str("WANDB_MODE")
     if not args.use_wandb or not args.runs_here or mode in ("offline", "disabled", "dryrun"):
         return
-    if args.wandb_key is None and not _is_logged_in(args.wandb_host):
+    if args.wandb_key is None and not _is_logged_in(args.wandb_host) and not _is_offline():
         yield (
             "--use-wandb has no key: set WANDB_API_KEY, give --wandb-key-file, or run wandb login; --wandb-mode "
             "offline needs none."
@@ -181,6 +182,13 @@ def _is_logged_in(host: str | None) -> bool:
         return netrc.netrc(env.get_str("NETRC")).authenticators(str(urlsplit(address).hostname)) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def _is_offline() -> bool:
+    """Return True where ``wandb offline`` was called: it leaves a file in the working directory."""
+    settings = configparser.ConfigParser()
+    settings.read("wandb/settings")
+    return settings.get("default", "mode", fallback="") == "offline"
 
 
 def derive_observability(args: Namespace) -> None:

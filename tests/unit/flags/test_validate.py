@@ -131,6 +131,10 @@ def test_wandb_wants_a_key_a_login_or_no_network(complaint, make_args, monkeypat
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     slime_validate_args(make_args("--use-wandb"))
     assert "WANDB_API_KEY" in complaint("--use-wandb", "--wandb-host", "https://wandb.example.org")
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/settings").write_text("[default]\nmode = offline\n")
+    monkeypatch.chdir(tmp_path)
+    slime_validate_args(make_args("--use-wandb", "--wandb-host", "https://wandb.example.org"))
 
 
 def test_epochs_need_a_data_set(complaint):
