@@ -149,6 +149,10 @@ class Backend(ABC):
         """Take a step with the gradients that have added up, and clear them; return metrics."""
 
     @abstractmethod
+    async def drop_gradients(self, model_id: str) -> None:
+        """Clear the gradients that have added up: a pass of the batch failed, so that no step may use the others."""
+
+    @abstractmethod
     async def save_state(self, model_id: str, folder: Path, with_optimizer: bool) -> None:
         """Write an adapter as a PEFT folder, with Adam's moments beside it; it appears whole or not at all."""
 

@@ -192,6 +192,9 @@ class ReferenceBackend(Backend):
         trained.adam.zero_grad()
         return {"grad_norm": norm}
 
+    async def drop_gradients(self, model_id: str) -> None:
+        self.models[model_id].adam.zero_grad()
+
     async def save_state(self, model_id: str, folder: Path, with_optimizer: bool) -> None:
         trained, part = self.models[model_id], folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
