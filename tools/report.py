@@ -1,6 +1,7 @@
 """Make one page of a run, RUN/report.html: it opens from disk, loads nothing, and runs no script but its own.
 
     python tools/report.py RUN [--beside RUN ...] [--output FILE] [--samples-mb 5]
+    python tools/report.py RUN --text        the summary alone, on the terminal
 
 Summary, every metric (of several runs beside each other), where the time goes, samples with coloured tokens, health
 with alarms, config.  Of many samples the page has an even selection over the rollouts, and says so.
@@ -49,6 +50,8 @@ from tools.terminal import say
 PAGE = Path(__file__).with_name("report_page")
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "parts.js", "samples.js", "page.js"), ("uPlot.min.css", "page.css")
 MAX_TIMELINES, MAX_SPANS, MAX_EVENTS = 1000, 25_000, 500
+RECENT = 10
+"""Rollouts at the end of a run over which its verdict takes means."""
 SAME_MOMENT_S = 1e-3
 """Times of two spans that differ by less are one bound between steps."""
 _RANK = re.compile(r" [1-9]\d*$")
@@ -62,13 +65,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="Default: report.html in that folder.")
     parser.add_argument("--samples-mb", type=non_negative_float, default=5.0, help="Room for samples.")
     parser.add_argument("--beside", type=Path, nargs="+", default=[], metavar="RUN", help="Runs to compare with.")
+    parser.add_argument("--text", action="store_true", help="Print the summary, and write no page.")
     options = parser.parse_args(argv)
     with clean_exit():
+        if options.text:
+            return say(*lines_of(read_run(options.run)))
         beside = [read_run(folder, with_spans=False) for folder in options.beside]
         page = page_of(read_run(options.run), beside, samples_mb=options.samples_mb)
         path = options.output or options.run / "report.html"
         write_page(path, page, flag="--output")
     say(f"report:         {path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def lines_of(run: Run) -> list[str]:
+    """Return the summary of a run: what ran, alarms, how it went, where the time went."""
+    rollouts = read_rollouts(run)
+    steps = _steps_with_samples(run, rollouts, Pieces(run))
+    alarms = [f"From step {one.step + 1}, {one.name}: {one.text}." for one in find_alarms(steps)]
+    facts = [f"{name + ':':<11}{text}" for name, text in facts_of(run)]
+    return [*facts, "", *(alarms or ["No alarm."]), *verdict_of(run, time_of(run, rollouts), steps)]
 
 
 def write_page(path: Path, page: str, *, flag: str) -> None:
@@ -117,11 +132,7 @@ def source_hash(text: str) -> str:
 def data_of(run: Run, beside: Sequence[Run] = (), *, samples_mb: float) -> dict[str, Any]:
     """Return what the page shows, as JSON can hold it."""
     rollouts, pieces = read_rollouts(run), Pieces(run)
-    steps = _steps_of(run)
-    for one in rollouts:
-        steps.setdefault(one.number, {}).update(one.figures)
-    if rollouts and (marks := pieces.foreign_markers(run)):
-        steps[rollouts[0].number]["samples/foreign_markers"] = ", ".join(marks)
+    steps = _steps_with_samples(run, rollouts, pieces)
     alarms = find_alarms(steps)
     where = time_of(run, rollouts)
     in_order = sorted([*rollouts, *read_evaluations(run)], key=lambda one: (one.number, one.evaluation or ""))
@@ -154,6 +165,16 @@ def _steps_of(run: Run) -> dict[int, dict[str, Any]]:
     steps = {number: dict(metrics) for number, metrics in run.rollouts.items()}
     for number, metrics in run.steps.items():
         steps.setdefault(number // run.steps_per_rollout, {}).update(metrics)
+    return steps
+
+
+def _steps_with_samples(run: Run, rollouts: Sequence[Rollout], pieces: Pieces) -> dict[int, dict[str, Any]]:
+    """Return ``_steps_of`` a run, and what its samples tell of each rollout."""
+    steps = _steps_of(run)
+    for one in rollouts:
+        steps.setdefault(one.number, {}).update(one.figures)
+    if rollouts and (marks := pieces.foreign_markers(run)):
+        steps[rollouts[0].number]["samples/foreign_markers"] = ", ".join(marks)
     return steps
 
 
@@ -193,6 +214,13 @@ def verdict_of(run: Run, where: dict[str, Any], steps: Mapping[int, Mapping[str,
     said = [_went(what, [one.get(name) for one in in_order])]
     names = {name for metrics in run.evaluations.values() for name in evaluations(metrics)}
     said += [_went(f"evaluation {n}", [m.get(f"eval/{n}") for m in run.evaluations.values()]) for n in sorted(names)]
+    equal = [one["samples/equal_groups"] for one in in_order[-RECENT:] if "samples/equal_groups" in one]
+    if equal and (share := sum(equal) / len(equal)) > 0.5:
+        said.append(
+            f"In {share:.0%} of the last groups all answers got the same reward, so they teach nothing: choose prompts "
+            "that the model solves sometimes, raise --n-samples-per-prompt, or drop such groups with "
+            "--dynamic-sampling-filter-path."
+        )
     total = sum(where["total"].values())
     if total:
         shares = sorted(((v / total, k) for k, v in where["total"].items()), reverse=True)

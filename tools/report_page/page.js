@@ -121,7 +121,10 @@ function open(name) {
   for (const tab of tabs.children) {
     tab.setAttribute("aria-selected", tab.textContent === chosen);
     tab.tabIndex = tab.textContent === chosen ? 0 : -1;
-    if (tab.textContent === chosen) { main.setAttribute("aria-labelledby", tab.id); tab.scrollIntoView({ block: "nearest", inline: "nearest" }); }
+    if (tab.textContent !== chosen) continue;
+    main.setAttribute("aria-labelledby", tab.id);
+    // Chromium starts the next Tab key behind an element that was scrolled to.
+    if (tabs.scrollWidth > tabs.clientWidth) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
   pending.length = 0;
   main.replaceChildren(el("h2", { class: "unseen", text: chosen }), ...views[chosen]().filter((part) => part));

@@ -62,10 +62,12 @@ function samplesView() {
     return control;
   };
   const changed = (name, value) => { filters[name] = value; limit = 50; render(); };
+  const inputs = {};
   const field = (name) => {
     const control = { status: () => select(name, ["", ...samples.statuses]), order: () => select(name, ["as recorded", "latest first", "longest first", "most reward first", "least reward first"]), shade: () => select(name, Object.keys(SHADES)) }[name]?.()
       ?? el("input", { type: name === "regular expression" ? "search" : "number", step: "any", value: filters[name] });
     control.addEventListener("input", () => changed(name, control.value));
+    inputs[name] = control;
     return el("label", { text: name === "shade" ? "colour tokens by" : name }, control);
   };
   const prompt = el("button", { hidden: "", onclick: () => { prompt.hidden = true; changed("prompt", null); } });
@@ -73,6 +75,11 @@ function samplesView() {
     prompt.hidden = false;
     prompt.textContent = `Prompt: ${visible(short(samples.prompts[p], 40)) || "number " + p} ✕`;
     changed("prompt", p);
+    note.scrollIntoView({ block: "nearest" });
+  }
+  function chooseGroup(g, r) {
+    for (const [name, value] of [["group", g], ["rollout", r]]) { filters[name] = String(value); inputs[name].value = value; }
+    changed("order", filters.order);
     note.scrollIntoView({ block: "nearest" });
   }
   function render() {
@@ -89,7 +96,24 @@ function samplesView() {
   }
   render();
   const names = Object.keys(filters).filter((name) => name !== "prompt");
-  return [el("div", { class: "filters" }, ...names.map(field), prompt), note, legend, list, promptsTable(choosePrompt), ...(data.dropped.length ? [plots(data.dropped)] : [])];
+  return [el("div", { class: "filters" }, ...names.map(field), prompt), note, legend, list, groupsTable(chooseGroup), promptsTable(choosePrompt), ...(data.dropped.length ? [plots(data.dropped)] : [])];
+}
+
+// Groups, those that differ most first: what each says about its prompt.
+function groupsTable(choose) {
+  const { facts, count } = samples, groups = new Map();
+  for (let k = 0; k < count; k++) {
+    if (Number.isNaN(facts.w[k])) continue;
+    const key = `${facts.f[k]} ${facts.g[k]}`, w = facts.w[k];
+    const one = groups.get(key) || { g: facts.g[k], r: facts.r[k], p: facts.p[k], n: 0, tokens: 0, sum: 0, low: w, high: w };
+    one.n++; one.tokens += facts.n[k]; one.sum += w; one.low = Math.min(one.low, w); one.high = Math.max(one.high, w);
+    groups.set(key, one);
+  }
+  const rows = [...groups.values()].filter((one) => one.n > 1), equal = rows.filter((one) => one.low === one.high).length;
+  if (!rows.length) return "";
+  rows.sort((a, b) => b.high - b.low - (a.high - a.low) || b.r - a.r);
+  const body = rows.slice(0, 100).map((one) => [el("button", { text: visible(short(samples.prompts[one.p], 60)) || `group ${one.g}`, onclick: () => choose(one.g, one.r) }), one.r, one.n, one.sum / one.n, one.low, one.high, one.tokens / one.n]);
+  return more(`Groups: ${show(rows.length)}, in ${show(equal)} all rewards are equal`, table(["prompt (largest spread first)", "rollout", "answers", "mean reward", "lowest", "highest", "mean tokens"], body, "Groups"));
 }
 
 // Prompts that came more than once: mean reward at the first and the last time.
@@ -168,6 +192,19 @@ function responsePart(text) {
   return [...(text.x !== undefined ? [el("pre", { tabindex: "0", role: "group", "aria-label": "Text of the response", text: visible(text.x) })] : []), box, facts];
 }
 
+// A response of several turns: what the model wrote, and what tools or the environment put in, which is not trained on.
+function turnsPart(text) {
+  if (!text.m || !text.t.length || text.x !== undefined) return "";
+  const turns = [];
+  text.t.forEach((_, i) => {
+    const trained = Boolean(text.m[i]);
+    if (turns.at(-1)?.trained !== trained) turns.push({ trained, said: "" });
+    turns.at(-1).said += tokenOf(text, i);
+  });
+  if (turns.length < 2) return "";
+  return more(`Turns (${turns.length})`, ...turns.map(({ trained, said }, i) => el("div", { class: trained ? "turn" : "turn other" }, el("strong", { text: `${i + 1}. ${trained ? "model" : "environment"}` }), el("pre", { text: visible(said.trim()) }))));
+}
+
 function sampleBox(k, choosePrompt) {
   const { facts } = samples, text = textOf(k);
   const words = [`reward ${show(rewardOf(k)) || "none"}`, `${facts.n[k]} tokens`, samples.statuses[facts.s[k]], `rollout ${facts.r[k]}`, `group ${facts.g[k]}`, `sample ${facts.i[k]}`, text ? "" : "no text here"];
@@ -186,7 +223,7 @@ function sampleBox(k, choosePrompt) {
     const pictures = (text.im || []).map((place, i, all) => el("img", { src: data.samples.pictures[place], alt: `Picture ${i + 1} of ${all.length}` }));
     box.append(el("h3", { text: "Prompt" }), el("pre", { tabindex: "0", role: "group", "aria-label": "Prompt", text: visible(samples.prompts[facts.p[k]]) }),
       pictures.length ? el("div", { class: "pictures" }, ...pictures) : "",
-      el("h3", { text: "Response" }), ...responsePart(text), el("p", { text: visible(said.filter(Boolean).join(" · ")) }));
+      el("h3", { text: "Response" }), ...responsePart(text), turnsPart(text), el("p", { text: visible(said.filter(Boolean).join(" · ")) }));
     if (group.length > 1) box.append(more(`The group side by side (${group.length})`, beside));
     pending.length = 0;
     const history = promptHistory(facts.p[k]);

@@ -130,6 +130,14 @@ def test_the_page_says_how_the_run_went_and_holds_everything_itself(run):
     assert not re.search(r"""(?:src|href)=["']?https?:""", page) and len(page) < 1e6
 
 
+def test_the_summary_is_printed_with_what_equal_groups_mean_and_no_page_is_written(run, capsys):
+    report.main([str(run), "--text"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "state:     finished" and "Reward rose from 0 to 0.875 (best 0.875)." in lines
+    assert any(line.startswith("In 100% of the last groups all answers got the same reward") for line in lines)
+    assert "No alarm." in lines and not (run / "report.html").exists()
+
+
 def write_run_with_pictures(folder, *, num_groups=4, side=64):
     """A run whose samples have pictures: one of their group, and one of all."""
     recording.start(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)

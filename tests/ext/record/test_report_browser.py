@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import threading
+from argparse import Namespace
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,8 +19,10 @@ import pytest
 
 from slime.ext.record.run_reader import read_run
 from slime.observability.metrics_file import append_record
+from slime.utils.types import Sample
 from tests.contracts.source_tree import REPO
-from tests.ext.record.prepared_runs import write_prepared_run
+from tests.ext.record import recording
+from tests.ext.record.prepared_runs import WORDS, write_prepared_run, write_tokenizer
 from tests.ext.record.test_report import write_run, write_run_with_pictures
 from tools import report, watch
 
@@ -94,7 +97,7 @@ def test_the_page_goes_by_keyboard(open_page, faulty):
     page = open_page(faulty)
     page.keyboard.press("Tab")
     page.keyboard.press("ArrowRight")
-    assert page.get_by_role("tab", selected=True).inner_text() == "Where the time goes"
+    assert page.get_by_role("tab", selected=True).inner_text() == VIEWS[1]
     page.keyboard.press("End")
     assert page.get_by_role("tab", selected=True).inner_text() == "Config"
     page.keyboard.press("Home")
@@ -131,6 +134,34 @@ def test_samples_are_found_by_facts_and_text_and_shown_beside_their_group(open_p
     page.get_by_role("button", name="All answers to this prompt").click()
     page.get_by_label("rollout").fill("")
     assert status.inner_text().startswith("128 of 512")
+
+
+def test_groups_stand_in_a_table_and_turns_beside_their_answer(open_page, tmp_path):
+    args = Namespace(save=str(tmp_path), value_origins={}, hf_checkpoint=str(tmp_path / "hf"))
+    write_tokenizer(tmp_path / "hf")
+    recording.start(args, "rollout manager", primary=True)
+    append_record(tmp_path / "metrics.jsonl", {"rollout/step": 0})
+    turns = [("good", 1), ("so", 1), ("bad", 0), ("maybe", 1)]
+    recording.rollout(0, [
+        Sample(
+            index=i, group_index=i // 2, prompt=f"p {i // 2}", response="good so bad maybe", reward=float(i == 3),
+            response_length=4, tokens=[0, *(WORDS.index(word) for word, _ in turns)],
+            loss_mask=[mask for _, mask in turns], status=Sample.Status.COMPLETED,
+        )
+        for i in range(4)
+    ], None)  # fmt: skip
+    recording.stop()
+    page = open_page(write_page(tmp_path) + "#Samples")
+    page.get_by_text("Groups: 2, in 1 all rewards are equal").click()
+    page.get_by_role("region", name="Groups").get_by_role("button").first.click()
+    assert page.get_by_label("group", exact=True).input_value() == "1" and page.locator("details.sample").count() == 2
+    page.locator("details.sample > summary").first.click()
+    page.get_by_text("Turns (3)").click()
+    assert [one.inner_text().split() for one in page.locator(".turn").all()] == [
+        ["1.", "model", "good", "so"],
+        ["2.", "environment", "bad"],
+        ["3.", "model", "maybe"],
+    ]
 
 
 def test_hostile_texts_are_shown_as_text_and_run_nothing(open_page, tmp_path):
