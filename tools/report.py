@@ -217,8 +217,8 @@ def verdict_of(run: Run, where: dict[str, Any], steps: Mapping[int, Mapping[str,
     equal = [one["samples/equal_groups"] for one in in_order[-RECENT:] if "samples/equal_groups" in one]
     if equal and (share := sum(equal) / len(equal)) > 0.5:
         said.append(
-            f"In {share:.0%} of the last groups all answers got the same reward, so they teach nothing: choose prompts "
-            "that the model solves sometimes, raise --n-samples-per-prompt, or drop such groups with "
+            f"In {share:.0%} of the last groups all answers got the same reward, so they teach nothing: choose "
+            "prompts that the model solves sometimes, raise --n-samples-per-prompt, or drop such groups with "
             "--dynamic-sampling-filter-path."
         )
     total = sum(where["total"].values())
