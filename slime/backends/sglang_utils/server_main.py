@@ -49,11 +49,12 @@ def main() -> None:
         )
     cpu_shim.fork_processes(lambda: end_with_family(os.getppid()))
     from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     from slime.backends.sglang_utils.server_args import keep_known
 
-    sglang_plugin.mend_configs()
+    load_plugins()  # ServerArgs reads config.json, which hooks of families mend
     known = {field.name for field in dataclasses.fields(ServerArgs) if field.init}
     if settings.get("enable_metrics"):
         _make_metrics_work(settings)

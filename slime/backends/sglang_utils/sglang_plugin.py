@@ -8,8 +8,9 @@ Every answer names its engine.
 A pause ends as soon as aborted requests have.
 Scales that no push brings outlast a sleep.
 Neither half of a request waits for one that has ended (``request_halves``).
-Ids with images go to an encoder as text does, GLM-4V counts the positions of ids as drawn, a flush forgets features of
-images, and a request that brings some is refused.
+Ids with images go to an encoder as text does, a flush forgets features of images, and a request that brings some is
+refused.
+What single model families need is in ``family_hooks``.
 
 A token's nucleus goes with SGLang's ``customized_info``: sampler, scheduler, detokenizer and tokenizer manager each
 know a list with one entry per token.
@@ -26,8 +27,9 @@ from typing import Any
 
 import torch
 
-from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils import cpu_shim, request_halves
 from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
+from slime.backends.sglang_utils.family_hooks import family_hooks
 from slime.backends.sglang_utils.loader_report import is_own_scale
 from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
 from slime.backends.sglang_utils.request_check import (
@@ -55,7 +57,6 @@ _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "transformers.PreTrainedTokenizerBase"
-_ROPE = "sglang.srt.layers.rotary_embedding.MRotaryEmbedding"
 _SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
 _MEMORY = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
@@ -91,15 +92,11 @@ def register() -> None:
         (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, HookType.AROUND),
         (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
-        (f"{_ROPE}.get_rope_index_glm4v", _glm_positions, HookType.AROUND),
-        ("sglang.srt.configs.olmo3.Olmo3Config.__init__", _olmo3_rotary, HookType.AROUND),
     ):
         HookRegistry.register(target, hook, kind)
-    if sglang.__version__ == cpu_shim.TESTED_SGLANG:
-        from slime.backends.sglang_utils import request_halves
-
-        for place, function, when in request_halves.HOOKS:
-            HookRegistry.register(place, function, HookType(when))
+    for_this_version = request_halves.HOOKS if sglang.__version__ == cpu_shim.TESTED_SGLANG else ()
+    for place, function, when in (*family_hooks(), *for_this_version):
+        HookRegistry.register(place, function, HookType(when))
     for module in (native_layers, delta_nets) if cpu_shim.is_needed() else ():
         for target, name in module.HOOKED.items():
             HookRegistry.register(target, getattr(module, name), HookType.AROUND)
@@ -298,34 +295,6 @@ def _receive_images(original: Callable[..., Any], receiver: Any, requests: Any, 
         if getattr(request, "need_wait_for_mm_inputs", None) and request.input_text is None:
             request.input_text = list(request.input_ids)
     return original(receiver, requests, *args, **options)
-
-
-def _glm_positions(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return the positions of a request's ids, none of which is padding.
-
-    SGLang 0.5.15 masks them by the text of the same ids, tokenised again: where it has another number of tokens, as
-    that of a drawn response may, the request fails.
-    """
-    return original(*args, **{**options, "attention_mask": None})
-
-
-def mend_configs() -> None:
-    """Mend the configs of SGLang that its check of flags reads, which runs before plug-ins are applied."""
-    from sglang.srt.configs.olmo3 import Olmo3Config
-
-    original = Olmo3Config.__init__
-    Olmo3Config.__init__ = lambda config, **options: _olmo3_rotary(original, config, **options)
-
-
-def _olmo3_rotary(original: Callable[..., None], config: Any, **options: Any) -> None:
-    """Give OLMo 3 the rotary settings of config.json, in the spelling of transformers 4 or 5.
-
-    SGLang 0.5.15 reads neither with transformers 5: the base is missing, or the positions are checked too early.
-    """
-    given = options.pop("rope_parameters", None) or options.pop("rope_scaling", None) or {}
-    base = given.get("rope_theta") or options.get("rope_theta")
-    rotary = {"rope_type": "default", **given, "rope_theta": base}
-    original(config, **{**options, "rope_theta": base, "rope_scaling": rotary})
 
 
 def _forget_images(is_flushed: bool, scheduler: Any, *args: Any, **options: Any) -> None:

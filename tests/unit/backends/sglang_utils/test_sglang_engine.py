@@ -146,22 +146,6 @@ def test_ids_with_images_reach_the_join_with_an_encoders_features_and_texts_stay
     assert [getattr(request, "input_text", 0) for request in waiting] == [[5, 6], "a", None, 0]
 
 
-def test_glm_counts_the_positions_of_ids_that_their_text_would_not_give_again():
-    cpu_shim.install()
-    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
-
-    config = SimpleNamespace(
-        image_token_id=9, video_start_token_id=7, video_end_token_id=8,
-        vision_config=SimpleNamespace(spatial_merge_size=2),
-    )  # fmt: skip
-    asked = {"input_ids": torch.tensor([[1, 9, 9, 2, 3]]), "hf_config": config, "video_grid_thw": None}
-    asked |= {"image_grid_thw": torch.tensor([[1, 2, 4]]), "attention_mask": torch.ones(1, 6)}
-    with pytest.raises(IndexError):
-        MRotaryEmbedding.get_rope_index_glm4v(**asked)
-    positions, _ = sglang_plugin._glm_positions(MRotaryEmbedding.get_rope_index_glm4v, **asked)
-    assert positions[:, 0].tolist() == [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]]
-
-
 def test_a_flush_forgets_the_features_of_images():
     cpu_shim.install()
     from sglang.srt.managers import mm_utils

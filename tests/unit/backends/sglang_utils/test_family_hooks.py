@@ -1,0 +1,47 @@
+"""What families mend in SGLang, against its own classes."""
+
+from __future__ import annotations
+
+import pkgutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.family_hooks import family_hooks, glm4v, olmo3
+
+
+def test_every_hook_is_for_a_function_that_sglang_has():
+    cpu_shim.install()
+    targets = [target for target, _, _ in family_hooks()]
+    assert {target for target, _, _ in (*glm4v.HOOKS, *olmo3.HOOKS)} <= set(targets)
+    assert all(callable(pkgutil.resolve_name(target)) for target in targets)
+
+
+def test_glm_counts_the_positions_of_ids_that_their_text_would_not_give_again():
+    cpu_shim.install()
+    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+
+    config = SimpleNamespace(
+        image_token_id=9, video_start_token_id=7, video_end_token_id=8,
+        vision_config=SimpleNamespace(spatial_merge_size=2),
+    )  # fmt: skip
+    asked = {"input_ids": torch.tensor([[1, 9, 9, 2, 3]]), "hf_config": config, "video_grid_thw": None}
+    asked |= {"image_grid_thw": torch.tensor([[1, 2, 4]]), "attention_mask": torch.ones(1, 6)}
+    with pytest.raises(IndexError):
+        MRotaryEmbedding.get_rope_index_glm4v(**asked)
+    positions, _ = glm4v.positions_of_ids(MRotaryEmbedding.get_rope_index_glm4v, **asked)
+    assert positions[:, 0].tolist() == [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_olmo3_reads_the_rotary_settings_of_config_json(spelling: str) -> None:
+    cpu_shim.install()
+    from sglang.srt.configs.olmo3 import Olmo3Config
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    given = {"rope_parameters": {**yarn, "rope_theta": 5e5}} if spelling == "rope_parameters" else {}
+    config = Olmo3Config.__new__(Olmo3Config)
+    olmo3.rotary_settings(Olmo3Config.__init__, config, **(given or {"rope_scaling": yarn, "rope_theta": 5e5}))
+    assert (config.rope_theta, config.rope_scaling["rope_theta"], config.rope_scaling["factor"]) == (5e5, 5e5, 4.0)
