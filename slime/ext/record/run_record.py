@@ -63,6 +63,7 @@ class RecordSink(Sink):
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
         self.config = record_config(args)
         self.writer: RecordWriter | None = None
+        self._is_primary = primary
         self._dropped: list[tuple[Sample, str]] = []
         """By filters since the last rollout."""
         folder = run_folder(tracking_config(args))
@@ -109,6 +110,9 @@ class RecordSink(Sink):
         if self.writer is not None:
             logging.getLogger("slime").removeHandler(self._handler)
             self.writer.close()  # its thread still records what its files cost
+            if self._is_primary:
+                folder = self.writer.folder
+                logger.info("The record of this run is %s; `slime report %s` makes a page of it.", folder, folder)
             self.writer = None
 
 

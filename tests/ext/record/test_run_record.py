@@ -63,6 +63,14 @@ def test_a_process_joins_a_record_that_the_driver_began_and_no_other(args, tmp_p
     assert recording.start(args, "actor 0").writer is not None
 
 
+def test_the_driver_alone_ends_with_the_place_of_the_record(args, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    for process, primary in (("driver", True), ("actor 0", False)):
+        recording.start(args, process, primary=primary)
+        recording.stop()
+    assert [text for text in caplog.messages if f"`slime report {tmp_path}`" in text] == [caplog.messages[-1]]
+
+
 def test_spans_of_timers_are_an_array_that_perfetto_reads_and_warnings_are_events(args, tmp_path):
     recording.start(args, "actor 0", primary=True)
     with timer("train"):
