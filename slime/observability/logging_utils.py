@@ -35,8 +35,9 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    # Lines about FSDP at the import of Megatron, which nothing here uses.
+    # Megatron's FSDP and its machine that repeats steps are not used; both announce themselves.
     logging.getLogger("megatron.core.distributed.fsdp").setLevel(logging.WARNING)
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
 
 def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
