@@ -42,7 +42,6 @@ MODELS = {
     "llama",
     "mimo",
     "minimax_m2",
-    "mixtral",
     "olmo2",
     "qwen2",
     "qwen2_moe",

@@ -225,15 +225,34 @@ def add_adapters(model: torch.nn.Module, table: AdapterTable, *, seed: int) -> N
             layer.lora = Adapter(layer, config, sum(chosen), part_of_row, own_rows)
             vars(layer.weight).update(lora=layer.lora, served=served_value)
             layer.register_forward_hook(_add_output)
-        if not layer.lora.is_shared:
-            layer.lora.draw(name, shard, seed)
-        elif shard.expert_index == 0:
-            layer.lora.draw(shard.name, shard, seed)
+    draw_adapters([model], seed=seed)
     found = [(name, one) for name, one in model.named_modules() if isinstance(one, Adapter)]
     vars(model)["adapters"] = found  # a push would look through the whole model
     head = getattr(model, "output_layer", None)
     if head is not None:
         head.register_forward_hook(_with_dense_gradient)
+
+
+@torch.no_grad()
+def draw_adapters(model: Sequence[torch.nn.Module], *, seed: int, rank: int | None = None) -> None:
+    """Give the adapters their first numbers: A drawn, B zero.
+
+    Args:
+        model: chunks, bare or wrapped.
+        seed: of the numbers.
+        rank: A is zero beyond its first ``rank`` rows; such an adapter trains as one of this rank.  None: all.
+    """
+    for name, shard in iter_global_parameters(model):
+        adapter: Adapter | None = getattr(shard.parameter, "lora", None)
+        if adapter is None:
+            continue
+        adapter.b.zero_()
+        if not adapter.is_shared:
+            adapter.draw(name, shard, seed)
+        elif shard.expert_index == 0:
+            adapter.draw(shard.name, shard, seed)
+        if rank is not None:
+            adapter.a[..., rank:, :] = 0
 
 
 def _parts_of_rows(shard: Shard, rule: Rule, dims: ModelDims, chosen: Sequence[bool]) -> Tensor:

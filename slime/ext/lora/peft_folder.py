@@ -111,17 +111,17 @@ def read_peft_config(folder: str | Path, *, flag: str, config: LoraConfig | None
     return content
 
 
-def read_peft_folder(folder: str | Path, config: LoraConfig) -> dict[str, Tensor]:
+def read_peft_folder(folder: str | Path, config: LoraConfig, *, flag: str) -> dict[str, Tensor]:
     """Return the tensors of a folder.
 
     Args:
         folder: of ``peft``.
         config: of the run; rank and alpha must be the folder's.
+        flag: that named the folder, for errors.
 
     Raises:
         DataError: files are missing or damaged, or mean another formula, rank or scale than this run's.
     """
-    flag = f"--lora-load {folder}"
     read_peft_config(folder, flag=flag, config=config)
     try:
         return load_file(Path(folder) / TENSOR_FILE)

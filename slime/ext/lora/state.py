@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
@@ -74,7 +75,11 @@ def sharded_entry(key: str, shard: Shard, *, is_gated: bool) -> ShardedTensor | 
 
 
 def iter_peft_tensors(
-    table: AdapterTable, model: Sequence[torch.nn.Module], *, host_weights: HostWeights | None = None
+    table: AdapterTable,
+    model: Sequence[torch.nn.Module],
+    *,
+    host_weights: HostWeights | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapters, whole and under PEFT's names.  Collective.
 
@@ -82,8 +87,9 @@ def iter_peft_tensors(
         table: of the run's adapters.
         model: this rank's chunks.
         host_weights: instead of the live parameters, by :attr:`Shard.key`.
+        dtype: of what is yielded; None for the parameters' own.
     """
-    for name, tensor in iter_full_tensors(model, dtype=None, host_weights=host_weights, added=True):
+    for name, tensor in iter_full_tensors(model, dtype=dtype, host_weights=host_weights, added=True):
         matrix, weights = table.peft_names(name)
         for rule, names in weights:
             parts = tensor.unbind(0) if matrix == "a" else rule.split(tensor, table.dims)
@@ -97,6 +103,7 @@ def peft_tensors(
     model: Sequence[torch.nn.Module],
     *,
     host_weights: HostWeights | None = None,
+    dtype: torch.dtype | None = None,
     device: str | None = "cpu",
 ) -> dict[str, Tensor]:
     """Return on rank 0 what :func:`iter_peft_tensors` yields, as copies on ``device``; {} on others.  Collective.
@@ -104,7 +111,7 @@ def peft_tensors(
     ``device`` None leaves them as they are, parts of the live parameters among them.
     """
     is_main, tensors = dist.get_rank() == 0, {}
-    for name, tensor in iter_peft_tensors(table, model, host_weights=host_weights):
+    for name, tensor in iter_peft_tensors(table, model, host_weights=host_weights, dtype=dtype):
         if is_main:  # the gathering needs all ranks
             tensors[name] = tensor if device is None else tensor.to(device, copy=True)
     return tensors
@@ -118,28 +125,56 @@ def save_peft(table: AdapterTable, folder: str | Path, model: Sequence[torch.nn.
     dist.barrier(group=init_gloo_group())
 
 
-@torch.no_grad()
 def load_peft(table: AdapterTable, model: Sequence[torch.nn.Module], folder: str | Path) -> None:
     """Fill the adapters from a PEFT folder.  Collective.
 
     Raises:
         DataError: it has other modules than this run's adapters, or tensors of other shapes.
     """
-    tensors = read_peft_folder(folder, table.config)
+    tensors = read_peft_folder(folder, table.config, flag=f"--lora-load {folder}")
+    fill_adapters(table, model, tensors, source=f"--lora-load {folder}")
+
+
+@torch.no_grad()
+def fill_adapters(
+    table: AdapterTable,
+    model: Sequence[torch.nn.Module],
+    tensors: Mapping[str, Tensor],
+    *,
+    source: str,
+    into: HostWeights | None = None,
+    rank: int | None = None,
+) -> None:
+    """Fill the adapters from tensors by PEFT's names.  Collective.
+
+    Args:
+        table: of the run's adapters.
+        model: this rank's chunks.
+        tensors: all of them.
+        source: of the tensors, for errors.
+        into: filled instead of the live parameters, by :attr:`Shard.key`.
+        rank: of the tensors; the adapters' other ranks become zeros.  None: the adapters'.
+
+    Raises:
+        DataError: they are of other modules than this run's adapters, or have other shapes.
+    """
+    rank = table.config.rank if rank is None else rank
     read: set[str] = set()
 
     def get(module: str, matrix: str, shape: Sequence[int]) -> Tensor:
         name = tensor_name(module, matrix)
+        wanted = [rank, *shape[1:]] if matrix == "A" else [*shape[:-1], rank]
         found = tensors.get(name)
-        if found is None or found.shape != torch.Size(shape):
+        if found is None or list(found.shape) != wanted:
             has = "nothing" if found is None else list(found.shape)
             raise DataError(
-                f"--lora-load {folder} has {has} for {name}, which is {list(shape)} in this run; compare "
+                f"{source} has {has} for {name}, which is {wanted} in this run; compare "
                 "--lora-target-modules with target_modules of its adapter_config.json, and the model."
             )
-        check_finite(found, f"--lora-load {folder}: {name}")
+        check_finite(found, f"{source}: {name}")
         read.add(name)
-        return found
+        missing = table.config.rank - rank
+        return F.pad(found, (0, 0, 0, missing) if matrix == "A" else (0, missing))
 
     def whole(weight: str, matrix: str, shape: torch.Size) -> Tensor:
         rule, modules = table.find(weight)
@@ -158,15 +193,15 @@ def load_peft(table: AdapterTable, model: Sequence[torch.nn.Module], folder: str
         for other in others:
             if not torch.equal(whole(other, matrix, whole_shape(shard)), value):
                 raise DataError(
-                    f"--lora-load {folder} has other numbers for {other} than for {weight}, which share an adapter "
+                    f"{source} has other numbers for {other} than for {weight}, which share an adapter "
                     "with --lora-experts shared; use --lora-experts each."
                 )
-        shard.tensor.copy_(local_part(shard, value))
+        shard.value(into).copy_(local_part(shard, value))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, read, group=init_gloo_group())
     if unread := sorted(tensors.keys() - set().union(*everyone)):
         raise DataError(
-            f"--lora-load {folder} has {len(unread)} tensors for which this run has no adapter, such as {unread[0]}; "
+            f"{source} has {len(unread)} tensors for which this run has no adapter, such as {unread[0]}; "
             "choose its modules with --lora-target-modules."
         )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +20,19 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.model_transform import AddedParameters
 from slime.backends.megatron_utils.parameters import iter_shards
-from slime.ext.lora.flags import lora_base
+from slime.ext.lora.flags import LoraConfig, lora_base
 from slime.ext.lora.frozen_base import hold_quantized
-from slime.ext.lora.layers import add_adapters
-from slime.ext.lora.state import AdapterTable, adapter_table, load_peft, save_peft, sharded_entry
+from slime.ext.lora.layers import add_adapters, draw_adapters
+from slime.ext.lora.peft_folder import read_peft_folder, write_peft_folder
+from slime.ext.lora.state import (
+    AdapterTable,
+    adapter_table,
+    fill_adapters,
+    load_peft,
+    peft_tensors,
+    save_peft,
+    sharded_entry,
+)
 
 _ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
 
@@ -87,6 +98,62 @@ class Lora(AddedParameters):
             if key not in entries:
                 entries[key] = sharded_entry(key, shard, is_gated=is_gated)
         return entries
+
+    # Several adapters, one at a time in the model (``slime.ext.training_api``).  Those of a smaller rank are filled up
+    # with zeros, which stay zeros in training; all have the scale of the run.
+
+    def draw(self, model: Sequence[torch.nn.Module], *, seed: int, rank: int) -> None:
+        """Give the adapters the first numbers of one of ``rank``."""
+        draw_adapters(model, seed=seed, rank=rank)
+
+    def as_peft(
+        self, model: Sequence[torch.nn.Module], values: Mapping[str, Tensor], *, rank: int
+    ) -> dict[str, Tensor]:
+        """Return on rank 0 the numbers of an adapter by PEFT's names, fp32 on the host; {} on others.  Collective.
+
+        Args:
+            model: this rank's chunks.
+            values: by :attr:`Shard.key`; what has the shape of the adapters, such as moments, will do.
+            rank: of the adapter.
+        """
+        tensors = peft_tensors(self._table, model, host_weights=values, dtype=torch.float32)
+        return {
+            name: (tensor[:rank] if ".lora_A." in name else tensor[..., :rank]).contiguous()
+            for name, tensor in tensors.items()
+        }
+
+    def from_peft(
+        self,
+        model: Sequence[torch.nn.Module],
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        *,
+        rank: int,
+        source: str,
+    ) -> None:
+        """Write into ``values`` what :meth:`as_peft` made of others.  Collective.
+
+        Raises:
+            DataError: the tensors are of other modules or another rank; names ``source``.
+        """
+        fill_adapters(self._table, model, tensors, source=source, into=values, rank=rank)
+
+    def write_folder(self, folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> None:
+        """Write what :meth:`as_peft` gave as a PEFT folder."""
+        base = str(self.args.hf_checkpoint)
+        write_peft_folder(folder, tensors, self._config_of(rank), base_model=base, flag=str(folder))
+
+    def read_folder(self, folder: Path, *, rank: int) -> dict[str, Tensor]:
+        """Return the tensors of a PEFT folder.
+
+        Raises:
+            DataError: it is damaged, or of another rank or scale.
+        """
+        return read_peft_folder(folder, self._config_of(rank), flag=str(folder))
+
+    def _config_of(self, rank: int) -> LoraConfig:
+        config = self._table.config
+        return replace(config, rank=rank, alpha=config.scale * rank)
 
     @torch.no_grad()
     def load_state(self, model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,367 @@
+"""The work of one trainer rank: passes and steps of many adapters of one model, which holds one of them at a time.
+
+A micro-batch has data of one request alone.  How long it is changes the last bits of its numbers, so what other
+clients send, and when, changes none.
+"""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.utils import get_model_config, unwrap_model
+
+from slime.algorithms.log_probs import vocab_parallel_log_probs
+from slime.algorithms.top_k import logits_of
+from slime.backends.megatron_utils.cp_utils import packing_of
+from slime.backends.megatron_utils.data import DataIterator, current_device, get_batch
+from slime.backends.megatron_utils.forward import run_microbatches, run_model
+from slime.backends.megatron_utils.log_probs import vocab_group
+from slime.backends.megatron_utils.model_transform import added_parameters
+from slime.ext.training_api.adapter_state import MOMENTS, AdapterState, parts_of, trains
+from slime.ext.training_api.backend import AdamParams, Datum, LoraSpec, PassRequest, RequestRefused
+from slime.ext.training_api.losses import LOSSES, TARGETS
+from slime.train_data.bins import first_fit, karmarkar_karp
+from slime.utils.files import sync_to_disk, write_atomically
+
+OPTIMIZER_FILE = "optimizer.moments"
+"""Beside PEFT's files, in the format of safetensors: ``{moment}.{PEFT's name}`` fp32, and the number of steps in its
+header.  Engines read every ``*.safetensors`` of the folder as a part of the adapter."""
+_STEPS = "num_steps"
+
+Outputs = dict[int, dict[str, np.ndarray]]
+"""What a loss gives, by the datum's place in its request."""
+
+
+class Adapters(Protocol):
+    """What the transform of a run with adapters must offer."""
+
+    def named_parameters(self, chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]: ...
+
+    def draw(self, model: Sequence[torch.nn.Module], *, seed: int, rank: int) -> None: ...
+
+    def as_peft(
+        self, model: Sequence[torch.nn.Module], values: Mapping[str, Tensor], *, rank: int
+    ) -> dict[str, Tensor]: ...
+
+    def from_peft(
+        self,
+        model: Sequence[torch.nn.Module],
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        *,
+        rank: int,
+        source: str,
+    ) -> None: ...
+
+    def write_folder(self, folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> None: ...
+
+    def read_folder(self, folder: Path, *, rank: int) -> dict[str, Tensor]: ...
+
+
+class AdapterTrainer:
+    """Adapters by model id, over a model that is built and loaded.  Every method is called on all ranks alike.
+
+    Args:
+        args: of the run.
+        model: this rank's one chunk, with gradient buffers.
+    """
+
+    def __init__(self, args: Namespace, model: Sequence[torch.nn.Module]) -> None:
+        self.args, self.model = args, model
+        self._adapters = cast(Adapters, added_parameters(model))
+        inner = unwrap_model(model[0])
+        named: list[tuple[str, Any]] = list(self._adapters.named_parameters(inner))
+        self._keys, self._parameters = [f"0.{name}" for name, _ in named], [one for _, one in named]
+        self._states: dict[str, AdapterState] = {}
+        self._in_model: str | None = None
+        config = get_model_config(model[0])
+        config.calculate_per_token_loss = True  # a loss is a sum: nothing divides it
+        config.finalize_model_grads_func = None  # gradients are reduced at a step
+
+    # Adapters
+
+    def add(self, model_id: str, spec: LoraSpec) -> None:
+        """Make an adapter; the seed must be given."""
+        assert spec.seed is not None
+        self._adapters.draw(self.model, seed=spec.seed, rank=spec.rank)
+        values = torch.cat([parameter.detach().float().flatten() for parameter in self._parameters])
+        held = torch.empty(values.shape, pin_memory=values.is_cuda)
+        self._states[model_id] = AdapterState(spec, held.copy_(values))
+        self._in_model = model_id
+
+    def remove(self, model_id: str) -> None:
+        """Forget an adapter."""
+        del self._states[model_id]
+
+    @torch.no_grad()
+    def _swap_in(self, model_id: str) -> None:
+        if self._in_model != model_id:
+            self._in_model = None
+            values = self._states[model_id].values.to(current_device(), non_blocking=True)
+            torch._foreach_copy_(self._parameters, parts_of(values, self._parameters))
+            self._in_model = model_id
+
+    def _by_key(self, flat: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self._keys, parts_of(flat, self._parameters), strict=True))
+
+    # Passes
+
+    def run(self, requests: Sequence[PassRequest]) -> list[Outputs]:
+        """Run passes one after the other; give what this rank has of each answer."""
+        return [self._run(request) for request in requests]
+
+    def _run(self, request: PassRequest) -> Outputs:
+        self._swap_in(request.model_id)
+        mine = self._share([len(datum.tokens) for datum in request.data])
+        if not mine:
+            return {}
+        data = [request.data[index] for index in mine]
+        bins = first_fit([len(datum.tokens) for datum in data], self.args.max_tokens_per_gpu)
+        iterator = DataIterator(_columns(data), bins)
+        packing = packing_of(self.args)
+        self.model[0].train(request.backward)
+        if request.backward:
+            self.model[0].zero_grad_buffer()  # type: ignore[operator]
+
+        def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            indices = iterator.micro_batch_indices[iterator.offset]
+            logits = run_model(chunk, get_batch(iterator, (), packing))
+            return logits, partial(self._loss, request, [data[index] for index in indices])
+
+        with torch.set_grad_enabled(request.backward):
+            reports = run_microbatches(
+                step, self.model, [iterator], len(bins), packing, forward_only=not request.backward
+            )
+        if request.backward:
+            self._keep_gradient(self._states[request.model_id])
+        if mpu.get_tensor_model_parallel_rank():
+            return {}
+        order = [mine[index] for indices in bins for index in indices]
+        found = [outputs for report in reports for outputs in report]
+        return {
+            index: {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
+            for index, outputs in zip(order, found, strict=True)
+        }
+
+    def _share(self, lengths: Sequence[int]) -> list[int]:
+        """Return the data of a request that this data-parallel rank computes, by the request alone."""
+        size = mpu.get_data_parallel_world_size()
+        parts = karmarkar_karp(lengths, size) if size > 1 else [list(range(len(lengths)))]
+        return sorted(parts[mpu.get_data_parallel_rank()])
+
+    def _loss(
+        self, request: PassRequest, data: Sequence[Datum], logits: Tensor
+    ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
+        """Return the sum of the losses, as megatron-core takes it, and the outputs of each datum."""
+        loss = LOSSES[request.loss]
+        inputs = _on_device(data, logits.device)
+        log_probs = self._log_probs(logits.squeeze(0), [one[TARGETS] for one in inputs])
+        losses = [
+            loss.compute(log_prob, one, request.loss_config) for log_prob, one in zip(log_probs, inputs, strict=True)
+        ]
+        outputs = [
+            {"logprobs": log_prob.detach(), "elementwise_loss": value.detach()}
+            for log_prob, value in zip(log_probs, losses, strict=True)
+        ]
+        total = torch.cat([value.flatten() for value in losses]).sum()
+        return total, torch.ones((), dtype=torch.int, device=logits.device), outputs
+
+    def _log_probs(self, logits_TV: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
+        """Return the log-probs of the targets, in their shapes; row t of the stream predicts targets[t]."""
+        lengths = [len(target) for target in targets]
+        first_R = torch.cat([target if target.ndim == 1 else target[:, 0] for target in targets])
+        rows_R = torch.arange(len(first_R), device=logits_TV.device)
+        has_several = any(target.ndim == 2 for target in targets)
+        log_prob_R, _ = vocab_parallel_log_probs(
+            logits_TV,
+            first_R,
+            rows_R=rows_R,
+            tp_group=vocab_group(),
+            chunk_size=self.args.log_probs_chunk_size,
+            vocab_size=self.args.vocab_size,
+            overwrite_logits=not has_several,
+        )
+        found = list(log_prob_R.split(lengths))
+        for index, (target, rows) in enumerate(zip(targets, rows_R.split(lengths), strict=True)):
+            if target.ndim == 2:
+                ids = torch.cat([target[:, :1], target], dim=1)
+                logit = logits_of(logits_TV, rows, ids, tp_group=vocab_group())
+                found[index] = logit[:, 1:] - (logit[:, :1] - found[index][:, None])
+        return found
+
+    @torch.no_grad()
+    def _keep_gradient(self, state: AdapterState) -> None:
+        """Add the gradient in the model's buffers to the adapter's; that of modules it is not trained on is 0."""
+        found: list[Tensor] = [parameter.main_grad for parameter in self._parameters]
+        state.gradient += torch.cat([gradient.float().flatten() for gradient in found]).to(state.gradient.device)
+        for name, part in self._by_key(state.gradient).items():
+            if not trains(state.spec, name):
+                part.zero_()
+
+    # Steps
+
+    def drop_gradient(self, model_id: str) -> None:
+        """Clear the gradient that has added up."""
+        self._states[model_id].gradient.zero_()
+
+    @torch.no_grad()
+    def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        """Take a step with the gradient that has added up.
+
+        Raises:
+            RequestRefused: it is not finite; the numbers stay, and it is dropped.
+        """
+        state = self._states[model_id]
+        gradient = state.gradient.to(current_device(), copy=True)
+        norm = self._reduce(gradient)
+        if not np.isfinite(norm):
+            state.gradient.zero_()
+            raise RequestRefused(
+                f"the norm of the gradient is {norm}: no step was taken, and the gradient is dropped. Look at the "
+                "loss's inputs and the learning rate."
+            )
+        if 0 < adam.grad_clip_norm < norm:
+            gradient *= adam.grad_clip_norm / (norm + 1e-6)
+        with torch.enable_grad():
+            state.step(gradient.to(state.values.device), adam)
+        if self._in_model == model_id:
+            self._in_model = None
+        return {"grad_norm": norm}
+
+    def _reduce(self, gradient: Tensor) -> float:
+        """Sum a gradient over the ranks that have other tokens, in place; return its norm over all ranks."""
+        group = mpu.get_tensor_model_parallel_group()
+        parts = parts_of(gradient, self._parameters)
+        if group.size() > 1:
+            partial_sums = [
+                part
+                for part, parameter in zip(parts, self._parameters, strict=True)
+                if getattr(parameter, "sequence_parallel", False)
+            ]
+            if partial_sums:
+                joined = torch.cat([part.flatten() for part in partial_sums])
+                dist.all_reduce(joined, group=group)
+                torch._foreach_copy_(partial_sums, parts_of(joined, partial_sums))
+        if mpu.get_data_parallel_world_size() > 1:
+            dist.all_reduce(gradient, group=mpu.get_data_parallel_group())
+        is_first = group.rank() == 0
+        own = [
+            part
+            for part, parameter in zip(parts, self._parameters, strict=True)
+            if is_first or getattr(parameter, "tensor_model_parallel", False)
+        ]
+        square = torch.stack([part.double().square().sum() for part in own]).sum()
+        if group.size() > 1:
+            dist.all_reduce(square, group=group)
+        return float(square.sqrt())
+
+    # Disk
+
+    def save(self, model_id: str, folder: Path, with_optimizer: bool) -> None:
+        """Write an adapter, the whole folder at once; rank 0 writes.
+
+        Raises:
+            RequestRefused: the folder exists.
+            DataError: the disk refuses.
+        """
+        if folder.exists():
+            raise RequestRefused(f"{folder} exists; save under another name.")
+        state = self._states[model_id]
+        rank = state.spec.rank
+        tensors = self._adapters.as_peft(self.model, self._by_key(state.values), rank=rank)
+        moments: dict[str, Tensor] = {}
+        for name in MOMENTS if with_optimizer else ():
+            peft = self._adapters.as_peft(self.model, self._by_key(state.moments[name]), rank=rank)
+            moments |= {f"{name}.{key}": tensor for key, tensor in peft.items()}
+        if dist.get_rank():
+            return
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            self._adapters.write_folder(unfinished, tensors, rank=rank)
+            if with_optimizer:
+                data = save(moments, metadata={_STEPS: str(state.num_steps)})
+                write_atomically(unfinished / OPTIMIZER_FILE, lambda file: file.write(data), what="Adam's moments")
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        sync_to_disk(folder.parent)
+
+    def load(self, model_id: str, folder: Path, with_optimizer: bool) -> None:
+        """Give an adapter what :meth:`save` wrote; its gradient is dropped.
+
+        Raises:
+            DataError: the folder is damaged, of another rank or of other modules.
+            RequestRefused: there is no optimizer's state.
+        """
+        state = self._states[model_id]
+        rank, num_steps = state.spec.rank, 0
+        found = {"": self._adapters.read_folder(folder, rank=rank)}
+        if with_optimizer:
+            num_steps, moments = _read_moments(folder / OPTIMIZER_FILE)
+            found |= moments
+        new = {name: torch.zeros_like(state.values) for name in found}
+        for name, tensors in found.items():
+            source = f"{folder} {name}".strip()
+            self._adapters.from_peft(self.model, tensors, self._by_key(new[name]), rank=rank, source=source)
+        state.restart()
+        state.values.copy_(new.pop(""))
+        for name, flat in new.items():
+            state.moments[name].copy_(flat)
+        state.num_steps = num_steps
+        if self._in_model == model_id:
+            self._in_model = None
+
+
+def _read_moments(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
+    """Return the number of steps, and the moments by name and PEFT's names."""
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in MOMENTS}
+    try:
+        with safe_open(path, "pt") as file:
+            num_steps = int(file.metadata()[_STEPS])
+            for key in file.keys():  # noqa: SIM118
+                name, _, peft = key.partition(".")
+                found[name][peft] = file.get_tensor(key)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise RequestRefused(
+            f"{path.parent} has no state of the optimizer that can be read ({type(error).__name__}: {error}); load it "
+            "without the optimizer, or one saved with it."
+        ) from error
+    return num_steps, found
+
+
+def _columns(data: Sequence[Datum]) -> dict[str, Any]:
+    """Return the columns of data as micro-batches are packed from."""
+    device, lengths = current_device(), [len(datum.tokens) for datum in data]
+    return {
+        "tokens": [torch.tensor(datum.tokens, dtype=torch.long).to(device) for datum in data],
+        "total_lengths": lengths,
+        "response_lengths": [length - 1 for length in lengths],
+        "loss_masks": [torch.ones(length - 1, dtype=torch.int, device=device) for length in lengths],
+    }
+
+
+def _on_device(data: Sequence[Datum], device: torch.device) -> list[dict[str, Tensor]]:
+    return [
+        {
+            name: torch.tensor(values, dtype=torch.long if name == TARGETS else torch.float32).to(device)
+            for name, values in datum.inputs.items()
+        }
+        for datum in data
+    ]

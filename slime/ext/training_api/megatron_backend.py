@@ -1,0 +1,325 @@
+"""The backend on slime's trainer and engines: a job whose loop is on the clients' side.
+
+The trainer works for one call at a time, in one thread; the engines' adapters change in another.  A rank, an engine or
+the manager that dies ends the service, for what it held of clients is gone; saved states are what remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import shutil
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from slime.ext.training_api.backend import (
+    AdamParams,
+    Backend,
+    BackendDied,
+    BackendError,
+    LoraSpec,
+    PassRequest,
+    PassResult,
+    RequestRefused,
+    SampleResult,
+    SamplingParams,
+)
+from slime.ext.training_api.engine_sampling import LOAD_ATTEMPTS, EngineSampling, lacks_adapter
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.parts import Parts
+from slime.ray.train_loop import TrainJob
+from slime.ray.waiting import Interrupted, wait_for
+from slime.utils.errors import ConfigError, DataError, EngineError, ProcessError
+from slime.utils.files import read_model_config
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SERVICE_FLAGS = (
+    # No loop runs here, and no optimizer: a client's is on the host.
+    *("--num-rollout", "0", "--rollout-batch-size", "1", "--n-samples-per-prompt", "1", "--global-batch-size", "1"),
+    "--disable-rollout-global-dataset",
+    # Engines hold the base model and take adapters by name.
+    *("--lora-push", "adapter"),
+    # A dropout draws from a generator that clients would share.
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--lora-dropout", "0"),
+    "--use-dynamic-batch-size",
+)
+"""Flags of every service, to be put before the user's."""
+WATCH_EVERY_S = 3.0
+"""Until dead engines and ranks are looked for, while nothing else would find them."""
+
+
+def check_service(args: Namespace) -> None:
+    """Refuse flags with which a service cannot run.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if args.lora_rank is None:
+        raise ConfigError("--lora-rank is not given; it is the largest rank that clients may ask for.")
+    if args.max_tokens_per_gpu is None:
+        raise ConfigError("--max-tokens-per-gpu is not given; give the tokens of a micro-batch, and of a datum.")
+    wanted: dict[str, Any] = {
+        **{"lora_push": "adapter", "num_rollout": 0, "lora_dropout": 0, "attention_dropout": 0, "hidden_dropout": 0},
+        **{"pipeline_model_parallel_size": 1, "context_parallel_size": 1, "expert_model_parallel_size": 1},
+        **{"virtual_pipeline_model_parallel_size": None, "lora_load": None, "enable_mtp_training": False},
+        **{"offload_train": False, "offload_rollout": False, "debug_train_only": False, "debug_rollout_only": False},
+        **{"critic_args": None},
+    }
+    for name, value in wanted.items():
+        if (given := vars(args).get(name, value)) != value:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {given}, and a training service needs {value}; drop the flag."
+            )
+
+
+def max_length(args: Namespace) -> int:
+    """Return the tokens of the longest sequence that engines take."""
+    given = vars(args).get("sglang_context_length")
+    config = read_model_config(args.hf_checkpoint)
+    return int(given or config.get("max_position_embeddings") or args.max_position_embeddings)
+
+
+class MegatronBackend(Backend):
+    """Serves adapters of ``--hf-checkpoint``.
+
+    Args:
+        args: complete, see :func:`check_service`.
+        parts: those that ``slime.compose`` chose for them.
+
+    Raises:
+        SlimeError: trainer or engines do not start.
+    """
+
+    def __init__(self, args: Namespace, parts: Parts) -> None:
+        from slime.ext.training_api.trainer_rank import ServiceRank
+
+        check_service(args)
+        self.args = args
+        self._job = TrainJob(args, replace(parts, train_group=partial(RayTrainGroup, actor_cls=ServiceRank)))
+        self._engines = EngineSampling(args, self._job.manager, max_length=max_length(args))
+        if args.use_fault_tolerance:
+            resumed = self._job.manager.health_monitoring_resume.remote()
+            wait_for(resumed, what="the monitors of the engines", timeout_s=args.weight_update_timeout_s)
+        self._trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engines")
+        self._models: dict[str, LoraSpec] = {}
+        self._snapshots = Path(tempfile.mkdtemp(prefix="snapshots-", dir=args.save))
+        """Of adapters that were published and not saved."""
+        self._own_folders: dict[str, Path] = {}
+        self._numbers = itertools.count()
+        self._death: BackendDied | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    # Calls
+
+    async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """Run blocking work in a thread.
+
+        Raises:
+            BackendDied: a process of the job has ended, or what a rank holds is not known any more.
+        """
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        self._check_alive()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
+        except (BackendError, DataError):
+            raise
+        except (Exception, Interrupted) as error:
+            if pool is self._engine_thread and isinstance(error, EngineError):
+                raise  # one engine's refusal; its death is found by the watch
+            raise self._died(error) from error
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise self._death
+
+    def _died(self, error: BaseException) -> BackendDied:
+        if self._death is None:
+            logger.error("the service ends: %s", error)
+            self._death = BackendDied(f"{type(error).__name__}: {error}")
+        return self._death
+
+    async def _watch(self) -> None:
+        while self._death is None:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._engine_thread, self._look)
+                if self._job.actor.push.restarts_engines:
+                    await self._in(self._trainer_thread, self._job.serve_new_engines)
+            except (
+                Exception,
+                Interrupted,
+            ) as error:  # the edge of this task
+                self._died(error)
+
+    def _look(self) -> None:
+        """Raise when a rank, the manager or an engine that stays away has died."""
+        asked = self._job.manager.find_dead_engines.remote()
+        wait_for(asked, what="the state of the engines", timeout_s=self.args.weight_update_timeout_s)
+
+    def _ranks(self, method: str, *arguments: Any, what: str) -> list[Any]:
+        return self._job.actor.on_all("of_clients", method, *arguments, what=what)
+
+    async def _train(self, method: str, *arguments: Any, what: str) -> list[Any]:
+        return await self._in(self._trainer_thread, lambda: self._ranks(method, *arguments, what=what))
+
+    # Models
+
+    async def add_model(self, model_id: str, lora: LoraSpec) -> None:
+        """See the base class.
+
+        Raises:
+            RequestRefused: a rank above ``--lora-rank``, or nothing to train.
+        """
+        if model_id in self._models:
+            raise RequestRefused(f"a model {model_id!r} is there already.")
+        if not 1 <= lora.rank <= self.args.lora_rank:
+            raise RequestRefused(
+                f"lora_config.rank is {lora.rank}; this server has adapters of rank 1 to {self.args.lora_rank} "
+                "(--lora-rank)."
+            )
+        if not (lora.train_attn or lora.train_mlp):
+            raise RequestRefused(
+                "lora_config has train_attn and train_mlp false; this server trains adapters of these alone, and none "
+                "of the unembedding."
+            )
+        seed = secrets.randbits(31) if lora.seed is None else lora.seed % 2**31
+        spec = replace(lora, seed=seed)
+        await self._train("add", model_id, spec, what="a new adapter")
+        self._models[model_id] = spec
+
+    async def remove_model(self, model_id: str) -> None:
+        """See the base class."""
+        self._check_model(model_id)
+        del self._models[model_id]
+        await self._train("remove", model_id, what="the removal of an adapter")
+
+    def _check_model(self, model_id: str) -> None:
+        if model_id not in self._models:
+            raise _unknown(model_id)
+
+    # Training
+
+    async def passes(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception]:
+        """See the base class; a request has been checked (``losses.check_pass``)."""
+        results: list[PassResult | Exception] = [_unknown(request.model_id) for request in requests]
+        # Those of one model together, in their order: each change of the model costs a copy to the GPU.
+        turns = {model_id: turn for turn, model_id in enumerate(dict.fromkeys(one.model_id for one in requests))}
+        order = sorted(
+            (index for index, request in enumerate(requests) if request.model_id in self._models),
+            key=lambda index: turns[requests[index].model_id],
+        )
+        if order:
+            ranks = await self._train("run", [requests[index] for index in order], what="passes")
+            for index, found in zip(order, zip(*ranks, strict=True), strict=True):
+                results[index] = _joined(requests[index], found)
+        return results
+
+    async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        """See the base class."""
+        self._check_model(model_id)
+        metrics: dict[str, float] = (await self._train("step", model_id, adam, what="an optimizer step"))[0]
+        return metrics
+
+    async def drop_gradients(self, model_id: str) -> None:
+        """See the base class."""
+        self._check_model(model_id)
+        await self._train("drop_gradient", model_id, what="the end of a gradient")
+
+    async def save_state(self, model_id: str, folder: Path, with_optimizer: bool) -> None:
+        """See the base class."""
+        self._check_model(model_id)
+        await self._train("save", model_id, folder.absolute(), with_optimizer, what="a save")
+
+    async def load_state(self, model_id: str, folder: Path, with_optimizer: bool) -> None:
+        """See the base class."""
+        self._check_model(model_id)
+        await self._train("load", model_id, folder.absolute(), with_optimizer, what="a load")
+
+    # Samples
+
+    async def publish_sampler(self, folder_or_model_id: Path | str, name: str) -> None:
+        """See the base class."""
+        if isinstance(folder_or_model_id, str):
+            folder = self._snapshots / str(next(self._numbers))
+            await self.save_state(folder_or_model_id, folder, with_optimizer=False)
+            self._own_folders[name] = folder
+        else:
+            folder = folder_or_model_id.absolute()
+        try:
+            await self._in(self._engine_thread, lambda: self._engines.load(name, folder))
+        except BaseException:
+            self._drop_folder(name)
+            raise
+
+    async def drop_sampler(self, name: str) -> None:
+        """See the base class."""
+        await self._in(self._engine_thread, lambda: self._engines.unload(name))
+        self._drop_folder(name)
+
+    def _drop_folder(self, name: str) -> None:
+        if (folder := self._own_folders.pop(name, None)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def sample(
+        self,
+        name: str | None,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        n: int = 1,
+        prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+    ) -> SampleResult:
+        """See the base class; an engine that has started in the place of another gets the adapter first."""
+        for attempt in range(LOAD_ATTEMPTS):
+            self._check_alive()
+            try:
+                return await self._engines.sample(name, tokens, params, n, prompt_logprobs, topk_prompt_logprobs)
+            except EngineError as error:
+                if attempt == LOAD_ATTEMPTS - 1 or not lacks_adapter(error):
+                    raise
+            await self._in(self._engine_thread, lambda: self._engines.complete(doubted=name))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def close(self) -> None:
+        """See the base class."""
+        if self._watching is not None:
+            self._watching.cancel()
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._trainer_thread, self._job.finish)
+        except ProcessError as error:
+            logger.warning("trainer or engines did not end in an orderly way: %s", error)
+        self._trainer_thread.shutdown(wait=False)
+        self._engine_thread.shutdown(wait=False)
+        shutil.rmtree(self._snapshots, ignore_errors=True)
+
+
+def _unknown(model_id: str) -> RequestRefused:
+    return RequestRefused(f"there is no model {model_id!r}; it was removed, or never made.")
+
+
+def _joined(request: PassRequest, ranks: Sequence[dict[int, dict[str, np.ndarray]]]) -> PassResult:
+    """Return the answer to a request of what each rank has of it."""
+    found = {index: outputs for rank in ranks for index, outputs in rank.items()}
+    outputs = [found[index] for index in range(len(request.data))]
+    return PassResult(outputs, {"loss:sum": float(sum(one["elementwise_loss"].sum(dtype=float) for one in outputs))})
+
+
+def start_backend(args: Namespace, parts: Parts) -> MegatronBackend:
+    """Start trainer and engines of a service; Ray is connected (``slime.ray.job``)."""
+    return MegatronBackend(args, parts)

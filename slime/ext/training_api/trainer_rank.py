@@ -1,0 +1,32 @@
+"""A trainer rank of the service: that of a run with adapters, and the work of ``AdapterTrainer``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+from slime.backends.megatron_utils.update_weight.transport import MakeTransport
+from slime.ext.training_api.adapter_trainer import AdapterTrainer
+
+
+class ServiceRank(MegatronTrainRayActor):
+    """One rank; it has no optimizer (``--num-rollout 0``), for that of every client is on the host."""
+
+    def init(
+        self,
+        args: Namespace,
+        role: str,
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
+        transforms: tuple[type, ...] = (),
+        transport: MakeTransport | None = None,
+    ) -> int:
+        """Build and load the model; see the base class."""
+        start = super().init(args, role, with_ref, with_opd_teacher, transforms, transport)
+        self._clients = AdapterTrainer(args, self.model)
+        return start
+
+    def of_clients(self, method: str, *arguments: Any) -> Any:
+        """Call a method of :class:`AdapterTrainer`."""
+        return getattr(self._clients, method)(*arguments)
