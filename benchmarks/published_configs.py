@@ -266,6 +266,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **{"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0},
         },
     ),
+    "mixtral-8x7B": shape(
+        *(32, 4096, 14336, 32, 8),
+        **{"model_type": "mixtral", "vocab_size": 32000, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "tie_word_embeddings": False},
+        max_position_embeddings=32768,
+    ),
     "llama3.1-8B-Instruct": llama(32, 4096, 14336, 32, head=128, factor=8.0, tied=False),
     "llama3.2-1B-Instruct": llama(16, 2048, 8192, 32, head=64, factor=32.0, tied=True),
     "llama3.2-3B-Instruct": llama(28, 3072, 8192, 24, head=128, factor=32.0, tied=True),
@@ -355,6 +361,11 @@ NUM_PARAMETERS = {
     **{"qwen3-1.7B": 1_720_574_976, "qwen3-4B": 4_022_468_096, "qwen3-8B": 8_190_735_360},
     **{"qwen3-14B": 14_768_307_200, "qwen3-32B": 32_762_123_264, "qwen3-30B-A3B": 30_532_122_624},
     **{"qwen3-235B-A22B": 235_093_634_560, "gemma3-1B": 999_885_952, "qwen3-vl-30B-A3B": 31_070_754_032},
-    **{"olmo3-7B": 7_298_011_136, "qwen3-vl-2B": 2_127_532_032, "qwen3-vl-8B": 8_767_123_696},
+    **{
+        "mixtral-8x7B": 46_702_792_704,
+        "olmo3-7B": 7_298_011_136,
+        "qwen3-vl-2B": 2_127_532_032,
+        "qwen3-vl-8B": 8_767_123_696,
+    },
 }
 """As the models' pages state them, or the index of their weights."""

@@ -42,6 +42,7 @@ MODELS = {
     "llama",
     "mimo",
     "minimax_m2",
+    "mixtral",
     "olmo2",
     "qwen2",
     "qwen2_moe",

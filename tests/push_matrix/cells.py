@@ -41,6 +41,7 @@ SERVED = (
     "deepseek_v3",
     "kimi_k2",
     "minimax_m2",
+    "mixtral",
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",

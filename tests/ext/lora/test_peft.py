@@ -35,6 +35,8 @@ EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 TARGETS = {
     "llama3": ["all-linear"],
     "qwen3": ["q_proj", "v_proj", "down_proj"],
+    "olmo3": ["all-linear"],
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 
@@ -101,35 +103,46 @@ def test_log_probs_gradients_and_folders_are_those_of_peft(family: str, tmp_path
     assert torch.equal(torch.cat(read), torch.cat(expected))
 
 
-def with_expert_adapters(model: torch.nn.Module, leaves: dict[str, Tensor], scale: float, *, is_shared: bool) -> None:
+EXPERTS = {
+    # family -> what the folder calls its MLP, and gate, up and down of an expert
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+}
+
+
+def with_expert_adapters(
+    model: torch.nn.Module, leaves: dict[str, Tensor], names: tuple[str, ...], scale: float, *, is_shared: bool
+) -> None:
     """Add ``scale * B A`` to the experts of transformers' model, which hold one stacked tensor for gates and ups.
 
     Args:
-        model: of Qwen3 MoE.
+        model: with its experts in ``layer.mlp``.
         leaves: by PEFT's names; of the first expert alone where all share them.
+        names: a value of ``EXPERTS``.
         scale: alpha over rank.
         is_shared: one adapter for all experts of a layer.
     """
+    mlp, gate, to_up, to_down = names
     for index, layer in enumerate(model.model.layers):
         if not hasattr(layer.mlp, "experts"):
             continue
 
         def product(expert: int, module: str, index: int = index) -> Tensor:
-            prefix = f"base_model.model.model.layers.{index}.mlp.experts.{0 if is_shared else expert}.{module}.lora_"
+            prefix = f"base_model.model.model.layers.{index}.{mlp}.experts.{0 if is_shared else expert}.{module}.lora_"
             return leaves[f"{prefix}B.weight"] @ leaves[f"{prefix}A.weight"]
 
         experts = layer.mlp.experts
         numbers = range(len(experts.down_proj))
-        up = [torch.cat([product(n, "gate_proj"), product(n, "up_proj")]) for n in numbers]
-        down = [product(n, "down_proj") for n in numbers]
+        up = [torch.cat([product(n, gate), product(n, to_up)]) for n in numbers]
+        down = [product(n, to_down) for n in numbers]
         for name, added in (("gate_up_proj", up), ("down_proj", down)):
             changed = experts._parameters.pop(name).detach() + scale * torch.stack(added)
             setattr(experts, name, changed)
 
 
-@pytest.mark.parametrize("experts", ["each", "shared"])
-def test_adapters_of_experts_are_those_of_a_plain_reference(experts: str, tmp_path: Path) -> None:
-    case, is_shared = load_cases(["qwen3_moe"])["qwen3_moe"], experts == "shared"
+@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", "each"), ("qwen3_moe", "shared"), ("mixtral", "each")])
+def test_adapters_of_experts_are_those_of_a_plain_reference(family: str, experts: str, tmp_path: Path) -> None:
+    case, is_shared = load_cases([family])[family], experts == "shared"
     case.write_checkpoint(tmp_path / "hf")
     data = make_train_data(case.vocab_size)
     with one_process_world():
@@ -154,7 +167,7 @@ def test_adapters_of_experts_are_those_of_a_plain_reference(experts: str, tmp_pa
                 load_peft(adapter_table(args), again, tmp_path / "out")
     leaves = {name: t.requires_grad_() for name, t in saved.items() if not is_shared or ".experts.0." in name}
     reference = case.load_reference(tmp_path / "hf")
-    with_expert_adapters(reference, leaves, 6 / 4, is_shared=is_shared)
+    with_expert_adapters(reference, leaves, EXPERTS[family], 6 / 4, is_shared=is_shared)
     loss, expected = reference_loss(case, reference, data)
     loss.backward()
     assert float((actual - torch.cat(expected)).abs().max()) < BOUND

@@ -6,21 +6,13 @@ from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import SIGMOID_CHOICES, Config, Flag, choices, expert_layers
-from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap, gate_up_rule
+from slime.backends.megatron_utils.models.mixtral import EXPERTS, SIZES
+from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap
 
 SPEC = "slime_plugins.models.minimax_m2 get_minimax_m2_spec"
 
-EXPERTS = (
-    Rule("mlp.router.weight", ("block_sparse_moe.gate.weight",)),
-    # Beside the gate, not inside of it as in other families.
-    Rule("mlp.router.expert_bias", ("block_sparse_moe.e_score_correction_bias",)),
-    gate_up_rule(
-        "mlp.experts.linear_fc1.weight{expert}",
-        "block_sparse_moe.experts.{expert}.w1.weight",
-        "block_sparse_moe.experts.{expert}.w3.weight",
-    ),
-    Rule("mlp.experts.linear_fc2.weight{expert}", ("block_sparse_moe.experts.{expert}.w2.weight",)),
-)
+# Beside the gate, not inside of it as in other families.
+ROUTER_BIAS = (Rule("mlp.router.expert_bias", ("block_sparse_moe.e_score_correction_bias",)),)
 WHOLE_NORMS = (
     # In torch_dist checkpoints; in memory they are called as those of single heads in other families.
     Rule("self_attention.q_norm.weight", ("self_attn.q_norm.weight",)),
@@ -30,7 +22,7 @@ WHOLE_NORMS = (
 MINIMAX_M2 = WeightMap(
     family="MiniMax-M2",
     top=TOP,
-    layer=(*NORMS, *ATTENTION, *WHOLE_NORMS, *EXPERTS),
+    layer=(*NORMS, *ATTENTION, *WHOLE_NORMS, *EXPERTS, *ROUTER_BIAS),
     engine_fp32=("block_sparse_moe.gate.weight",),
 )
 
@@ -59,12 +51,7 @@ FAMILIES = (
         weight_map=MINIMAX_M2,
         spec=SPEC,
         dims=lambda args, config: {"norms_all_heads": True},
-        sizes={
-            "num_local_experts": "num_experts",
-            "num_experts_per_tok": "moe_router_topk",
-            "intermediate_size": "moe_ffn_hidden_size",
-            "scoring_func": "moe_router_score_function",
-        },
+        sizes={**SIZES, "scoring_func": "moe_router_score_function"},
         num_experts_key="num_local_experts",
         always={"qk_layernorm": True, "moe_router_score_function": "sigmoid"},
         flags=minimax_flags,
