@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
@@ -156,7 +155,7 @@ class ReferenceBackend(Backend):
             return RequestRefused(f"loss_fn {request.loss!r} is not served; it may be {', '.join(LOSSES)}.")
         outputs, total = [], 0.0
         for datum in request.data:
-            inputs = {name: torch.from_numpy(np.asarray(value)) for name, value in datum.inputs.items()}
+            inputs = {name: torch.tensor(value) for name, value in datum.inputs.items()}
             if "weights" not in inputs and request.loss == "cross_entropy":
                 inputs["weights"] = torch.ones(inputs["target_tokens"].shape)
             with torch.set_grad_enabled(request.backward):
@@ -170,7 +169,7 @@ class ReferenceBackend(Backend):
 
     def logprobs(self, model: torch.nn.Module, datum: Datum) -> Tensor:
         """Of the targets, in their shape: [T] or [T, K]."""
-        targets = torch.from_numpy(np.asarray(datum.inputs["target_tokens"]))
+        targets = torch.tensor(datum.inputs["target_tokens"])
         table = model(torch.tensor([datum.tokens])).logits[0].log_softmax(-1)
         return table.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
 
