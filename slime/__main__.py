@@ -28,8 +28,11 @@ VERBS = {
     "replay": ("tools/replay.py", "a past step again, from its samples and the nearest checkpoint"),
     "doctor": ("tools/doctor.py", "what is wrong with this machine"),
     "ledger": ("tools/ledger.py", "what the rollout ledger of a run holds"),
+    "serve-training": ("tools/serve_training.py", "trainer and engines for loops of clients, by the tinker package"),
 }
 """Verb -> (program, what it does)."""
+DRIVERS = ("serve-training",)
+"""Verbs whose program is the driver of a job, as train.py is."""
 QUICK_HELP = ("report", "watch", "diff")
 """Verbs whose program says in its first lines how it is used; importing it takes seconds."""
 NOISE = (FutureWarning, UserWarning, DeprecationWarning)
@@ -50,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> None:
     verb, *rest = list(sys.argv[1:] if words is None else words) or ["--help"]
     if verb in ("-h", "--help"):
         print("usage: slime VERB WORDS...\n")
-        print("\n".join(f"  {name:8} {what}" for name, (_, what) in VERBS.items()))
+        print("\n".join(f"  {name:14} {what}" for name, (_, what) in VERBS.items()))
         print('\nCompletion in bash and zsh: eval "$(slime --completion)"')
         return
     if verb == "--completion":
@@ -63,7 +66,10 @@ def main(words: Sequence[str] | None = None) -> None:
             f"{ROOT} has no tools/: the command needs a checkout of the repository, installed with pip install -e."
         )
     if verb == "train":
-        _train(rest)
+        is_async = rest[:1] == ["--async"]
+        _drive("train_async.py" if is_async else "train.py", rest[is_async:])
+    elif verb in DRIVERS:
+        _drive(VERBS[verb][0], rest)
     elif verb == "convert":
         _run(*_converter(rest))
     elif verb in QUICK_HELP and {"-h", "--help"} & set(rest):
@@ -97,10 +103,8 @@ def _converter(words: Sequence[str]) -> tuple[Path, list[str]]:
     return programs[name], list(words[1:])
 
 
-def _train(words: Sequence[str]) -> None:
+def _drive(script: str, words: Sequence[str]) -> None:
     """Become the driver of a job; without a Ray cluster it starts a private one."""
-    script = "train_async.py" if words[:1] == ["--async"] else "train.py"
-    words = words[1:] if words[:1] == ["--async"] else words
     # Plug-ins lie in the user's folder; what runs in Ray's workers is this checkout.
     paths = [str(ROOT), str(Path.cwd()), env.get_str("PYTHONPATH") or ""]
     quiet = ",".join(f"ignore::{category.__name__}" for category in NOISE)
