@@ -272,6 +272,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "tie_word_embeddings": False},
         max_position_embeddings=32768,
     ),
+    "seed-oss-36B": shape(
+        *(64, 5120, 27648, 80, 8),
+        **{"model_type": "seed_oss", "vocab_size": 155136, "rms_norm_eps": 1e-6, "rope_theta": 10000000.0},
+        **{"head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+        **{"max_position_embeddings": 524288, "tie_word_embeddings": False},
+    ),
     "llama3.1-8B-Instruct": llama(32, 4096, 14336, 32, head=128, factor=8.0, tied=False),
     "llama3.2-1B-Instruct": llama(16, 2048, 8192, 32, head=64, factor=32.0, tied=True),
     "llama3.2-3B-Instruct": llama(28, 3072, 8192, 24, head=128, factor=32.0, tied=True),

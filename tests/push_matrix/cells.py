@@ -42,6 +42,7 @@ SERVED = (
     "kimi_k2",
     "minimax_m2",
     "mixtral",
+    "seed_oss",
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",

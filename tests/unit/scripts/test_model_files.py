@@ -121,6 +121,7 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("qwen3.5-27B", {"tie_word_embeddings": True}, "--untie-embeddings-and-output"),
         ("gemma3-1B", {"sliding_window": 1024}, "--window-size is .511, 0.; .* 1023,0"),
         ("olmo3-7B", {"attention_bias": True}, "attention_bias is True; the layers of a olmo3 have False"),
+        ("seed-oss-36B", {"attention_out_bias": True}, "attention_out_bias is True; the layers of a seed_oss have"),
         ("mixtral-8x7B", {"head_dim": 64}, "head_dim is 64 of 32 heads; SGLang has .* 128"),
         ("deepseek-v3", {"rope_scaling": yarn(64, 32)}, "--rotary-scaling-factor is 40"),
         ("gpt-oss-20b", {"sliding_window": 64}, "--window-size is .127, 0.; .* 63,0"),

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3, dense or with experts (Qwen2's with a gated shared one) in place of the MLP."""
+"""Llama, Mistral, Seed-OSS, Qwen2 and Qwen3: dense, or with experts (Qwen2's with a gated shared one) as MLP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.models.rule import (
 
 SOFTMAX = {"moe_router_score_function": "softmax"}
 
-DENSE = WeightMap(family="dense Llama, Mistral, Qwen2 and Qwen3", top=TOP, layer=(*NORMS, *ATTENTION, *MLP))
+DENSE = WeightMap(family="dense Llama, Mistral, Seed-OSS, Qwen2 and Qwen3", top=TOP, layer=(*NORMS, *ATTENTION, *MLP))
 
 SHARED_EXPERT = (
     *shared_expert_rules("shared_expert"),
@@ -59,6 +59,11 @@ FAMILIES = (
         },
     ),
     ModelFamily(model_types=("mistral",), weight_map=DENSE, fixed=NO_BIASES, flags=window_is_idle),
+    ModelFamily(
+        model_types=("seed_oss",),
+        weight_map=DENSE,
+        fixed={**PLAIN, "attention_bias": True, "attention_out_bias": False},
+    ),
     ModelFamily(model_types=("qwen2",), weight_map=DENSE, always={"add_qkv_bias": True}),
     ModelFamily(
         model_types=("qwen3",),
