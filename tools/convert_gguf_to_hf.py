@@ -1,10 +1,11 @@
-"""Convert a GGUF file of a Llama-like model to a Hugging Face folder: weights, config, tokenizer, chat template.
+"""Convert a GGUF file of a Llama, Qwen2 or Gemma 3 to a Hugging Face folder: weights, config, tokenizer, template.
 
     python tools/convert_gguf_to_hf.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --output-dir SmolLM2-135M-Instruct
 
 transformers dequantises the tensors (every type that the ``gguf`` package knows) and undoes the file's order of query
-and key rows.  What it leaves wrong in a tokenizer is set here from the file: how text is cut before merging, that text
-comes back from tokens unchanged, and which tokens are special.
+and key rows.  The tokenizer is built here from the file's vocabulary: transformers' own conversion cuts Gemma's text
+by another algorithm, and leaves out Qwen's special tokens.  Text comes back from tokens unchanged; a normalization
+that the model's own tokenizer makes (Qwen: NFC) is not in the file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import logging
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from tools.cli import logged_run
 from tools.gguf_header import Header, ListInfo, read_gguf_header
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,6 +36,22 @@ WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens in transformers -> in the file."""
+IN_LAYER = {
+    "attn_norm": "hidden", "ffn_norm": "hidden",
+    "attn_q": "query hidden", "attn_k": "key hidden", "attn_v": "key hidden", "attn_output": "hidden query",
+    "ffn_gate": "ffn hidden", "ffn_up": "ffn hidden", "ffn_down": "hidden ffn",
+}  # fmt: skip
+"""Tensors of a layer -> their sides."""
+ARCHITECTURES = {
+    "llama": {},
+    "qwen2": {"attn_q.bias": "query", "attn_k.bias": "key", "attn_v.bias": "key"},
+    "gemma3": {
+        "attn_q_norm": "width", "attn_k_norm": "width", "post_attention_norm": "hidden", "post_ffw_norm": "hidden"
+    },
+}  # fmt: skip
+"""Architectures that are read -> what a layer has beside :data:`IN_LAYER`."""
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""A space in the tokens of SentencePiece."""
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
@@ -64,21 +82,25 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
 
 def check_is_supported(header: Header) -> None:
-    """Check that the tensors are those of the Llama whose sizes the file names.
+    """Check that the tensors are those of the architecture and sizes that the file names.
 
     Raises:
-        ConfigError: it is of another architecture, has scaled rotary frequencies, whose recipe the file lacks, or
-            sizes that its tensors do not have.
+        ConfigError: it is of another architecture, has scaled rotary frequencies, whose recipe the file lacks or
+            transformers does not read, or sizes that its tensors do not have.
     """
     fields, shapes = header.fields, header.shapes
-    if (architecture := fields.get("general.architecture")) != "llama":
-        raise ConfigError(f"general.architecture is {architecture!r}; only 'llama' can be converted")
-    if "rope_freqs.weight" in shapes:
+    architecture = fields.get("general.architecture")
+    if architecture not in ARCHITECTURES:
         raise ConfigError(
-            "the file has rope_freqs.weight: rotary frequencies are scaled (Llama 3.1 and later), and the factors for "
+            f"general.architecture is {architecture!r:.80}; only {', '.join(map(repr, ARCHITECTURES))} "
+            "can be converted"
+        )
+    if "rope_freqs.weight" in shapes or fields.get(f"{architecture}.rope.scaling.type", "none") != "none":
+        raise ConfigError(
+            "the file's rotary frequencies are scaled (rope_freqs.weight or rope.scaling.type), and the factors for "
             "config.json cannot be told from it. Take the model's own Hugging Face folder."
         )
-    expected = _expected_shapes(fields, len(shapes), has_output="output.weight" in shapes)
+    expected = _expected_shapes(architecture, fields, len(shapes), has_output="output.weight" in shapes)
     for name in sorted(expected.keys() | shapes.keys()):
         if expected.get(name) != shapes.get(name):
             raise ConfigError(
@@ -86,42 +108,46 @@ def check_is_supported(header: Header) -> None:
                 f"{list(expected.get(name, ()))}; such a model cannot be converted. Download it again."
             )
     for name, value in fields.items():
-        if isinstance(value, float) and not 0 < value < float("inf") and name.startswith("llama."):
+        if isinstance(value, float) and not 0 < value < float("inf") and name.startswith(f"{architecture}."):
             raise ConfigError(f"{name} is {value}; it must be above 0")
 
 
-def _expected_shapes(fields: Mapping[str, Any], num_tensors: int, *, has_output: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a Llama's tensors by its sizes."""
+def _expected_shapes(
+    architecture: str, fields: Mapping[str, Any], num_tensors: int, *, has_output: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's tensors by its sizes."""
 
     def size(name: str, default: int | None = None) -> int:
-        value = fields.get(f"llama.{name}", default)
+        value = fields.get(f"{architecture}.{name}", default)
         if type(value) is not int or value < 1:
             raise ConfigError(
-                f"llama.{name} is {str(value)[:80]!r}; it must be a number above 0. Download the file again."
+                f"{architecture}.{name} is {str(value)[:80]!r}; it must be a number above 0. Download the file again."
             )
         return value
 
     hidden, ffn, heads, layers = map(
         size, ("embedding_length", "feed_forward_length", "attention.head_count", "block_count")
     )
-    width = size("rope.dimension_count", hidden // heads)
-    query, key = heads * width, size("attention.head_count_kv", heads) * width
+    width = size("attention.key_length", size("rope.dimension_count", hidden // heads))
+    sides = {
+        "hidden": hidden, "ffn": ffn, "width": width,
+        "query": heads * width, "key": size("attention.head_count_kv", heads) * width,
+    }  # fmt: skip
     rows = size("vocab_size", _vocabulary(fields))
     size("context_length")
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (rows, hidden), "output_norm.weight": (hidden,)}
     if has_output:
         shapes["output.weight"] = (rows, hidden)
     in_layer = {
-        "attn_norm": (hidden,), "ffn_norm": (hidden,),
-        "attn_q": (query, hidden), "attn_k": (key, hidden), "attn_v": (key, hidden), "attn_output": (hidden, query),
-        "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden), "ffn_down": (hidden, ffn),
-    }  # fmt: skip
+        f"{name}.weight" if "." not in name else name: tuple(sides[side] for side in shape.split())
+        for name, shape in (IN_LAYER | ARCHITECTURES[architecture]).items()
+    }
     if layers * len(in_layer) + len(shapes) != num_tensors:
         raise ConfigError(
-            f"the file has {num_tensors} tensors, and llama.block_count {layers} makes "
+            f"the file has {num_tensors} tensors, and {architecture}.block_count {layers} makes "
             f"{layers * len(in_layer) + len(shapes)} with {len(in_layer)} in a layer. Download it again."
         )
-    return shapes | {f"blk.{n}.{name}.weight": shape for n in range(layers) for name, shape in in_layer.items()}
+    return shapes | {f"blk.{n}.{name}": shape for n in range(layers) for name, shape in in_layer.items()}
 
 
 def _vocabulary(fields: Mapping[str, Any]) -> int:
@@ -147,20 +173,92 @@ def _vocabulary(fields: Mapping[str, Any]) -> int:
     return tokens.count
 
 
-def load_tokenizer(gguf: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """Return the file's tokenizer, with the cuts and special tokens that the file names."""
+def byte_level_bpe(keys: Mapping[str, Any]) -> Tokenizer:
+    """Return GPT-2's kind of tokenizer: bytes, merged by the file's list."""
+    from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel
-    from transformers import AutoTokenizer
+    from tokenizers.models import BPE
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if fields["tokenizer.ggml.model"] == "gpt2":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer(fields.get("tokenizer.ggml.pre", "gpt-2"))
-        tokenizer.backend_tokenizer.decoder = ByteLevel()  # transformers' drops a space at the front
-        tokenizer.clean_up_tokenization_spaces = False
-    for role, key in SPECIAL.items():
-        if (number := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(number))
-    return tokenizer
+    vocabulary = {token: number for number, token in enumerate(keys["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in keys["merges"]]
+    name = keys.get("pre", "gpt-2")
+    backend = Tokenizer(BPE(vocabulary, merges, ignore_merges=name == "llama-bpe"))
+    backend.pre_tokenizer = pre_tokenizer(name)
+    backend.decoder = ByteLevel()
+    return backend
+
+
+def sentencepiece_bpe(keys: Mapping[str, Any]) -> Tokenizer:
+    """Return SentencePiece's kind of tokenizer: characters, of which the pair with the best score merges first."""
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+
+    vocabulary = {token: number for number, token in enumerate(keys["tokens"])}
+    unknown = keys["tokens"][keys.get("unknown_token_id", 0)]
+    merges = list(_merges(keys["tokens"], keys["scores"], keys["token_type"]))
+    backend = Tokenizer(BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if keys.get("add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(" "), normalizers.Replace(" ", SPACE)])
+        back.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.decoder = decoders.Sequence(back)
+    return backend
+
+
+def _merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs that make a token, those of the best score first."""
+    from gguf import TokenType
+
+    normal = {
+        token: -score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == TokenType.NORMAL
+    }
+    for token in sorted(normal, key=normal.__getitem__):
+        for cut in range(1, len(token)):
+            if token[:cut] in normal and token[cut:] in normal:
+                yield token[:cut], token[cut:]
+
+
+BACKENDS = {"gpt2": byte_level_bpe, "llama": sentencepiece_bpe}
+"""``tokenizer.ggml.model`` -> what builds it."""
+
+
+def load_tokenizer(gguf: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """Return the file's tokenizer: its vocabulary, cuts, special tokens and chat template.
+
+    Raises:
+        ConfigError: the file has a kind of tokenizer, or cuts, that are not known here.
+    """
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    if (model := fields["tokenizer.ggml.model"]) not in BACKENDS:
+        raise ConfigError(
+            f"tokenizer.ggml.model is {model!r}; {', '.join(map(repr, BACKENDS))} are read. "
+            "Take the tokenizer from the model's own Hugging Face folder."
+        )
+    reader = GGUFReader(gguf)
+    keys = {
+        key.removeprefix("tokenizer.ggml."): reader.fields[key].contents() for key in fields if "tokenizer." in key
+    }
+    tokens = keys["tokens"]
+    backend = BACKENDS[model](keys)
+    for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
+        whole = [token for token, its in zip(tokens, keys.get("token_type", ()), strict=False) if its == kind]
+        backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in whole])
+    named = {role: keys[f"{key}_token_id"] for role, key in SPECIAL.items() if f"{key}_token_id" in keys}
+    if "bos" in named and keys.get("add_bos_token", model == "llama"):
+        bos = tokens[named["bos"]]
+        backend.post_processor = TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, named["bos"])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=keys.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{f"{role}_token": tokens[number] for role, number in named.items()},
+    )
 
 
 def convert(gguf: Path, folder: Path, dtype: str) -> None:
@@ -196,10 +294,11 @@ def _load(gguf: Path, header: Header, dtype: str) -> tuple[PreTrainedModel, PreT
     import torch
     from transformers import AutoModelForCausalLM
 
+    tokenizer = load_tokenizer(gguf, header.fields)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
     if len(model.state_dict()) - model.config.tie_word_embeddings != len(header.shapes):
         raise ConfigError(f"{gguf} has {len(header.shapes)} tensors, of which transformers did not read all")
-    return model, load_tokenizer(gguf, header.fields)
+    return model, tokenizer
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""The task ``needle_haystack`` of reasoning-gym: prompts with answers, and its own scorer as the reward plug-in.
+"""Tasks of reasoning-gym for a pretrained model: prompts with answers, and the package's own scorers as the reward.
 
-    python examples/real_model/task.py --output runs/real_model/data
+    python examples/real_model/task.py --task needle_haystack --output runs/real_model/data
 
     --custom-rm-path examples.real_model.task.reward
 
-A question has three statements ("Tayo tolerates hiking.") and asks whom one of them is about; two worked examples come
-before it as turns of the chat.  The scorer compares names; nothing that the policy writes is evaluated.
+``needle_haystack``: three statements ("Tayo tolerates hiking."), and whom one of them is about; two worked examples
+come before it as turns of the chat.  ``TASKS`` has the others.  Nothing that the policy writes is evaluated.
 """
 
 from __future__ import annotations
@@ -14,80 +14,131 @@ import argparse
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 END_OF_TURN = "<|im_end|>"
-SYSTEM = "Answer with one name."
-STATEMENTS, STATEMENTS_OF_EXAMPLES = 3, 2
+ANSWER = "<|im_start|>assistant"
+"""Begins the last turn of a conversation with tools."""
 SEEDS = {"examples": 1, "train": 1_000_000, "held_out": 2_000_000}
-"""Row k of a set is drawn from ``seed + k``: sets of fewer than a million rows have no row in common."""
+"""Row k of a set is drawn from ``seed + k``."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, and how it is asked."""
+
+    module: str
+    """Below reasoning_gym."""
+    name: str
+    """Of its classes: NameDataset, NameConfig."""
+    config: dict[str, Any]
+    system: str
+    examples: dict[str, Any] = field(default_factory=dict)
+    """Config of two worked examples; empty: none are shown."""
+    is_number: bool = False
+    """The answer is the last number of the last turn."""
+
+
+def _needles(statements: int) -> dict[str, int]:
+    return {"min_num_statements": statements, "max_num_statements": statements}
+
+
+def _numbers(terms: tuple[int, int], digits: tuple[int, int]) -> dict[str, int]:
+    return dict(zip(("min_terms", "max_terms", "min_digits", "max_digits"), (*terms, *digits), strict=True))
+
+
+NUMBER = "Answer with the number alone."
+TOOL = "Compute with the tool calculate. Then answer with the number alone."
+TASKS = {
+    "needle_haystack": Task(
+        "cognition.needle_haystack", "NeedleHaystack", _needles(3), "Answer with one name.", examples=_needles(2)
+    ),
+    "chain_sum": Task("arithmetic.chain_sum", "ChainSum", _numbers((2, 3), (2, 3)), NUMBER, is_number=True),
+    "products": Task("arithmetic.products", "Products", _numbers((2, 2), (1, 2)), NUMBER, is_number=True),
+    "chain_sum_tool": Task("arithmetic.chain_sum", "ChainSum", _numbers((6, 8), (4, 6)), TOOL, is_number=True),
+}
 
 
 @cache
-def load_task() -> Any:
+def load_task(module: str) -> Any:
     """Import the task's module alone: the whole package needs eleven others, of which three need a compiler."""
     package = importlib.util.find_spec("reasoning_gym")
     if package is None:
         sys.exit("reasoning-gym is not installed: scripts/demo_real.sh does that")
     [root] = package.submodule_search_locations or []
-    for name in ("reasoning_gym", "reasoning_gym.cognition"):
+    for name in ("reasoning_gym", f"reasoning_gym.{module.partition('.')[0]}"):
         spec = ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(Path(root, *name.split(".")[1:]))]
         sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
-    return importlib.import_module("reasoning_gym.cognition.needle_haystack")
+    return importlib.import_module(f"reasoning_gym.{module}")
 
 
-def entries(name: str, number: int, statements: int = STATEMENTS) -> list[dict[str, Any]]:
+def entries(task: Task, name: str, number: int) -> list[dict[str, Any]]:
     """Questions and answers of one of the sets."""
-    task = load_task()
-    config = task.NeedleHaystackConfig(
-        min_num_statements=statements, max_num_statements=statements, seed=SEEDS[name], size=number
-    )
-    data_set = task.NeedleHaystackDataset(config)
+    module, chosen = load_task(task.module), task.examples if name == "examples" else task.config
+    config = getattr(module, f"{task.name}Config")(seed=SEEDS[name], size=number, **chosen)
+    data_set = getattr(module, f"{task.name}Dataset")(config)
     return [data_set[place] for place in range(number)]
 
 
-def rows(name: str, number: int) -> list[dict[str, Any]]:
-    """Rows of a data file: chat messages, and the name that is right."""
-    turns = [{"role": "system", "content": SYSTEM}]
-    for shown in entries("examples", 2, STATEMENTS_OF_EXAMPLES):
+def rows(task_name: str, name: str, number: int, without: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """Rows of a data file: chat messages, and the answer that is right; prompts of ``without`` are left out."""
+    task = TASKS[task_name]
+    turns = [{"role": "system", "content": task.system}]
+    for shown in entries(task, "examples", 2) if task.examples else []:
         turns += [{"role": "user", "content": shown["question"]}, {"role": "assistant", "content": shown["answer"]}]
-    return [
-        {"prompt": [*turns, {"role": "user", "content": entry["question"]}], "label": entry["answer"]}
-        for entry in entries(name, number)
+    made = [
+        {
+            "prompt": [*turns, {"role": "user", "content": entry["question"]}],
+            "label": entry["answer"],
+            "metadata": {"task": task_name},
+        }
+        for entry in entries(task, name, number)
     ]
+    left_out = {json.dumps(prompt) for prompt in without}
+    return [row for row in made if json.dumps(row["prompt"]) not in left_out]
 
 
-def grade(response: str, label: str) -> float:
-    """The package's score, in [0, 1]: 1 for the name alone, however it is spaced or capitalised."""
-    answer = response.removesuffix(END_OF_TURN)
-    return load_task().NeedleHaystackDataset.score_answer(None, answer, {"answer": label})
+def grade(task_name: str, response: str, label: str) -> float:
+    """1 where the package's scorer gives its full score, else 0.  It tells one name, or one number, from another."""
+    task = TASKS[task_name]
+    answer = response.rpartition(ANSWER)[2].removesuffix(END_OF_TURN)
+    if task.is_number:
+        answer = (re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer) or [""])[-1]
+    scorer = getattr(load_task(task.module), f"{task.name}Dataset").score_answer
+    return float(scorer(None, answer, {"answer": label}) == 1.0)
 
 
 async def reward(args: Namespace, sample: Any, **kwargs: Any) -> float | list[float]:
     """The plug-in: one sample gives a number, a list of samples gives a list."""
     if isinstance(sample, list):
-        return [grade(one.response, one.label) for one in sample]
-    return grade(sample.response, sample.label)
+        return [grade(one.metadata["task"], one.response, one.label) for one in sample]
+    return grade(sample.metadata["task"], sample.response, sample.label)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=sorted(TASKS), default="needle_haystack", help="the task")
     parser.add_argument("--output", type=Path, required=True, help="folder of train.jsonl and held_out.jsonl")
     parser.add_argument("--train", type=int, default=8000, help="rows to train on")
     parser.add_argument("--held-out", type=int, default=512, help="rows to evaluate on")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    for name, number in (("train", options.train), ("held_out", options.held_out)):
-        text = "".join(json.dumps(row) + "\n" for row in rows(name, number))
-        (options.output / f"{name}.jsonl").write_text(text)
-        print(f"{options.output / name}.jsonl: {number} rows")
+    held_out = rows(options.task, "held_out", options.held_out)
+    asked = [row["prompt"] for row in held_out]
+    sets = {"train": rows(options.task, "train", options.train, without=asked), "held_out": held_out}
+    for name, made in sets.items():
+        (options.output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        print(f"{options.output / name}.jsonl: {len(made)} rows")
 
 
 if __name__ == "__main__":
