@@ -7,8 +7,8 @@ micro-batches counts FLOPs and must not import the backend.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 AttentionKind = Literal["grouped", "latent", "sparse"]
 
@@ -92,6 +92,8 @@ class ModelDims:
     has_qk_norm: bool = False
     has_output_gate: bool = False
     """Attention's output is multiplied by a gate that comes out of the query projection (Qwen3-Next)."""
+    key_projections: int = 2
+    """Matrices of keys and values: one where values are keys, none where they are another layer's."""
     norms_all_heads: bool = False
     """The query and key norms are over all heads together (MiniMax-M2), not head by head."""
     q_lora: int | None = None
@@ -128,6 +130,15 @@ class ModelDims:
 
     num_mtp_layers: int = 0
     trains_mtp: bool = False
+
+    layer_fields: tuple[tuple[tuple[str, Any], ...], ...] = ()
+    """Fields with other values in one layer, names and values; one entry per layer, or none."""
+
+    def of_layer(self, layer: int) -> ModelDims:
+        """Return the dimensions of layer ``layer`` (from 0), as if all were like it; MTP layers are as ever."""
+        if layer >= len(self.layer_fields):
+            return self
+        return replace(self, layer_fields=(), **dict(self.layer_fields[layer]))
 
     @property
     def vocab_rows(self) -> int:
@@ -191,13 +202,16 @@ class ModelDims:
 
         Attention is causal, so the score and value products cost half of the full square.
         """
+        head = 2 * length * self.hidden_size * self.vocab_size
+        if self.layer_fields:
+            layers = map(self.of_layer, range(self.num_layers))
+            return sum((one.forward_flops(length) - head) // self.num_layers for one in layers) + head
         attention = self._attention_flops(length) if self.attention == "grouped" else self._latent_flops(length)
         num_linear, num_moe = sum(self.is_linear), sum(self.is_moe)
         attention = attention * (self.num_layers - num_linear) + num_linear * self._linear_flops(length)
         visited_width = self.expert_ffn * self.topk + self.shared_ffn
         mlp_width = (self.num_layers - num_moe) * self.ffn_hidden_size + num_moe * visited_width
         mlp = 6 * length * self.hidden_size * mlp_width
-        head = 2 * length * self.hidden_size * self.vocab_size
         return attention + mlp + head
 
     def tower_flops(self, images: Iterable[int]) -> int:
@@ -213,7 +227,7 @@ class ModelDims:
         return 3 * text + (3 if self.trains_tower else 1) * tower
 
     def _attention_flops(self, length: int) -> int:
-        widths = self.query_width * (1 + self.has_output_gate) + 2 * self.key_width
+        widths = self.query_width * (1 + self.has_output_gate) + self.key_projections * self.key_width
         projections = 2 * length * self.hidden_size * widths
         output = 2 * length * self.query_width * self.hidden_size
         scores_and_values = 2 * length * length * self.query_width

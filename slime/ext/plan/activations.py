@@ -57,6 +57,7 @@ def layer_terms(
     dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, layer: int, recompute: Recompute | None = None
 ) -> Terms:
     """Return the activations that layer ``layer`` (from 0) keeps when it is not recomputed as a whole."""
+    dims = dims.of_layer(layer)
     recompute = recompute or Recompute()
     row = local_tokens(batch, sizes) * dims.hidden_size * batch.element_bytes
     keeps_norms = not recompute.drops("layernorm")
@@ -264,8 +265,9 @@ def backward_work(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, laye
 
     Those of an MLP's two inner tensors and of its input, and of one of its weights before it is added up.
     """
-    most = 0
+    most, whole = 0, dims
     for layer in set(layers) & set(range(dims.num_layers)):
+        dims = whole.of_layer(layer)
         if dims.is_moe[layer]:
             rows = local_tokens(batch, sizes) * dims.topk * sizes.expert_tensor
             inner = (dims.gate_factor + 1) * dims.expert_ffn // sizes.expert_tensor

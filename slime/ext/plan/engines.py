@@ -175,7 +175,7 @@ def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
             own = _replaced_shared(dims, count.dense + count.frozen - router, engine, mlp_tp)
             per_layer.append((own + experts * matrix // inside) * engine.weight_bytes + 2 * router)
         else:
-            mlp = (dims.gate_factor + 1) * dims.ffn_hidden_size * dims.hidden_size
+            mlp = (dims.gate_factor + 1) * dims.of_layer(layer).ffn_hidden_size * dims.hidden_size
             own = count.dense + count.frozen - mlp // engine.attention_tp + mlp // mlp_tp
             per_layer.append(own * engine.weight_bytes)
     trunk = sum(sorted(per_layer, reverse=True)[:layers])
@@ -225,8 +225,11 @@ def kv_bytes_per_token(dims: ModelDims, engine: EngineShape) -> int:
     # Linear attention keeps a state for each request instead.
     layers = -(-(dims.num_layers - sum(dims.is_linear) + engine.draft_layers) // engine.pp_size)
     if dims.attention == "grouped":
-        groups = max(dims.num_query_groups // engine.attention_tp, 1)
-        return layers * 2 * groups * dims.head_dim * engine.kv_element_bytes
+        kinds = [dims.of_layer(layer) for layer in range(dims.num_layers)]
+        widths = [max(one.num_query_groups // engine.attention_tp, 1) * one.head_dim for one in kinds]
+        # A layer without keys reads another's; one whose values are keys has them twice in the cache.
+        widest = sorted((w for w, one in zip(widths, kinds, strict=True) if one.key_projections), reverse=True)
+        return 2 * sum(widest[:layers]) * engine.kv_element_bytes
     index = INDEX_KEY_BYTES if dims.attention == "sparse" else 0
     return layers * ((dims.kv_lora + dims.rope_dim) * engine.kv_element_bytes + index)
 

@@ -143,6 +143,7 @@ class Matrix:
 
 def layer_matrices(dims: ModelDims, sizes: ParallelSizes, layer: int) -> Iterator[Matrix]:
     """Yield the linear layers of one layer; ``layer`` as in :func:`layer_parameters`."""
+    dims = dims.of_layer(layer)
     if dims.has_linear_attention(layer):
         yield from _linear_attention(dims, sizes)
     else:
@@ -173,7 +174,8 @@ def _attention(name: str, parts: str, rows: int, columns: int, *, has_bias: bool
 
 
 def _grouped_attention(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Matrix]:
-    width = (dims.query_width * (1 + dims.has_output_gate) + 2 * dims.key_width) // sizes.tensor
+    keys = dims.key_projections * dims.key_width
+    width = (dims.query_width * (1 + dims.has_output_gate) + keys) // sizes.tensor
     has_bias = dims.has_qkv_bias or dims.has_bias
     yield _attention("linear_qkv", "q_proj k_proj v_proj", width, dims.hidden_size, has_bias=has_bias)
     inner = dims.query_width // sizes.tensor
@@ -203,6 +205,7 @@ def layer_parameters(
     dims: ModelDims, sizes: ParallelSizes, layer: int, *, has_router_bias: bool = False
 ) -> ParameterCount:
     """Count one layer; ``layer`` from 0, and ``num_layers`` is the layer inside of an MTP layer."""
+    dims = dims.of_layer(layer)
     matrices = list(layer_matrices(dims, sizes, layer))
     dense = sum(one.size for one in matrices if not one.is_expert) + _attention_vectors(dims, sizes, layer)
     dense += (2 + dims.post_norms) * dims.norm_params * dims.hidden_size + dims.own_parameters
