@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.flags.config_builders import transformer_conf
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.own_flags import load_spec
 from slime.backends.megatron_utils.layers.fp8_linear import use_fp8
-from slime.backends.megatron_utils.layers.layer_specs import block_spec_of_flags
+from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, block_spec_of_flags
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
 from slime.backends.megatron_utils.layers.vision import VisionModel, VisionModelWithMtp
@@ -178,6 +178,8 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             vp_stage=vp_stage,
         )
+        if isinstance(spec, BlockSpec) and spec.finish is not None:
+            spec.finish(model)
         if role == "critic" and post_process:
             model.output_layer = ValueHead(config, args.seed)
         return model

@@ -51,6 +51,8 @@ class BlockSpec(TransformerBlockSubmodules):
 
     mtp_layer: ModuleSpec | None = None
     """None takes the last layer of the stage, which is right wherever layers of a kind are alike."""
+    finish: Callable[[Any], None] | None = None
+    """Called with the built model of this stage: adds what the family has outside of its layers."""
 
 
 def get_layer_spec(
