@@ -257,6 +257,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None, "vocab_size": 262144},
         **{"sliding_window": 512, "sliding_window_pattern": 6, "attention_bias": False},
     },
+    "gemma4-31B": {
+        **{"model_type": "gemma4", "vision_config": {"model_type": "gemma4_vision"}, "audio_config": None},
+        "text_config": {
+            **{"model_type": "gemma4_text", "num_hidden_layers": 60, "hidden_size": 5376, "intermediate_size": 21504},
+            **{"num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4},
+            **{"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "vocab_size": 262144},
+            **{"sliding_window": 1024, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6},
+            **{"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+        },
+    },
     "olmo3-7B": shape(
         *(32, 4096, 11008, 32, 32),
         **{"model_type": "olmo3", "vocab_size": 100278, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6},

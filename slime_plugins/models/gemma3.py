@@ -105,20 +105,37 @@ def window_angles(angles: Tensor, base: float) -> Tensor:
     Returns:
         Of the same shape, each angle twice, as two halves; fp32.
     """
-    width, device = angles.size(-1), angles.device
+    return plain_angles(angles.size(0), angles.size(-1), base, device=angles.device)
+
+
+def plain_angles(
+    num_positions: int, width: int, base: float, *, num_turning: int | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Return [positions, 1, 1, head dimension] angles, each twice, as two halves; fp32.
+
+    Args:
+        width: of a head.
+        base: of the rotary frequencies.
+        num_turning: pairs of dimensions that turn, the first ones; None for all.
+    """
     frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
-    half = torch.outer(torch.arange(angles.size(0), dtype=torch.float32, device=device), frequencies)
+    if num_turning is not None:
+        frequencies[num_turning:] = 0.0
+    half = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), frequencies)
     return torch.cat([half, half], dim=-1)[:, None, None]
 
 
 class GeluMlp(MLP):
     """Gated MLP with GELU, approximated by tanh."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
-        """Take what megatron-core passes to any MLP."""
+    def __init__(
+        self, config: TransformerConfig, *args: Any, ffn_hidden_size: int | None = None, **options: Any
+    ) -> None:
+        """Take what megatron-core passes to any MLP, and another width than the config's."""
         own = copy.copy(config)
         own.activation_func, own.bias_activation_fusion = gelu, False
-        super().__init__(own, *args, **options)
+        own.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
+        super().__init__(own, *args, ffn_hidden_size=own.ffn_hidden_size, **options)
 
 
 def gelu(x: Tensor) -> Tensor:

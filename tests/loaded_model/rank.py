@@ -31,6 +31,8 @@ MODELS = {
     "deepseek_nextn",
     "deepseek_v2",
     "gemma3_causal",
+    "gemma4_causal",
+    "gemma4_mm",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",

@@ -70,6 +70,8 @@ class FamilyCase:
     """Puts images into train data: their tokens in front of prompts, and the column ``multimodal_train_inputs``."""
     max_tp: int = 2
     """Largest tensor-parallel size that the sizes allow."""
+    has_stages: bool = True
+    """Whether its layers can be on several pipeline stages."""
     has_experts: bool = False
     """Whether expert-parallel layouts make sense."""
     has_quantized_form: bool = True

@@ -146,6 +146,8 @@ OWN_ATTENTION = (
     *FULL_FAMILIES,
     "deepseek_v32",
     "gemma3",
+    "gemma4",
+    "gemma4-small",
     "glm5",
     "gpt_oss",
     "minimax_m2",
@@ -171,6 +173,7 @@ def layouts_of(case: FamilyCase, names: Sequence[str] | None = None) -> dict[str
         for name, layout in LAYOUTS.items()
         if (name in names if names else layout.is_basic or case.name in FULL_FAMILIES)
         and (case.has_experts or not layout.needs_experts)
+        and (case.has_stages or "--pipeline-model-parallel-size" not in layout.flags)
         and layout.tensor <= case.max_tp
     }
 

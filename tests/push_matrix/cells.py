@@ -51,6 +51,8 @@ SERVED = (
     "qwen3_vl",
     "qwen3_vl_moe",
     "gemma3",
+    "gemma4",
+    "gemma4-small",
     "gpt_oss",
     "olmo3",
 )

@@ -99,6 +99,7 @@ def test_a_config_that_nothing_here_computes_is_refused_by_what_it_asks_for(conf
 
 
 QWEN35_27B = PUBLISHED["qwen3.5-27B"]["text_config"]
+GEMMA4 = PUBLISHED["gemma4-31B"]["text_config"]
 OSS_ROPE = PUBLISHED["gpt-oss-20b"]["rope_scaling"]
 BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
 
@@ -120,6 +121,8 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ),
         ("qwen3.5-27B", {"tie_word_embeddings": True}, "--untie-embeddings-and-output"),
         ("gemma3-1B", {"sliding_window": 1024}, "--window-size is .511, 0.; .* 1023,0"),
+        ("gemma4-31B", {"text_config": GEMMA4 | {"head_dim": 128}}, "--kv-channels is 256; head_dim is 128"),
+        ("gemma4-31B", {"text_config": GEMMA4 | {"enable_moe_block": True}}, "enable_moe_block is True"),
         ("olmo3-7B", {"attention_bias": True}, "attention_bias is True; the layers of a olmo3 have False"),
         ("seed-oss-36B", {"attention_out_bias": True}, "attention_out_bias is True; the layers of a seed_oss have"),
         ("mixtral-8x7B", {"head_dim": 64}, "head_dim is 64 of 32 heads; SGLang has .* 128"),

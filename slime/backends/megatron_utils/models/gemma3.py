@@ -13,21 +13,16 @@ LOCAL_ROTARY_BASE = 10000.0
 
 NO_SOFTCAPS = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False}
 
-GEMMA3 = WeightMap(
-    family="Gemma 3",
-    top=TOP,
-    layer=(
-        # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
-        Rule("input_layernorm.weight", ("input_layernorm.weight",)),
-        Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
-        Rule("post_self_attn_layernorm.weight", ("post_attention_layernorm.weight",)),
-        Rule("pre_mlp_layernorm.weight", ("pre_feedforward_layernorm.weight",)),
-        Rule("mlp.linear_fc1.layer_norm_weight", ("pre_feedforward_layernorm.weight",)),
-        Rule("post_mlp_layernorm.weight", ("post_feedforward_layernorm.weight",)),
-        *ATTENTION,
-        *MLP,
-    ),
+FOUR_NORMS = (
+    # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
+    Rule("input_layernorm.weight", ("input_layernorm.weight",)),
+    Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
+    Rule("post_self_attn_layernorm.weight", ("post_attention_layernorm.weight",)),
+    Rule("pre_mlp_layernorm.weight", ("pre_feedforward_layernorm.weight",)),
+    Rule("mlp.linear_fc1.layer_norm_weight", ("pre_feedforward_layernorm.weight",)),
+    Rule("post_mlp_layernorm.weight", ("post_feedforward_layernorm.weight",)),
 )
+GEMMA3 = WeightMap(family="Gemma 3", top=TOP, layer=(*FOUR_NORMS, *ATTENTION, *MLP))
 
 
 def gemma3_flags(config: Config) -> Iterator[Flag | str]:

@@ -1,0 +1,188 @@
+"""Gemma 4 (E2B, E4B, 31B): Gemma 3's norms and windows; wider heads, whose values may be their keys, in the other
+layers; in the small models an embedding for each layer, and last layers that attend to the keys of earlier ones.
+
+Published folders hold towers for images and sound, which stay with the engines.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, windows
+from slime.backends.megatron_utils.models.gemma3 import FOUR_NORMS, LOCAL_ROTARY_BASE
+from slime.backends.megatron_utils.models.rule import ATTENTION, COMPOSITE, MLP, Rule, WeightMap
+
+_MODEL = "model.language_model."
+GEMMA4 = WeightMap(
+    family="Gemma 4",
+    top=(
+        *COMPOSITE["top"],
+        Rule("per_layer_inputs.embedding.weight", (f"{_MODEL}embed_tokens_per_layer.weight",)),
+        Rule("per_layer_inputs.projection.weight", (f"{_MODEL}per_layer_model_projection.weight",)),
+        Rule("per_layer_inputs.norm.weight", (f"{_MODEL}per_layer_projection_norm.weight",)),
+    ),
+    layer=(
+        *FOUR_NORMS,
+        # Apart: layers differ in heads, and some have no keys or values.
+        *(Rule(f"self_attention.linear_{x}.weight", (f"self_attn.{x}_proj.weight",)) for x in "qkv"),
+        *ATTENTION[2:],
+        *MLP,
+        *(
+            Rule(name, (name,))
+            for name in (
+                *("layer_scalar", "per_layer_input_gate.weight", "per_layer_projection.weight"),
+                "post_per_layer_input_norm.weight",
+            )
+        ),
+    ),
+    layer_prefix=COMPOSITE["layer_prefix"],
+    untrained=(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+",),
+)
+
+
+@dataclass(frozen=True)
+class Gemma4Layers:
+    """What config.json says of single layers, which are counted from 1."""
+
+    kinds: tuple[str, ...]
+    """``sliding_attention`` or ``full_attention``."""
+    num_sharing: int
+    """The last so many have no keys and values."""
+    window_heads: tuple[int, int]
+    """Heads of keys, and their width, in layers with a window."""
+    full_heads: tuple[int, int]
+    """The same in the others."""
+    full_has_values: bool
+    full_rotary_base: float
+    full_turning: float
+    """Part of a head that turns in the layers without a window."""
+    widens_mlp: bool
+    """The MLPs of layers without keys have twice the width."""
+
+    @classmethod
+    def of(cls, config: Config) -> Gemma4Layers:
+        """Read the language model's part of config.json, completed."""
+        full = config["rope_parameters"]["full_attention"]
+        keys_are_values = bool(config["attention_k_eq_v"])
+        full_groups = (keys_are_values and config["num_global_key_value_heads"]) or config["num_key_value_heads"]
+        return cls(
+            kinds=tuple(config["layer_types"]),
+            num_sharing=config["num_kv_shared_layers"],
+            window_heads=(config["num_key_value_heads"], config["head_dim"]),
+            full_heads=(full_groups, config["global_head_dim"] or config["head_dim"]),
+            full_has_values=not keys_are_values,
+            full_rotary_base=full["rope_theta"],
+            full_turning=full.get("partial_rotary_factor") or 1.0,
+            widens_mlp=bool(config["use_double_wide_mlp"]),
+        )
+
+    def has_window(self, layer: int) -> bool:
+        return self.kinds[layer - 1] != "full_attention"
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """Return the heads of keys of a layer, and the width of its heads."""
+        return self.window_heads if self.has_window(layer) else self.full_heads
+
+    def has_values(self, layer: int) -> bool:
+        """Return True for a layer with a projection of values."""
+        return self.source(layer) == layer and (self.has_window(layer) or self.full_has_values)
+
+    def source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to: itself, or the last of its kind that has any."""
+        first = len(self.kinds) - self.num_sharing + 1
+        if layer < first:
+            return layer
+        return max(other for other in range(1, first) if self.kinds[other - 1] == self.kinds[layer - 1])
+
+    def mlp_factor(self, layer: int) -> int:
+        """Return the width of a layer's MLP as a multiple of ``intermediate_size``."""
+        return 2 if self.widens_mlp and self.source(layer) != layer else 1
+
+
+def gemma4_flags(config: Config) -> Iterator[Flag | str]:
+    """Yield windows, the rotary base of the other layers, the scale of attention; refuse what the layers have not."""
+    yield from windows(config, 6)
+    yield Flag("softmax_scale", 1.0, "queries and keys are normed, and their products not scaled")
+    rotary = config.get("rope_parameters") or {}
+    local, full = rotary.get("sliding_attention") or {}, rotary.get("full_attention") or {}
+    if local.get("rope_theta", LOCAL_ROTARY_BASE) != LOCAL_ROTARY_BASE or local.get("rope_type") not in (
+        None,
+        "default",
+    ):
+        yield f"layers with a window turn by plain angles of base {LOCAL_ROTARY_BASE:g}; sliding_attention has {local}"
+    if full.get("rope_type") not in (None, "default", "proportional") or full.get("factor") not in (None, 1.0):
+        yield f"layers without a window turn by plain or proportional angles; full_attention has {full}"
+    if full.get("rope_theta") is not None:
+        yield Flag("rotary_base", full["rope_theta"], f"rope_theta of full_attention is {full['rope_theta']}")
+    if config.get("use_bidirectional_attention") == "all":
+        yield "use_bidirectional_attention is all; attention is causal here"
+    per_layer, rows = config.get("hidden_size_per_layer_input"), config.get("vocab_size_per_layer_input")
+    if per_layer and rows != config.get("vocab_size"):
+        yield f"vocab_size_per_layer_input is {rows} of vocab_size {config.get('vocab_size')}; they are equal here"
+
+
+def gemma4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return heads and widths layer by layer; nothing where only the flags are known."""
+    if not config or not config.get("layer_types"):
+        return {}
+    layers, per_layer = Gemma4Layers.of(config), config["hidden_size_per_layer_input"] or 0
+    fields = []
+    for layer in range(1, len(layers.kinds) + 1):
+        groups, width = layers.heads(layer)
+        has_keys = layers.source(layer) == layer
+        # A factor; without keys no norm of theirs; a column of the table, three projections and a norm.
+        own = 1 - width * (not has_keys) + per_layer * (args.vocab_size + 3 * args.hidden_size)
+        own += args.hidden_size * bool(per_layer)
+        values = {
+            **{"num_query_groups": groups, "head_dim": width, "own_parameters": own},
+            "key_projections": has_keys + layers.has_values(layer),
+            "ffn_hidden_size": args.ffn_hidden_size * layers.mlp_factor(layer),
+        }
+        fields.append(tuple(values.items()))
+    kept = 6 * per_layer + 2 * args.hidden_size * bool(per_layer)
+    return {"layer_fields": tuple(fields), "own_activations": kept}
+
+
+def _published(num_layers: int, every: int, window: int, heads: int, **sizes: Any) -> dict[str, Any]:
+    """Return what the text model of a published folder has beside the model flags; ``sizes`` over the usual ones."""
+    return {
+        "model_type": "gemma4",
+        "sliding_window": window,
+        "layer_types": [("sliding_attention", "full_attention")[n % every == 0] for n in range(1, num_layers + 1)],
+        "num_key_value_heads": heads,
+        **{"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": None, "attention_k_eq_v": False},
+        **{"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0},
+        **{"vocab_size_per_layer_input": 262144, "final_logit_softcapping": 30.0, "enable_moe_block": False},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_ROTARY_BASE},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        },
+        "vision_config": {"model_type": "gemma4_vision"},
+        **sizes,
+    }
+
+
+_SMALL = {"hidden_size_per_layer_input": 256}
+_PUBLISHED = {
+    "E2B": _published(35, 5, 512, 1, num_kv_shared_layers=20, use_double_wide_mlp=True, **_SMALL),
+    "E4B": _published(42, 6, 512, 2, num_kv_shared_layers=18, **_SMALL),
+    "31B": _published(60, 6, 1024, 16, num_global_key_value_heads=4, attention_k_eq_v=True),
+}
+
+FAMILIES = (
+    ModelFamily(
+        model_types=("gemma4",),
+        weight_map=GEMMA4,
+        spec="slime_plugins.models.gemma4 get_gemma4_spec",
+        always=dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm", "qk_layernorm"), True),
+        fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "enable_moe_block": False},
+        dims=gemma4_dims,
+        flags=gemma4_flags,
+        engine_keys={"vision_config": "it fails"},
+        published={f"gemma-4-{size}{kind}": keys for size, keys in _PUBLISHED.items() for kind in ("", "-it")},
+    ),
+)

@@ -1,0 +1,119 @@
+"""Gemma 4: two widths of heads, keys that are values; embeddings by layer and keys of earlier layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.matrix.case import (
+    FamilyCase,
+    Tensors,
+    load_with_transformers,
+    random_tensor,
+    read_tensors,
+    write_tensors,
+    write_with_transformers,
+)
+from tests.matrix.flags import model_flags
+
+TOWER = ("model.vision_tower.", "model.embed_vision.")
+VISION = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
+    "pooling_kernel_size": 2,
+}
+
+
+def write(case: FamilyCase, folder: Path, seed: int) -> None:
+    """A folder with a vision tower; factors of layers that are not 1."""
+    text = {key: value for key, value in case.config.items() if key != "model_type"}
+    config = {"model_type": "gemma4", "text_config": text, "vision_config": VISION, "audio_config": None}
+    config["tie_word_embeddings"] = text["tie_word_embeddings"]
+    write_with_transformers(replace(case, config=config), folder, seed)
+    tensors, generator = read_tensors(folder), torch.Generator().manual_seed(seed + 1)
+    for name, tensor in tensors.items():
+        if name.endswith("layer_scalar"):
+            tensor.copy_(1 + random_tensor(name, tensor.shape, generator))
+    write_tensors(folder, tensors)
+
+
+class TextModel(torch.nn.Module):
+    """transformers' model, which saves no tower."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read a folder, in fp32."""
+        super().__init__()
+        self.whole: Any = load_with_transformers(folder)
+        for module in self.whole.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.padding_idx = None  # the data has the token, whose gradient would be dropped
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [1, L, vocab]."""
+        return self.whole(tokens).logits
+
+    def save_pretrained(self, folder: str) -> None:
+        """The language model under its names in the whole folder."""
+        self.whole.save_pretrained(folder)
+        write_tensors(Path(folder), without_tower(read_tensors(Path(folder))))
+
+
+def without_tower(tensors: Tensors) -> Tensors:
+    """The tensors of a folder that a trainer holds."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(TOWER)}
+
+
+CASE = FamilyCase(
+    name="gemma4",
+    config={
+        "model_type": "gemma4",
+        "hidden_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "attention_k_eq_v": True,
+        "intermediate_size": 72,
+        "vocab_size": 131,
+        "max_position_embeddings": 512,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": 4.0,
+        "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    flags=model_flags,
+    write=write,
+    reference=TextModel,
+    pushed=without_tower,
+    about="windows of 5 tokens in layers 1 and 3 of 4; in the others 2 heads of keys, 24 wide, which are the values, "
+    "and a quarter of each turns; logits capped at 4",
+)
+SMALL = replace(
+    CASE,
+    name="gemma4-small",
+    config={
+        **CASE.config,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "attention_k_eq_v": False,
+        "num_global_key_value_heads": None,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 10,
+        "vocab_size": 132,
+        "vocab_size_per_layer_input": 132,
+    },
+    has_stages=False,
+    about="the same with an embedding for each layer, the last 3 of 6 with the keys of layers 2 and 3",
+)
+CASES = (CASE, SMALL)
