@@ -2,11 +2,12 @@
 
     slime serve-training --hf-checkpoint MODEL --lora-rank 32 --max-tokens-per-gpu 8192 --training-api-port 8600
 
-Every flag of a run may follow.  docs/training_service.md says what clients can do.
+Every flag of a run may follow; `slime train --help` lists them.  docs/training_service.md says what clients can do.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 from argparse import Namespace
@@ -15,10 +16,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.training_api.flags import SERVICE_FLAGS, TrainingApiConfig, add_training_api_arguments
 from slime.flags.first_look import first_look
 
 if __name__ == "__main__":
-    sys.argv[1:] = first_look(sys.argv[1:])  # before the imports below take their seconds
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add_training_api_arguments(parser)
+        parser.parse_args()
+    sys.argv[1:] = first_look([*SERVICE_FLAGS, *sys.argv[1:]])  # before the imports below take their seconds
     if find_spec("tinker") is None:
         sys.exit(
             "slime serve-training needs the package tinker, whose messages it reads; pip install -e '.[training-api]'"
@@ -26,13 +32,7 @@ if __name__ == "__main__":
 
 from slime.compose import parts, run  # noqa: E402
 from slime.ext.training_api.command import allow_connections, read_keys, serve, settings_of  # noqa: E402
-from slime.ext.training_api.flags import TrainingApiConfig  # noqa: E402
-from slime.ext.training_api.megatron_backend import (  # noqa: E402
-    SERVICE_FLAGS,
-    check_service,
-    max_length,
-    start_backend,
-)
+from slime.ext.training_api.megatron_backend import check_service, max_length, start_backend  # noqa: E402
 from slime.flags.config import read_config  # noqa: E402
 
 
@@ -53,5 +53,4 @@ def serve_job(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = [*SERVICE_FLAGS, *sys.argv[1:]]
     run(serve_job, check)

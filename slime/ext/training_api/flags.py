@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, port_number, positive_float, positive_int, text
 
+SERVICE_FLAGS = (
+    # No loop runs here, and no optimizer: a client's is on the host.
+    *("--num-rollout", "0", "--rollout-batch-size", "1", "--n-samples-per-prompt", "1", "--global-batch-size", "1"),
+    "--disable-rollout-global-dataset",
+    # Engines hold the base model and take adapters by name.
+    *("--lora-push", "adapter"),
+    # A dropout draws from a generator that clients would share.
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--lora-dropout", "0"),
+    "--use-dynamic-batch-size",
+)
+"""Flags of every service, to be put before the user's."""
+
 
 def add_training_api_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the group of the training service to ``parser``; train.py accepts the flags and does not read them."""

@@ -46,17 +46,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SERVICE_FLAGS = (
-    # No loop runs here, and no optimizer: a client's is on the host.
-    *("--num-rollout", "0", "--rollout-batch-size", "1", "--n-samples-per-prompt", "1", "--global-batch-size", "1"),
-    "--disable-rollout-global-dataset",
-    # Engines hold the base model and take adapters by name.
-    *("--lora-push", "adapter"),
-    # A dropout draws from a generator that clients would share.
-    *("--attention-dropout", "0", "--hidden-dropout", "0", "--lora-dropout", "0"),
-    "--use-dynamic-batch-size",
-)
-"""Flags of every service, to be put before the user's."""
 WATCH_EVERY_S = 3.0
 """Until dead engines and ranks are looked for, while nothing else would find them."""
 
