@@ -33,7 +33,7 @@ smollm2-135m)
     ;;
 qwen2.5-coder-0.5b)
     REAL_DIR="${REAL_DIR:-runs/real_model/qwen}" TASK="${TASK:-chain_sum}"
-    EVAL=held_out_greedy LR_GPU=1e-5 LR_CPU=1e-5
+    EVAL=held_out_greedy LR_GPU=2e-5 LR_CPU=1e-5
     MODEL_ARGS=(--eval-temperature 0)
     ;;
 *)

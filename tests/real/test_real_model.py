@@ -1,6 +1,7 @@
 """The checks of random weights on a pretrained model, SmolLM2-135M-Instruct: ``make real-checks``.
 
-Text and perplexity are over a README that an installed package carries.  Each test prints what it measured.
+The trainer's log-probs are compared for every model of ``MODELS`` whose folder is there.  Text and perplexity are over
+a README that an installed package carries.  Each test prints what it measured.
 """
 
 from __future__ import annotations
@@ -44,6 +45,14 @@ from tools import (  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDER = REPO / "runs/real_model/hf-float32"
+MODELS = {
+    "SmolLM2-135M": ("llama3", FOLDER),
+    "Qwen2.5-Coder-0.5B": ("qwen2.5", REPO / "runs/real_model/qwen/hf-float32"),
+    "Gemma-3-270M": ("gemma3", REPO / "runs/real_model/gemma/hf-float32"),
+}
+"""Name -> case of the matrix, folder of tools/convert_gguf_to_hf.py."""
+LONG = 1300
+"""Tokens of the longest sample: more than Gemma's window."""
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(3600),
@@ -64,11 +73,16 @@ def text_ids() -> list[int]:
 class RealRun(FamilyRun):
     """The matrix's checks over the pretrained folder, on real text."""
 
-    def __init__(self, work: Path, ids: list[int]) -> None:
-        self.folder, self.work = FOLDER, work
-        case = load_cases(["llama3"])["llama3"]
-        self.case = replace(case, name="SmolLM2-135M", config=read_config(FOLDER), flags=lambda folder: [])
+    def __init__(self, work: Path, ids: list[int], name: str = "SmolLM2-135M", first: int | None = None) -> None:
+        case_name, self.folder = MODELS[name]
+        self.work = work
+        case = load_cases([case_name])[case_name]
+        self.case = replace(case, name=name, config=read_config(self.folder), flags=lambda folder: [])
         self.data = make_train_data(self.case.vocab_size)
+        if first is not None:  # tokens of the first sample
+            long = {"tokens": [0] * first, "loss_masks": [1] * (first - 1), "rollout_log_probs": [-1.0] * (first - 1)}
+            for column, value in (long | {"response_lengths": first - 1}).items():
+                self.data[column][0] = value
         for tokens in self.data["tokens"]:
             tokens[:], ids = ids[: len(tokens)], ids[len(tokens) :]
 
@@ -91,11 +105,15 @@ def largest(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def test_the_trainers_log_probs_are_those_of_transformers(run: RealRun) -> None:
-    expected = run.transformers_log_probs(FOLDER)
+@pytest.mark.parametrize("name", [name for name, (_, folder) in MODELS.items() if folder.exists()])
+def test_the_trainers_log_probs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = MODELS[name][1]
+    ids = AutoTokenizer.from_pretrained(folder)(str(metadata(TEXT_OF).get_payload())).input_ids
+    run = RealRun(tmp_path, ids, name, LONG)
+    expected = run.transformers_log_probs(folder)
     with run.model() as (args, model):
         error = largest(run.trainer_log_probs(args, model), expected)
-    print(f"\ntrainer: |dlogp| at most {error:.2g} over {len(expected)} tokens of mean {float(expected.mean()):.2f}")
+    print(f"\n{name}: |dlogp| at most {error:.2g} over {len(expected)} tokens of mean {float(expected.mean()):.2f}")
     assert error < LOG_PROB_BOUND
 
 
