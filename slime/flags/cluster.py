@@ -125,10 +125,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_deadlines(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--distributed-timeout-minutes",
-        type=minutes,
-        default=10,
-        help="Minutes before a collective operation fails.",
+        "--distributed-timeout-minutes", type=minutes, default=10, help="Minutes before a collective operation fails."
     )
     group.add_argument(
         "--cluster-wait-timeout-s",
@@ -153,10 +150,7 @@ def _add_deadlines(group: argparse._ArgumentGroup) -> None:
         "not await) before the run ends and names it. The log names it after 10 s.",
     )
     group.add_argument(
-        "--train-timeout-s",
-        type=wait_s,
-        default=21600.0,
-        help="Seconds one training step, save or load may take.",
+        "--train-timeout-s", type=wait_s, default=21600.0, help="Seconds one training step, save or load may take."
     )
     group.add_argument(
         "--weight-update-timeout-s", type=wait_s, default=1800.0, help="Seconds one weight push may take."

@@ -127,9 +127,7 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
         help="Rollouts (samples) per optimizer step. Default: all of a rollout.",
     )
     group.add_argument(
-        "--num-steps-per-rollout",
-        type=positive_int,
-        help="Optimizer steps per rollout; sets --global-batch-size.",
+        "--num-steps-per-rollout", type=positive_int, help="Optimizer steps per rollout; sets --global-batch-size."
     )
     group.add_argument(
         "--micro-batch-size",
@@ -188,9 +186,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--n-samples-per-eval-prompt", type=positive_int, default=1, help="Responses per evaluation prompt."
     )
     group.add_argument(
-        "--eval-temperature",
-        type=non_negative_float,
-        help="Sampling temperature of evaluations; 0 is greedy.",
+        "--eval-temperature", type=non_negative_float, help="Sampling temperature of evaluations; 0 is greedy."
     )
     group.add_argument("--eval-top-p", type=positive_fraction, help="Top-p of evaluations, in (0, 1].")
     group.add_argument("--eval-top-k", type=positive_int_or_minus_one, help="Top-k of evaluations; -1: all tokens.")
@@ -198,11 +194,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--eval-max-prompt-len", type=positive_int, help="Leave out evaluation prompts with more tokens."
     )
-    group.add_argument(
-        "--eval-min-new-tokens",
-        type=non_negative_int,
-        help="Fewest tokens of an evaluation response.",
-    )
+    group.add_argument("--eval-min-new-tokens", type=non_negative_int, help="Fewest tokens of an evaluation response.")
     group.add_argument(
         "--eval-max-context-len",
         type=positive_int,
@@ -259,9 +251,10 @@ def check_batches(args: Namespace) -> Iterator[str]:
     elif batch > samples and args.load_debug_rollout_data is None:
         yield f"--global-batch-size {batch} is more than the {samples} samples of a rollout ({product})."
     elif (rest := samples % batch) and not _may_give_other_counts(args):
+        asked = f"--global-batch-size {batch}" if steps is None else f"--num-steps-per-rollout {steps}"
         yield (
-            f"--global-batch-size {batch} does not divide the {samples} samples of a rollout ({product}): {rest} of "
-            f"them would not be trained on. Give a divisor of {samples}, or leave the flag out for one step a rollout."
+            f"{asked} does not divide the {samples} samples of a rollout ({product}): {rest} of them would not be "
+            f"trained on. Give a divisor of {samples}, or leave the flag out for one step a rollout."
         )
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu: say how many tokens a micro-batch may have."

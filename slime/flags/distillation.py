@@ -25,9 +25,7 @@ def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
         help="On-policy distillation: add the reverse KL to a teacher to the advantages.",
     )
     group.add_argument(
-        "--opd-type",
-        choices=["sglang", "megatron"],
-        help="Where the teacher runs: in an engine or in the trainer.",
+        "--opd-type", choices=["sglang", "megatron"], help="Where the teacher runs: in an engine or in the trainer."
     )
     group.add_argument("--opd-kl-coef", type=float, default=1.0, help="Weight of the teacher's reverse KL.")
     group.add_argument(

@@ -19,6 +19,7 @@ from slime.flags.algorithm import uses_reference
 from slime.flags.checkpoint import CheckpointFolder, check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
+from slime.flags.evaluation import EvalDatasetConfig, derive_evaluation
 from slime.flags.overlay import ROLES_FLAG
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL, RM_TYPES
 from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
@@ -28,7 +29,6 @@ from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import language_config, read_model_config, read_object
 
 if TYPE_CHECKING:
-    from slime.flags.evaluation import EvalDatasetConfig
     from slime.rollout.tokenizer_trial import TokenizerTrial
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ def _render_messages(args: Namespace) -> None:
         if isinstance(row.get(key), list):
             logger.info("%s (--input-key) is a list of chat messages: --apply-chat-template is on.", key)
             args.apply_chat_template = True
-            for dataset in args.eval_datasets:
-                dataset.apply_chat_template = True
+            derive_evaluation(args)  # what a data set says of its own still counts
             return
 
 

@@ -299,11 +299,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(flag="--custom-generate-function-path", protocol=Generate, side="rollout", kind="async"),
     Hook(
-        flag="--rollout-sample-hook-path",
-        protocol=RolloutSampleHook,
-        side="rollout",
-        kind="either",
-        repeatable=True,
+        flag="--rollout-sample-hook-path", protocol=RolloutSampleHook, side="rollout", kind="either", repeatable=True
     ),
     Hook(flag="--custom-rm-path", protocol=RewardModel, side="rollout", kind="either"),
     Hook(flag="--dynamic-sampling-filter-path", protocol=DynamicSamplingFilter, side="rollout"),

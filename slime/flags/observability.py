@@ -151,9 +151,7 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         help="Log pass@k of each rollout and evaluation, over the responses to each prompt.",
     )
     metrics.add_argument(
-        "--log-reward-category",
-        metavar="KEY",
-        help="Entry of dict rewards whose values are counted in the log.",
+        "--log-reward-category", metavar="KEY", help="Entry of dict rewards whose values are counted in the log."
     )
     metrics.add_argument(
         "--log-correct-samples", action="store_true", help="Log statistics of the samples with reward 1."

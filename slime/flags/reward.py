@@ -74,8 +74,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rm-url", type=http_url, help="Address of the remote grader or teacher.")
     group.add_argument("--reward-key", help="Entry of a dict reward to train on.")
     group.add_argument(
-        "--eval-reward-key",
-        help="Entry of a dict reward that evaluations report. Default: --reward-key.",
+        "--eval-reward-key", help="Entry of a dict reward that evaluations report. Default: --reward-key."
     )
     group.add_argument("--group-rm", action="store_true", help="Grade all responses to a prompt in one call.")
     group.add_argument(

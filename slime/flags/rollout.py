@@ -62,11 +62,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         help="Most tokens of prompt and response together; the default prompt limit is one less.",
     )
-    group.add_argument(
-        "--rollout-max-prompt-len",
-        type=positive_int,
-        help="Leave out prompts with more tokens.",
-    )
+    group.add_argument("--rollout-max-prompt-len", type=positive_int, help="Leave out prompts with more tokens.")
     group.add_argument("--rollout-max-response-len", type=positive_int, help="Most tokens of a response.")
     group.add_argument(
         "--rollout-skip-special-tokens", action="store_true", help="Remove special tokens from the text of responses."
@@ -142,9 +138,7 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rollout-task-type", default="math", help="Task name to send to the rollout buffer service.")
     group.add_argument(
-        "--num-rollout",
-        type=non_negative_int,
-        help="Rollouts of the whole run; takes precedence over --num-epoch.",
+        "--num-rollout", type=non_negative_int, help="Rollouts of the whole run; takes precedence over --num-epoch."
     )
     group.add_argument("--num-epoch", type=positive_int, help="Passes over the prompts, instead of --num-rollout.")
     group.add_argument(

@@ -144,9 +144,7 @@ def _add_parameters(parser: argparse.ArgumentParser) -> None:
 def _add_mtp(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("multi-token prediction", "Layers that predict more than one token ahead.")
     group.add_argument(
-        "--mtp-num-layers",
-        type=non_negative_int,
-        help="Layers of multi-token prediction to build and load.",
+        "--mtp-num-layers", type=non_negative_int, help="Layers of multi-token prediction to build and load."
     )
     group.add_argument(
         "--mtp-loss-scaling-factor",

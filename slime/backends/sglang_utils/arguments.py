@@ -174,9 +174,7 @@ def _allow_consistent_hashing(router: argparse._ArgumentGroup) -> None:
 def _add_own_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--sglang-router-ip", help="Address of a router that is already running.")
     group.add_argument(
-        "--sglang-router-port",
-        type=port_number,
-        help="Port of the router, whether it is running or to be started.",
+        "--sglang-router-port", type=port_number, help="Port of the router, whether it is running or to be started."
     )
     group.add_argument(
         "--sglang-router-request-timeout-secs",

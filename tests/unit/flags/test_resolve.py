@@ -55,6 +55,20 @@ def test_rows_of_messages_are_rendered(make_args, model_folder, prompt_file):
     assert (args.apply_chat_template, args.eval_datasets[0].apply_chat_template) == (True, True)
 
 
+def test_an_eval_data_set_may_say_that_its_rows_are_not_rendered(make_args, model_folder, prompt_file, tmp_path):
+    make_tokenizer().save_pretrained(model_folder)
+    (tmp_path / "text.jsonl").write_text(prompt_file.read_text())
+    prompt_file.write_text('{"input": [{"role": "user", "content": "1+1="}], "label": "2"}\n' * 4)
+    config = tmp_path / "eval.yaml"
+    config.write_text(
+        f"datasets:\n  - {{name: raw, path: {tmp_path / 'text.jsonl'}, apply_chat_template: false}}\n"
+        f"  - {{name: chat, path: {prompt_file}}}\n"
+    )
+    args = make_args("--eval-interval", "1", "--eval-config", str(config))
+    slime_validate_args(args)
+    assert [dataset.apply_chat_template for dataset in args.eval_datasets] == [False, True]
+
+
 def test_eps_clip_high_is_eps_clip_unless_given(resolved):
     assert resolved("--eps-clip", "0.3").eps_clip_high == 0.3
     assert resolved("--eps-clip", "0.3", "--eps-clip-high", "0.4").eps_clip_high == 0.4

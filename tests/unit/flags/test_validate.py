@@ -60,6 +60,10 @@ def test_one_answer_to_a_prompt_is_refused_where_nothing_else_teaches(make_args,
     [
         (["--global-batch-size", "5"], "--rollout-batch-size 4 x --n-samples-per-prompt 2 = 8 samples"),
         (["--num-steps-per-rollout", "3"], "do not make 3 equal steps; with 2 in each there would be 4"),
+        (
+            ["--rollout-batch-size", "25", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "3"],
+            "--num-steps-per-rollout 3 does not divide the 100 samples",
+        ),
         (["--debug-rollout-only", "--debug-train-only"], "leave nothing to run"),
         (["--debug-rollout-only", "--load-debug-rollout-data", "x"], "--load-debug-rollout-data leave nothing to run"),
         (["--eval-interval", "2"], "--eval-interval needs data"),

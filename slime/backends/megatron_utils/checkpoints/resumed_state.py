@@ -53,6 +53,8 @@ def load_optimizer(
 
 _NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
 """Parts of a schedule that megatron-core's state of it leaves out."""
+_LENGTHS = {"lr_decay_steps": "lr_decay_style", "wd_incr_steps": "wd_incr_style"}
+"""Parts of a schedule without effect where another part of it is ``constant``."""
 
 
 def schedule_state(opt_param_scheduler: Any) -> dict[str, Any]:
@@ -72,9 +74,10 @@ def load_schedule(common: dict[str, Any], opt_param_scheduler: Any) -> None:
 
 def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Return the saved position on the schedule of this run's flags; log how the saved schedule differs."""
-    differing = [name for name in ours if name != "num_steps" and saved.get(name, ours[name]) != ours[name]]
+    idle = {name for name, style in _LENGTHS.items() if ours[style] == saved.get(style) == "constant"}
+    differing = [name for name in ours.keys() - idle - {"num_steps"} if saved.get(name, ours[name]) != ours[name]]
     if differing:
-        changes = ", ".join(f"{name} {saved[name]} -> {ours[name]}" for name in differing)
+        changes = ", ".join(f"{name} {saved[name]} -> {ours[name]}" for name in sorted(differing))
         logger.warning("the flags change the schedule of the checkpoint (in samples): %s", changes)
     return ours | {"num_steps": saved["num_steps"]}
 
