@@ -14,7 +14,7 @@ if __name__ == "__main__":
     sys.argv[1:] = first_look(sys.argv[1:])  # before the imports below take their seconds
 
 from slime.compose import run, start_job  # noqa: E402
-from slime.flags.cluster import check_in_step_arguments  # noqa: E402
+from slime.flags.cluster import check_loop  # noqa: E402
 
 
 def train(args: Namespace) -> None:
@@ -42,4 +42,4 @@ def train(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run(train, check_in_step_arguments)
+    run(train, lambda args: check_loop(args, "train.py"))

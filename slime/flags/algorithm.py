@@ -202,8 +202,8 @@ def derive_algorithm(args: Namespace) -> None:
         args.use_routing_replay = True
 
 
-def check_loss(args: Namespace) -> Iterator[str]:
-    """Yield one message for each setting of the loss that cannot work."""
+def check_algorithm(args: Namespace) -> Iterator[str]:
+    """Yield one message for each setting of the loss, or of a correction, that cannot work."""
     if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
         yield (
             f"--loss-type is {args.loss_type} and --custom-loss-function-path is {args.custom_loss_function_path}; "
@@ -213,34 +213,12 @@ def check_loss(args: Namespace) -> Iterator[str]:
         yield f"--eps-clip-c is {args.eps_clip_c}; it must be above 1, or it would clip on-policy tokens."
     if get_estimator(args.advantage_estimator).needs_whitening and not args.normalize_advantages:
         yield f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages."
-    if args.kl_coef != 0 and args.kl_loss_coef != 0:
-        yield (
-            f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would count the KL twice; "
-            "one of them must be 0."
-        )
-    if not args.use_kl_loss and args.kl_loss_coef != 0:
-        yield f"--kl-loss-coef {args.kl_loss_coef} has no effect without --use-kl-loss; add it or drop this one."
-    if not args.use_kl_loss and args.use_unbiased_kl:
-        yield "--use-unbiased-kl weights the KL loss; add --use-kl-loss."
     makes_advantages = args.custom_convert_samples_to_train_data_path or args.rollout_data_postprocess_path
     if LOSS_TYPES[args.loss_type].needs_advantages and not (args.compute_advantages_and_returns or makes_advantages):
         yield (
             f"--loss-type {args.loss_type} needs advantages, and --disable-compute-advantages-and-returns leaves "
             "none; drop that flag, or choose --loss-type sft_loss."
         )
-    if args.enable_mtp_training and not args.mtp_num_layers:
-        yield "--enable-mtp-training needs --mtp-num-layers: say how many layers the model has."
-
-
-def check_off_policy(args: Namespace) -> Iterator[str]:
-    """Yield one message for each off-policy correction that cannot work."""
-    if args.use_rollout_logprobs and args.use_tis:
-        yield (
-            "--use-rollout-logprobs takes the engine's log-probs as the old ones, so there is nothing left for "
-            "--use-tis to correct; choose one of them."
-        )
-    if args.get_mismatch_metrics and args.custom_tis_function_path is None:
-        yield "--get-mismatch-metrics logs what --custom-tis-function-path computes; give that path."
     rejects = vars(args).get("use_rs", False)  # a key of --custom-config-path; see MIS in docs/algorithms.md
     if args.custom_tis_function_path is not None and not (args.use_tis or args.get_mismatch_metrics or rejects):
         yield "--custom-tis-function-path is called only with --use-tis or --get-mismatch-metrics; add one of them."
@@ -248,23 +226,17 @@ def check_off_policy(args: Namespace) -> Iterator[str]:
         yield "use_rs of --custom-config-path rejects by what --custom-tis-function-path says; give that path."
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; the bounds are swapped."
-
-
-def uses_reference(args: Namespace) -> bool:
-    """Return True when the loss or the rewards measure the distance to a reference model."""
-    return bool(args.use_kl_loss or args.kl_coef != 0)
-
-
-def check_passes(args: Namespace) -> Iterator[str]:
-    """Yield a message for a reference that is refreshed but not used, and for experts that no pass records."""
-    if args.ref_update_interval is not None and not uses_reference(args):
-        yield "--ref-update-interval needs a reference model; add --use-kl-loss or --kl-coef."
     records = args.use_routing_replay and not args.use_rollout_routing_replay
     if records and not args.compute_advantages_and_returns:
         yield (
             "--use-routing-replay writes experts down in the pass over the old policy, which "
             "--disable-compute-advantages-and-returns leaves out; drop one of them."
         )
+
+
+def uses_reference(args: Namespace) -> bool:
+    """Return True when the loss or the rewards measure the distance to a reference model."""
+    return bool(args.use_kl_loss or args.kl_coef != 0)
 
 
 def advise_algorithm(args: Namespace) -> None:
@@ -319,6 +291,17 @@ def check_groups_of_one(args: Namespace) -> Iterator[str]:
 GROUP = FlagGroup(
     add_algorithm_arguments,
     derive=(derive_algorithm,),
-    check=(check_loss, check_off_policy, check_passes, check_groups_of_one),
+    check=(check_algorithm, check_groups_of_one),
+    needs=(
+        ("kl_loss_coef", "use_kl_loss", "it weights the KL loss"),
+        ("use_unbiased_kl", "use_kl_loss", "it weights the KL loss"),
+        ("ref_update_interval", "use_kl_loss kl_coef", "nothing else has a reference model"),
+        ("get_mismatch_metrics", "custom_tis_function_path", "it logs what that computes"),
+        ("enable_mtp_training", "mtp_num_layers", "say how many layers the model has"),
+    ),
+    excludes=(
+        ("kl_coef", "kl_loss_coef", "the KL would count twice"),
+        ("use_rollout_logprobs", "use_tis", "with the engine's log-probs as the old ones nothing is left to correct"),
+    ),
     advise=(advise_algorithm,),
 )

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -127,16 +127,6 @@ def derive_starting_point(args: Namespace) -> None:
         args.start_rollout_id = 0
 
 
-def check_saves(args: Namespace) -> Iterator[str]:
-    """Yield one message for each flag of saves that has no folder to save to."""
-    if args.save is None:
-        for flag in ("save_interval", "save_hf", "async_save", "no_save_optim", "keep_last"):
-            if getattr(args, flag) and not (flag == "no_save_optim" and args.use_stateless_adam):
-                yield f"--{flag.replace('_', '-')} needs --save, the folder of the checkpoints."
-    elif args.save_hf is not None and args.save_interval is None:
-        yield "--save-hf writes beside each save; give --save-interval too."
-
-
 def advise_saves(args: Namespace) -> None:
     """Log a folder for checkpoints that stays empty."""
     if args.save is not None and args.save_interval is None and not args.debug_rollout_only:
@@ -207,9 +197,10 @@ def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> Check
         iteration = read_tracker(path / TRACKER, flag)
         wanted = iteration if step is None else step
         name = "release" if wanted == "release" else f"iter_{wanted:07d}"
-        if not _has_files(path / name):
+        if not (path / name).is_dir() or not any((path / name).iterdir()):
+            saves = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir())) or "none"
             raise ConfigError(
-                f"{flag}: {folder} has no checkpoint {name}, or it is empty; saves there: {_saves_in(path)}. "
+                f"{flag}: {folder} has no checkpoint {name}, or it is empty; saves there: {saves}. "
                 + ("Repair the folder or give another one." if step is None else "Choose one of those.")
             )
         return CheckpointFolder("megatron", wanted, path / name)
@@ -328,14 +319,6 @@ def _check_fetched(files: Iterable[Path], flag: str) -> None:
                 f"{flag}: {file} is a git-lfs pointer, not the file itself; run git lfs pull in {file.parent}, or "
                 "download the model with hf download."
             )
-
-
-def _has_files(path: Path) -> bool:
-    return path.is_dir() and any(path.iterdir())
-
-
-def _saves_in(path: Path) -> str:
-    return ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir())) or "none"
 
 
 def _version_path(folder: str) -> Path:

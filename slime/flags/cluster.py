@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from slime.algorithms.advantages import get_estimator
 from slime.flags.config import backend_flags
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.hub import derive_hub_names
 from slime.flags.kinds import (
     gpu_count,
@@ -202,14 +202,10 @@ def derive_for_extensions(args: Namespace) -> None:
     args.state_copy_interval = None  # rollouts between two copies of a rank's state that outlive it
 
 
-def derive_distributed_backend(args: Namespace) -> None:
-    """Use NCCL with CUDA, gloo without."""
-    if args.distributed_backend is None:
-        args.distributed_backend = "nccl" if is_for_cuda(args.runs_here) else "gloo"
-
-
 def derive_cluster(args: Namespace) -> None:
     """Fill in who owns which GPUs, and which side offloads while the other works; ``offload`` itself goes."""
+    if args.distributed_backend is None:
+        args.distributed_backend = "nccl" if is_for_cuda(args.runs_here) else "gloo"
     if args.offload:
         args.offload_train = args.offload_rollout = True
     del args.offload
@@ -236,20 +232,6 @@ def derive_cluster(args: Namespace) -> None:
     if args.offload_train:
         args.disable_grad_buffers_cpu_backup = True
         args.disable_param_buffers_cpu_backup = True
-
-
-def check_shared_engines(args: Namespace) -> Iterator[str]:
-    """Yield a message for a colocated engine that lies partly on the trainer's GPUs and partly beside them."""
-    if not args.colocate or args.rollout_external or not args.rollout_num_gpus:
-        return
-    trainer, engine = args.actor_num_nodes * args.actor_num_gpus_per_node, args.rollout_num_gpus_per_engine
-    is_cut = args.rollout_num_gpus > trainer and trainer % engine
-    if is_cut and backend_flags(args).sglang_config is None:
-        yield (
-            f"--rollout-num-gpus-per-engine {engine} with --colocate: engines take {engine} GPUs each from the first "
-            f"on, and the trainer's {trainer} GPUs end in the middle of one. With --rollout-num-gpus "
-            f"{args.rollout_num_gpus}, which goes beyond them, {engine} must divide {trainer}."
-        )
 
 
 def check_gpus(args: Namespace) -> Iterator[str]:
@@ -282,11 +264,17 @@ def check_gpus(args: Namespace) -> Iterator[str]:
             "--rollout-num-gpus 0 leaves no GPU for the engines, which --rollout-function-path asks; give at least "
             "--rollout-num-gpus-per-engine, or share the trainer's GPUs with --colocate."
         )
-    per_engine = args.rollout_num_gpus_per_engine
-    if backend_flags(args).sglang_config is None and args.rollout_num_gpus % per_engine:
+    per_engine, is_uniform = args.rollout_num_gpus_per_engine, backend_flags(args).sglang_config is None
+    if is_uniform and args.rollout_num_gpus % per_engine:
         yield (
             f"--rollout-num-gpus {args.rollout_num_gpus} is not a multiple of --rollout-num-gpus-per-engine "
             f"{per_engine}: GPUs would be left over."
+        )
+    if is_uniform and args.colocate and args.rollout_num_gpus > actor_gpus and actor_gpus % per_engine:
+        yield (
+            f"--rollout-num-gpus-per-engine {per_engine} with --colocate: engines take {per_engine} GPUs each from "
+            f"the first on, and the trainer's {actor_gpus} GPUs end in the middle of one. With --rollout-num-gpus "
+            f"{args.rollout_num_gpus}, which goes beyond them, {per_engine} must divide {actor_gpus}."
         )
     if per_engine > args.num_gpus_per_node and per_engine % args.num_gpus_per_node:
         yield (
@@ -308,46 +296,34 @@ def advise_idle_gpus(args: Namespace) -> None:
         )
 
 
-def check_async_arguments(args: Namespace) -> None:
-    """Refuse what only ``train_async.py``, which generates while it trains, cannot do.
-
-    Raises:
-        ConfigError: names the flags.
-    """
-    if args.colocate:
-        raise ConfigError(
-            "train_async.py generates and trains at the same time, so --colocate cannot work here: give the engines "
-            "GPUs of their own with --rollout-num-gpus, or use train.py."
-        )
-    if args.offload_rollout:
-        raise ConfigError(
-            "train_async.py generates while it trains, so the engines cannot be offloaded: drop "
-            "--offload-rollout (and --offload, which stands for it), or use train.py."
-        )
+_NOT_WITH = {
+    "train_async.py": {
+        "colocate": "trains while it generates: give the engines GPUs of their own with --rollout-num-gpus",
+        "offload_rollout": "trains while it generates: drop it (and --offload, which stands for it)",
+    },
+    "train.py": {
+        "eval_in_background": "takes one step after the other: drop it",
+        "keep_old_actor": "trains the weights that generated the rollout, not later ones: drop it",
+    },
+}
+"""Program -> flags that its order of steps does not allow, and why."""
 
 
-def check_in_step_arguments(args: Namespace) -> None:
-    """Refuse what ``train.py``, whose rollouts are drawn by the weights that train on them, cannot do.
+def check_loop(args: Namespace, program: str) -> None:
+    """Refuse what the loop of ``train.py`` or ``train_async.py`` cannot do.
 
     Raises:
         ConfigError: names the flag.
     """
-    if args.eval_in_background:
-        raise ConfigError(
-            "--eval-in-background evaluates while the trainer goes on, and train.py takes one step after the other; "
-            "drop the flag, or use train_async.py."
-        )
-    if args.keep_old_actor:
-        raise ConfigError(
-            "--keep-old-actor keeps the weights that generated a rollout while the trainer continues "
-            "(train_async.py); with "
-            "train.py those are the actor's own; drop the flag, or use train_async.py."
-        )
+    (other,) = _NOT_WITH.keys() - {program}
+    for name, reason in _NOT_WITH[program].items():
+        if getattr(args, name):
+            raise ConfigError(f"{flag_of(name)} does not work with {program}, which {reason}, or use {other}.")
 
 
 GROUP = FlagGroup(
     add_cluster_arguments,
-    derive=(derive_hub_names, derive_roles, derive_for_extensions, derive_distributed_backend, derive_cluster),
-    check=(check_gpus, check_shared_engines),
+    derive=(derive_hub_names, derive_roles, derive_for_extensions, derive_cluster),
+    check=(check_gpus,),
     advise=(advise_idle_gpus,),
 )

@@ -202,13 +202,10 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def derive_prompts(args: Namespace) -> None:
-    """Fill in the data sets of ``--prompt-data``, each with its path and maybe keys of its own."""
+def derive_data(args: Namespace) -> None:
+    """Fill in the data sets of ``--prompt-data``, the samples of a step and the prompts submitted at a time."""
+    # Each with its path, and maybe keys of its own.
     args.prompt_sources = [] if args.prompt_data is None else [{"path": args.prompt_data}]
-
-
-def derive_batch_sizes(args: Namespace) -> None:
-    """Fill in the samples of one optimizer step and the prompts submitted at a time."""
     if args.balance_by_flops:
         args.balance_data = True  # balancing micro-batches by FLOPs balances ranks too
     if args.rollout_batch_size is None:
@@ -229,6 +226,8 @@ def check_batches(args: Namespace) -> Iterator[str]:
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     product = f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
     steps, batch = args.num_steps_per_rollout, args.global_batch_size
+    is_ours = args.rollout_function_path in (*OWN_ROLLOUTS, SFT_ROLLOUT)
+    is_counted = is_ours and not any(getattr(args, name) for name in MAY_GIVE_OTHER_COUNTS)
     if args.over_sampling_batch_size < args.rollout_batch_size:
         yield (
             f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
@@ -250,7 +249,7 @@ def check_batches(args: Namespace) -> Iterator[str]:
         )
     elif batch > samples and args.load_debug_rollout_data is None:
         yield f"--global-batch-size {batch} is more than the {samples} samples of a rollout ({product})."
-    elif (rest := samples % batch) and not _may_give_other_counts(args):
+    elif (rest := samples % batch) and is_counted:
         asked = f"--global-batch-size {batch}" if steps is None else f"--num-steps-per-rollout {steps}"
         yield (
             f"{asked} does not divide the {samples} samples of a rollout ({product}): {rest} of them would not be "
@@ -260,24 +259,6 @@ def check_batches(args: Namespace) -> Iterator[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu: say how many tokens a micro-batch may have."
     if args.balance_by_flops and not args.use_dynamic_batch_size:
         yield "--balance-by-flops balances packed micro-batches, so it needs --use-dynamic-batch-size."
-
-
-def _may_give_other_counts(args: Namespace) -> bool:
-    is_ours = args.rollout_function_path in (*OWN_ROLLOUTS, SFT_ROLLOUT)
-    return not is_ours or any(getattr(args, name) for name in MAY_GIVE_OTHER_COUNTS)
-
-
-def check_eval(args: Namespace) -> Iterator[str]:
-    """Yield one message for each flag of evaluations that names no data, or names them twice."""
-    if args.eval_interval is not None and not args.eval_datasets:
-        yield "--eval-interval needs data: give --eval-prompt-data NAME PATH or --eval-config."
-    if args.eval_in_background:
-        if args.eval_interval is None:
-            yield "--eval-in-background says how to evaluate; say when with --eval-interval."
-        if args.debug_rollout_only:
-            yield "--eval-in-background evaluates a trainer's weights; with --debug-rollout-only there is none."
-    if args.eval_prompt_data is not None and args.eval_config is not None:
-        yield "--eval-prompt-data and --eval-config both name data sets; give one of them."
 
 
 def advise_micro_batches(args: Namespace) -> None:
@@ -300,7 +281,7 @@ def advise_micro_batches(args: Namespace) -> None:
 
 GROUP = FlagGroup(
     add_data_arguments,
-    derive=(derive_prompts, derive_batch_sizes),
+    derive=(derive_data,),
     check=(check_batches,),
     advise=(advise_micro_batches,),
 )

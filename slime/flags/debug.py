@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import read_config
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import file_path, non_negative_float, non_negative_int, positive_fraction, positive_int
 
 _TEMPLATE_FIELDS = {
@@ -156,20 +156,15 @@ def _add_ci(parser: argparse.ArgumentParser) -> None:
 
 
 def check_modes(args: Namespace) -> Iterator[str]:
-    """Yield one message for each pair of flags that exclude each other, or of which one needs the other."""
+    """Yield a message for a run of which nothing is left, and for a profile of nothing."""
     if args.debug_rollout_only and args.debug_train_only:
         asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
-    if args.load_debug_rollout_data_subsample is not None and args.load_debug_rollout_data is None:
-        yield "--load-debug-rollout-data-subsample needs --load-debug-rollout-data, which says what is subsampled."
     if args.use_pytorch_profiler and args.profile_step_end <= args.profile_step_start:
         yield (
             f"--profile-step-end {args.profile_step_end} leaves nothing to profile from --profile-step-start "
             f"{args.profile_step_start} on; raise it."
         )
-    for flag in ("ci_disable_kl_checker", "ci_save_grad_norm", "ci_load_grad_norm"):
-        if getattr(args, flag) and not args.ci_test:
-            yield f"--{flag.replace('_', '-')} belongs to the checks of --ci-test; add that flag or drop this one."
 
 
 def template_problem(flag: str, template: str, fields: set[str]) -> str | None:
@@ -194,7 +189,7 @@ def check_dump_templates(args: Namespace) -> Iterator[str]:
         template = getattr(args, name)
         if template is None:
             continue
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         if problem := template_problem(flag, template, fields):
             yield problem
         elif name in _WRITTEN_IN_EACH_ROLLOUT and not is_written_once and "{rollout_id" not in template:
@@ -213,4 +208,14 @@ def derive_dumps(args: Namespace) -> None:
         args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
 
 
-GROUP = FlagGroup(add_debug_arguments, derive=(derive_dumps,), check=(check_modes, check_dump_templates))
+GROUP = FlagGroup(
+    add_debug_arguments,
+    derive=(derive_dumps,),
+    check=(check_modes, check_dump_templates),
+    needs=(
+        ("load_debug_rollout_data_subsample", "load_debug_rollout_data", "that says what is subsampled"),
+        ("ci_disable_kl_checker", "ci_test", "it belongs to the checks of that"),
+        ("ci_save_grad_norm", "ci_test", "it belongs to the checks of that"),
+        ("ci_load_grad_norm", "ci_test", "it belongs to the checks of that"),
+    ),
+)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.config import backend_flags, read_config
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import file_path, http_url, non_negative_int, positive_int
 
 ONLY_TEACHER = ""
@@ -96,23 +96,19 @@ def trainer_teachers(args: Any) -> dict[str, str]:
 def check_distillation(args: Namespace) -> Iterator[str]:
     """Yield one message for each distillation flag that is missing or without effect."""
     if not args.use_opd:
-        for flag in (
-            "opd_type",
-            "opd_teacher_load",
-            "opd_teachers",
-            "opd_teacher_key",
-            "opd_teacher_ckpt_step",
-            "opd_top_k",
-        ):
-            if getattr(args, flag) is not None:
-                yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --use-opd."
         return
     if not args.compute_advantages_and_returns:
         yield "--use-opd changes the advantages, and there are none: drop --disable-compute-advantages-and-returns."
     if args.loss_type == "sft_loss":
         yield "--use-opd changes the advantages, which --loss-type sft_loss does not use; drop one of them."
-    yield from _check_teachers(args)
-    yield from _check_top_k(args)
+    yield from _check_teachers(args.opd_teachers or [], args.opd_type)
+    if (here := args.opd_top_k and f"--opd-top-k {args.opd_top_k}") is not None:
+        if args.loss_type != "policy_loss":
+            yield f"{here} is a term of the policy loss; --loss-type is {args.loss_type}."
+        if args.rollout_top_p != 1.0:
+            yield f"{here} compares distributions, and --rollout-top-p {args.rollout_top_p} cuts them; make it 1."
+        if backend_flags(args).allgather_cp:
+            yield f"{here} does not work with --allgather-cp; drop one of them."
     if args.opd_type is None:
         yield "--use-opd needs --opd-type: sglang for a teacher behind --rm-url, megatron for one in the trainer."
     elif args.opd_type == "megatron":
@@ -122,7 +118,7 @@ def check_distillation(args: Namespace) -> Iterator[str]:
         for flag in ("opd_teacher_load", "opd_teacher_ckpt_step"):
             if getattr(args, flag) is not None:
                 yield (
-                    f"--{flag.replace('_', '-')} is {getattr(args, flag)}, but with --opd-type sglang the teacher's "
+                    f"{flag_of(flag)} is {getattr(args, flag)}, but with --opd-type sglang the teacher's "
                     "server loads it; drop the flag, or use --opd-type megatron."
                 )
         own = "slime.rollout.on_policy_distillation.reward_func"
@@ -130,37 +126,28 @@ def check_distillation(args: Namespace) -> Iterator[str]:
             yield f"--custom-rm-path {own} asks the teacher at --rm-url, which is not given."
 
 
-def _check_teachers(args: Namespace) -> Iterator[str]:
-    if args.opd_teachers is None:
-        if args.opd_teacher_key is not None:
-            yield f"--opd-teacher-key is {args.opd_teacher_key}, which has no effect without --opd-teachers."
-        return
-    names = [entry.partition("=")[0] for entry in args.opd_teachers]
-    wrong = [entry for entry in args.opd_teachers if not all(entry.partition("="))]
+def _check_teachers(entries: list[str], kind: str | None) -> Iterator[str]:
+    names = [entry.partition("=")[0] for entry in entries]
+    wrong = [entry for entry in entries if not all(entry.partition("="))]
     if wrong:
         yield f"--opd-teachers has {wrong[0]!r}; each must be NAME=WHERE."
-    elif args.opd_type == "sglang":
-        for name, where in teachers_of(args).items():
+    elif kind == "sglang":
+        for name, _, where in (entry.partition("=") for entry in entries):
             try:
-                http_url(str(where))
+                http_url(where)
             except argparse.ArgumentTypeError as error:
                 yield f"--opd-teachers: the teacher {name} with --opd-type sglang: {error}."
     if len(set(names)) < len(names):
         yield f"--opd-teachers has the names {', '.join(names)}; each may occur once."
-    if args.opd_teacher_load is not None:
-        yield f"--opd-teacher-load is {args.opd_teacher_load}, one teacher, beside --opd-teachers; drop one of them."
 
 
-def _check_top_k(args: Namespace) -> Iterator[str]:
-    if args.opd_top_k is None:
-        return
-    here = f"--opd-top-k {args.opd_top_k}"
-    if args.loss_type != "policy_loss":
-        yield f"{here} is a term of the policy loss; --loss-type is {args.loss_type}."
-    if args.rollout_top_p != 1.0:
-        yield f"{here} compares whole distributions, and --rollout-top-p {args.rollout_top_p} cuts them; make it 1."
-    if backend_flags(args).allgather_cp:
-        yield f"{here} does not work with --allgather-cp; drop one of them."
-
-
-GROUP = FlagGroup(add_distillation_arguments, check=(check_distillation,))
+_OF_TEACHERS = ("opd_type", "opd_teacher_load", "opd_teachers", "opd_teacher_ckpt_step", "opd_top_k")
+GROUP = FlagGroup(
+    add_distillation_arguments,
+    check=(check_distillation,),
+    needs=(
+        *((name, "use_opd", "it is about the teacher") for name in _OF_TEACHERS),
+        ("opd_teacher_key", "opd_teachers", "it chooses among several"),
+    ),
+    excludes=(("opd_teacher_load", "opd_teachers", "the first is one teacher, the second several"),),
+)

@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from slime.flags.data import add_data_arguments, add_eval_arguments, check_eval
+from slime.flags.data import add_data_arguments, add_eval_arguments
 from slime.flags.group import FlagGroup
 from slime.flags.hub import data_file
 from slime.flags.kinds import file_path, non_negative_int, positive_float, positive_int, wait_s
+from slime.flags.overlay import read_yaml, yaml_problem
 from slime.flags.parser import Parser
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
-from slime.flags.yaml_file import read_yaml, yaml_problem
 from slime.utils.errors import ConfigError
 
 FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
@@ -206,12 +206,16 @@ def build_eval_dataset_configs(
     defaults = dict(defaults or {})
     _refuse_unknown(defaults, _FIELDS - {"name", "path"}, "defaults")
     defaults = _checked(defaults, "defaults")
+    from_flags = {}
+    for name, flags in FALLBACK_FLAGS.items():
+        given = (vars(args).get(flag) for flag in flags)
+        from_flags[name] = next((value for value in given if value is not None), None)
     configs = []
     for position, entry in enumerate(raw):
         where = f"data set {entry.get('name', position)!r}"
         _refuse_unknown(entry, _FIELDS, where)
         entry = _checked(entry, where)
-        values = {name: _from_flags(args, name) for name in FALLBACK_FLAGS} | defaults | entry
+        values = from_flags | defaults | entry
         grader = next(
             (level for level in (entry, defaults) if level.get("rm_type") or level.get("custom_rm_path")), {}
         )
@@ -223,11 +227,6 @@ def build_eval_dataset_configs(
     if len(set(names)) < len(names):
         raise ConfigError(f"Evaluation data sets are named {', '.join(names)}; each name may be used once.")
     return configs
-
-
-def _from_flags(args: Namespace, name: str) -> Any:
-    values = (vars(args).get(flag) for flag in FALLBACK_FLAGS[name])
-    return next((value for value in values if value is not None), None)
 
 
 def _name_path_pairs(values: list[str]) -> list[dict[str, Any]]:
@@ -286,4 +285,16 @@ def derive_evaluation(args: Namespace) -> None:
         dataset.path = data_file(dataset.path, f"evaluation data set {dataset.name}:")
 
 
-GROUP = FlagGroup(add_eval_arguments, derive=(derive_evaluation,), check=(check_eval,), once=(derive_evaluation,))
+GROUP = FlagGroup(
+    add_eval_arguments,
+    derive=(derive_evaluation,),
+    needs=(
+        ("eval_interval", "eval_prompt_data eval_config", "they name the data"),
+        ("eval_in_background", "eval_interval", "that says when"),
+    ),
+    excludes=(
+        ("eval_in_background", "debug_rollout_only", "there is no trainer whose weights could be evaluated"),
+        ("eval_prompt_data", "eval_config", "both name data sets"),
+    ),
+    once=(derive_evaluation,),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from slime.flags.config import backend_flags
 from slime.flags.group import FlagGroup
@@ -81,9 +81,9 @@ def is_copy_due(args: Namespace, rollout_id: int) -> bool:
     return bool((rollout_id + 1) % args.state_copy_interval == 0)
 
 
-def checkpoints_to_go_back(args: Namespace) -> int:
+def checkpoints_to_go_back(on_nan: Sequence[str]) -> int:
     """Return N of ``--on-nan rollback N``; 0 where nothing is rolled back."""
-    return int(args.on_nan[1]) if args.on_nan[0] == "rollback" else 0
+    return int(on_nan[1]) if on_nan[0] == "rollback" else 0
 
 
 def check_on_nan(args: Namespace) -> Iterator[str]:
@@ -94,7 +94,7 @@ def check_on_nan(args: Namespace) -> Iterator[str]:
         return
     if given != "skip" and not backend_flags(args).check_for_nan_in_loss_and_grad:
         yield f"--no-check-for-nan-in-loss-and-grad finds nothing for --on-nan {given}; drop one of them."
-    back = checkpoints_to_go_back(args)
+    back = checkpoints_to_go_back(args.on_nan)
     if back and not args.restarts_trainer:
         yield f"--on-nan {given} goes back by --trainer-recovery checkpoint; give that, or use stop or skip."
     if back and args.keep_last is not None and args.keep_last < back:

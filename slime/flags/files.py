@@ -41,16 +41,27 @@ def check_files(args: Namespace) -> None:
         ConfigError: a model or checkpoint is missing or malformed, or a file is not given at all.
         DataError: a data file is missing or malformed, with the line.
     """
+    from slime.rollout.tokenizer_trial import TokenizerTrial
+
     _check_model(args)
     _check_packages(args)
-    _check_save_folder(args)
+    if args.save is not None:
+        _check_save_folder(args.save, {"--hf-checkpoint": args.hf_checkpoint, "--ref-load": args.ref_load})
     if not args.debug_rollout_only:
-        _check_starting_point(args)
-        list(_checkpoints(args))
-    _check_replay(args)
+        (_, start), *_ = _checkpoints(args)
+        _check_starting_point(args, start)
+    _check_replay("--load-debug-rollout-data", args.load_debug_rollout_data)
+    _check_replay("--load-forge-rollout-data", args.load_forge_rollout_data)
     _render_messages(args)
-    _check_chat_template(args)
-    with _tokenizer_trial(args) as trial:  # which begins while the rows are read
+    if args.apply_chat_template and not _may_have_chat_template(Path(args.hf_checkpoint)):
+        raise ConfigError(
+            f"--apply-chat-template: the tokenizer of --hf-checkpoint {args.hf_checkpoint} has no chat template; a "
+            "base model has none. Drop the flag, name a column of text, use the instruct model's tokenizer, or put a "
+            "chat_template.jinja into the folder."
+        )
+    has_template = _renders_rows(args) or any(one.apply_chat_template for one in args.eval_datasets)
+    trial = TokenizerTrial(args.hf_checkpoint, has_template=has_template, trusts_code=trusts_remote_code(args))
+    with trial:  # which begins while the rows are read
         _check_prompts(args, trial)
         _check_eval_data(args, trial)
         trial.finish()
@@ -75,12 +86,10 @@ def _check_model(args: Namespace) -> None:
 
 def _render_messages(args: Namespace) -> None:
     """Turn on --apply-chat-template where rows hold chat messages, which nothing else would render."""
-    from slime.rollout.prompt_files import read_rows, readers_of
-
     if args.prompt_data is None or args.apply_chat_template or not _is_plain(args):
         return
     for source in args.prompt_sources:
-        _, row = next(iter(read_rows(source["path"], readers=readers_of(args))), ("", {}))
+        _, row = _first_row(args, source)
         key = source.get("input_key", args.input_key)
         if isinstance(row.get(key), list):
             logger.info("%s (--input-key) is a list of chat messages: --apply-chat-template is on.", key)
@@ -89,13 +98,11 @@ def _render_messages(args: Namespace) -> None:
             return
 
 
-def _check_chat_template(args: Namespace) -> None:
-    if args.apply_chat_template and not _may_have_chat_template(Path(args.hf_checkpoint)):
-        raise ConfigError(
-            f"--apply-chat-template: the tokenizer of --hf-checkpoint {args.hf_checkpoint} has no chat template; a "
-            "base model has none. Drop the flag, name a column of text, use the instruct model's tokenizer, or put a "
-            "chat_template.jinja into the folder."
-        )
+def _first_row(args: Namespace, source: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return where the first row of a data set is, and the row; an empty one where there is none."""
+    from slime.rollout.prompt_files import read_rows, readers_of
+
+    return next(iter(read_rows(source["path"], readers=readers_of(args))), ("", {}))
 
 
 def _may_have_chat_template(folder: Path) -> bool:
@@ -148,23 +155,19 @@ def _check_packages(args: Namespace) -> None:
         )
 
 
-def _check_save_folder(args: Namespace) -> None:
-    if args.save is None:
-        return
-    for flag, other in (("--hf-checkpoint", args.hf_checkpoint), ("--ref-load", args.ref_load)):
-        if other is not None and Path(other).resolve() == Path(args.save).resolve():
+def _check_save_folder(folder: str, models: Mapping[str, str | None]) -> None:
+    for flag, other in models.items():
+        if other is not None and Path(other).resolve() == Path(folder).resolve():
             raise ConfigError(
                 f"--save and {flag} are both {other}: the first save would overwrite the model. Give the "
                 "checkpoints a folder of its own."
             )
-    save = Path(args.save).absolute()
-    there = next(folder for folder in (save, *save.parents) if folder.exists())
+    save = Path(folder).absolute()
+    there = next(path for path in (save, *save.parents) if path.exists())
     if not there.is_dir():
-        raise ConfigError(f"--save {args.save}: {there} is a file; give a folder for the checkpoints.")
+        raise ConfigError(f"--save {folder}: {there} is a file; give a folder for the checkpoints.")
     if not os.access(there, os.W_OK):
-        raise ConfigError(
-            f"--save {args.save}: {there} is not writable; give another folder, or change its permissions."
-        )
+        raise ConfigError(f"--save {folder}: {there} is not writable; give another folder, or change its permissions.")
 
 
 def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
@@ -214,9 +217,8 @@ def check_contents(args: Namespace) -> None:
             raise DataError(f"{flag}: {error}") from error
 
 
-def _check_starting_point(args: Namespace) -> None:
+def _check_starting_point(args: Namespace, found: CheckpointFolder) -> None:
     flag = _flag_of_start(args)
-    found = inspect_checkpoint(args.load, flag, step=args.ckpt_step)
     if found.kind == "huggingface":
         _check_format(args.load, flag)
     done = found.iteration
@@ -249,18 +251,14 @@ def _check_format(folder: str, flag: str) -> None:
         ) from error
 
 
-def _check_replay(args: Namespace) -> None:
-    for flag, template in (
-        ("--load-debug-rollout-data", args.load_debug_rollout_data),
-        ("--load-forge-rollout-data", args.load_forge_rollout_data),
-    ):
-        parts = string.Formatter().parse(template or "")
-        pattern = "".join(glob.escape(text) + ("" if field is None else "*") for text, field, _, _ in parts)
-        if template is not None and not glob.glob(pattern):
-            raise ConfigError(
-                f"{flag}: no file fits {template}. Record some with --save-debug-rollout-data, and "
-                "write {rollout_id} where the number stands."
-            )
+def _check_replay(flag: str, template: str | None) -> None:
+    parts = string.Formatter().parse(template or "")
+    pattern = "".join(glob.escape(text) + ("" if field is None else "*") for text, field, _, _ in parts)
+    if template is not None and not glob.glob(pattern):
+        raise ConfigError(
+            f"{flag}: no file fits {template}. Record some with --save-debug-rollout-data, and write {{rollout_id}} "
+            "where the number stands."
+        )
 
 
 def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
@@ -293,7 +291,8 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
             readers=readers_of(args),
             some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
         )
-        _check_first_row(args, source)
+        if has_built_in:
+            _check_first_row(args, source)
     if args.num_rollout is None and _reads_prompt_data(args):
         _check_epochs(args, num_rows)
 
@@ -338,14 +337,14 @@ def _renders_rows(args: Namespace) -> bool:
 def _check_mask(args: Namespace) -> None:
     """Check that --loss-mask-type fits the chat template, by the first row of SFT."""
     from slime.rollout.prompt_dataset import map_with_deadline
-    from slime.rollout.prompt_files import parse_tools, read_rows, readers_of
+    from slime.rollout.prompt_files import parse_tools
     from slime.rollout.sft_rollout import mask_generator
 
     is_read_here = args.prompt_data and _reads_prompt_data(args) and not args.multimodal_keys
     if args.rollout_function_path != SFT_ROLLOUT or not is_read_here:
         return
     source = args.prompt_sources[0]
-    where, row = next(iter(read_rows(source["path"], readers=readers_of(args))))
+    where, row = _first_row(args, source)
     key = source.get("input_key", args.input_key)
     if not isinstance(row[key], list):
         raise DataError(f"{where}: {key} (--input-key) is text; sft_rollout needs messages, answers included.")
@@ -359,23 +358,11 @@ def _check_mask(args: Namespace) -> None:
     map_with_deadline(mask, [(where, parse_tools(row.get(args.tool_key), where))])
 
 
-def _tokenizer_trial(args: Namespace) -> TokenizerTrial:
-    from slime.rollout.tokenizer_trial import TokenizerTrial
-
-    has_template = _renders_rows(args) or any(one.apply_chat_template for one in args.eval_datasets)
-    trusted = trusts_remote_code(args)
-    return TokenizerTrial(args.hf_checkpoint, has_template=has_template, trusts_code=trusted)
-
-
 def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
-    """Check what the rollout and the grader will make of a row; the first one stands for all."""
-    from slime.rollout.prompt_files import parse_metadata, read_rows, readers_of
+    """Check what a built-in grader will make of a row; the first one stands for all."""
+    from slime.rollout.prompt_files import parse_metadata
 
-    if not _is_plain(args):
-        return
-    where, row = next(iter(read_rows(source["path"], readers=readers_of(args))))
-    if args.custom_rm_path:
-        return
+    where, row = _first_row(args, source)
     own = parse_metadata(row.get(args.metadata_key), where).get("rm_type")
     if not own and args.rm_type and args.rm_type.removeprefix(BOXED_PREFIX) in GRADERS_WITH_LABEL:
         if source.get("label_key", args.label_key) is None:

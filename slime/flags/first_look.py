@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from slime.flags.overlay import read_yaml
 from slime.flags.parser import Parser
 from slime.flags.table import is_declared, is_of_installed, parser_of_table, read_table
 from slime.flags.words import engine_flags_are_idle, is_flag, missing_flags, refuse_unknown, split_engine_flags
-from slime.flags.yaml_file import read_yaml
 from slime.utils.errors import ConfigError
 from slime.utils.redaction import redacted_text
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 Derive = Callable[[Namespace], None]
+Rule = tuple[str, str, str]
+"""Attributes of two flags, and the reason of the rule between them."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class FlagGroup:
     """Each fills in what follows from the flags, and may rely on what the groups before have filled in."""
     check: tuple[Callable[[Namespace], Iterator[str]], ...] = ()
     """Each yields a message for every combination that cannot work."""
+    needs: tuple[Rule, ...] = ()
+    """The first flag has no effect without the second, or without one of several."""
+    excludes: tuple[Rule, ...] = ()
+    """The two flags contradict each other."""
     advise: tuple[Derive, ...] = ()
     """Each logs what works, but may not be what was meant."""
     complete: tuple[Derive, ...] = ()
@@ -61,4 +67,26 @@ def complete_all(args: Namespace, groups: Iterable[FlagGroup]) -> None:
 
 def problems_of(args: Namespace, groups: Iterable[FlagGroup]) -> list[str]:
     """Return the messages of every check, in the order of the groups."""
-    return [message for group in groups for check in group.check for message in check(args)]
+    found: list[str] = []
+    values = vars(args)
+    for group in groups:
+        for name, needed, reason in group.needs:
+            if values[name] and not any(values[one] for one in needed.split()):
+                others = " or ".join(map(flag_of, needed.split()))
+                given = _as_given(name, values[name])
+                found.append(f"{given} has no effect without {others}: {reason}. Add it, or drop this one.")
+        for name, other, reason in group.excludes:
+            if values[name] and values[other]:
+                both = f"{_as_given(name, values[name])} and {_as_given(other, values[other])}"
+                found.append(f"{both} contradict each other: {reason}. Drop one of them.")
+        found += [message for check in group.check for message in check(args)]
+    return found
+
+
+def flag_of(attribute: str) -> str:
+    """Return ``--num-layers`` of ``num_layers``."""
+    return "--" + attribute.replace("_", "-")
+
+
+def _as_given(name: str, value: object) -> str:
+    return flag_of(name) if value is True else f"{flag_of(name)} {value}"

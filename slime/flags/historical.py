@@ -15,7 +15,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.algorithms.advantages import get_estimator
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def add_historical_arguments(parser: argparse.ArgumentParser) -> None:
             settings["nargs"] = "+"
         elif name in _CHOICES:
             settings["choices"] = _CHOICES[name]
-        group.add_argument(f"--{name.replace('_', '-')}", **settings)
+        group.add_argument(flag_of(name), **settings)
 
 
 def note_historical(args: argparse.Namespace) -> None:
@@ -141,7 +141,7 @@ def note_historical(args: argparse.Namespace) -> None:
         )
     given = [name for name in HISTORICAL if getattr(args, name) is not None]
     if given:
-        reasons = "; ".join(f"--{name.replace('_', '-')}: {HISTORICAL[name]}" for name in given)
+        reasons = "; ".join(f"{flag_of(name)}: {HISTORICAL[name]}" for name in given)
         logger.info("Flags without effect: %s", reasons)
 
 
@@ -164,7 +164,7 @@ def refuse_missing_features(args: Namespace) -> None:
         ConfigError: names every such flag with its value.
     """
     lines = [
-        f"--{name.replace('_', '-')} is {getattr(args, name)!r}: {reason}. Leave the flag out."
+        f"{flag_of(name)} is {getattr(args, name)!r}: {reason}. Leave the flag out."
         for name, (nothing, reason) in NOT_YET.items()
         if getattr(args, name) != nothing
     ]

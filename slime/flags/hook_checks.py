@@ -55,8 +55,6 @@ def check_spec_source(spec: list[str] | None) -> None:
     """
     if not spec:
         return
-    if len(spec) != 2:
-        raise HookError(f"--spec is {' '.join(spec)!r}; give two words, a module and a function in it.")
     tree = _source_of(spec[0], " ".join(spec), "--spec")
     if tree is not None and not {name for name, _ in _top_level(tree)} & {spec[1], "*", "__getattr__"}:
         raise HookError(f"--spec: {spec[0]} has no {spec[1]}. Correct the second word.")

@@ -11,6 +11,7 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
+from slime.flags.group import flag_of
 from slime.utils.errors import ConfigError, DataError, SlimeError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def derive_hub_names(args: Namespace) -> None:
     for flag in ("hf_checkpoint", "ref_load"):
         folder = vars(args)[flag]
         if folder is not None and _MODEL.fullmatch(folder) and not Path(folder).exists():
-            setattr(args, flag, str(fetch(folder, "model", "--" + flag.replace("_", "-"), ConfigError)))
+            setattr(args, flag, str(fetch(folder, "model", flag_of(flag), ConfigError)))
     if args.prompt_data is not None:
         args.prompt_data = data_file(args.prompt_data, "--prompt-data")
 

@@ -1,4 +1,4 @@
-"""YAML files laid over the flags before anything is derived from them.
+"""YAML files that flags name: their reader, and those laid over the flags before anything is derived from them.
 
 ``--custom-config-path`` sets attributes of ``args``, those of flags and others that plug-ins read.
 ``--megatron-config-path`` overrides the trainer's flags by role:
@@ -9,8 +9,7 @@
         overrides: {lr: 1e-6, tensor_model_parallel_size: 2}
 
 Both roles start from the command line, and a role's overrides are set before anything is derived from it, so that they
-are resolved and checked like flags.  What a critic is beyond that is in critic.py; overrides of a critic that is not
-there are logged.
+are resolved and checked like flags.  What a critic is beyond that is in critic.py.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ import difflib
 import logging
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from slime.algorithms.advantages import get_estimator
+import yaml
+
+from slime.flags.group import flag_of
 from slime.flags.parser import Parser
-from slime.flags.yaml_file import read_yaml
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,77 @@ ROLES = ("actor", "critic")
 ENTRY_KEYS = frozenset({"name", "role", "overrides", "args"})
 IGNORED = ("num_nodes", "num_gpus_per_node")
 """Sizes of a role's cluster; every role has the actor's."""
+MAX_BYTES = 2**20
+"""Of a file; a larger one is no list of settings."""
+MAX_VALUES = 100_000
+"""In a file, its anchors written out."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A SafeLoader that refuses duplicate keys in one map; YAML's own rule, which PyYAML leaves out."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return the map of a node.
+
+        Raises:
+            ConstructorError: a key is duplicated.
+        """
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = (key_node.tag, key_node.value), key_node.start_mark.line + 1
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value} is there already in line {seen[key]}", key_node.start_mark
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(path: str, flag: str) -> Any:
+    """Return what the YAML file of ``flag`` holds.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or has a key twice.
+    """
+    where = f"{flag}: {path}"
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"{where} is not a file. Give the path of a YAML file.")
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{where} has {file.stat().st_size} bytes; a file of settings has at most {MAX_BYTES}.")
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506
+        num_values = _count(content, {})
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not YAML: {yaml_problem(error)}.") from error
+    if num_values > MAX_VALUES:
+        raise ConfigError(f"{where} has {num_values} values, its anchors written out; at most {MAX_VALUES} are read.")
+    return content
+
+
+def yaml_problem(error: Exception) -> str:
+    """Return the line and the problem of an error of PyYAML, on one line."""
+    if isinstance(error, RecursionError):
+        return "maps and lists are nested too deeply, or hold themselves"
+    mark = getattr(error, "problem_mark", None)
+    problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    return problem if mark is None else f"line {mark.line + 1}: {problem}"
+
+
+def _count(value: Any, known: dict[int, int]) -> int:
+    """Return how many values there are in ``value``, as often as each is written out."""
+    if not isinstance(value, Mapping | list):
+        return 1
+    if id(value) not in known:
+        inner = value.values() if isinstance(value, Mapping) else value
+        known[id(value)] = 1 + sum(_count(one, known) for one in inner)
+    return known[id(value)]
 
 
 def load_yaml_mapping(path: str | None, flag: str) -> dict[str, Any]:
@@ -68,12 +140,9 @@ def apply_overlay(args: Namespace, parser: Parser) -> None:
         setattr(args, name, value)
 
 
-def overlaid_names(args: Namespace) -> set[str]:
-    """Return the attributes of ``args`` that YAML files have set."""
-    names = {
-        *load_yaml_mapping(args.custom_config_path, "--custom-config-path"),
-        *load_role_overrides(args.megatron_config_path).get("actor", {}),
-    }
+def overlaid_names(settings: str | None, roles: str | None) -> set[str]:
+    """Return the attributes that the YAML files of ``--custom-config-path`` and ``--megatron-config-path`` set."""
+    names = {*load_yaml_mapping(settings, "--custom-config-path"), *load_role_overrides(roles).get("actor", {})}
     return {str(name).replace("-", "_") for name in names}
 
 
@@ -89,7 +158,7 @@ def _attribute(key: Any, content: Mapping[Any, Any], source: str) -> str:
 
 def _refuse_other_spelling(parser: Parser, name: str, *, source: str) -> None:
     """Refuse a key that nobody would read: a flag's that there is not, or whose attribute has another name."""
-    flag = "--" + name.replace("_", "-")
+    flag = flag_of(name)
     if (reason := parser.no_flags.get(flag)) is not None:
         raise ConfigError(f"{source} has the key {name}, and {flag} is not a flag: {reason}. Leave it out.")
     action = parser._option_string_actions.get(flag)
@@ -139,10 +208,7 @@ def apply_role_overrides(args: Namespace, parser: Parser) -> None:
     Raises:
         ConfigError: the file is wrong, or overrides an attribute that no flag has.
     """
-    by_role = load_role_overrides(args.megatron_config_path)
-    if "critic" in by_role and not get_estimator(args.advantage_estimator).needs_values:
-        logger.info("%s: there is no critic, so its overrides are not used.", ROLES_FLAG)
-    set_overrides(args, "actor", by_role.get("actor", {}), parser)
+    set_overrides(args, "actor", load_role_overrides(args.megatron_config_path).get("actor", {}), parser)
 
 
 def set_overrides(args: Namespace, role: str, overrides: dict[str, Any], parser: Parser) -> dict[str, Any]:

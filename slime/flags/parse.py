@@ -52,7 +52,7 @@ from slime.flags.files import check_files
 from slime.flags.group import FlagGroup, complete_all, declare_all, derive_all, problems_of
 from slime.flags.historical import note_historical, refuse_missing_features
 from slime.flags.hook_checks import check_hooks_on_driver
-from slime.flags.overlay import apply_overlay, apply_role_overrides, overlaid_names
+from slime.flags.overlay import ROLES_FLAG, apply_overlay, apply_role_overrides, overlaid_names
 from slime.flags.parser import Parser
 from slime.flags.words import engine_flags_are_idle, note_repeated, refuse_unknown, split_engine_flags
 from slime.utils.errors import ConfigError
@@ -111,7 +111,7 @@ def parse_args(
 def _value_origins(args: Namespace, parsed: Mapping[str, Any], parser: Parser, words: Sequence[str]) -> dict[str, str]:
     """Return attribute -> flag, yaml or derived, of those that have not the default of their flag."""
     given = {action.dest for word in words if (action := parser._option_string_actions.get(word.partition("=")[0]))}
-    laid_over = overlaid_names(args)
+    laid_over = overlaid_names(args.custom_config_path, args.megatron_config_path)
     origins: dict[str, str] = {}
     for name, value in vars(args).items():
         default = parser.get_default(name)
@@ -228,6 +228,8 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
     if args.use_critic and not args.debug_rollout_only:
         critic.resolve_critic(critic_args, args, parser.groups)
         args.critic_args = critic_args
+    elif critic_args.role_overrides:
+        logger.info("%s: there is no critic, so its overrides are not used.", ROLES_FLAG)
     if problems := problems_of(args, parser.groups):
         raise ConfigError("\n".join(problems))
     for group in parser.groups:

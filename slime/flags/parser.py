@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from slime.flags import peers
 from slime.flags.group import FlagGroup, declare_all
 from slime.flags.kinds import Number, WholeNumber, any_float, any_int, text
+from slime.flags.words import PEERS_VALUES
 from slime.utils.errors import ConfigError
 
 _LONG_WORD = re.compile(r"\S{400,}")
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if value is None:  # it was taken back
             return
-        if action.dest == "advantage_estimator" and (ours := peers.VALUES.get(str(value).lower())) is not None:
+        if action.dest == "advantage_estimator" and (ours := PEERS_VALUES.get(str(value).lower())) is not None:
             raise argparse.ArgumentError(action, f"{value!r} is not a value of this flag; {ours}")
         super()._check_value(action, value)
 

@@ -107,11 +107,13 @@ def derive_reward(args: Namespace) -> None:
 
 def check_rewards(args: Namespace) -> Iterator[str]:
     """Yield one message for each grader that does not exist or does not fit the other flags."""
-    if args.rm_type is not None:
-        yield from _grader(args.rm_type, "--rm-type")
-    for dataset in args.eval_datasets:
-        if dataset.rm_type is not None:
-            yield from _grader(dataset.rm_type, f"rm_type of eval data set {dataset.name}:")
+    asked = [("--rm-type", args)] + [(f"rm_type of eval data set {one.name}:", one) for one in args.eval_datasets]
+    for where, flags in asked:
+        if flags.rm_type is not None:
+            yield from _grader(flags.rm_type, where)
+            is_remote = flags.rm_type.removeprefix(BOXED_PREFIX) == "remote_rm"
+            if is_remote and flags.custom_rm_path is None and args.rm_url is None:
+                yield f"{where} remote_rm needs --rm-url, the address of the grader."
     if args.rm_type is None or args.custom_rm_path is not None:
         return
     name = args.rm_type.removeprefix(BOXED_PREFIX)
@@ -137,13 +139,4 @@ def _grader(rm_type: str, where: str) -> Iterator[str]:
         yield f"{where} {rm_type}: {INSTALL_MATH_VERIFY}"
 
 
-def check_remote_grader(args: Namespace) -> Iterator[str]:
-    """Yield one message for each data set whose remote grader has no address."""
-    asked = [("--rm-type", args)] + [(f"rm_type of eval data set {one.name}:", one) for one in args.eval_datasets]
-    for where, flags in asked:
-        is_remote = (flags.rm_type or "").removeprefix(BOXED_PREFIX) == "remote_rm"
-        if is_remote and flags.custom_rm_path is None and args.rm_url is None:
-            yield f"{where} remote_rm needs --rm-url, the address of the grader."
-
-
-GROUP = FlagGroup(add_reward_arguments, derive=(derive_reward,), check=(check_rewards, check_remote_grader))
+GROUP = FlagGroup(add_reward_arguments, derive=(derive_reward,), check=(check_rewards,))

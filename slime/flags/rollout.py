@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slime.flags.config import backend_flags
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import (
     http_url,
     int_or_minus_one,
@@ -167,8 +167,8 @@ def derive_lengths(args: Namespace) -> None:
             args.eval_max_context_len = args.rollout_max_context_len
 
 
-def check_length_of_the_run(args: Namespace) -> Iterator[str]:
-    """Yield a message when nothing says how many rollouts there are."""
+def check_rollouts(args: Namespace) -> Iterator[str]:
+    """Yield one message for each length, package or sampling flag that is missing or cannot work."""
     if args.num_rollout is None and args.num_epoch is None:
         yield NO_LENGTH
     if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
@@ -182,22 +182,14 @@ def check_length_of_the_run(args: Namespace) -> Iterator[str]:
             "rollouts are counted from 0, and --num-rollout counts them all; raise it."
         )
 
-
-def check_data_transport(args: Namespace) -> Iterator[str]:
-    """Yield a message when the package of the transport cannot be imported here; every node needs it."""
-    if args.rollout_data_transport != "nixl":
-        return
-    try:
-        importlib.import_module("nixl")
-    except ImportError as error:
-        yield (
-            f"--rollout-data-transport nixl needs the package nixl, and here {error}. Install it on every node "
-            "(pip install nixl), or leave the flag out: Ray's object store serves everywhere."
-        )
-
-
-def check_sampling(args: Namespace) -> Iterator[str]:
-    """Yield one message for each sampling flag that cannot work."""
+    if args.rollout_data_transport == "nixl":
+        try:
+            importlib.import_module("nixl")
+        except ImportError as error:
+            yield (
+                f"--rollout-data-transport nixl needs the package nixl, and here {error}. Install it on every node "
+                "(pip install nixl), or leave the flag out: Ray's object store serves everywhere."
+            )
     if args.rollout_temperature <= 0:
         yield (
             f"--rollout-temperature is {args.rollout_temperature}; it must be above 0, because the trainer divides "
@@ -209,8 +201,13 @@ def check_sampling(args: Namespace) -> Iterator[str]:
             f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}; "
             f"it must be at most {context - 1}."
         )
-    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
-        yield "--mask-offpolicy-in-partial-rollout masks what partial rollouts carry over; add --partial-rollout."
+    served = backend_flags(args).sglang_context_length
+    for name in ("rollout_max_response_len", "eval_max_response_len"):
+        if served is not None and (length := getattr(args, name)) is not None and length >= served:
+            yield (
+                f"{flag_of(name)} {length} leaves no room for a prompt in --sglang-context-length {served}; it must "
+                f"be at most {served - 1}, less the longest prompt."
+            )
 
 
 def check_rollout_functions(args: Namespace) -> Iterator[str]:
@@ -242,22 +239,6 @@ def check_rollout_functions(args: Namespace) -> Iterator[str]:
         )
 
 
-def check_context(args: Namespace) -> Iterator[str]:
-    """Yield a message for answers that leave no room for a prompt in the engines' context."""
-    context = backend_flags(args).sglang_context_length
-    if context is None:
-        return
-    lengths = {"--rollout-max-response-len": args.rollout_max_response_len}
-    if args.eval_datasets or args.eval_max_response_len:
-        lengths["--eval-max-response-len"] = args.eval_max_response_len
-    for flag, length in lengths.items():
-        if length is not None and length >= context:
-            yield (
-                f"{flag} {length} leaves no room for a prompt in --sglang-context-length {context}; it must be "
-                f"at most {context - 1}, less the longest prompt."
-            )
-
-
 def advise_length_of_the_run(args: Namespace) -> None:
     """Log that one of two lengths does not count."""
     if args.num_rollout is not None and args.num_epoch is not None:
@@ -267,6 +248,7 @@ def advise_length_of_the_run(args: Namespace) -> None:
 GROUP = FlagGroup(
     add_rollout_arguments,
     derive=(derive_lengths,),
-    check=(check_length_of_the_run, check_data_transport, check_sampling, check_rollout_functions, check_context),
+    check=(check_rollouts, check_rollout_functions),
     advise=(advise_length_of_the_run,),
+    needs=(("mask_offpolicy_in_partial_rollout", "partial_rollout", "it masks what partial rollouts carry over"),),
 )

@@ -11,9 +11,9 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.flags.checkpoint import add_checkpoint_arguments, advise_saves, check_saves, derive_starting_point
+from slime.flags.checkpoint import add_checkpoint_arguments, advise_saves, derive_starting_point
 from slime.flags.cluster import is_for_cuda
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import (
     environment,
     file_path,
@@ -189,8 +189,6 @@ def _add_alignment(parser: argparse.ArgumentParser) -> None:
 
 def check_training(args: Namespace) -> Iterator[str]:
     """Yield one message for each list of parameter names, or setting of the optimizer, that cannot work."""
-    if args.only_train_params_name_list and args.freeze_params_name_list:
-        yield "--only-train-params-name-list and --freeze-params-name-list contradict each other; give one of them."
     factor = args.vision_tower_lr_mult
     if factor != 1 and not args.train_vision_tower:
         yield f"--vision-tower-lr-mult is {factor:g}, but the tower is frozen; give --train-vision-tower too."
@@ -204,11 +202,9 @@ def check_training(args: Namespace) -> Iterator[str]:
             try:
                 re.compile(pattern)
             except re.error as error:
-                yield f"--{flag.replace('_', '-')}: {pattern!r} is no regular expression: {error}."
+                yield f"{flag_of(flag)}: {pattern!r} is no regular expression: {error}."
     if args.use_stateless_adam and args.save is not None and not args.no_save_optim:
         yield "--use-stateless-adam keeps nothing that a checkpoint could hold; add --no-save-optim."
-    if args.use_stateless_adam and args.reset_optimizer_states:
-        yield "--reset-optimizer-states is about moments, and --use-stateless-adam has none; drop one of them."
 
 
 def derive_precision(args: Namespace) -> None:
@@ -220,10 +216,20 @@ def derive_precision(args: Namespace) -> None:
         logger.info("Precision: %s (say --fp32, --bf16 or --fp16 for another)", "bf16" if cuda else "fp32: no CUDA")
 
 
+_OF_SAVES = ("save_interval", "save_hf", "async_save", "keep_last")
 GROUP = FlagGroup(
     add_train_arguments,
     derive=(derive_precision, derive_starting_point),
-    check=(check_saves, check_training),
+    check=(check_training,),
     advise=(advise_saves,),
+    needs=(
+        *((name, "save", "that is the folder of the checkpoints") for name in _OF_SAVES),
+        ("no_save_optim", "save use_stateless_adam", "no optimizer state would be saved"),
+        ("save_hf", "save_interval", "it writes beside each save"),
+    ),
+    excludes=(
+        ("only_train_params_name_list", "freeze_params_name_list", "each says what the other leaves"),
+        ("reset_optimizer_states", "use_stateless_adam", "the first is about moments, and the second has none"),
+    ),
     once=(derive_starting_point,),
 )

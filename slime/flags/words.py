@@ -9,11 +9,13 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from slime.flags import peers
-from slime.flags.parser import Parser
 from slime.utils.errors import ConfigError
 from slime.utils.redaction import redacted
+
+if TYPE_CHECKING:
+    from slime.flags.parser import Parser
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,44 @@ NO_MODEL = "--hf-checkpoint is not given: name the model's Hugging Face folder (
 NO_BATCH = "--rollout-batch-size is not given: say how many prompts one rollout has."
 NO_LENGTH = "Neither --num-rollout nor --num-epoch is given: say how long to train."
 _NEEDED = {("hf_checkpoint",): NO_MODEL, ("rollout_batch_size",): NO_BATCH, ("num_rollout", "num_epoch"): NO_LENGTH}
+
+PEERS_FLAGS = {
+    **dict.fromkeys(("--learning-rate", "--actor-learning-rate"), "--lr"),
+    **dict.fromkeys(("--num-gpus", "--n-gpus", "--gpus"), "--actor-num-gpus-per-node"),
+    **dict.fromkeys(("--num-nodes", "--nnodes"), "--actor-num-nodes"),
+    **dict.fromkeys(("--algorithm", "--algo", "--adv-estimator"), "--advantage-estimator"),
+    **dict.fromkeys(("--model", "--model-path", "--model-name-or-path"), "--hf-checkpoint"),
+    **dict.fromkeys(("--pretrain", "--actor-model-path"), "--hf-checkpoint"),
+    **dict.fromkeys(("--ref-model", "--reference-model"), "--ref-load"),
+    **dict.fromkeys(("--dataset", "--dataset-name", "--train-data", "--train-files"), "--prompt-data"),
+    **dict.fromkeys(("--eval-dataset", "--val-files", "--eval-data"), "--eval-prompt-data"),
+    **dict.fromkeys(("--num-generations", "--group-size", "--rollout-n"), "--n-samples-per-prompt"),
+    **dict.fromkeys(("--max-completion-length", "--max-new-tokens"), "--rollout-max-response-len"),
+    **dict.fromkeys(("--max-response-length", "--generate-max-len"), "--rollout-max-response-len"),
+    **dict.fromkeys(("--max-prompt-length", "--prompt-max-len"), "--rollout-max-prompt-len"),
+    **dict.fromkeys(("--train-batch-size", "--ppo-mini-batch-size"), "--global-batch-size"),
+    **dict.fromkeys(("--temperature", "--sampling-temperature"), "--rollout-temperature"),
+    **dict.fromkeys(("--max-steps", "--num-steps", "--total-steps"), "--num-rollout"),
+    **dict.fromkeys(("--epochs", "--num-epochs", "--num-train-epochs", "--total-epochs"), "--num-epoch"),
+    **dict.fromkeys(("--output-dir", "--save-path", "--ckpt-path"), "--save"),
+    **dict.fromkeys(("--save-steps", "--save-freq"), "--save-interval"),
+    **dict.fromkeys(("--eval-steps", "--test-freq"), "--eval-interval"),
+    **dict.fromkeys(("--reward-fn", "--reward-function", "--reward-funcs"), "--custom-rm-path"),
+    **dict.fromkeys(("--beta", "--kl-beta", "--init-kl-coef"), "--kl-loss-coef"),
+    **dict.fromkeys(("--clip-ratio", "--cliprange"), "--eps-clip"),
+    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "--tensor-model-parallel-size"),
+    **dict.fromkeys(("--gradient-checkpointing", "--activation-checkpointing"), "--recompute-granularity"),
+    **dict.fromkeys(("--lora-r", "--lora-dim"), "--lora-rank"),
+    "--report-to": "--use-wandb",
+}
+"""What other trainers call a flag -> ours."""
+PEERS_VALUES = {
+    "dapo": "DAPO is grpo with other flags: docs/howto/dapo.md",
+    "dr_grpo": "Dr. GRPO is grpo with --disable-grpo-std-normalization and examples/DrGRPO/custom_reducer.py",
+    "rloo": "RLOO is an estimator by its import path: examples.custom_estimator.rloo.rloo",
+    "reinforce": "it is called reinforce_plus_plus",
+}
+"""Their value of --advantage-estimator -> what to give."""
 
 _DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u2212]")
 """Dashes that text processors put in place of one or two hyphens."""
@@ -126,7 +166,7 @@ def flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _unknown_flag_line(name: str, parser: Parser) -> str:
     if (reason := parser.no_flags.get(name)) is not None:
         return f"{name} is not a flag: {reason}. Leave it out."
-    ours = peers.FLAGS.get(name.replace("_", "-").lower())
+    ours = PEERS_FLAGS.get(name.replace("_", "-").lower())
     similar = [ours] if ours is not None else nearest(name, parser._option_string_actions)
     if similar:
         return f"{name} is not a flag. Did you mean {' or '.join(similar)}?"

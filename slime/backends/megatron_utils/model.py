@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from slime.backends.megatron_utils.adam import choose_adam
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
+from slime.backends.megatron_utils.flags.resolve_arguments import warmup_steps
 from slime.backends.megatron_utils.hf_to_megatron import keep_fp32
 from slime.backends.megatron_utils.model_provider import check_trained_parameters, get_model_provider
 from slime.backends.megatron_utils.model_transform import ModelTransform
@@ -142,15 +142,16 @@ def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerP
     unit = args.global_batch_size
     num_samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
     train_iters = max(num_samples // args.global_batch_size, 1)
-    warmup_steps, decay_steps = (steps * unit for steps in warmup_and_decay_steps(args, train_iters))
+    decay_iters = args.lr_decay_iters or train_iters
+    warmup_iters = warmup_steps(decay_iters, args.lr_warmup_iters, args.lr_warmup_fraction)
     wsd_iters = args.lr_wsd_decay_iters
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_steps,
+        lr_warmup_steps=warmup_iters * unit,
+        lr_decay_steps=decay_iters * unit,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,

@@ -228,22 +228,22 @@ def _check_layout(args: Namespace) -> None:
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
 
-        _check_folders(args, layout)
+        _check_folders(args.sglang_config, args.hf_checkpoint, layout)
         fields = [field.name for field in dataclasses.fields(ServerArgs)]
         problems += override_problems(args.sglang_config, layout, _engine_parser(), fields)
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _check_folders(args: Namespace, layout: SGLangConfig) -> None:
+def _check_folders(file: str, hf_checkpoint: str, layout: SGLangConfig) -> None:
     """Check the folder that each model of ``--sglang-config`` serves; SGLang resolves names of the hub."""
     for model in layout.models:
         path = Path(model.model_path)
         is_name = not path.exists() and HUB_NAME.fullmatch(model.model_path)
-        if model.model_path != args.hf_checkpoint and not is_name and not path.is_file():
+        if model.model_path != hf_checkpoint and not is_name and not path.is_file():
             check_huggingface_folder(
                 model.model_path,
-                f"--sglang-config {args.sglang_config}: model_path of {model.name}",
+                f"--sglang-config {file}: model_path of {model.name}",
                 weights=not any("load_format" in group.overrides for group in model.server_groups),
             )
 

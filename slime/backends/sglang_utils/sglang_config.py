@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slime.flags.yaml_file import read_yaml
+from slime.flags.overlay import read_yaml
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path
-from slime.flags.yaml_file import read_yaml
+from slime.flags.overlay import read_yaml
 from slime.isolation.view import check_local_sandbox
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function

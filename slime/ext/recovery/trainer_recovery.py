@@ -96,7 +96,7 @@ class TrainerRecovery:
             except RanksLeave as leave:
                 self._let_go(leave)
             except StepError as error:
-                back = checkpoints_to_go_back(self.args)
+                back = checkpoints_to_go_back(self.args.on_nan)
                 if not back:
                     raise
                 self._take_down(error)

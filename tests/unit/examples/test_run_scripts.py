@@ -20,7 +20,7 @@ from examples.tiny_tools.make_task import make_agents
 from examples.tiny_tools.make_task import make_task as make_tools
 from examples.vision_shapes import make_task as vision_shapes
 from slime.compose import parse_args, parse_flags
-from slime.flags.cluster import check_async_arguments
+from slime.flags.cluster import check_loop
 from slime.flags.evaluation import EvalDatasetConfig
 from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample
@@ -105,7 +105,7 @@ def test_what_a_script_submits_exists_and_passes_every_check(script, loop, tiny,
         pytest.importorskip(package, reason=f"the extra `{extra}` is not installed: no more checks")
     checked = parse_args(argv=job[2:])
     if job[1] == "train_async.py":
-        check_async_arguments(checked)
+        check_loop(checked, "train_async.py")
 
 
 def test_the_teachers_answer_does_not_grade_the_evaluation(tiny):

@@ -345,7 +345,7 @@ MODELS = (
     Broken(
         mistake="MTP trained without its layer",
         flags="--enable-mtp-training",
-        says=("--enable-mtp-training needs --mtp-num-layers",),
+        says=("--enable-mtp-training has no effect without --mtp-num-layers",),
     ),
     Broken(
         mistake="an MTP layer that the checkpoint does not have",

@@ -9,7 +9,7 @@ ALGORITHM = (
     Broken(
         mistake="the KL counted twice",
         flags="--kl-coef 0.01 --use-kl-loss --kl-loss-coef 0.001",
-        says=("--kl-coef 0.01", "--kl-loss-coef 0.001", "one of them must be 0"),
+        says=("--kl-coef 0.01", "--kl-loss-coef 0.001", "Drop one of them"),
     ),
     Broken(
         mistake="a KL weight without the KL loss",
@@ -19,7 +19,7 @@ ALGORITHM = (
     Broken(
         mistake="importance weights of what was not recomputed",
         flags="--use-tis --use-rollout-logprobs",
-        says=("--use-rollout-logprobs", "--use-tis", "choose one"),
+        says=("--use-rollout-logprobs", "--use-tis", "Drop one of them"),
     ),
     Broken(
         mistake="swapped bounds of importance weights",
@@ -131,7 +131,7 @@ SAVES = (
     Broken(
         mistake="saves without a folder",
         flags="--save-interval 20",
-        says=("--save-interval needs --save",),
+        says=("--save-interval 20 has no effect without --save",),
     ),
     Broken(
         mistake="a folder without saves",
@@ -172,7 +172,7 @@ SAVES = (
     Broken(
         mistake="evals without data",
         flags="--eval-interval 5",
-        says=("--eval-interval needs data", "--eval-prompt-data"),
+        says=("--eval-interval 5 has no effect without", "--eval-prompt-data"),
     ),
     Broken(
         mistake="a name of eval data without its path",

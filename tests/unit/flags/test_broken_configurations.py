@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.flags.cluster import check_async_arguments
+from slime.flags.cluster import check_loop
 from slime.flags.parse import parse_args
 from tests.unit.flags import broken_files, broken_layouts, broken_settings, broken_words
 from tests.unit.flags.broken_configurations import PROMPTS, Broken
@@ -43,7 +43,7 @@ def parse(case: Broken, folder: Path) -> None:
     model = flags_of_model(case.script) if case.script else []
     args = parse_args(argv=[*model, *case.words(str(folder))])
     if case.program == "train_async.py":
-        check_async_arguments(args)
+        check_loop(args, "train_async.py")
 
 
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.mistake)

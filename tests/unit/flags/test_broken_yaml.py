@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from slime.flags.evaluation import eval_datasets_from_args
+from slime.flags.overlay import read_yaml
 from slime.flags.parse import parse_args, slime_validate_args
 from slime.flags.parser import Parser
-from slime.flags.yaml_file import read_yaml
 from slime.utils.errors import ConfigError
 from tests.unit.flags.broken_configurations import Broken
 from tests.unit.flags.test_broken_configurations import parse

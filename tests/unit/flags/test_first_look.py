@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from slime.flags import peers
 from slime.flags.first_look import MATTER, first_look
 from slime.flags.table import read_table
-from slime.flags.words import NO_BATCH, NO_LENGTH, NO_MODEL
+from slime.flags.words import NO_BATCH, NO_LENGTH, NO_MODEL, PEERS_FLAGS
 from tests.contracts.source_tree import REPO
 
 ENOUGH = ["--hf-checkpoint", "model", "--rollout-batch-size", "8", "--num-rollout", "2"]
@@ -75,7 +74,7 @@ def test_what_only_the_parser_can_judge_passes(word):
 
 def test_words_of_other_trainers_are_no_flags_here_and_are_answered_with_flags():
     flags = {name for group in read_table()["groups"] for row in group["flags"] for name in row["names"]}
-    assert peers.FLAGS.keys() & flags == set() and set(peers.FLAGS.values()) <= flags
+    assert PEERS_FLAGS.keys() & flags == set() and set(PEERS_FLAGS.values()) <= flags
 
 
 def test_flags_that_every_run_needs_are_named_unless_a_file_or_a_plan_may_give_them(capsys):

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from slime.flags.checkpoint import TRACKER
-from slime.flags.cluster import check_in_step_arguments
+from slime.flags.cluster import check_loop
 from slime.flags.parse import slime_validate_args
 from slime.utils.errors import ConfigError, DataError
 
@@ -66,9 +66,9 @@ def test_one_answer_to_a_prompt_is_refused_where_nothing_else_teaches(make_args,
         ),
         (["--debug-rollout-only", "--debug-train-only"], "leave nothing to run"),
         (["--debug-rollout-only", "--load-debug-rollout-data", "x"], "--load-debug-rollout-data leave nothing to run"),
-        (["--eval-interval", "2"], "--eval-interval needs data"),
+        (["--eval-interval", "2"], "--eval-interval 2 has no effect without --eval-prompt-data or --eval-config"),
         (["--use-stateless-adam", "--save", "x"], "add --no-save-optim"),
-        (["--use-stateless-adam", "--reset-optimizer-states"], "--reset-optimizer-states is about moments"),
+        (["--use-stateless-adam", "--reset-optimizer-states"], "the first is about moments, and the second has none"),
         (["--use-stateless-adam", "--no-save-optim"], None),
         (["--use-routing-replay", "--disable-compute-advantages-and-returns"], "drop one of them"),
         (["--num-rollout", "1", "--qkv-format", "bshd"], "--qkv-format is bshd"),
@@ -79,7 +79,7 @@ def test_one_answer_to_a_prompt_is_refused_where_nothing_else_teaches(make_args,
         (["--use-opd", "--opd-type", "sglang", "--opd-teacher-key", "task"], "no effect without --opd-teachers"),
         (["--use-opd", "--opd-type", "sglang", "--opd-teachers", "http"], "each must be NAME=WHERE"),
         (["--use-opd", "--opd-type", "sglang", "--opd-teachers", "a=x", "a=y"], "each may occur once"),
-        (["--use-opd", "--opd-type", "megatron", "--opd-teachers", "a=x", "--opd-teacher-load", "x"], "drop one"),
+        (["--use-opd", "--opd-type", "megatron", "--opd-teachers", "a=x", "--opd-teacher-load", "x"], "Drop one"),
         (["--use-opd", "--opd-type", "megatron", "--opd-teachers", "a=/none"], "--opd-teachers"),
         (["--use-opd", "--opd-type", "sglang", "--opd-teachers", "a=http://a/generate", "b=http://b/generate"], None),
         (["--opd-top-k", "4"], "no effect without --use-opd"),
@@ -147,15 +147,15 @@ def test_epochs_need_a_data_set(complaint):
 
 
 def test_all_impossible_combinations_are_shown_together(complaint):
-    assert len(complaint("--eps-clip-c", "1", "--eval-interval", "2", "--save-hf", "x").splitlines()) == 3
+    assert len(complaint("--eps-clip-c", "1", "--eval-interval", "2", "--save-hf", "x").splitlines()) == 4
 
 
 def test_evaluation_in_the_background_needs_engines_of_its_own(complaint, make_args):
-    assert "say when with --eval-interval" in complaint("--eval-in-background")
+    assert "has no effect without --eval-interval: that says when" in complaint("--eval-in-background")
     args = make_args("--eval-in-background")
     args.keep_old_actor = False
-    with pytest.raises(ConfigError, match="--eval-in-background evaluates while .* use train_async.py"):
-        check_in_step_arguments(args)
+    with pytest.raises(ConfigError, match="--eval-in-background does not work with train.py.* use train_async.py"):
+        check_loop(args, "train.py")
 
 
 def test_nixl_is_refused_with_the_reason_where_its_package_is_not(complaint, make_args, monkeypatch):

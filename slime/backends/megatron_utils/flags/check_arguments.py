@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import math
 from argparse import Namespace
-from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -17,12 +16,12 @@ from slime.backends.megatron_utils.flags.config_builders import (
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.backends.megatron_utils.flags.field_table import has_narrow_moments
 from slime.backends.megatron_utils.flags.own_flags import load_spec
-from slime.backends.megatron_utils.flags.resolve_arguments import warmup_and_decay_steps
+from slime.backends.megatron_utils.flags.resolve_arguments import warmup_steps
 from slime.backends.megatron_utils.models import FAMILIES
 from slime.flags.data import MAY_GIVE_OTHER_COUNTS
+from slime.flags.group import flag_of
 from slime.utils.errors import ConfigError
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 
@@ -46,17 +45,12 @@ def check_arguments(args: Namespace) -> None:
     config = transformer_config_from_args(args)
     _check_attention(config)
     if args.spec:
-        _check_spec(args, config)
+        load_spec(args.spec)
+        check_stages = getattr(importlib.import_module(args.spec[0]), "check_stages", None)
+        if check_stages is not None:  # of a family that has rules for the pipeline's cut
+            check_stages(args, config)
     optimizer_config_from_args(args)
     ddp_config_from_args(args)
-
-
-def _check_spec(args: Namespace, config: Any) -> None:
-    """Load the spec; its module's ``check_stages(args, config)``, when it has one, judges the pipeline's cut now."""
-    load_spec(args.spec)
-    check_stages = getattr(importlib.import_module(args.spec[0]), "check_stages", None)
-    if check_stages is not None:
-        check_stages(args, config)
 
 
 def _check_optimizer(args: Namespace) -> None:
@@ -69,23 +63,23 @@ def _check_optimizer(args: Namespace) -> None:
         raise ConfigError(
             "--optimizer-cpu-offload moves Adam's moments to the host, and --use-stateless-adam has none; drop one."
         )
-    if has_narrow_moments(args):
-        _check_narrow_moments(args)
+    if has_narrow_moments(args.exp_avg_dtype, args.exp_avg_sq_dtype):
+        for is_wrong, reason in (
+            (
+                not args.use_precision_aware_optimizer,
+                "moments below fp32 need --use-precision-aware-optimizer; add it",
+            ),
+            (args.optimizer_cpu_offload, "moments on the host are fp32; drop these, or --optimizer-cpu-offload"),
+            (args.use_stateless_adam, "--use-stateless-adam has no moments; drop one"),
+        ):
+            if is_wrong:
+                given = f"--exp-avg-dtype {args.exp_avg_dtype}, --exp-avg-sq-dtype {args.exp_avg_sq_dtype}"
+                raise ConfigError(f"{given}: {reason}.")
     if args.optimizer_cpu_offload and args.fp32 and args.optimizer_offload_fraction < 1:
         raise ConfigError(
             f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
             "fp32 parameter that stays on the card; use 1.0, or --bf16."
         )
-
-
-def _check_narrow_moments(args: Namespace) -> None:
-    given = f"--exp-avg-dtype {args.exp_avg_dtype}, --exp-avg-sq-dtype {args.exp_avg_sq_dtype}"
-    if not args.use_precision_aware_optimizer:
-        raise ConfigError(f"{given}: moments below fp32 need --use-precision-aware-optimizer; add it.")
-    if args.optimizer_cpu_offload:
-        raise ConfigError(f"{given}: moments on the host are fp32; drop these, or --optimizer-cpu-offload.")
-    if args.use_stateless_adam:
-        raise ConfigError(f"{given}: --use-stateless-adam has no moments; drop one.")
 
 
 def _check_sizes(args: Namespace) -> None:
@@ -140,10 +134,9 @@ def _check_schedule(args: Namespace) -> None:
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its last phase.")
     sizes = (args.num_rollout, args.rollout_batch_size, args.n_samples_per_prompt)
-    if all(sizes) and args.global_batch_size:
-        warmup_and_decay_steps(args, max(math.prod(sizes) // args.global_batch_size, 1))
-    elif args.lr_decay_iters:
-        warmup_and_decay_steps(args, args.lr_decay_iters)
+    steps = max(math.prod(sizes) // args.global_batch_size, 1) if all(sizes) and args.global_batch_size else None
+    if decay := args.lr_decay_iters or steps:
+        warmup_steps(decay, args.lr_warmup_iters, args.lr_warmup_fraction)
 
 
 def _check_pipeline(args: Namespace) -> None:
@@ -194,7 +187,18 @@ def _check_batch(args: Namespace) -> None:
 
 
 def _check_experts(args: Namespace) -> None:
-    _check_replay(args)
+    kinds = args.moe_router_load_balancing_type
+    if args.use_routing_replay:
+        flag = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
+        if not args.num_experts:
+            raise ConfigError(
+                f"{flag} replays the choice of experts, and the model has none (--num-experts); drop it."
+            )
+        if "sinkhorn" in kinds:
+            raise ConfigError(
+                f"{flag} chooses the experts of single tokens; --moe-router-load-balancing-type sinkhorn assigns them "
+                "to a batch as a whole; choose another one, or drop the replay."
+            )
     if not args.num_experts:
         return
     shared = args.moe_shared_expert_intermediate_size
@@ -203,47 +207,7 @@ def _check_experts(args: Namespace) -> None:
             f"--moe-shared-expert-intermediate-size is {shared}, and shared experts have no biases here; add "
             "--disable-bias-linear for a model without biases."
         )
-    _check_layers(args)
-    _check_choice(args)
-    kinds = args.moe_router_load_balancing_type
-    coefficients = args.moe_aux_loss_coeff
-    if "global_aux_loss" in kinds and any(coefficients if isinstance(coefficients, list) else [coefficients]):
-        raise ConfigError(
-            "--moe-router-load-balancing-type global_aux_loss takes all ranks to have equally many tokens; packed "
-            "micro-batches have not; use seq_aux_loss or aux_loss, or --moe-aux-loss-coeff 0."
-        )
-
-
-def _check_replay(args: Namespace) -> None:
-    if not args.use_routing_replay:
-        return
-    flag = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
-    if not args.num_experts:
-        raise ConfigError(f"{flag} replays the choice of experts, and the model has none (--num-experts); drop it.")
-    if "sinkhorn" in args.moe_router_load_balancing_type:
-        raise ConfigError(
-            f"{flag} chooses the experts of single tokens; --moe-router-load-balancing-type sinkhorn assigns them to "
-            "a batch as a whole; choose another one, or drop the replay."
-        )
-
-
-def _check_layers(args: Namespace) -> None:
-    frequency = args.moe_layer_freq
-    if isinstance(frequency, int):
-        if frequency < 1:
-            raise ConfigError(
-                f"--moe-layer-freq is {frequency}; it must be at least 1, or a list with 0 or 1 per layer."
-            )
-        return
-    if len(frequency) != args.num_layers:
-        raise ConfigError(
-            f"--moe-layer-freq has {len(frequency)} entries; --num-layers is {args.num_layers}; give one per layer."
-        )
-    if set(frequency) - {0, 1}:
-        raise ConfigError(f"--moe-layer-freq has entries {sorted(set(frequency))}; 1 is experts, 0 a dense layer.")
-
-
-def _check_choice(args: Namespace) -> None:
+    _check_layers(args.moe_layer_freq, args.num_layers)
     topk, num_experts = args.moe_router_topk, args.num_experts
     if not 1 <= topk <= num_experts:
         raise ConfigError(f"--moe-router-topk is {topk}; it must be from 1 to --num-experts {num_experts}.")
@@ -253,6 +217,27 @@ def _check_choice(args: Namespace) -> None:
             f"--moe-router-topk is {topk}; the --moe-router-group-topk {chosen} chosen groups have "
             f"{num_experts // groups} experts each; they must have as many together, and not be more."
         )
+    coefficients = args.moe_aux_loss_coeff
+    if "global_aux_loss" in kinds and any(coefficients if isinstance(coefficients, list) else [coefficients]):
+        raise ConfigError(
+            "--moe-router-load-balancing-type global_aux_loss takes all ranks to have equally many tokens; packed "
+            "micro-batches have not; use seq_aux_loss or aux_loss, or --moe-aux-loss-coeff 0."
+        )
+
+
+def _check_layers(frequency: int | list[int], num_layers: int) -> None:
+    if isinstance(frequency, int):
+        if frequency < 1:
+            raise ConfigError(
+                f"--moe-layer-freq is {frequency}; it must be at least 1, or a list with 0 or 1 per layer."
+            )
+        return
+    if len(frequency) != num_layers:
+        raise ConfigError(
+            f"--moe-layer-freq has {len(frequency)} entries; --num-layers is {num_layers}; give one per layer."
+        )
+    if set(frequency) - {0, 1}:
+        raise ConfigError(f"--moe-layer-freq has entries {sorted(set(frequency))}; 1 is experts, 0 a dense layer.")
 
 
 def _check_fp8(args: Namespace) -> None:

@@ -16,8 +16,9 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from slime.backends.megatron_utils import cpu_platform
-from slime.backends.megatron_utils.flags.config_flags import attribute_of, config_arguments, flag_of
+from slime.backends.megatron_utils.flags.config_flags import attribute_of, config_arguments
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS
+from slime.flags.group import flag_of
 from slime.utils.errors import ConfigError
 
 
@@ -62,8 +63,10 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
             f"megatron-core refuses the model or layout flags: {in_words_of_flags(str(error), config_class)} "
             "(docs/flags.md explains them)."
         ) from error
-    for name, value in yarn_fields(args).items():
-        setattr(config, name, value)  # GPTModel looks for them, and no config class has them
+    if has_yarn(args):  # GPTModel looks for these, and no config class has them; latent attention has its own
+        for name in YARN_DEFAULTS:
+            setattr(config, f"yarn_{name}", vars(args)[name])
+        config.yarn_correction_range_round_to_int = args.yarn_truncate
     if config.mtp_standalone:
         raise ConfigError(
             f"--pipeline-model-parallel-layout is {layout}; MTP layers (m) must be in the last stage, before the loss "
@@ -133,14 +136,3 @@ def has_yarn(args: Namespace) -> bool:
     """Return True for positions of type yarn in attention that is not latent."""
     is_chosen = args.position_embedding_type == "yarn" and not args.use_rotary_position_embeddings
     return is_chosen and not args.multi_latent_attention
-
-
-def yarn_fields(args: Namespace) -> dict[str, Any]:
-    """Return what megatron-core's model reads from its config, beside the fields that this has, for YaRN.
-
-    Latent attention has fields of its own.
-    """
-    if not has_yarn(args):
-        return {}
-    values = {f"yarn_{name}": vars(args)[name] for name in YARN_DEFAULTS}
-    return {**values, "yarn_correction_range_round_to_int": args.yarn_truncate}

@@ -22,6 +22,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from slime.flags.group import flag_of
 from slime.flags.kinds import (
     INT32_MAX,
     any_float,
@@ -270,11 +271,6 @@ NOT_FLAGS: dict[str, str] = {
     "gradient_reduce_div_fusion": "it is a choice of Megatron-FSDP",
 }
 """Field -> why it is no flag; a command that gives it gets the reason."""
-
-
-def flag_of(attribute: str) -> str:
-    """Return ``--num-layers`` of ``num_layers``."""
-    return "--" + attribute.replace("_", "-")
 
 
 def switched_off(attribute: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from slime.backends.megatron_utils.flags.config_flags import (
     config_fields,
     default_of,
 )
+from slime.flags.group import flag_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,22 +75,26 @@ def reset_what_has_no_effect(args: Namespace) -> dict[str, Any]:
     """Return defaults for the given flags of :data:`WITHOUT_EFFECT`; log one line for each reason."""
     derived: dict[str, Any] = {}
     flags_of_reason: dict[str, list[str]] = {}
-    for name, default in _given(args):
-        if name == "use_precision_aware_optimizer" and (args.optimizer_cpu_offload or has_narrow_moments(args)):
+    for name, default in _given(vars(args)):
+        if name == "use_precision_aware_optimizer" and (
+            args.optimizer_cpu_offload or has_narrow_moments(args.exp_avg_dtype, args.exp_avg_sq_dtype)
+        ):
             continue  # has its effect: see optimizer_config_from_args and choose_adam
-        derived[attribute_of(name)] = default
-        flags_of_reason.setdefault(WITHOUT_EFFECT[name], []).append(_flag(args, name))
+        attribute = attribute_of(name)
+        derived[attribute] = default
+        flag = flag_of(f"no_{attribute}" if vars(args)[attribute] is False else attribute)
+        flags_of_reason.setdefault(WITHOUT_EFFECT[name], []).append(flag)
     for reason, flags in flags_of_reason.items():
         logger.info("%s: without effect here; %s.", ", ".join(flags), reason)
     return derived
 
 
-def has_narrow_moments(args: Namespace) -> bool:
+def has_narrow_moments(*dtypes: torch.dtype) -> bool:
     """Return True when one of Adam's moments is kept in less than fp32."""
-    return {args.exp_avg_dtype, args.exp_avg_sq_dtype} != {torch.float32}
+    return set(dtypes) != {torch.float32}
 
 
-def _given(args: Namespace) -> list[tuple[str, Any]]:
+def _given(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the fields whose flag has another value than its default, with the default."""
     defaults: dict[str, Any] = {}
     for config_class in CONFIG_CLASSES:
@@ -96,10 +102,4 @@ def _given(args: Namespace) -> list[tuple[str, Any]]:
             if field.name in WITHOUT_EFFECT:
                 # where several classes have the field, its flag has the default of the first
                 defaults.setdefault(field.name, DEFAULTS.get(attribute_of(field.name), default_of(field)))
-    return [(name, default) for name, default in defaults.items() if vars(args)[attribute_of(name)] != default]
-
-
-def _flag(args: Namespace, name: str) -> str:
-    """Return the flag as it was meant: with ``--no-`` where a switch that is on was turned off."""
-    word = attribute_of(name).replace("_", "-")
-    return f"--no-{word}" if vars(args)[attribute_of(name)] is False else f"--{word}"
+    return [(name, default) for name, default in defaults.items() if values[attribute_of(name)] != default]

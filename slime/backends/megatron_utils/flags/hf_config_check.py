@@ -14,7 +14,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from slime.backends.megatron_utils.flags.config_flags import add_config_flags, flag_of, switched_off
+from slime.backends.megatron_utils.flags.config_flags import add_config_flags, switched_off
 from slime.backends.megatron_utils.flags.model_dims import linear_layers, moe_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.models import (
@@ -29,6 +29,7 @@ from slime.backends.megatron_utils.models.family import differs
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS, Flag, shared_rules, too_short_a_stage
 from slime.flags.checkpoint import is_huggingface_folder
 from slime.flags.distillation import trainer_teachers
+from slime.flags.group import flag_of
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.files import COPY_AGAIN, language_config, read_model_config, read_model_type
@@ -147,7 +148,7 @@ def fill_model_flags(args: Namespace) -> dict[str, Any]:
     is_alone = args.num_layers is None
     if is_alone and not args.debug_rollout_only:
         if family is None:
-            raise ConfigError(_unknown_family(args, config))
+            raise ConfigError(_unknown_family(args.hf_checkpoint, config))
         if problems := config_says(config)[1]:
             raise ConfigError(
                 f"{args.hf_checkpoint}/config.json asks for what the layers here do not compute:\n  "
@@ -211,7 +212,8 @@ def check_hf_config(args: Namespace) -> None:
         )
     for problem in (*sparse_problems(args, config), *vision_problems(args, config)):
         raise ConfigError(problem)
-    check_that_weights_can_be_pushed(args, config)
+    if not args.debug_train_only:  # where nothing is pushed; the tools set it
+        check_that_weights_can_be_pushed(args.hf_checkpoint, args.model_name, config)
 
 
 def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
@@ -351,9 +353,9 @@ def _as_given(attribute: str, value: Any) -> str:
     return f"{flag_of(attribute)} is {value}"
 
 
-def _unknown_family(args: Namespace, config: Mapping[str, Any]) -> str:
+def _unknown_family(folder: str, config: Mapping[str, Any]) -> str:
     return (
-        f"--hf-checkpoint {args.hf_checkpoint} is a {config.get('model_type')!r}, a family unknown here. Where its "
+        f"--hf-checkpoint {folder} is a {config.get('model_type')!r}, a family unknown here. Where its "
         f"layers are those of a known one, give --model-name NAME and the model flags (--num-layers, ...); "
         f"docs/new_model.md says how to add a family. Known are {', '.join(sorted(FAMILIES))}."
     )
@@ -385,23 +387,18 @@ def check_other_models(args: Namespace) -> None:
             )
 
 
-def check_that_weights_can_be_pushed(args: Namespace, config: dict[str, Any]) -> None:
+def check_that_weights_can_be_pushed(folder: str, model_name: str | None, config: dict[str, Any]) -> None:
     """Refuse what the first push would find out: no name map for the model, or no way to quantize it.
 
     Also what none would find out: an engine that is another model.
-
-    Nothing is pushed with ``--debug-train-only``, which the tools set.
     """
-    if args.debug_train_only:
-        return
-    model_name = args.model_name or config.get("model_type")
-    if model_name is not None:
-        find_weight_map(model_name)
+    if (kind := model_name or config.get("model_type")) is not None:
+        find_weight_map(kind)
     check_engine_keys(config)
     if (quantization := config.get("quantization_config")) is not None:
         from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 
-        checkpoint_quantizer(args.hf_checkpoint, quantization, dtype=config_dtype(config))
+        checkpoint_quantizer(folder, quantization, dtype=config_dtype(config))
 
 
 def check_engine_keys(config: dict[str, Any]) -> None:

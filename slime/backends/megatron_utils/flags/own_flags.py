@@ -178,8 +178,6 @@ def load_spec(path: list[str]) -> Any:
     Raises:
         ConfigError: the module or the name does not exist.
     """
-    if len(path) != 2:
-        raise ConfigError(f"--spec is {' '.join(path)!r}; give two words, a module and a name in it.")
     try:
         module = importlib.import_module(path[0])
     except ImportError as error:

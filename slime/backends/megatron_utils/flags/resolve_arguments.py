@@ -11,10 +11,10 @@ from argparse import Namespace
 from typing import Any
 
 from slime.backends.megatron_utils.flags.config_builders import has_yarn, num_stages_of_layout, params_dtype
-from slime.backends.megatron_utils.flags.config_flags import flag_of
 from slime.backends.megatron_utils.flags.field_table import reset_what_has_no_effect
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS
 from slime.flags.cluster import is_for_cuda
+from slime.flags.group import flag_of
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,20 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
                 f"{flag} is {value} or not given; the model needs it; give --hf-checkpoint, whose config.json says "
                 "it, or source a file of scripts/models."
             )
-    derived: dict[str, Any] = {}
-    for derive in (_precision, _world, _layout, _shape, _rope, _vocabulary, _schedule, _checkpoint, _kernels):
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are given; the warm-up has one length.")
+    start, end = args.start_weight_decay, args.end_weight_decay
+    derived = {
+        "start_weight_decay": args.weight_decay if start is None else start,
+        "end_weight_decay": args.weight_decay if end is None else end,
+        # How checkpoints are written, which is recorded in them.
+        "use_persistent_ckpt_worker": True,
+        "ckpt_assume_constant_structure": True,
+        "ckpt_fully_parallel_load": True,
+        "ckpt_fully_parallel_save": True,
+        "dist_ckpt_save_pre_mcore_014": True,
+    }
+    for derive in (_precision, _world, _layout, _shape, _rope, _vocabulary, _kernels):
         derived |= derive(args)
     return derived
 
@@ -191,46 +203,24 @@ def _vocabulary(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _schedule(args: Namespace) -> dict[str, Any]:
-    """Return the weight decay at both ends."""
-    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        raise ConfigError("--lr-warmup-fraction and --lr-warmup-iters are given; the warm-up has one length.")
-    start, end = args.start_weight_decay, args.end_weight_decay
-    return {
-        "start_weight_decay": args.weight_decay if start is None else start,
-        "end_weight_decay": args.weight_decay if end is None else end,
-    }
-
-
-def warmup_and_decay_steps(args: Namespace, train_iters: int) -> tuple[float, float]:
-    """Return the optimizer steps over which the learning rate rises, and over which it falls.
+def warmup_steps(decay: float, iters: int, fraction: float | None) -> float:
+    """Return the optimizer steps over which the learning rate rises.
 
     Args:
-        args: the flags.
-        train_iters: optimizer steps of the whole run.
+        decay: the steps over which it falls, the rise included.
+        iters: ``--lr-warmup-iters``.
+        fraction: ``--lr-warmup-fraction``; None: the former counts.
 
     Raises:
         ConfigError: the warm-up is as long as the whole decay.
     """
-    decay = args.lr_decay_iters or train_iters
-    warmup = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay
+    warmup = iters if fraction is None else fraction * decay
     if warmup >= decay:
         raise ConfigError(
             f"The learning rate warms up for {warmup:g} of {decay:g} optimizer steps; lower --lr-warmup-iters or "
             "--lr-warmup-fraction, or raise --lr-decay-iters or --num-rollout."
         )
-    return warmup, decay
-
-
-def _checkpoint(args: Namespace) -> dict[str, Any]:
-    """Return how Megatron checkpoints are written; recorded in them."""
-    return {
-        "use_persistent_ckpt_worker": True,
-        "ckpt_assume_constant_structure": True,
-        "ckpt_fully_parallel_load": True,
-        "ckpt_fully_parallel_save": True,
-        "dist_ckpt_save_pre_mcore_014": True,
-    }
+    return warmup
 
 
 def _kernels(args: Namespace) -> dict[str, Any]:
