@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +321,7 @@ def _load(
         raise DataError(
             f"{flag} {root} holds a whole model, and {added.claim}; give the model to begin with as --ref-load."
         )
-    _load_model(args, reader, common.get("args"), model, flag, added)
+    _load_model(vars(args), reader, common.get("args"), model, flag, added)
     is_weights_only = iteration == RELEASE or args.finetune
     if is_weights_only:
         _refresh(optimizer)
@@ -342,7 +343,7 @@ def _load(
 
 
 def _load_model(
-    args: Namespace,
+    flags: Mapping[str, Any],
     reader: CheckpointReader,
     saved_args: Any,
     model: list[torch.nn.Module],
@@ -354,7 +355,7 @@ def _load_model(
     must_know = dist.get_rank() == 0 or find_value_head(model) is not None
     saved = saved_shapes(reader) if must_know else {}
     fresh_head = take_out_unsaved_head(model, wanted, saved)
-    check_fit(args, folder, saved, wanted, saved_args, flag, unread=fresh_head)
+    check_fit(flags, folder, saved, wanted, saved_args, flag, unread=fresh_head)
     if fresh_head:
         logger.info("%s: the critic's value head is not in %s; it starts from random weights", flag, folder)
     try:

@@ -39,7 +39,7 @@ def convert_to_hf(
     transform_ue8m0: bool = True,
     dims: ModelDims | None = None,
 ) -> list[tuple[str, Tensor]]:
-    """Convert one whole Megatron parameter to its HF tensors.
+    """Convert one whole Megatron parameter to its HF tensors, as engines of ``--hf-checkpoint`` hold them.
 
     Args:
         model_name: HF architecture or config class, in any spelling: ``Qwen3Config``, ``qwen3``.
@@ -61,20 +61,27 @@ def convert_to_hf(
         ConfigError: the architecture is not known, or weights cannot be quantized as ``--hf-checkpoint`` is.
         KeyError: the family has no such parameter.
     """
+    folder = str(vars(args).get("hf_checkpoint") or "")
+    tensors = plain_tensors(folder, model_name, name, param, dims or model_dims(args))
+    if not quantization_config:
+        return tensors
+    return quantize_params(folder, name, tensors, quantization_config, transform_ue8m0)
+
+
+def plain_tensors(
+    hf_checkpoint: str, model_name: str, name: str, param: Tensor, dims: ModelDims
+) -> list[tuple[str, Tensor]]:
+    """Convert as :func:`convert_to_hf` does, without quantizing; ``hf_checkpoint`` may be empty."""
     weight_map = find_weight_map(model_name)
-    shape = dims or model_dims(args)
     while name.startswith("module."):
         name = name.removeprefix("module.")
     if name in VOCABULARY:
-        param = param[: shape.vocab_size]
-    copies = weight_map.copies_of(name, shape)
-    if copies and args.hf_checkpoint:
-        in_source = tensor_names(str(args.hf_checkpoint))
+        param = param[: dims.vocab_size]
+    copies = weight_map.copies_of(name, dims)
+    if copies and hf_checkpoint:
+        in_source = tensor_names(hf_checkpoint)
         copies = tuple(copy for copy in copies if copy in in_source)
-    tensors = [*to_hf(weight_map, name, param, shape), *((copy, param) for copy in copies)]
-    if not quantization_config:
-        return tensors
-    return quantize_params(str(args.hf_checkpoint), name, tensors, quantization_config, transform_ue8m0)
+    return [*to_hf(weight_map, name, param, dims), *((copy, param) for copy in copies)]
 
 
 def checkpoint_quantizer(

@@ -150,7 +150,11 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
     if role == "critic":
         config = without_mtp(config)
     spec_source = load_spec(args.spec) if args.spec else block_spec_of_flags
-    vision_options = _vision_options(args)
+    hf_config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else {}
+    vision_options: dict[str, Any] = {}  # what a model with a vision tower takes beside GPTModel's arguments
+    if has_tower(args, hf_config):
+        trains = args.train_vision_tower
+        vision_options = {"folder": args.hf_checkpoint, "hf_config": hf_config, "trains_tower": trains}
 
     def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         spec = resolve_spec(spec_source, args, config, vp_stage)
@@ -185,14 +189,6 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
         return model
 
     return build
-
-
-def _vision_options(args: Namespace) -> dict[str, Any]:
-    """Return the arguments that a model with a vision tower takes beside GPTModel's; none for a model without."""
-    config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else {}
-    if not has_tower(args, config):
-        return {}
-    return {"folder": args.hf_checkpoint, "hf_config": config, "trains_tower": args.train_vision_tower}
 
 
 def _custom_provider(args: Namespace, role: str) -> ModelProvider:

@@ -4,7 +4,6 @@ name what differs: flags, shapes, tensors that are missing, tensors without a pl
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ Shapes = dict[str, tuple[tuple[int, ...], bool]]
 
 
 def check_fit(
-    args: Namespace,
+    flags: Mapping[str, Any],
     folder: Path,
     saved: Mapping[str, tuple[int, ...]],
     model_state: Mapping[str, Any],
@@ -63,6 +62,7 @@ def check_fit(
     Tensors of MTP layers that the model does not have are left unread.
 
     Args:
+        flags: of this run, by attribute.
         saved: on rank 0, :func:`saved_shapes` of the folder; elsewhere not looked at.
         saved_args: the arguments in the checkpoint, or None.
         unread: names on disk that this rank leaves unread on purpose.
@@ -78,12 +78,12 @@ def check_fit(
         for shapes, names in everyone:
             wanted |= shapes
             left_out |= names
-        flags = vars(args), None if saved_args is None else vars(saved_args)
-        lines = [*_flag_lines(*flags, SAME_SHAPE)]
+        both = flags, None if saved_args is None else vars(saved_args)
+        lines = [*_flag_lines(*both, SAME_SHAPE)]
         read = {key: shape for key, shape in saved.items() if key not in left_out}
-        differences = list(_tensor_lines(wanted, read, args.vocab_size))
+        differences = list(_tensor_lines(wanted, read, flags["vocab_size"]))
         if differences:
-            lines = [*_flag_lines(*flags, SHAPE), *differences]
+            lines = [*_flag_lines(*both, SHAPE), *differences]
         verdict = "\n  ".join(lines)
     if verdict := object_of_first(verdict):
         raise DataError(

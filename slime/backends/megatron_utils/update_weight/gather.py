@@ -18,9 +18,10 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.data import current_device
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+from slime.backends.megatron_utils.megatron_to_hf import plain_tensors
 from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
+from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import WeightSyncError
 from slime.weights.named_tensors import Header
@@ -172,19 +173,18 @@ def iter_hf_tensors(
         WeightSyncError: two parameters were given the same HF name.
     """
     tensors = iter_full_tensors(model, dtype=dtype, host_weights=host_weights, across_stages=across_stages, only=only)
-    return _in_hf_names(args, model_name, tensors)
+    return _in_hf_names(str(vars(args).get("hf_checkpoint") or ""), model_name, model_dims(args), tensors)
 
 
 def _in_hf_names(
-    args: Namespace, model_name: str, tensors: Iterable[tuple[str, Tensor]]
+    hf_checkpoint: str, model_name: str, dims: ModelDims, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert whole tensors one by one, and join those of experts that travel together; refuse two of one name."""
     source: dict[str, str] = {}
-    dims = model_dims(args)
 
     def converted() -> Iterator[tuple[str, Tensor]]:
         for name, full in tensors:
-            for hf_name, tensor in convert_to_hf(args, model_name, name, full, dims=dims):
+            for hf_name, tensor in plain_tensors(hf_checkpoint, model_name, name, full, dims):
                 if hf_name in source:
                     raise WeightSyncError(
                         f"{name} and {source[hf_name]} both convert to {hf_name}; the converter of model "
@@ -217,11 +217,12 @@ def hf_headers(
     stages = gather_objects(own, mpu.get_pipeline_model_parallel_group()) if is_piped else [own]
     result: list[StageHeaders] = []
     sent: set[str] = set()
+    hf_checkpoint, dims = str(vars(args).get("hf_checkpoint") or ""), model_dims(args)
     for listed in stages:
         new = [header for header in listed if header[0] not in sent]
         sent |= {name for name, _, _ in new}
         shapes = ((name, torch.empty(shape, dtype=kind, device="meta")) for name, shape, kind in new)
-        converted = _in_hf_names(args, model_name, shapes)
+        converted = _in_hf_names(hf_checkpoint, model_name, dims, shapes)
         result.append([(hf_name, tuple(tensor.shape), tensor.dtype) for hf_name, tensor in converted])
     return result
 
