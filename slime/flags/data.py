@@ -10,9 +10,8 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from slime.flags.config import backend_flags, read_config
+from slime.flags.config import backend_flags
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import (
     file_path,
@@ -48,11 +47,6 @@ class BatchConfig:
     micro_batch_size: int
     balance_data: bool
     balance_by_flops: bool
-
-
-def batch_config(args: Any) -> BatchConfig:
-    """Return how ``args``, complete or not, says that steps are cut into micro-batches."""
-    return read_config(BatchConfig, args, add_data_arguments)
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:

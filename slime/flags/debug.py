@@ -8,9 +8,7 @@ import string
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from slime.flags.config import read_config
 from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import file_path, non_negative_float, non_negative_int, positive_fraction, positive_int
 
@@ -39,11 +37,6 @@ class ProfileConfig:
     record_memory_history: bool
     memory_snapshot_dir: str
     memory_snapshot_num_steps: int | None
-
-
-def profile_config(args: Any) -> ProfileConfig:
-    """Return which profiles and snapshots ``args``, complete or not, asks for."""
-    return read_config(ProfileConfig, args, add_debug_arguments)
 
 
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:

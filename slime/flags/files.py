@@ -19,7 +19,7 @@ from slime.flags.algorithm import uses_reference
 from slime.flags.checkpoint import CheckpointFolder, check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
 from slime.flags.distillation import trainer_teachers
-from slime.flags.evaluation import EvalDatasetConfig, derive_evaluation
+from slime.flags.evaluation import derive_evaluation
 from slime.flags.overlay import ROLES_FLAG
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL, RM_TYPES
 from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
@@ -48,8 +48,8 @@ def check_files(args: Namespace) -> None:
     if args.save is not None:
         _check_save_folder(args.save, {"--hf-checkpoint": args.hf_checkpoint, "--ref-load": args.ref_load})
     if not args.debug_rollout_only:
-        (_, start), *_ = _checkpoints(args)
-        _check_starting_point(args, start)
+        start, *_ = _checkpoints(args)
+        _check_starting_point(args, *start)
     _check_replay("--load-debug-rollout-data", args.load_debug_rollout_data)
     _check_replay("--load-forge-rollout-data", args.load_forge_rollout_data)
     _render_messages(args)
@@ -171,8 +171,10 @@ def _check_save_folder(folder: str, models: Mapping[str, str | None]) -> None:
 
 
 def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
-    """Yield flag and folder of each checkpoint that the actor loads."""
-    flag = _flag_of_start(args)
+    """Yield flag and folder of each checkpoint that the actor loads, its starting point first."""
+    flag = "--load"
+    if args.load == args.ref_load:  # where --load falls back to
+        flag = "--hf-checkpoint" if args.ref_load == args.hf_checkpoint else "--ref-load"
     yield flag, inspect_checkpoint(args.load, flag, step=args.ckpt_step)
     if args.ref_load is None and uses_reference(args) and not args.reference_in_actor:
         asking = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
@@ -182,12 +184,6 @@ def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
     flag = "--opd-teacher-load" if args.opd_teachers is None else "--opd-teachers"
     for folder in trainer_teachers(args).values():
         yield flag, inspect_checkpoint(folder, flag, step=args.opd_teacher_ckpt_step)
-
-
-def _flag_of_start(args: Namespace) -> str:
-    if args.load != args.ref_load:
-        return "--load"
-    return "--hf-checkpoint" if args.load == args.hf_checkpoint else "--ref-load"
 
 
 def check_contents(args: Namespace) -> None:
@@ -217,8 +213,7 @@ def check_contents(args: Namespace) -> None:
             raise DataError(f"{flag}: {error}") from error
 
 
-def _check_starting_point(args: Namespace, found: CheckpointFolder) -> None:
-    flag = _flag_of_start(args)
+def _check_starting_point(args: Namespace, flag: str, found: CheckpointFolder) -> None:
     if found.kind == "huggingface":
         _check_format(args.load, flag)
     done = found.iteration
@@ -266,7 +261,7 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
     from slime.rollout.prompt_files import readers_of
 
     if args.prompt_data is None:
-        wanted = args.rollout_global_dataset and _reads_prompt_data(args)
+        wanted = args.rollout_global_dataset and _is_of_slime(args.data_source_path)
         if wanted and args.load_debug_rollout_data is None:
             raise ConfigError(
                 "--prompt-data is not given: name a .jsonl or .parquet file of prompts, or use "
@@ -293,13 +288,13 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
         )
         if has_built_in:
             _check_first_row(args, source)
-    if args.num_rollout is None and _reads_prompt_data(args):
+    if args.num_rollout is None and _is_of_slime(args.data_source_path):
         _check_epochs(args, num_rows)
 
 
-def _reads_prompt_data(args: Namespace) -> bool:
+def _is_of_slime(data_source_path: str) -> bool:
     """Return True for a data source of slime; one of the user's may have its data from elsewhere."""
-    return bool(args.data_source_path.startswith("slime."))
+    return data_source_path.startswith("slime.")
 
 
 def _check_epochs(args: Namespace, num_rows: int) -> None:
@@ -326,7 +321,7 @@ def _is_plain(args: Namespace) -> bool:
     """Return True when no code of the user's comes between a row and its grader."""
     if args.custom_generate_function_path or args.debug_train_only or args.rollout_sample_hook_path:
         return False
-    return args.rollout_function_path in OWN_ROLLOUTS and _reads_prompt_data(args)
+    return args.rollout_function_path in OWN_ROLLOUTS and _is_of_slime(args.data_source_path)
 
 
 def _renders_rows(args: Namespace) -> bool:
@@ -340,7 +335,7 @@ def _check_mask(args: Namespace) -> None:
     from slime.rollout.prompt_files import parse_tools
     from slime.rollout.sft_rollout import mask_generator
 
-    is_read_here = args.prompt_data and _reads_prompt_data(args) and not args.multimodal_keys
+    is_read_here = args.prompt_data and _is_of_slime(args.data_source_path) and not args.multimodal_keys
     if args.rollout_function_path != SFT_ROLLOUT or not is_read_here:
         return
     source = args.prompt_sources[0]
@@ -377,20 +372,17 @@ def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
         )
 
 
-def _eval_grader(args: Namespace, dataset: EvalDatasetConfig) -> str | None:
-    """Return the built-in grader of a data set; None when code of the user's may be between a row and its reward."""
-    has_code = dataset.custom_rm_path or dataset.custom_generate_function_path or args.rollout_sample_hook_path
-    is_own = args.eval_function_path in OWN_ROLLOUTS and not args.custom_generate_function_path
-    return dataset.rm_type or args.rm_type if is_own and not has_code else None
-
-
 def _check_eval_data(args: Namespace, trial: TokenizerTrial) -> None:
     from slime.rollout.prompt_dataset import check_prompt_file
     from slime.rollout.prompt_files import readers_of
 
     if args.debug_train_only:
         return  # nothing is evaluated
+    is_ours = args.eval_function_path in OWN_ROLLOUTS
+    has_code = args.custom_generate_function_path or args.rollout_sample_hook_path
     for dataset in args.eval_datasets:
+        # Code of the user's may come between a row and its reward.
+        is_plain = is_ours and not (has_code or dataset.custom_rm_path or dataset.custom_generate_function_path)
         check_prompt_file(
             dataset.path,
             dataset.input_key,
@@ -398,7 +390,7 @@ def _check_eval_data(args: Namespace, trial: TokenizerTrial) -> None:
             tool_key=dataset.tool_key,
             metadata_key=dataset.metadata_key,
             multimodal_keys=dataset.multimodal_keys,
-            grader=_eval_grader(args, dataset),
+            grader=dataset.rm_type or args.rm_type if is_plain else None,
             template=trial.template(dataset.apply_chat_template_kwargs) if dataset.apply_chat_template else None,
             flag="--eval-config" if args.eval_config else "--eval-prompt-data",
             input_flag="--eval-input-key",

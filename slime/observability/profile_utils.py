@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from slime.flags.debug import profile_config
+from slime.flags.config import read_config
+from slime.flags.debug import ProfileConfig, add_debug_arguments
 from slime.observability.telemetry import Sink
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class TrainProfiler(Sink):
     """The profiler of one rank of a trainer; idle in other processes."""
 
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
-        self._config = profile_config(args)
+        self._config = read_config(ProfileConfig, args, add_debug_arguments)
         self._rank = process.split()[-1]
         self._is_rank = self._rank.isdigit()
         self._running: tuple[str, torch.profiler.profile] | None = None

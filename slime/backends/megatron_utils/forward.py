@@ -126,29 +126,22 @@ def needs_old_log_probs(args: Namespace, num_steps: int) -> bool:
 
 def readers_of_old_log_probs(args: Namespace, num_steps: int) -> Iterator[str]:
     """Yield, in words, each reason for an extra forward pass."""
-    estimator = get_estimator(args.advantage_estimator)
-    if num_steps != 1:
-        yield "later steps of a rollout compare with the policy before the first"
-    if args.loss_type != "policy_loss":
-        yield f"--loss-type {args.loss_type} takes none from its own forward pass"
-    if args.kl_coef != 0:
-        yield "--kl-coef: the penalty is in the rewards"
-    if args.use_opd:
-        yield "--use-opd: the teacher's pull is in the advantages"
-    if estimator.needs_values:
-        yield f"--advantage-estimator {args.advantage_estimator}: the critic's rewards"
-    if args.custom_advantage_function_path is not None:
-        yield "--custom-advantage-function-path may read them"
-    if not estimator.policy_loss.may_reuse_log_probs:
-        yield f"--advantage-estimator {args.advantage_estimator}: its loss compares sequences"
-    if args.keep_old_actor:
-        yield "--keep-old-actor: they are those of other weights"
-    if args.get_mismatch_metrics:
-        yield "--get-mismatch-metrics"
-    if args.use_routing_replay and not args.use_rollout_routing_replay:
-        yield "--use-routing-replay: the pass records the routes"
-    if args.use_rollout_entropy:
-        yield "--use-rollout-entropy: the pass computes it"
+    estimator, name = get_estimator(args.advantage_estimator), f"--advantage-estimator {args.advantage_estimator}"
+    for is_so, reason in (
+        (num_steps != 1, "later steps of a rollout compare with the policy before the first"),
+        (args.loss_type != "policy_loss", f"--loss-type {args.loss_type} takes none from its own forward pass"),
+        (args.kl_coef != 0, "--kl-coef: the penalty is in the rewards"),
+        (args.use_opd, "--use-opd: the teacher's pull is in the advantages"),
+        (estimator.needs_values, f"{name}: the critic's rewards"),
+        (args.custom_advantage_function_path is not None, "--custom-advantage-function-path may read them"),
+        (not estimator.policy_loss.may_reuse_log_probs, f"{name}: its loss compares sequences"),
+        (args.keep_old_actor, "--keep-old-actor: they are those of other weights"),
+        (args.get_mismatch_metrics, "--get-mismatch-metrics"),
+        (args.use_routing_replay and not args.use_rollout_routing_replay, "--use-routing-replay: it records routes"),
+        (args.use_rollout_entropy, "--use-rollout-entropy: the pass computes it"),
+    ):
+        if is_so:
+            yield reason
 
 
 ForwardStep = Callable[[DataIterator, torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]

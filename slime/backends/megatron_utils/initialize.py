@@ -26,7 +26,7 @@ def init(args: Namespace) -> None:
     """Build the parallel groups, seed every generator, and call the user's init hook.
 
     Raises:
-        ConfigError: there is no default process group, or its size does not fit the parallel sizes.
+        ConfigError: there is no default process group, or the parallel groups that exist have other sizes.
     """
     cpu_platform.check()
     if not dist.is_initialized():
@@ -47,21 +47,13 @@ def initialize_parallel_state(args: Namespace) -> None:
     Groups that exist already are kept when their sizes are those asked for.
 
     Raises:
-        ConfigError: the sizes do not divide the world, or differ from the groups that exist.
+        ConfigError: the sizes differ from the groups that exist.
     """
     sizes = {
         "tensor": args.tensor_model_parallel_size,
         "pipeline": args.pipeline_model_parallel_size,
         "context": args.context_parallel_size,
     }
-    needed = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
-    world_size = dist.get_world_size()
-    if world_size % needed:
-        raise ConfigError(
-            f"The training group has {world_size} ranks; tensor {sizes['tensor']} x pipeline {sizes['pipeline']} x "
-            f"context {sizes['context']} = {needed} must divide that; change --actor-num-nodes, "
-            "--actor-num-gpus-per-node or the parallel sizes."
-        )
     if mpu.is_initialized():
         existing = {
             "tensor": mpu.get_tensor_model_parallel_world_size(),

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models import family_of, family_of_spec, has_tower
-from slime.flags.data import batch_config
+from slime.flags.config import read_config
+from slime.flags.data import BatchConfig, add_data_arguments
 from slime.train_data.model_dims import AttentionKind, ModelDims, TowerDims
 from slime.train_data.schedule import ScheduleConfig
 
@@ -140,7 +141,7 @@ def schedule_config(
     args: Namespace, *, dp_size: int, cp_size: int, vpp_size: int, microbatch_group_size_per_vp_stage: int
 ) -> ScheduleConfig:
     """Return the packing of the flags over a trainer of these sizes."""
-    batch = batch_config(args)
+    batch = read_config(BatchConfig, args, add_data_arguments)
     is_balanced = batch.balance_data or batch.balance_by_flops
     return ScheduleConfig(
         dp_size=dp_size,
