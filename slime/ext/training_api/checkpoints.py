@@ -234,7 +234,8 @@ def _write(file: Path, fields: dict[str, Any]) -> None:
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return fields
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

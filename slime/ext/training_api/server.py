@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pydantic
 from aiohttp import web
 from tinker import types
+from tinker.types.try_again_response import TryAgainResponse
 
 from slime.ext.training_api.checkpoints import KINDS, SAMPLER, TRAINING, Run, State
 from slime.ext.training_api.errors import Refused
@@ -287,7 +288,7 @@ class TrainingServer:
         body = await self._body(request, types.FutureRetrieveRequest)
         promise = self._service.promises.of(body.request_id, request[OWNER])
         if not await promise.wait(POLL_S):
-            pending = types.TryAgainResponse(request_id=promise.request_id, queue_state="active")
+            pending = TryAgainResponse(request_id=promise.request_id, queue_state="active")
             return _json(pending, 408)
         answer = promise.answer
         assert answer is not None

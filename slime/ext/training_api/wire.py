@@ -33,7 +33,7 @@ NO_LOGPROB = -99999.0
 """The log-prob of an empty place in a table of likeliest tokens."""
 
 
-_DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
+_DTYPES: dict[int, np.dtype[Any]] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _tensor(message: Any, where: str) -> np.ndarray:
         raise Refused(f"{where} does not have the shape {shape}: {error}.") from None
 
 
-def _dense(csr: Any, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+def _dense(csr: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> np.ndarray:
     rows, columns = shape
     if rows * columns > MAX_NUMBERS:
         raise ValueError(f"{rows * columns} numbers are too many")
