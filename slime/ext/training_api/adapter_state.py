@@ -22,24 +22,41 @@ class AdapterState:
 
     Args:
         spec: of the adapter.
-        values: [P] fp32, the numbers.
+        values: [P] fp32, the numbers; the other vectors are pinned where these are.
     """
 
     spec: LoraSpec
     values: Tensor
     gradient: Tensor = field(init=False)
-    """[P], of this rank's data since the last step."""
+    """[P], of this rank's data since the last step, where there were any."""
+    has_gradient: bool = False
     moments: dict[str, Tensor] = field(init=False)
     """Adam's, [P] each."""
     num_steps: int = 0
 
     def __post_init__(self) -> None:
-        self.gradient = torch.zeros_like(self.values)
-        self.moments = {name: torch.zeros_like(self.values) for name in MOMENTS}
+        def zeros() -> Tensor:
+            return torch.zeros(self.values.shape, pin_memory=self.values.is_pinned())
+
+        self.gradient = zeros()
+        self.moments = {name: zeros() for name in MOMENTS}
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add a gradient [P], which is on any device and may be written to."""
+        if self.has_gradient:
+            gradient += self.gradient.to(gradient.device)
+        self.gradient.copy_(gradient)
+        self.has_gradient = True
+
+    def gradient_on(self, device: torch.device) -> Tensor:
+        """Return a copy of what has added up, zeros where nothing has."""
+        return self.gradient.to(device, copy=True) if self.has_gradient else torch.zeros_like(self.values).to(device)
 
     def step(self, gradient: Tensor, adam: AdamParams) -> None:
-        """Take a step of AdamW (arXiv:1711.05101) with a gradient [P], and clear the one that has added up."""
-        parameter = torch.nn.Parameter(self.values)
+        """Take a step of AdamW (arXiv:1711.05101) on the device of a gradient [P], and drop the one that added up."""
+        device = gradient.device
+        parameter = torch.nn.Parameter(self.values.to(device))
+        moments = {name: moment.to(device) for name, moment in self.moments.items()}
         parameter.grad = gradient
         optimizer = torch.optim.AdamW(
             [parameter],
@@ -49,16 +66,19 @@ class AdapterState:
             weight_decay=adam.weight_decay,
             foreach=False,
         )
-        optimizer.state[parameter] = {"step": torch.tensor(float(self.num_steps)), **self.moments}
+        optimizer.state[parameter] = {"step": torch.tensor(float(self.num_steps)), **moments}
         optimizer.step()
+        self.values.copy_(parameter.detach())
+        for name, moment in moments.items():
+            self.moments[name].copy_(moment)
         self.num_steps += 1
-        self.gradient.zero_()
+        self.has_gradient = False
 
     def restart(self) -> None:
         """Begin Adam again, and drop the gradient."""
-        self.num_steps = 0
-        for tensor in (self.gradient, *self.moments.values()):
-            tensor.zero_()
+        self.num_steps, self.has_gradient = 0, False
+        for moment in self.moments.values():
+            moment.zero_()
 
 
 def trains(spec: LoraSpec, name: str) -> bool:

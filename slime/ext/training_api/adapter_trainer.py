@@ -209,16 +209,17 @@ class AdapterTrainer:
     def _keep_gradient(self, state: AdapterState) -> None:
         """Add the gradient in the model's buffers to the adapter's; that of modules it is not trained on is 0."""
         found: list[Tensor] = [parameter.main_grad for parameter in self._parameters]
-        state.gradient += torch.cat([gradient.float().flatten() for gradient in found]).to(state.gradient.device)
-        for name, part in self._by_key(state.gradient).items():
+        gradient = torch.cat([one.float().flatten() for one in found])
+        for name, part in self._by_key(gradient).items():
             if not trains(state.spec, name):
                 part.zero_()
+        state.add_gradient(gradient)
 
     # Steps
 
     def drop_gradient(self, model_id: str) -> None:
         """Clear the gradient that has added up."""
-        self._states[model_id].gradient.zero_()
+        self._states[model_id].has_gradient = False
 
     @torch.no_grad()
     def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
@@ -228,10 +229,10 @@ class AdapterTrainer:
             RequestRefused: it is not finite; the numbers stay, and it is dropped.
         """
         state = self._states[model_id]
-        gradient = state.gradient.to(current_device(), copy=True)
+        gradient = state.gradient_on(current_device())
         norm = self._reduce(gradient)
         if not np.isfinite(norm):
-            state.gradient.zero_()
+            state.has_gradient = False
             raise RequestRefused(
                 f"the norm of the gradient is {norm}: no step was taken, and the gradient is dropped. Look at the "
                 "loss's inputs and the learning rate."
@@ -239,7 +240,7 @@ class AdapterTrainer:
         if 0 < adam.grad_clip_norm < norm:
             gradient *= adam.grad_clip_norm / (norm + 1e-6)
         with torch.enable_grad():
-            state.step(gradient.to(state.values.device), adam)
+            state.step(gradient, adam)
         if self._in_model == model_id:
             self._in_model = None
         return {"grad_norm": norm}

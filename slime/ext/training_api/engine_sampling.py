@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.ext.training_api.backend import (
     BackendError,
@@ -18,9 +19,10 @@ from slime.ext.training_api.backend import (
     SamplingParams,
     StopReason,
 )
+from slime.flags.security import job_secret
 from slime.ray.engines.ray_engine import RayEngine
 from slime.ray.waiting import wait_for
-from slime.utils.errors import EngineError, ProcessError
+from slime.utils.errors import EngineDiedError, EngineError, ProcessError
 from slime.utils.http_utils import HttpStatusError, init_http_client, post
 from slime.utils.net import http_url
 
@@ -29,8 +31,10 @@ logger = logging.getLogger(__name__)
 _REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length"}
 LOAD_ATTEMPTS = 3
 """Of a request whose adapter an engine lacks: one that has just started in the place of another."""
-_MISSING = "not loaded"
-"""Part of SGLang's answer to a request for an adapter that it does not have."""
+ROUTER_ATTEMPTS = 3
+"""Signs of life that a router may fail to give, one after the other."""
+_MISSING = ("are not loaded", "never been loaded")
+"""Parts of SGLang's answers to a request for an adapter that it does not have."""
 
 
 def load_adapter(engine: WeightVerbs, name: str, folder: str) -> None:
@@ -60,7 +64,9 @@ class EngineSampling:
             manager.get_args.remote(), what="the routers' addresses", timeout_s=args.weight_update_timeout_s
         )
         init_http_client(known)
-        self._url = http_url(known.sglang_router_ip, known.sglang_router_port) + "/generate"
+        url = http_url(known.sglang_router_ip, known.sglang_router_port)
+        self._url, self._router = f"{url}/generate", ServerControl(url, api_key=job_secret(known), name="the router")
+        self._router_failures = 0
         self._folders: dict[str, Path] = {}
         self._loaded: dict[Any, set[str]] = {}
         """Names in each engine, by its actor."""
@@ -121,6 +127,17 @@ class EngineSampling:
         self._loaded = {engine.handle: self._loaded.get(engine.handle, set()) for engine in described.engines}
         engines: list[RayEngine] = described.engines
         return engines
+
+    def check_router(self) -> None:
+        """Ask the router for a sign of life.
+
+        Raises:
+            EngineDiedError: it has given none several times.
+        """
+        is_up = self._router.answers("/health", timeout_s=self.args.rollout_health_check_timeout)
+        self._router_failures = 0 if is_up else self._router_failures + 1
+        if self._router_failures >= ROUTER_ATTEMPTS:
+            raise EngineDiedError(f"the router at {self._router.url} does not answer any more")
 
     # Samples
 
@@ -200,7 +217,7 @@ class EngineSampling:
 
 def lacks_adapter(error: EngineError) -> bool:
     """Return whether an engine refused a request because it has not its adapter."""
-    return isinstance(error, HttpStatusError) and _MISSING in error.body
+    return isinstance(error, HttpStatusError) and any(part in error.body for part in _MISSING)
 
 
 def _sequence(info: dict[str, Any]) -> SampledSequence:

@@ -105,8 +105,10 @@ class MegatronBackend(Backend):
         self._trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engines")
         self._models: dict[str, LoraSpec] = {}
-        self._snapshots = Path(tempfile.mkdtemp(prefix="snapshots-", dir=args.save))
-        """Of adapters that were published and not saved."""
+        shared = Path(args.training_api_dir).absolute()
+        shared.mkdir(parents=True, exist_ok=True)
+        self._snapshots = Path(tempfile.mkdtemp(prefix=".snapshots-", dir=shared))
+        """Of adapters that were published and not saved; where engines of other hosts read saved ones too."""
         self._own_folders: dict[str, Path] = {}
         self._numbers = itertools.count()
         self._death: BackendDied | None = None
@@ -156,7 +158,8 @@ class MegatronBackend(Backend):
                 self._died(error)
 
     def _look(self) -> None:
-        """Raise when a rank, the manager or an engine that stays away has died."""
+        """Raise when a rank, the manager, the router or an engine that stays away has died."""
+        self._engines.check_router()
         asked = self._job.manager.find_dead_engines.remote()
         wait_for(asked, what="the state of the engines", timeout_s=self.args.weight_update_timeout_s)
 
@@ -205,11 +208,11 @@ class MegatronBackend(Backend):
 
     async def passes(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception]:
         """See the base class; a request has been checked (``losses.check_pass``)."""
-        results: list[PassResult | Exception] = [_unknown(request.model_id) for request in requests]
+        results: list[Any] = [self._refusal(request) for request in requests]
         # Those of one model together, in their order: each change of the model costs a copy to the GPU.
         turns = {model_id: turn for turn, model_id in enumerate(dict.fromkeys(one.model_id for one in requests))}
         order = sorted(
-            (index for index, request in enumerate(requests) if request.model_id in self._models),
+            (index for index, refusal in enumerate(results) if refusal is None),
             key=lambda index: turns[requests[index].model_id],
         )
         if order:
@@ -217,6 +220,16 @@ class MegatronBackend(Backend):
             for index, found in zip(order, zip(*ranks, strict=True), strict=True):
                 results[index] = _joined(requests[index], found)
         return results
+
+    def _refusal(self, request: PassRequest) -> RequestRefused | None:
+        if request.model_id not in self._models:
+            return _unknown(request.model_id)
+        longest, limit = max(len(datum.tokens) for datum in request.data), self.args.max_tokens_per_gpu
+        if longest <= limit:
+            return None
+        return RequestRefused(
+            f"data has a datum of {longest} tokens; this server's trainer takes {limit} (--max-tokens-per-gpu)."
+        )
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         """See the base class."""
