@@ -288,6 +288,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
         **{"max_position_embeddings": 524288, "tie_word_embeddings": False},
     ),
+    "mistral-small-3.1-24B": {
+        "text_config": shape(
+            *(40, 5120, 32768, 32, 8),
+            **{"model_type": "mistral", "vocab_size": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e9},
+            **{"head_dim": 128, "sliding_window": None, "max_position_embeddings": 131072},
+        ),
+        "vision_config": {
+            **{"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24},
+            **{"num_attention_heads": 16, "head_dim": 64, "patch_size": 14, "image_size": 1540},
+        },
+        **{"model_type": "mistral3", "image_token_index": 10},
+    },
     "llama3.1-8B-Instruct": llama(32, 4096, 14336, 32, head=128, factor=8.0, tied=False),
     "llama3.2-1B-Instruct": llama(16, 2048, 8192, 32, head=64, factor=32.0, tied=True),
     "llama3.2-3B-Instruct": llama(28, 3072, 8192, 24, head=128, factor=32.0, tied=True),

@@ -41,6 +41,7 @@ SERVED = (
     "deepseek_v3",
     "kimi_k2",
     "minimax_m2",
+    "mistral3",
     "mixtral",
     "seed_oss",
     "qwen3_next",

@@ -100,6 +100,7 @@ def test_a_config_that_nothing_here_computes_is_refused_by_what_it_asks_for(conf
 
 QWEN35_27B = PUBLISHED["qwen3.5-27B"]["text_config"]
 GEMMA4 = PUBLISHED["gemma4-31B"]["text_config"]
+MISTRAL_SMALL = PUBLISHED["mistral-small-3.1-24B"]["text_config"]
 OSS_ROPE = PUBLISHED["gpt-oss-20b"]["rope_scaling"]
 BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
 
@@ -125,6 +126,11 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("gemma4-31B", {"text_config": GEMMA4 | {"enable_moe_block": True}}, "enable_moe_block is True"),
         ("olmo3-7B", {"attention_bias": True}, "attention_bias is True; the layers of a olmo3 have False"),
         ("seed-oss-36B", {"attention_out_bias": True}, "attention_out_bias is True; the layers of a seed_oss have"),
+        (
+            "mistral-small-3.1-24B",
+            {"text_config": MISTRAL_SMALL | {"rope_parameters": {"llama_4_scaling_beta": 0.1}}},
+            "llama_4_scaling_beta is 0.1; queries are not scaled",
+        ),
         ("mixtral-8x7B", {"head_dim": 64}, "head_dim is 64 of 32 heads; SGLang has .* 128"),
         ("deepseek-v3", {"rope_scaling": yarn(64, 32)}, "--rotary-scaling-factor is 40"),
         ("gpt-oss-20b", {"sliding_window": 64}, "--window-size is .127, 0.; .* 63,0"),

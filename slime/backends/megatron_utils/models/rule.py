@@ -244,6 +244,12 @@ COMPOSITE: dict[str, Any] = {
     "tower": "model.visual.",
 }
 """Fields of the weight map of a folder that holds a language model and a vision tower."""
+TEXT_PART: dict[str, Any] = {
+    "top": tuple(Rule(rule.megatron, (f"language_model.{rule.hf[0]}",)) for rule in TOP),
+    "layer_prefix": "language_model.model.layers.{layer}.",
+    "untrained": (r"(?:vision_tower|multi_modal_projector|mm_projector)\..+",),
+}
+"""The same of a folder whose tower the trainer goes without, laid out as LLaVA's."""
 NORMS = (
     # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
     Rule("input_layernorm.weight", ("input_layernorm.weight",)),
