@@ -141,11 +141,12 @@ def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[s
 @torch.no_grad()
 def draw_adapters(model: Sequence[torch.nn.Module]) -> None:
     """Fill B of every adapter, which starts at zero, with numbers that do not depend on the layout."""
+    is_gated = unwrap_model(model[0]).config.gated_linear_unit
     for name, shard in iter_global_parameters(model, added=True):
         if ".lora.b" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             whole = torch.randn(whole_shape(shard), generator=generator) * 0.2
-            shard.tensor.copy_(local_part(shard, whole))
+            shard.tensor.copy_(local_part(shard, whole, is_gated=is_gated))
 
 
 def export(

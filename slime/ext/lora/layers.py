@@ -221,7 +221,7 @@ def add_adapters(model: torch.nn.Module, table: AdapterTable, *, seed: int) -> N
         if shard.expert_index in (None, 0):
             part_of_row = None if len(chosen) == 1 else _parts_of_rows(shard, rule, dims, chosen)
             is_shared = config.shares_experts and type(layer) is StackedLinear
-            own_rows = _own_rows(shard).to(shard.tensor.device) if is_shared else None
+            own_rows = _own_rows(shard, dims).to(shard.tensor.device) if is_shared else None
             layer.lora = Adapter(layer, config, sum(chosen), part_of_row, own_rows)
             vars(layer.weight).update(lora=layer.lora, served=served_value)
             layer.register_forward_hook(_add_output)
@@ -262,7 +262,7 @@ def _parts_of_rows(shard: Shard, rule: Rule, dims: ModelDims, chosen: Sequence[b
     part_of_row = torch.full((num_rows,), -1)
     for index, rows in enumerate(part for part, is_chosen in zip(parts, chosen, strict=True) if is_chosen):
         part_of_row[rows.flatten()] = index
-    return part_of_row[_own_rows(shard)].to(shard.tensor.device)
+    return part_of_row[_own_rows(shard, dims)].to(shard.tensor.device)
 
 
 def _num_rows(shard: Shard) -> int:
@@ -270,10 +270,10 @@ def _num_rows(shard: Shard) -> int:
     return shard.tensor.size(0) * (tensor_parallel_group(shard).size() if shard.split_dim == 0 else 1)
 
 
-def _own_rows(shard: Shard) -> Tensor:
+def _own_rows(shard: Shard, dims: ModelDims) -> Tensor:
     """Return which of a weight's rows are on this rank, [rows on this rank]."""
     rows = torch.arange(_num_rows(shard))[:, None]
-    return (local_part(shard, rows) if shard.split_dim == 0 else rows).flatten()
+    return (local_part(shard, rows, is_gated=dims.is_gated) if shard.split_dim == 0 else rows).flatten()
 
 
 def _add_output(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:

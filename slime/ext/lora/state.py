@@ -196,7 +196,7 @@ def fill_adapters(
                     f"{source} has other numbers for {other} than for {weight}, which share an adapter "
                     "with --lora-experts shared; use --lora-experts each."
                 )
-        shard.value(into).copy_(local_part(shard, value))
+        shard.value(into).copy_(local_part(shard, value, is_gated=table.dims.is_gated))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, read, group=init_gloo_group())
     if unread := sorted(tensors.keys() - set().union(*everyone)):

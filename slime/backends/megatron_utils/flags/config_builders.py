@@ -52,6 +52,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         values["activation_func"] = F.silu
     if args.quick_geglu:
         values |= {"activation_func": quick_gelu, "gated_linear_unit": True}
+    if not (args.swiglu or args.quick_geglu or args.add_bias_linear):
+        values["bias_activation_fusion"] = False  # on by default, and there is none for an MLP without gate and bias
     layout = values.get("pipeline_model_parallel_layout")
     if args.mtp_num_layers and layout and "m" not in layout:
         # MTP layers precede the loss, whether the layout says so or not.

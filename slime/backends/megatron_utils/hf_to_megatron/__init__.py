@@ -115,7 +115,7 @@ def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMa
         _check_head(tensors, weight_map.find(OUTPUT_LAYER, shape)[1][0], full)
     if name in VOCABULARY:
         full = pad_vocabulary(full, shape)
-    part = local_part(shard, full)
+    part = local_part(shard, full, is_gated=shape.is_gated)
     if part.shape != shard.tensor.shape:
         raise DataError(
             f"{name} is {tuple(shard.tensor.shape)} on this rank; the checkpoint {tensors.folder} gives "
@@ -165,13 +165,18 @@ def _checked(name: str, tensors: HfTensors) -> Tensor:
     return tensor
 
 
-def local_part(shard: Shard, full: Tensor) -> Tensor:
-    """Return the slice of a whole tensor (vocabulary padding included) that this rank's parameter holds."""
+def local_part(shard: Shard, full: Tensor, *, is_gated: bool) -> Tensor:
+    """Return the slice of a whole tensor (vocabulary padding included) that this rank's parameter holds.
+
+    Args:
+        is_gated: the MLP's first matrix holds gate and up, each split on its own.
+    """
     if shard.split_dim is None:
         return full
     group = tensor_parallel_group(shard)
+    is_gate_up = is_gated and ".linear_fc1." in shard.name
     return tensor_parallel_slice(
-        full, dim=shard.split_dim, rank=group.rank(), size=group.size(), is_gate_up=".linear_fc1." in shard.name
+        full, dim=shard.split_dim, rank=group.rank(), size=group.size(), is_gate_up=is_gate_up
     )
 
 
