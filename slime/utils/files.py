@@ -175,32 +175,37 @@ _OF_FOLDER = ("model_type", "architectures", "tie_word_embeddings", "dtype", "to
 """Keys that a ``text_config`` may have as well, perhaps with another value, and that a model reads at the top."""
 
 
-def parse_object(data: str | bytes) -> dict[str, Any]:
-    """Return the object that a JSON text in UTF-8 is.
+def parse_object(data: str | bytes, *, takes_infinity: bool = False) -> dict[str, Any]:
+    """Return the object that a JSON text in UTF-8 is; arguments as in :func:`parse_value`.
 
     Raises:
         ValueError: as :func:`parse_value`, or it is something else.
     """
-    value = parse_value(data)
+    value = parse_value(data, takes_infinity=takes_infinity)
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not an object")
     return value
 
 
-def parse_value(data: str | bytes) -> Any:
+def parse_value(data: str | bytes, *, takes_infinity: bool = False) -> Any:
     """Return what a JSON text in UTF-8 says.
+
+    Args:
+        takes_infinity: ``Infinity`` is a number, as Python writes it: published config.json files have bounds of it.
 
     Raises:
         ValueError: it is none, or a key is there twice, a number is not finite, half a surrogate pair is in a text;
             one line.
     """
 
-    def refuse(constant: str) -> None:
-        raise ValueError(f"it has {constant}, which JSON does not have")
+    def constant(text: str) -> float:
+        if text == "Infinity" and takes_infinity:
+            return math.inf
+        raise ValueError(f"it has {text}, which JSON does not have")
 
     text = data if isinstance(data, str) else data.decode("utf-8")
     try:
-        value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=refuse, parse_float=_finite)
+        value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=constant, parse_float=_finite)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -220,7 +225,7 @@ def read_object(
     if not Path(path).is_file():
         raise ConfigError(f"{place} does not exist, or is no file; give the folder that it belongs to.")
     try:
-        return parse_object(read_outside_file(Path(path)))
+        return parse_object(read_outside_file(Path(path)), takes_infinity=True)
     except ValueError as reason:
         raise error(f"{place} is not JSON as it is needed: {reason}. {remedy}") from reason
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -202,6 +203,7 @@ def test_a_text_of_no_or_two_meanings_is_refused_with_its_place(name, tmp_path):
 
 
 def test_what_has_one_meaning_is_what_json_says():
+    assert parse_object('{"a": [0.0, Infinity]}', takes_infinity=True) == {"a": [0.0, math.inf]}
     for text in ('{"a": [1e-9, -0.0, "\\ud83d\\ude00", true, null, 1000000000000000019884624838656]}', "{}"):
         assert parse_object(text) == parse_object(text.encode()) == json.loads(text)
 

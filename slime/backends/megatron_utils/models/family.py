@@ -143,7 +143,8 @@ class ModelFamily:
             return self.with_defaults(language_config(known))
         config_class: Any = CONFIG_MAPPING[kind]
         try:
-            whole = config_class.from_dict(known).to_dict()
+            # It saves an infinity as an object, because JSON has none.
+            whole = config_class.from_dict(config_class._decode_special_floats(known)).to_dict()
         except (StrictDataclassError, LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise ValueError(
                 f"{config_class.__name__} of transformers refuses it: {' '.join(str(error).split())}"
