@@ -119,6 +119,13 @@ class ModelDims:
     linear_value_dim: int = 128
     linear_conv: int = 4
     """Tokens that its convolution sees."""
+    is_state_space: bool = False
+    """The layers with linear attention are Mamba-2: one gate for each value head, a convolution with biases, a skip
+    of each head, a norm of all values."""
+    attends: tuple[bool, ...] = ()
+    """True for layers with attention, linear or not, where layers have one half only; empty: all have it."""
+    has_mlp: tuple[bool, ...] = ()
+    """True for layers with an MLP or experts, likewise."""
 
     is_moe: tuple[bool, ...] = ()
     """True for layers with experts, one entry per layer; empty for none."""
@@ -175,6 +182,23 @@ class ModelDims:
         """Return True when layer ``layer`` (from 0) has linear attention; layers inside of MTP layers never do."""
         return layer < len(self.is_linear) and self.is_linear[layer]
 
+    def halves(self, layer: int) -> tuple[bool, bool]:
+        """Return whether layer ``layer`` (from 0) has attention, and an MLP or experts; layers inside of MTP layers
+        have both.
+        """
+        has_attention, has_mlp = (layer >= len(half) or half[layer] for half in (self.attends, self.has_mlp))
+        return has_attention, has_mlp
+
+    @property
+    def linear_gates(self) -> int:
+        """Gates of all value heads of linear attention."""
+        return self.linear_value_heads * (1 if self.is_state_space else 2)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers whose attention is not linear."""
+        return (sum(self.attends) if self.attends else self.num_layers) - sum(self.is_linear)
+
     @property
     def linear_ratio(self) -> int:
         """Value heads of one key head of linear attention."""
@@ -208,10 +232,11 @@ class ModelDims:
             return sum((one.forward_flops(length) - head) // self.num_layers for one in layers) + head
         attention = self._attention_flops(length) if self.attention == "grouped" else self._latent_flops(length)
         num_linear, num_moe = sum(self.is_linear), sum(self.is_moe)
-        attention = attention * (self.num_layers - num_linear) + num_linear * self._linear_flops(length)
+        attention = attention * self.num_kv_layers + num_linear * self._linear_flops(length)
         visited_width = self.expert_ffn * self.topk + self.shared_ffn
-        mlp_width = (self.num_layers - num_moe) * self.ffn_hidden_size + num_moe * visited_width
-        mlp = 6 * length * self.hidden_size * mlp_width
+        num_dense = (sum(self.has_mlp) if self.has_mlp else self.num_layers) - num_moe
+        mlp_width = num_dense * self.ffn_hidden_size + num_moe * visited_width
+        mlp = 2 * (self.gate_factor + 1) * length * self.hidden_size * mlp_width
         return attention + mlp + head
 
     def tower_flops(self, images: Iterable[int]) -> int:
@@ -246,7 +271,10 @@ class ModelDims:
         return query + key_value + scores_and_values + output
 
     def _linear_flops(self, length: int) -> int:
-        """Return the FLOPs of a gated delta net: two reads and a write of the state per token and value head."""
-        widths = self.linear_channels + 2 * self.linear_value_width + 2 * self.linear_value_heads
+        """Return the FLOPs of linear attention: per token and value head a write of the state and two reads, of
+        Mamba-2 one.
+        """
+        widths = self.linear_channels + 2 * self.linear_value_width + self.linear_gates
         projections = 2 * length * self.hidden_size * widths
-        return projections + 6 * length * self.linear_value_width * self.linear_key_dim
+        touches = 2 if self.is_state_space else 3
+        return projections + 2 * touches * length * self.linear_value_width * self.linear_key_dim

@@ -61,25 +61,28 @@ def layer_terms(
     recompute = recompute or Recompute()
     row = local_tokens(batch, sizes) * dims.hidden_size * batch.element_bytes
     keeps_norms = not recompute.drops("layernorm")
+    attends, has_mlp = dims.halves(layer)
     terms = {
-        "residual before attention": row * _norm_copy(dims, batch),
-        "norm before attention": row * keeps_norms,
-        "residual before the MLP": row * _norm_copy(dims, batch),
-        "norm before the MLP": row * keeps_norms,
+        "residual before attention": row * _norm_copy(dims, batch) * attends,
+        "norm before attention": row * keeps_norms * attends,
+        "residual before the MLP": row * _norm_copy(dims, batch) * has_mlp,
+        "norm before the MLP": row * keeps_norms * has_mlp,
         "norms after attention and MLP": row * dims.post_norms,
         "what only the family has": local_tokens(batch, sizes) * dims.own_activations * batch.element_bytes,
-        "statistics of norms": 4 * local_tokens(batch, sizes) * (2 + dims.post_norms),
+        "statistics of norms": 4 * local_tokens(batch, sizes) * (attends + has_mlp + dims.post_norms),
     }
     if dims.has_linear_attention(layer):
         terms |= _linear_terms(dims, sizes, batch, recompute)
     elif dims.attention == "grouped":
-        terms |= _grouped_terms(dims, sizes, batch)
+        terms |= _grouped_terms(dims, sizes, batch) if attends else {}
     elif dims.attention == "latent":
         terms |= _latent_terms(dims, sizes, batch, recompute)
     else:
         terms |= _sparse_terms(dims, sizes, batch, layer)
     if dims.is_moe[min(layer, dims.num_layers - 1)]:
         return terms | _expert_terms(dims, sizes, batch, recompute)
+    if not has_mlp:
+        return terms
     width = batch.tokens * dims.ffn_hidden_size // sizes.tensor * batch.element_bytes
     return terms | {"MLP": 0 if recompute.drops("mlp") else width * (dims.gate_factor + 1)}
 
@@ -121,7 +124,7 @@ DELTA_CHUNK = 64
 
 
 def _linear_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, recompute: Recompute) -> Terms:
-    """Return the activations of a gated delta net in plain fp32 torch; ``fla``'s kernels keep a fraction of it.
+    """Return the activations of a gated delta net, or of Mamba-2, in plain fp32 torch; kernels keep a fraction of it.
 
     Context parallelism changes nothing: a rank has all tokens for a share of its heads.
     """
@@ -130,6 +133,20 @@ def _linear_terms(dims: ModelDims, sizes: ParallelSizes, batch: MicroBatch, reco
     key_dim, value_dim = dims.linear_key_dim, dims.linear_value_dim
     channels = dims.linear_channels // sizes.tensor
     one = 4 * tokens
+    if dims.is_state_space:
+        terms = {
+            "gate, output and their norm": 5 * values * value_dim * one,
+            "attention output": values * value_dim * tokens * element,
+        }
+        inside = {
+            "convolution": 2 * channels * tokens * element,
+            "queries and keys": 2 * keys * key_dim * one,
+            "products within chunks": (keys + 2 * values) * chunk * one,
+            "values, and what is written": 3 * values * value_dim * one,
+            "keys and queries with their decays": 2 * values * key_dim * one,
+            "states in front of chunks": 2 * values * key_dim * value_dim * one // chunk,
+        }
+        return terms | dict.fromkeys(inside, 0) if recompute.drops("core_attn") else terms | inside
     terms = {
         "before the gated norm": values * value_dim * one,
         "gate and its sigmoid": 3 * values * value_dim * one,

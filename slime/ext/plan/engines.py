@@ -175,7 +175,8 @@ def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
             own = _replaced_shared(dims, count.dense + count.frozen - router, engine, mlp_tp)
             per_layer.append((own + experts * matrix // inside) * engine.weight_bytes + 2 * router)
         else:
-            mlp = (dims.gate_factor + 1) * dims.of_layer(layer).ffn_hidden_size * dims.hidden_size
+            own_ffn = dims.of_layer(layer).ffn_hidden_size * dims.halves(layer)[1]
+            mlp = (dims.gate_factor + 1) * own_ffn * dims.hidden_size
             own = count.dense + count.frozen - mlp // engine.attention_tp + mlp // mlp_tp
             per_layer.append(own * engine.weight_bytes)
     trunk = sum(sorted(per_layer, reverse=True)[:layers])
@@ -223,7 +224,7 @@ def _replaced_shared(dims: ModelDims, own: int, engine: EngineShape, mlp_tp: int
 def kv_bytes_per_token(dims: ModelDims, engine: EngineShape) -> int:
     """Return the KV cache bytes of one token on one GPU of its attention replica."""
     # Linear attention keeps a state for each request instead.
-    layers = -(-(dims.num_layers - sum(dims.is_linear) + engine.draft_layers) // engine.pp_size)
+    layers = -(-(dims.num_kv_layers + engine.draft_layers) // engine.pp_size)
     if dims.attention == "grouped":
         kinds = [dims.of_layer(layer) for layer in range(dims.num_layers)]
         widths = [max(one.num_query_groups // engine.attention_tp, 1) * one.head_dim for one in kinds]

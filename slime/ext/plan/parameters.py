@@ -144,10 +144,13 @@ class Matrix:
 def layer_matrices(dims: ModelDims, sizes: ParallelSizes, layer: int) -> Iterator[Matrix]:
     """Yield the linear layers of one layer; ``layer`` as in :func:`layer_parameters`."""
     dims = dims.of_layer(layer)
+    attends, has_mlp = dims.halves(layer)
     if dims.has_linear_attention(layer):
         yield from _linear_attention(dims, sizes)
-    else:
+    elif attends:
         yield from _grouped_attention(dims, sizes) if dims.attention == "grouped" else _latent_attention(dims, sizes)
+    if not has_mlp:
+        return
     if not dims.is_moe[min(layer, dims.num_layers - 1)]:
         yield from _mlp("mlp", dims, dims.ffn_hidden_size // sizes.tensor)
         return
@@ -183,8 +186,9 @@ def _grouped_attention(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Matrix
 
 
 def _linear_attention(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Matrix]:
-    rows = dims.linear_channels + dims.linear_value_width + 2 * dims.linear_value_heads
-    yield _attention("in_proj", "in_proj_qkvz in_proj_ba", rows // sizes.tensor, dims.hidden_size)
+    rows = dims.linear_channels + dims.linear_value_width + dims.linear_gates
+    parts = "in_proj" if dims.is_state_space else "in_proj_qkvz in_proj_ba"
+    yield _attention("in_proj", parts, rows // sizes.tensor, dims.hidden_size)
     yield _attention("out_proj", "out_proj", dims.hidden_size, dims.linear_value_width // sizes.tensor)
 
 
@@ -208,7 +212,8 @@ def layer_parameters(
     dims = dims.of_layer(layer)
     matrices = list(layer_matrices(dims, sizes, layer))
     dense = sum(one.size for one in matrices if not one.is_expert) + _attention_vectors(dims, sizes, layer)
-    dense += (2 + dims.post_norms) * dims.norm_params * dims.hidden_size + dims.own_parameters
+    num_norms = sum(dims.halves(layer)) + dims.post_norms
+    dense += num_norms * dims.norm_params * dims.hidden_size + dims.own_parameters
     if not dims.is_moe[min(layer, dims.num_layers - 1)]:
         return ParameterCount(dense=dense) + _indexer(dims, layer)
     router = dims.num_experts * (dims.hidden_size + dims.has_bias)
@@ -224,7 +229,11 @@ def _attention_vectors(dims: ModelDims, sizes: ParallelSizes, layer: int) -> int
     """Count the parameters of attention beside its projections: norms, sinks, convolution, decays."""
     if dims.has_linear_attention(layer):
         cut = dims.linear_channels * dims.linear_conv + 2 * dims.linear_value_heads
+        if dims.is_state_space:
+            return (cut + dims.linear_channels + dims.linear_value_heads + dims.linear_value_width) // sizes.tensor
         return cut // sizes.tensor + dims.linear_value_dim
+    if not dims.halves(layer)[0]:
+        return 0
     if dims.attention != "grouped":
         return dims.norm_params * (dims.kv_lora + (dims.q_lora or 0)) if dims.has_qk_norm else 0
     # Norms are whole on every rank, over all heads or not.

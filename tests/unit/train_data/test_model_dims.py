@@ -1,6 +1,7 @@
 """Forward FLOPs against products counted by hand."""
 
 from argparse import Namespace
+from dataclasses import replace
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 
@@ -12,6 +13,7 @@ DENSE = {
     "kv_channels": 4,
     "ffn_hidden_size": 16,
     "vocab_size": 10,
+    "swiglu": True,
 }
 
 
@@ -54,3 +56,14 @@ def test_linear_attention_has_no_square_and_a_gate_widens_the_query():
     full = 2 * 7 * 8 * (2 * 8 + 2 * 4) + 2 * 7 * 7 * 8 + 2 * 7 * 8 * 8
     rest = 2 * 6 * 7 * 8 * 16 + 2 * 7 * 8 * 10
     assert model.forward_flops(7) == linear + full + rest
+
+
+def test_layers_of_one_half_count_that_half_and_an_mlp_without_a_gate_two_matrices():
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3}
+    args = Namespace(**{**DENSE, "num_layers": 3, "swiglu": False}, **sizes, linear_value_head_dim=5)
+    args.linear_attention_freq, args.num_experts = [1, 0, 0], None
+    model = replace(model_dims(args), is_state_space=True, attends=(True, True, False), has_mlp=(False, False, True))
+    assert [model.halves(layer) for layer in range(4)] == [(True, False), (True, False), (False, True), (True, True)]
+    mamba = 2 * 7 * 8 * (6 + 6 + 20 + 20 + 4) + 2 * 7 * 20 * 8 + 7 * 4 * 2 * (2 * 3 * 5)
+    attention = 2 * 7 * 8 * (2 * 4 + 2 * 4) + 2 * 7 * 7 * 8 + 2 * 7 * 8 * 8
+    assert model.forward_flops(7) == mamba + attention + 2 * 2 * 7 * 8 * 16 + 2 * 7 * 8 * 10
