@@ -136,6 +136,14 @@ MINIMAX_M2 = {
     "use_mtp": True,
     "num_mtp_modules": 3,
 }
+NEMOTRON_H = {
+    **{"model_type": "nemotron_h", "head_dim": 128, "vocab_size": 131072, "tie_word_embeddings": False},
+    **{"layer_norm_epsilon": 1e-5, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "expand": 2},
+    **{"mlp_hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "use_bias": False},
+    **{"mamba_hidden_act": "silu", "mamba_proj_bias": False, "use_conv_bias": True, "chunk_size": 128},
+    **{"rope_theta": 10000, "partial_rotary_factor": 1.0, "sliding_window": None, "residual_in_fp32": False},
+    **{"time_step_min": 0.001, "time_step_max": 0.1, "time_step_limit": [0.0, float("inf")]},
+}
 QWEN3_NEXT = {
     **qwen3_moe(48, 2048, 5120, 16, expert=512),
     "model_type": "qwen3_next",
@@ -300,6 +308,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         **{"model_type": "mistral3", "image_token_index": 10},
     },
+    "nemotron3-nano-30B-A3B": {
+        **shape(52, 2688, 1856, 32, 2, **NEMOTRON_H, mamba_num_heads=64, mamba_head_dim=64),
+        **{"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "n_routed_experts": 128},
+        **{"num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712},
+        **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    },
     "llama3.1-8B-Instruct": llama(32, 4096, 14336, 32, head=128, factor=8.0, tied=False),
     "llama3.2-1B-Instruct": llama(16, 2048, 8192, 32, head=64, factor=32.0, tied=True),
     "llama3.2-3B-Instruct": llama(28, 3072, 8192, 24, head=128, factor=32.0, tied=True),
@@ -364,6 +378,10 @@ WITHOUT_A_FILE: dict[str, dict[str, Any]] = {
         **{"model_type": "llama", "vocab_size": 49152, "rms_norm_eps": 1e-5, "rope_theta": 130000},
         **{"tie_word_embeddings": True, "mlp_bias": False, "pretraining_tp": 1},
     ),
+    "nemotron-nano-9B-v2": {
+        **shape(56, 4480, 15680, 40, 8, **NEMOTRON_H, mamba_num_heads=128, mamba_head_dim=80),
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    },
     "llama3.3-70B": {**llama(80, 8192, 28672, 64, head=128, factor=8.0, tied=False)},
     "mistral-7B-v0.3": shape(
         *(32, 4096, 14336, 32, 8),
@@ -395,5 +413,6 @@ NUM_PARAMETERS = {
         "qwen3-vl-2B": 2_127_532_032,
         "qwen3-vl-8B": 8_767_123_696,
     },
+    **{"nemotron3-nano-30B-A3B": 31_577_937_344, "nemotron-nano-9B-v2": 8_888_227_328},
 }
 """As the models' pages state them, or the index of their weights."""

@@ -151,6 +151,7 @@ OWN_ATTENTION = (
     "glm5",
     "gpt_oss",
     "minimax_m2",
+    "nemotron_h",
     "olmo3",
     "qwen3_5_moe",
     "qwen3_next",

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.flags.model_dims import linear_layers
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
 from slime.utils.errors import ConfigError
-from slime_plugins.models.qwen3_next.gated_delta_net import gated_delta_net_spec
+from slime_plugins.models.qwen3_next.gated_delta_net import GatedDeltaNet, gated_delta_net_spec
 
 __all__ = ["check_stages", "get_qwen3_next_spec"]
 
@@ -60,10 +60,10 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
         )
 
 
-def with_delta_net(layer: ModuleSpec) -> ModuleSpec:
+def with_delta_net(layer: ModuleSpec, module: type[GatedDeltaNet] = GatedDeltaNet) -> ModuleSpec:
     """Return the layer with linear attention in place of its own."""
     names = dict(layer.submodules.sharded_state_dict_keys_map)
     # On disk the norm belongs to the projection that follows, as TransformerEngine has it.
     names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    parts = replace(layer.submodules, self_attention=gated_delta_net_spec(), sharded_state_dict_keys_map=names)
+    parts = replace(layer.submodules, self_attention=gated_delta_net_spec(module), sharded_state_dict_keys_map=names)
     return replace(layer, submodules=parts)

@@ -28,7 +28,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
+from slime_plugins.models.qwen3_next.packed_rows import PackedRows
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 """``chunk_gated_delta_rule`` of ``fla``: outputs [1, t, heads, dv] and the last state."""
@@ -87,9 +87,9 @@ def chunked_delta_rule(
 ) -> Tensor:
     """Run :func:`gated_delta_rule` in plain torch, on any device."""
     dtype = torch.promote_types(value.dtype, torch.float32)
-    q, k = (_chunks(unit(x.to(dtype)), rows)[:, :, None] for x in (query, key))  # [n, h, 1, c, dk]
+    q, k = (rows.in_chunks(unit(x.to(dtype)))[:, :, None] for x in (query, key))  # [n, h, 1, c, dk]
     q = q * query.size(-1) ** -0.5
-    v, g, b = (_chunks(x.to(dtype), rows) for x in (value, log_decay[..., None], strength[..., None]))
+    v, g, b = (rows.in_chunks(x.to(dtype)) for x in (value, log_decay[..., None], strength[..., None]))
     total = g.squeeze(-1).cumsum(-1)  # [n, h, r, c]
     num_chunk = total.size(-1)
     is_future = torch.ones(num_chunk, num_chunk, dtype=torch.bool, device=value.device).triu(1)
@@ -126,15 +126,9 @@ def chunked_delta_rule(
         first += count
     if not outputs:
         return value
-    flat = torch.cat(outputs).permute(0, 3, 1, 2, 4).flatten(0, 1)  # [n * c, h, r, dv]
-    return flat.index_select(0, rows.chunk_places).to(value.dtype)
+    return rows.in_order(outputs).to(value.dtype)
 
 
 def unit(x: Tensor) -> Tensor:
     """Normalise the vectors of the last dimension to length one (a little less where they are tiny)."""
     return x * (x.square().sum(-1, keepdim=True) + UNIT_EPSILON).rsqrt()
-
-
-def _chunks(x: Tensor, rows: PackedRows) -> Tensor:
-    """Map [t, ..., d] to [n, ..., c, d]; missing tokens are zeros, which write and read nothing."""
-    return rows_or_zeros(x, rows.chunk_tokens).movedim(1, -2)

@@ -50,9 +50,6 @@ from slime.train_data.context_parallel import CPRank, slice_zigzag
 from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule
 from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
 
-_CUT_OVER_TENSOR_RANKS = ("conv_weight", "A_log", "dt_bias")
-"""Parameters of the layer itself, all cut along their first dimension."""
-
 
 @dataclass
 class GatedDeltaNetSubmodules:
@@ -89,7 +86,11 @@ class GatedDeltaNet(MegatronModule):
     """The self-attention of a layer without softmax.
 
     Invariant: outputs and gradients of a sequence do not depend on what it is packed with, nor on the layout.
+    Mamba-2 (``slime_plugins/models/nemotron_h``) is this layer with another rule in :meth:`core`.
     """
+
+    gates_of_value_head = 2
+    """Outputs of ``in_proj`` that a value head has for its rule: write strength and step."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class GatedDeltaNet(MegatronModule):
         values = self.ratio * self.value_width
         self.channels = 2 * self.key_width + values
         """Channels of the convolution that belong to one key head: q, k, v."""
-        self.part_sizes = (self.channels, 2 * self.ratio, values)
+        self.part_sizes = (self.channels, self.gates_of_value_head * self.ratio, values)
         """Of what ``in_proj`` gives for one key head: q, k and v; b and a; z."""
         self.in_proj = build_module(
             submodules.in_proj,
@@ -133,10 +134,11 @@ class GatedDeltaNet(MegatronModule):
             is_expert=False,
             tp_group=self.tp_group,
         )
-        self.conv_weight = _cut_parameter(config, self.num_heads * self.channels, self.conv_width)
-        self.A_log = _cut_parameter(config, self.num_heads * self.ratio)
-        self.dt_bias = _cut_parameter(config, self.num_heads * self.ratio)
-        self.out_norm = GatedNorm(config, self.value_width)
+        self.conv_weight = cut_parameter(config, self.num_heads * self.channels, self.conv_width)
+        self.conv_bias: torch.nn.Parameter | None = None
+        self.A_log = cut_parameter(config, self.num_heads * self.ratio)
+        self.dt_bias = cut_parameter(config, self.num_heads * self.ratio)
+        self.add_parameters(config)
         self.out_proj = build_module(
             submodules.out_proj,
             config.linear_num_value_heads * self.value_width,
@@ -151,6 +153,10 @@ class GatedDeltaNet(MegatronModule):
         )
         if config.perform_initialization:
             self._initialize()
+
+    def add_parameters(self, config: TransformerConfig) -> None:
+        """Add what belongs to this rule alone; parameters of the layer itself are made by :func:`cut_parameter`."""
+        self.out_norm = GatedNorm(config, self.value_width)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -194,9 +200,12 @@ class GatedDeltaNet(MegatronModule):
         out = checkpoint(core, False, mixed) if self.recomputes_core and self.training else core(mixed)
         if is_exchanged:
             out = tokens_for_heads(out, order, self.cp_group)
+        return self.out_proj(self.normed(out, gate).flatten(1).unsqueeze(1))
+
+    def normed(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Norm the outputs [t, h, r * dv] of all heads of this rank, and apply the gate of that shape."""
         per_head = (-1, self.num_heads * self.ratio, self.value_width)
-        out = self.out_norm(out.reshape(per_head), gate.reshape(per_head), self.tp_group)
-        return self.out_proj(out.flatten(1).unsqueeze(1))
+        return self.out_norm(out.reshape(per_head), gate.reshape(per_head), self.tp_group)
 
     def core(self, mixed: Tensor, rows: PackedRows) -> Tensor:
         """Return [T, h, r * dv] from the projections [T, h, 2 dk + r dv + 2 r] of this rank's share of heads."""
@@ -204,7 +213,7 @@ class GatedDeltaNet(MegatronModule):
         qkv = F.silu(self.convolve(qkv.flatten(1), rows)).unflatten(-1, (-1, self.channels))
         query, key, value = qkv.split([self.key_width, self.key_width, self.ratio * self.value_width], dim=-1)
         strength, step = strength_and_step.split(self.ratio, dim=-1)  # [T, h, r]
-        decay_rate, step_bias = (self._share(x).float().view(-1, self.ratio) for x in (self.A_log, self.dt_bias))
+        decay_rate, step_bias = (self.share(x).float().view(-1, self.ratio) for x in (self.A_log, self.dt_bias))
         log_decay = -decay_rate.exp() * F.softplus(step.float() + step_bias)
         value = value.unflatten(-1, (self.ratio, self.value_width))
         out = gated_delta_rule(query, key, value, log_decay, strength.float().sigmoid(), rows)
@@ -212,11 +221,12 @@ class GatedDeltaNet(MegatronModule):
 
     def convolve(self, x: Tensor, rows: PackedRows) -> Tensor:
         """Convolve [T, channels]: each channel over the last tokens of its own sequence."""
-        weight = self._share(self.conv_weight)[:, None]
+        weight = self.share(self.conv_weight)[:, None].to(x.dtype)
+        bias = None if self.conv_bias is None else self.share(self.conv_bias).to(x.dtype)
         padded = rows_or_zeros(x, rows.conv_tokens).T[None]
-        return F.conv1d(padded, weight.to(x.dtype), groups=weight.size(0))[0].T.index_select(0, rows.conv_places)
+        return F.conv1d(padded, weight, bias, groups=weight.size(0))[0].T.index_select(0, rows.conv_places)
 
-    def _share(self, parameter: Tensor) -> Tensor:
+    def share(self, parameter: Tensor) -> Tensor:
         """Return the part of a parameter that belongs to this context-parallel rank's share of heads."""
         return parameter.chunk(self.cp_group.size())[self.cp_group.rank()]
 
@@ -230,7 +240,7 @@ class GatedDeltaNet(MegatronModule):
         state = make_sharded_tensors_for_checkpoint(
             own,
             prefix,
-            dict.fromkeys(_CUT_OVER_TENSOR_RANKS, 0),
+            dict.fromkeys(own, 0),
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
@@ -243,11 +253,11 @@ class GatedDeltaNet(MegatronModule):
         return state
 
 
-def gated_delta_net_spec() -> ModuleSpec:
-    """Return self-attention of a layer with a gated delta net."""
+def gated_delta_net_spec(module: type[GatedDeltaNet]) -> ModuleSpec:
+    """Return self-attention of a layer with a gated delta net, or another rule in its place."""
     provider = LocalSpecProvider()
     return ModuleSpec(
-        module=GatedDeltaNet,
+        module=module,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=GatedDeltaNetSubmodules(
             in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()
@@ -255,7 +265,7 @@ def gated_delta_net_spec() -> ModuleSpec:
     )
 
 
-def _cut_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+def cut_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return a parameter of which each tensor-parallel rank holds a part of the rows."""
     parameter = torch.nn.Parameter(torch.empty(*shape, **cpu_platform.of_new_parameters(config)))
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)

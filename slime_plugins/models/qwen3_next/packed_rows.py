@@ -94,6 +94,14 @@ class PackedRows:
 
         return kept_on(packed_seq_params, "packed_rows", make)
 
+    def in_chunks(self, x: Tensor) -> Tensor:
+        """Map [T, ..., d] to [N, ..., C, d]; missing tokens are zeros."""
+        return rows_or_zeros(x, self.chunk_tokens).movedim(1, -2)
+
+    def in_order(self, chunks: Sequence[Tensor]) -> Tensor:
+        """Map the chunks [N, h, r, C, d] of all steps to the tokens [T, h, r, d]."""
+        return torch.cat(list(chunks)).permute(0, 3, 1, 2, 4).flatten(0, 1).index_select(0, self.chunk_places)
+
 
 def rows_or_zeros(x: Tensor, index: Tensor) -> Tensor:
     """Select ``x[index]`` along the first dimension; the index after the last row gives zeros."""

@@ -97,6 +97,12 @@ CASES = {
         "--actor-num-gpus-per-node 8 --mtp-num-layers 1 --enable-mtp-training",
         (0, 15),
     ),
+    "Nemotron 3 Nano": (
+        "nemotron3-nano-30B-A3B",
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --actor-num-gpus-per-node 8",
+        (0, 7),
+    ),
     "Qwen3.5-27B": (
         "qwen3.5-27B",
         "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 "

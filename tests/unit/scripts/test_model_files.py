@@ -124,6 +124,10 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("gemma3-1B", {"sliding_window": 1024}, "--window-size is .511, 0.; .* 1023,0"),
         ("gemma4-31B", {"text_config": GEMMA4 | {"head_dim": 128}}, "--kv-channels is 256; head_dim is 128"),
         ("gemma4-31B", {"text_config": GEMMA4 | {"enable_moe_block": True}}, "enable_moe_block is True"),
+        ("nemotron3-nano-30B-A3B", {"n_groups": 4}, "--linear-num-key-heads is 8; n_groups is 4"),
+        ("nemotron3-nano-30B-A3B", {"time_step_limit": [0.0, 1.0]}, "time_step_limit is .0.0, 1.0.; the steps"),
+        ("nemotron3-nano-30B-A3B", {"moe_latent_size": 1024}, "moe_latent_size is 1024"),
+        ("nemotron3-nano-30B-A3B", {"hybrid_override_pattern": "EM*"}, "--num-layers is 52"),
         ("olmo3-7B", {"attention_bias": True}, "attention_bias is True; the layers of a olmo3 have False"),
         ("seed-oss-36B", {"attention_out_bias": True}, "attention_out_bias is True; the layers of a seed_oss have"),
         (
