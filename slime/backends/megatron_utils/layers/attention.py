@@ -3,9 +3,10 @@
 Shapes: t = tokens of this rank, h = heads of this rank, d = head dimension; "thd" is [t, h, d] with the sequences of a
 micro-batch one after the other, and "sbhd" the padded [s, b, h, d].
 
-On CUDA in bf16 or fp16 the sequences go through one flash kernel; otherwise (CPU, fp32, or ``--attention-backend
-unfused``) each goes through torch's scaled-dot-product attention (:mod:`.attention_kernels`).  Softmax with a sink:
-:mod:`.sink_attention`.  With context parallelism a rank has two chunks of every sequence: :func:`zigzag_attention`.
+On CUDA in bf16 or fp16 the sequences go through one flash kernel; otherwise (CPU, fp32, heads wider than 256, or
+``--attention-backend unfused``) each goes through torch's scaled-dot-product attention (:mod:`.attention_kernels`).
+Softmax with a sink: :mod:`.sink_attention`.  With context parallelism a rank has two chunks of every sequence:
+:func:`zigzag_attention`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from slime.backends.megatron_utils import cpu_platform
-from slime.backends.megatron_utils.layers.attention_kernels import per_sequence_attention, varlen_attention
+from slime.backends.megatron_utils.layers.attention_kernels import (
+    MAX_FLASH_WIDTH,
+    per_sequence_attention,
+    varlen_attention,
+)
 from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, rotary_tables
 from slime.backends.megatron_utils.layers.row_copies import RowCopies, copy_rows
 from slime.backends.megatron_utils.layers.sink_attention import make_sinks, varlen_sink_attention
@@ -132,7 +137,8 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Attend causally in packed sequences whose last query is at their last key."""
         sinks = self.softmax_offset
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not self.is_unfused:
+        is_served = query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= MAX_FLASH_WIDTH
+        if query.is_cuda and is_served and not self.is_unfused:
             sizes = cu_q, cu_k, max_q, max_k
             if sinks is None:
                 return varlen_attention(query, key, value, *sizes, scale=self.scale, window=self.window)

@@ -37,6 +37,9 @@ def per_sequence_attention(
 ) -> Tensor:
     """Attend one sequence at a time, on any device and in any dtype."""
     pieces = []
+    if query.is_cuda and query.size(-1) > MAX_FLASH_WIDTH and sinks is None:
+        # torch's kernel for wide heads wants as many of keys; else the whole square of scores is made.
+        key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
     for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
         num_q, num_k = q.size(0), k.size(0)
         if num_q == 0:
@@ -59,6 +62,10 @@ def per_sequence_attention(
         )
         pieces.append(out[0].transpose(0, 1))
     return torch.cat(pieces)
+
+
+MAX_FLASH_WIDTH = 256
+"""Of a head, in the flash kernels."""
 
 
 class FlashKernel(Protocol):
