@@ -1,8 +1,11 @@
-"""Gemma 4 on a CPU: torch's attention, which SGLang 0.5.15 refuses, and which looks for keys of windows elsewhere."""
+"""Gemma 4 without a processor, or on a CPU: there SGLang 0.5.15 refuses torch's attention, which looks for the keys of
+windows in the other pool, pads widths of experts that a dense model lacks, and has no kernel for capped logits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,21 +13,24 @@ import torch
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
-def allow_torch_native(original: Callable[..., None], server_args: Any) -> None:
-    """Let the check of a Gemma 4's attention backend pass ``torch_native``; whoever asks for another gets it."""
+def adjust(original: Callable[..., None], server_args: Any) -> None:
+    """Let the check of a Gemma 4's attention backend pass ``torch_native``; whoever asks for another gets it.
+
+    A folder without a processor, from which SGLang would not start, is served as the text model that it holds.
+    """
     backend = server_args.attention_backend
-    if backend != "torch_native" or not _is_gemma4(server_args.get_model_config().hf_config):
+    config = server_args.get_model_config().hf_config
+    if not any(name.startswith("Gemma4") for name in config.architectures or ()):
         original(server_args)
         return
-    server_args.attention_backend = "triton"
+    if server_args.enable_multimodal is None and not any(Path(server_args.model_path).glob("*processor_config.json")):
+        server_args.enable_multimodal = False
+        del server_args.model_config  # was made with the other value
+    server_args.attention_backend = "triton" if backend == "torch_native" else backend
     try:
         original(server_args)
     finally:
         server_args.attention_backend = backend
-
-
-def _is_gemma4(config: Any) -> bool:
-    return any(name.startswith("Gemma4") for name in config.architectures or ())
 
 
 def in_window_pool(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
@@ -38,8 +44,22 @@ def in_window_pool(original: Callable[..., Any], backend: Any, *args: Any, **opt
     )
 
 
+def pad_what_is_there(original: Callable[..., Any], model_config: Any, name: str, size: int) -> Any:
+    """Pad a width to whole blocks of a CPU's kernels, unless config.json has the key without a number."""
+    text = getattr(getattr(model_config, "hf_config", None), "text_config", None)
+    has_number = text is None or getattr(text, name, size) is not None
+    return original(model_config, name, size) if has_number else model_config
+
+
+def soft_cap(original: Callable[..., Any], logits: torch.Tensor, cap: float) -> Any:
+    """Cap logits in place, on a CPU without the kernel."""
+    return original(logits, cap) if logits.is_cuda else logits.div_(cap).tanh_().mul_(cap)
+
+
 HOOKS = (
-    ("sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments", allow_torch_native, "around"),
+    ("sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments", adjust, "around"),
+    ("sglang.srt.configs.update_config.update_intermediate_size", pad_what_is_there, "around"),
+    ("sglang.srt.layers.logits_processor.fused_softcap", soft_cap, "around"),
     (f"{_BACKEND}._run_sdpa_forward_extend", in_window_pool, "around"),
     (f"{_BACKEND}._run_sdpa_forward_decode", in_window_pool, "around"),
 )
