@@ -36,6 +36,7 @@ TARGETS = {
     "llama3": ["all-linear"],
     "qwen3": ["q_proj", "v_proj", "down_proj"],
     "olmo3": ["all-linear"],
+    "gemma4": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "seed_oss": ["all-linear"],
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.matrix.case import (
     FamilyCase,
     Tensors,
-    load_with_transformers,
+    quiet_transformers,
     random_tensor,
     read_tensors,
     write_tensors,
@@ -41,25 +40,18 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
     write_tensors(folder, tensors)
 
 
-class TextModel(torch.nn.Module):
-    """transformers' model, which saves no tower."""
-
-    def __init__(self, folder: Path) -> None:
-        """Read a folder, in fp32."""
-        super().__init__()
-        self.whole: Any = load_with_transformers(folder)
-        for module in self.whole.modules():
-            if isinstance(module, torch.nn.Embedding):
-                module.padding_idx = None  # the data has the token, whose gradient would be dropped
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [1, L, vocab]."""
-        return self.whole(tokens).logits
-
-    def save_pretrained(self, folder: str) -> None:
-        """The language model under its names in the whole folder."""
-        self.whole.save_pretrained(folder)
-        write_tensors(Path(folder), without_tower(read_tensors(Path(folder))))
+def reference(folder: Path) -> torch.nn.Module:
+    """Return transformers' model without its tower, in fp32."""
+    config = AutoConfig.from_pretrained(folder)
+    config.vision_config = None
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, attn_implementation="eager"
+        )
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # the data has the token, whose gradient would be dropped
+    return model
 
 
 def without_tower(tensors: Tensors) -> Tensors:
@@ -92,7 +84,7 @@ CASE = FamilyCase(
     },
     flags=model_flags,
     write=write,
-    reference=TextModel,
+    reference=reference,
     pushed=without_tower,
     about="windows of 5 tokens in layers 1 and 3 of 4; in the others 2 heads of keys, 24 wide, which are the values, "
     "and a quarter of each turns; logits capped at 4",
