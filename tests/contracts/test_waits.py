@@ -29,6 +29,7 @@ UNTIMED = {
     "slime.ext.training_api.queues.ModelQueue._take: asyncio.timeout": "timed as soon as a request waits for another",
     "slime.ext.training_api.queues.ModelQueue._take: self._arrived.wait": "as above; close() ends it",
     "slime.ext.training_api.queues.PassQueue.run: asyncio.gather": "each call of serve() is timed",
+    "slime.ext.training_api.engine_sampling.EngineSampling.sample: asyncio.gather": "posts have --rollout-timeout-s",
     "slime.ext.training_api.queues.PassQueue.serve: self._is_filled.wait": "serves until stop() cancels it",
     "slime.ext.training_api.samplers.Samplers._next_release: self._released.wait": "both callers are timed",
     "slime.utils.misc.exec_command: subprocess.run": "a whole training run may be the command",
