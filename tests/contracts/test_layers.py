@@ -45,6 +45,7 @@ FENCES = {  # library -> who may import it
     "wandb": ("slime.observability",),
     "tensorboard": ("slime.observability",),
     "torch.utils.tensorboard": ("slime.observability",),
+    "tinker": ("slime.ext.training_api",),
     "trackio": ("slime.ext.trackers",),
     "mlflow": ("slime.ext.trackers",),
 }

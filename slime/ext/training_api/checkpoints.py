@@ -164,7 +164,7 @@ class Checkpoints:
         parent.mkdir(parents=True, exist_ok=True)
         numbers = [number for number, _ in _numbered(parent, name)]
         if not overwrite and any(one.kind == kind and one.name == name for one in self._states_of(run_id)):
-            raise Refused(f"tinker://{run_id}/{kind}/{name} is there already; save with overwrite=True, or rename it.")
+            raise Refused(f"tinker://{run_id}/{kind}/{name} is there already; give another name, or overwrite=True.")
         return State(run_id, kind, name, parent / f"{name}.{max(numbers, default=0) + 1}", time.time())
 
     def announce(self, state: State) -> None:
