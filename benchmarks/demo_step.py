@@ -25,7 +25,7 @@ from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.sglang_utils.router_process import start_router
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.compose import parse_args, parts
-from slime.ext.fast_push.messages import RECEIVER
+from slime.ext.fast_push.loaders import RECEIVER
 from slime.flags.parse import record_runtime
 from slime.observability.logging_utils import init_tracking
 from slime.utils import env
@@ -93,7 +93,8 @@ def start_trainer(args: Namespace, undo: ExitStack) -> MegatronTrainRayActor:
     torch.set_num_threads(os.cpu_count() or 1)
     actor = MegatronTrainRayActor()
     actor.set_rendezvous(1, 0, "127.0.0.1", get_free_port(random.randint(20000, 21000)))
-    actor.init(args, "actor", with_ref=True, transport=parts(args).transport)
+    transport = parts(args).transport
+    actor.init(args, "actor", with_ref=True, transport=transport and transport.load())
     undo.callback(dist.destroy_process_group)
     return actor
 

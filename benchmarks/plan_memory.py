@@ -154,8 +154,9 @@ def run_rank(case: Case, options: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.model import setup_model_and_optimizer
     from slime.backends.megatron_utils.train_step import train_rollout
     from slime.compose import parts
+    from slime.ray.parts import load_all
 
-    model, optimizer, scheduler = setup_model_and_optimizer(args, transforms=parts(args).transforms)
+    model, optimizer, scheduler = setup_model_and_optimizer(args, transforms=load_all(parts(args).transforms))
     assert optimizer is not None and scheduler is not None
     load = argparse.Namespace(tokens=case.tokens, longest=case.tokens, microbatches=options.microbatches)
     dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()

@@ -226,6 +226,7 @@ def run(options: argparse.Namespace, extra: list[str], folder: str) -> None:
     from slime.backends.megatron_utils.model import setup_model_and_optimizer
     from slime.backends.megatron_utils.policies import ModelSwitch
     from slime.compose import parts
+    from slime.ray.parts import load_all
 
     config = read_hf_config(folder)
     dims = model_dims(args, config)
@@ -233,7 +234,7 @@ def run(options: argparse.Namespace, extra: list[str], folder: str) -> None:
         raise SystemExit(f"--images-per-sample is given; {options.model} has no vision tower. Choose another --model.")
     pixels = tuple(map(int, options.image_size.split("x")))
     cases = [SampleImages.of(dims.tower, config, count, pixels) for count in options.images_per_sample]
-    model, optimizer, scheduler = setup_model_and_optimizer(args, transforms=parts(args).transforms)
+    model, optimizer, scheduler = setup_model_and_optimizer(args, transforms=load_all(parts(args).transforms))
     trained = Trained(args, model, optimizer, scheduler, ModelSwitch(model), tower_clock(model))
     if options.reference:
         trained.weights.backup("ref")

@@ -123,9 +123,10 @@ def run(options: argparse.Namespace, folder: str) -> None:
     from slime.backends.megatron_utils.policies import ModelSwitch
     from slime.compose import parts
     from slime.ext.training_api.adapter_trainer import AdapterTrainer
+    from slime.ray.parts import load_all
 
     args = start_trainer(options, ["--lora-rank", str(options.rank)], folder)
-    model, optimizer, scheduler = setup_model_and_optimizer(args, transforms=parts(args).transforms)
+    model, optimizer, scheduler = setup_model_and_optimizer(args, transforms=load_all(parts(args).transforms))
     trained = Trained(args, model, optimizer, scheduler, ModelSwitch(model), None)
     local = local_rate(args, options, trained, max(options.clients))
     print(f"local run: {local:,.0f} tokens/s", flush=True)

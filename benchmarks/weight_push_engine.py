@@ -42,7 +42,7 @@ from benchmarks.model_shapes import MODELS, model_flags, outputs  # noqa: E402
 from benchmarks.published_configs import PUBLISHED, qwen3, qwen3_moe  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.compose import parts  # noqa: E402
-from slime.ext.fast_push.messages import RECEIVER  # noqa: E402
+from slime.ext.fast_push.loaders import RECEIVER  # noqa: E402
 from slime.ray.train_actor import kernel_environment  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 from slime.weights.push.engine import EngineProxy  # noqa: E402
@@ -236,7 +236,9 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     proxy = ThreadProxy(
         engine, num_gpus=options.engine_gpus, gpu_offset=offset, is_colocated=not options.disaggregated
     )
-    updater = WeightUpdater(args, model, lambda: None, hf_config=hf_config, make_transport=parts(args).transport)
+    transport = parts(args).transport
+    make_transport = transport and transport.load()
+    updater = WeightUpdater(args, model, lambda: None, hf_config=hf_config, make_transport=make_transport)
     updater.connect([proxy], num_new_engines=1)
     reports, seconds = [], []
     rate = copy_rate(next(model[0].parameters()).device)

@@ -39,8 +39,6 @@ TRANSLATED = re.compile(
 """Nine constructions of translated prose."""
 IMPORT_RUNS = 3
 IMPORT_LIMIT_S = 120
-PTH = "slime_gauges.pth"
-"""Starts the recorder in every process of a job: PYTHONPATH is the job's own affair."""
 
 
 @cache
@@ -193,7 +191,7 @@ class Recorded:
     entered: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     """File -> ticks in which one of its functions was entered."""
     windows: dict[str, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
-    """Method of the driver -> begin and end of each call, in ticks."""
+    """Step of the driver -> begin and end of each, in ticks."""
 
     def read(self, folder: Path) -> None:
         """Add what the recorders of a job wrote."""
@@ -216,9 +214,9 @@ class Recorded:
                 elif kind == "E":
                     self.windows[words[0]][-1].append(int(words[1]))
 
-    def files_in(self, *methods: str) -> list[str]:
-        """Return the files that were entered in the second call of each method, by any process."""
-        spans = [self.windows[method][1] for method in methods]
+    def files_in(self, *steps: str) -> list[str]:
+        """Return the files that were entered in the second one of each of these steps, by any process."""
+        spans = [self.windows[step][1] for step in steps]
         return sorted(
             name
             for name, ticks in self.entered.items()
@@ -244,24 +242,26 @@ def record(names: Sequence[str], more: Sequence[str]) -> dict[str, Recorded]:
     from tests.e2e.job import make_task
     from tests.golden.jobs import run
 
-    pth = Path(site.getsitepackages()[0], PTH)
+    # PYTHONPATH is the job's own affair.  Another program of this kind may run, with a file of its own name.
+    pth = Path(site.getsitepackages()[0], f"slime_gauges_{os.getpid()}.pth")
     found = {}
     with tempfile.TemporaryDirectory(prefix="gauges-") as folder:
         base = Path(folder)
         make_task(base)
         pth.write_text(
-            "import os, sys; 'SLIME_GAUGES' in os.environ and (sys.path.append(os.environ['SLIME_GAUGES_ROOT']), "
+            f"import os, sys; os.environ.get('SLIME_GAUGES_PTH') == {pth.name!r} and ("
+            "sys.path.append(os.environ['SLIME_GAUGES_ROOT']), "
             "__import__('scripts.gauges_recorder', fromlist=['start']).start())\n"
         )
         try:
             for name in names:
                 (base / f"recorded-{name}").mkdir()
                 where = {"SLIME_GAUGES": str(base / f"recorded-{name}"), "SLIME_GAUGES_ROOT": str(REPO)}
-                run(name, base, *more, **where)
+                run(name, base, *more, SLIME_GAUGES_PTH=pth.name, **where)
                 found[name] = Recorded()
                 found[name].read(base / f"recorded-{name}")
         finally:
-            pth.unlink()
+            pth.unlink(missing_ok=True)
     return found
 
 
@@ -271,11 +271,8 @@ def job_gauges(names: Sequence[str], more: Sequence[str], *, lists: bool) -> Ite
     for name, job in jobs.items():
         yield f"{name}: imported by all processes", size(job.modules)
         yield f"{name}: imported by the driver", size(job.driver)
-        if "TrainJob.generate" in job.windows:
-            sample, push = (
-                job.files_in("TrainJob.generate", "TrainJob.train"),
-                job.files_in("TrainJob.push_weights"),
-            )
+        if all(len(job.windows[step]) > 1 for step in ("generate", "train", "push_weights")):
+            sample, push = job.files_in("generate", "train"), job.files_in("push_weights")
             yield f"{name}: files entered by a rollout and its step", str(len(sample))
             yield f"{name}: files entered by a push", str(len(push))
             if lists:

@@ -6,13 +6,14 @@ A process that is killed has written all lines before.  Each line of ``$SLIME_GA
     M MODULE                     a module of ours is imported
     L FILE LINE                  a line ran for the first time
     F FILE TICK                  a function of the file was entered in this hundredth of a second
-    B NAME TICK, E NAME TICK     a method of the driver began, ended
+    B STEP TICK, E STEP TICK     a step of the driver began, ended
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import os
+import re
 import sys
 import threading
 import time
@@ -21,7 +22,8 @@ from typing import Any
 
 PACKAGES = ("slime", "slime_plugins")
 TICKS_PER_S = 100
-WINDOWS = {"TrainJob.generate", "TrainJob.train", "TrainJob.push_weights"}
+STEP = re.compile(r"\w*Job\.(generate|train|push_weights)")
+"""The driver's methods that are steps; one that a subclass overrides may call the one above it."""
 
 
 class Recorder(importlib.abc.MetaPathFinder):
@@ -33,6 +35,10 @@ class Recorder(importlib.abc.MetaPathFinder):
         self._root = len(root) + 1
         self._ours: dict[CodeType, str] = {}
         self._seen: set[tuple[Any, ...]] = set()
+        self._new_lines: dict[CodeType, set[int]] = {}
+        """Of each code, the lines that have not run."""
+        self._steps: dict[str, FrameType] = {}
+        """The steps under way."""
         self._follows_actors = False
         self._open()
         os.register_at_fork(after_in_child=self._open)
@@ -84,16 +90,26 @@ class Recorder(importlib.abc.MetaPathFinder):
             return None
         tick = int(time.monotonic() * TICKS_PER_S)
         self._write("F", name, tick)
-        if code.co_qualname in WINDOWS:
-            self._write("B", code.co_qualname, tick)
+        if (step := STEP.fullmatch(code.co_qualname)) and step[1] not in self._steps:
+            self._steps[step[1]] = frame
+            self._write("B", step[1], tick)
+        elif not self._lines_left(code):
+            return None
         return self._trace_line
+
+    def _lines_left(self, code: CodeType) -> set[int]:
+        if code not in self._new_lines:
+            self._new_lines[code] = {line for _, _, line in code.co_lines() if line} - {code.co_firstlineno}
+        return self._new_lines[code]
 
     def _trace_line(self, frame: FrameType, kind: str, value: Any) -> Any:
         code = frame.f_code
         if kind == "line":
             self._write("L", self._ours[code], frame.f_lineno)
-        elif kind == "return" and code.co_qualname in WINDOWS:
-            self._write("E", code.co_qualname, int(time.monotonic() * TICKS_PER_S))
+            self._lines_left(code).discard(frame.f_lineno)
+        elif kind == "return" and (step := STEP.fullmatch(code.co_qualname)) and self._steps.get(step[1]) is frame:
+            del self._steps[step[1]]
+            self._write("E", step[1], int(time.monotonic() * TICKS_PER_S))
         return self._trace_line
 
 

@@ -6,22 +6,19 @@ import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime import ext
 from slime.flags import parse
 from slime.flags.group import FlagGroup
 from slime.flags.parse import GROUPS, AddArguments
 from slime.observability.logging_utils import configure_logger
-from slime.ray.parts import MakeObserver, Parts
+from slime.ray.parts import Part, Parts
 from slime.utils.misc import load_function
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.update_weight.transport import MakeTransport
-    from slime.ray.actor_group import RayTrainGroup
     from slime.ray.train_loop import TrainJob
 
 TRANSFORMS = {
@@ -73,18 +70,18 @@ def parts(args: Namespace) -> Parts:
     """Return the implementations that the flags ask for."""
     given = {flag: kind(vars(args)[flag]) for flag, kind in OUTPUTS.items() if vars(args).get(flag) is not None}
     outputs: dict[str, str | Path] = {f"--{flag.replace('_', '-')}": place for flag, place in given.items()}
-    observers: tuple[MakeObserver, ...] = ()
+    observers: tuple[Part, ...] = ()
     trains = args.save and not (args.debug_train_only or args.debug_rollout_only)
     if trains and not vars(args).get("no_rollout_ledger", True):
-        from slime.ext.ledger.ledger import Ledger, ledger_folder
+        from slime.ext.ledger.flags import ledger_folder
 
-        observers = (Ledger,)
+        observers = (Part("slime.ext.ledger.ledger.Ledger"),)
         outputs["--rollout-ledger-dir"] = ledger_folder(args)
     beside = args.eval_in_background and not args.debug_train_only
     return Parts(
         sinks=_chosen(args, SINKS),
         transforms=_chosen(args, TRANSFORMS),
-        evaluation=load_function("slime.ext.eval_background.evaluation.BackgroundEvaluation") if beside else None,
+        evaluation=Part("slime.ext.eval_background.evaluation.BackgroundEvaluation") if beside else None,
         observers=observers,
         outputs=outputs,
         train_group=_train_group(args),
@@ -92,37 +89,29 @@ def parts(args: Namespace) -> Parts:
     )
 
 
-def _chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Any, ...]:
+def _chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Part, ...]:
     """Return the classes of the flags that are set; those of a missing extension are not."""
     paths = (path for flag, path in table.items() if vars(args).get(flag) not in (None, False))
-    return tuple(load_function(path) for path in dict.fromkeys(paths))
+    return tuple(Part(path) for path in dict.fromkeys(paths))
 
 
-def _train_group(args: Namespace) -> Callable[..., RayTrainGroup] | None:
+def _train_group(args: Namespace) -> Part | None:
     if vars(args).get("release_train"):
-        from slime.ext.disk_push.released_trainer import ReleasedTrainGroup
-        from slime.ext.fast_push.push import push_weights
-
-        return partial(ReleasedTrainGroup, push_weights=push_weights)
-    copied = "slime.ext.recovery.copied_trainer.CopiedTrainGroup"
-    return load_function(copied) if vars(args).get("state_copy_interval") is not None else None
+        push_weights = Part("slime.ext.fast_push.push.push_weights")
+        return Part("slime.ext.disk_push.released_trainer.ReleasedTrainGroup", {"push_weights": push_weights})
+    is_copied = vars(args).get("state_copy_interval") is not None
+    return Part("slime.ext.recovery.copied_trainer.CopiedTrainGroup") if is_copied else None
 
 
-def _transport(args: Namespace) -> MakeTransport | None:
+def _transport(args: Namespace) -> Part | None:
     """Return the way of weights to the engines; None for the plain push."""
     if vars(args).get("lora_rank") is not None and args.lora_push == "adapter":
-        from slime.ext.lora.adapter_push import AdapterPush
-
-        return AdapterPush
+        return Part("slime.ext.lora.adapter_push.AdapterPush")
     if vars(args).get("weight_push") != "verified":
         return None
-    from slime.ext.fast_push.verified_push import VerifiedPush
-
-    if vars(args).get("update_weight_transport") == "disk":
-        from slime.ext.disk_push.delta_carrier import make_carrier
-
-        return partial(VerifiedPush.of, carrier=make_carrier)
-    return VerifiedPush.of
+    over_disk = vars(args).get("update_weight_transport") == "disk"
+    options = {"carrier": Part("slime.ext.disk_push.delta_carrier.make_carrier")} if over_disk else {}
+    return Part("slime.ext.fast_push.verified_push.VerifiedPush.of", options)
 
 
 def start_job(args: Namespace) -> TrainJob:

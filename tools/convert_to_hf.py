@@ -45,9 +45,10 @@ def convert(args: Namespace) -> None:
     from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
     from slime.backends.megatron_utils.model import build_model
     from slime.compose import parts
+    from slime.ray.parts import load_all
 
     args = join_world(with_layout(args))
-    model = build_model(args, transforms=parts(args).transforms, wrap_with_ddp=False)
+    model = build_model(args, transforms=load_all(parts(args).transforms), wrap_with_ddp=False)
     load_checkpoint(Namespace(**{**vars(args), "finetune": True}), model)
     save_hf_model_to_path(args, args.output_dir, model, model_name=args.model_name)
     dist.destroy_process_group()

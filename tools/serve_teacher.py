@@ -40,6 +40,7 @@ def serve(args: Namespace) -> None:
     from slime.compose import parts
     from slime.ext.distill.scorer import Scorer
     from slime.ext.distill.server import MegatronServer
+    from slime.ray.parts import load_all
 
     config = read_config(TeacherServerConfig, args)
     args = join_world(with_layout(args))
@@ -48,7 +49,7 @@ def serve(args: Namespace) -> None:
     # A collective that hangs has no other deadline before the first request.
     faulthandler.dump_traceback_later(config.teacher_warmup_timeout_s, exit=True)
     with _answer_unready(config.teacher_warmup_port if dist.get_rank() == 0 else None):
-        scorer = Scorer(args, parts(args).transforms)
+        scorer = Scorer(args, load_all(parts(args).transforms))
         if dist.get_rank() != 0:
             faulthandler.cancel_dump_traceback_later()
             scorer.follow()

@@ -331,13 +331,13 @@ def _renders_rows(args: Namespace) -> bool:
 
 def _check_mask(args: Namespace) -> None:
     """Check that --loss-mask-type fits the chat template, by the first row of SFT."""
+    is_read_here = args.prompt_data and _is_of_slime(args.data_source_path) and not args.multimodal_keys
+    if args.rollout_function_path != SFT_ROLLOUT or not is_read_here:
+        return
     from slime.rollout.prompt_dataset import map_with_deadline
     from slime.rollout.prompt_files import parse_tools
     from slime.rollout.sft_rollout import mask_generator
 
-    is_read_here = args.prompt_data and _is_of_slime(args.data_source_path) and not args.multimodal_keys
-    if args.rollout_function_path != SFT_ROLLOUT or not is_read_here:
-        return
     source = args.prompt_sources[0]
     where, row = _first_row(args, source)
     key = source.get("input_key", args.input_key)

@@ -6,11 +6,10 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import TRACKER, VersionCount, read_tracker
 from slime.flags.parse import args_to_resume
 from slime.observability.telemetry import FLUSH_TIMEOUT_S
@@ -22,8 +21,13 @@ from slime.ray.waiting import forget, wait_for
 from slime.utils.errors import CheckpointError, ProcessError
 from slime.utils.misc import Box
 
+if TYPE_CHECKING:
+    from slime.backends.train_worker import TrainWorker
+
 logger = logging.getLogger(__name__)
 
+MEGATRON = "slime.backends.megatron_utils.actor.MegatronTrainRayActor"
+"""The worker of a rank unless another is given."""
 HEARTBEAT_EVERY_S = 2.0
 """How often the driver asks the ranks that it waits for how far they are."""
 
@@ -72,7 +76,7 @@ class RayTrainGroup:
         role: "actor" or "critic".
         with_ref: whether to load the reference model.
         with_opd_teacher: whether to load the distillation teacher.
-        actor_cls: the worker class; the Megatron trainer when None.
+        actor_cls: the worker class, or its import path, which only the ranks follow; the Megatron trainer when None.
         parts: of the run.
         leader: the actor from whose checkpoints a critic resumes.
     """
@@ -92,7 +96,7 @@ class RayTrainGroup:
         role: str = "actor",
         with_ref: bool = False,
         with_opd_teacher: bool = False,
-        actor_cls: type[TrainWorker] | None = None,
+        actor_cls: type[TrainWorker] | str | None = None,
         parts: Parts = CORE,
         leader: RayTrainGroup | None = None,
     ) -> None:
@@ -103,7 +107,7 @@ class RayTrainGroup:
         self.world_size = num_nodes * num_gpus_per_node
         self.names = [f"{role} rank {rank}" for rank in range(self.world_size)]
         """The names of the ranks in messages."""
-        self.gpus, self._num_gpus_per_actor, self._actor_cls = pg, num_gpus_per_actor, actor_cls
+        self.gpus, self._num_gpus_per_actor, self._worker = pg, num_gpus_per_actor, actor_cls or MEGATRON
         self.parts = parts
         self.checkpoints: JobCheckpoints = JobCheckpoints(args.save) if leader is None else leader.checkpoints
         self.push = WeightPush(self)
@@ -137,8 +141,7 @@ class RayTrainGroup:
         )
         if self._was_created:
             self.args = self.args_to_resume()
-        chosen = (self.parts.transforms, self.parts.transport) if self.role == "actor" else ()
-        kept = self.with_ref, self.with_opd_teacher, *chosen
+        kept = self.with_ref, self.with_opd_teacher
         start_ids = self.on_all("init", self.args, self.role, *kept, what="model set-up")
         if len(set(start_ids)) != 1:
             raise CheckpointError(f"{self.role} ranks resumed at different rollouts, of different saves: {start_ids}")
@@ -161,7 +164,7 @@ class RayTrainGroup:
         """Start the processes of the ranks, which import for many seconds; :meth:`create` continues with them."""
         if self.world_size and not self.actors:
             self.actors = start_ranks(
-                self._actor_cls,
+                self._worker,
                 self.args,
                 self.gpus,
                 self.names,

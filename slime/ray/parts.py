@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.model_transform import ModelTransform
-    from slime.backends.megatron_utils.update_weight.transport import MakeTransport
-    from slime.observability.telemetry import Sink
     from slime.ray.actor_group import RayTrainGroup
     from slime.rollout.run_state import GroupObserver
 
@@ -41,26 +40,44 @@ MakeObserver = Callable[[Namespace, Any], "GroupObserver"]
 
 
 @dataclass(frozen=True)
+class Part:
+    """A class or function by its name: the process that uses it imports it, and no other process does."""
+
+    path: str
+    """Package, module and name, with dots between them."""
+    options: Mapping[str, Part | str] = field(default_factory=dict)
+    """Keywords of its call; parts among them are imported with it."""
+
+    def load(self) -> Any:
+        """Import it."""
+        loaded = pkgutil.resolve_name(self.path)
+        options = {name: one.load() if isinstance(one, Part) else one for name, one in self.options.items()}
+        return partial(loaded, **options) if options else loaded
+
+
+def load_all(parts: Iterable[Part]) -> tuple[Any, ...]:
+    """Import several parts."""
+    return tuple(part.load() for part in parts)
+
+
+@dataclass(frozen=True)
 class Parts:
-    """What ``slime.compose`` chose for a job; the defaults are the core's own.
+    """What ``slime.compose`` chose for a job; the defaults are the core's own."""
 
-    Every class and function is one of a module, so that Ray pickles it by reference.
-    """
-
-    sinks: tuple[type[Sink], ...] = ()
-    """Take the telemetry of every process beside the metrics' own sinks."""
-    transforms: tuple[type[ModelTransform], ...] = ()
-    """Changes of the actor's model after it is built."""
-    evaluation: type[Evaluation] | None = None
-    """Evaluates beside training; None when the loop waits for evaluations."""
-    observers: tuple[MakeObserver, ...] = ()
-    """Observers of the prompt groups."""
+    sinks: tuple[Part, ...] = ()
+    """Subclasses of ``telemetry.Sink``, which take the telemetry of every process beside the metrics' own sinks."""
+    transforms: tuple[Part, ...] = ()
+    """Subclasses of ``ModelTransform``: changes of the actor's model after it is built."""
+    evaluation: Part | None = None
+    """A subclass of :class:`Evaluation`; None when the loop waits for evaluations."""
+    observers: tuple[Part, ...] = ()
+    """Each a :data:`MakeObserver`, for the prompt groups."""
     outputs: Mapping[str, str | Path] = field(default_factory=dict)
     """What extensions write and read back, by the flags that name it; see ``slime.ray.save_lock.lock_outputs``."""
-    train_group: Callable[..., RayTrainGroup] | None = None
+    train_group: Part | None = None
     """Makes the ranks of a trainer; None for the plain ``RayTrainGroup``."""
-    transport: MakeTransport | None = None
-    """Makes the way of the actor's weights to the engines; None for the plain push."""
+    transport: Part | None = None
+    """A ``MakeTransport``, of the way of the actor's weights to the engines; None for the plain push."""
 
 
 CORE = Parts()

@@ -18,7 +18,7 @@ from slime.utils.errors import HangError, ProcessError, WeightSyncError
 
 if TYPE_CHECKING:
     from slime.ray.actor_group import RayTrainGroup
-    from slime.ray.engines.ray_engine import UpdatableEngines
+    from slime.ray.engines.verbs import EngineList
     from slime.weights.push.participants import ExcludedEngine
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class WeightPush:
     def serve_new_engines(self) -> None:
         """Give the weights to engines in the place of dead ones; to be called while the trainer is idle."""
         engines = self.ask_manager("describe_engines", "without_weights")
-        if not engines.engines:
+        if not engines.num:
             return
         try:
             self.resend(engines)
@@ -127,18 +127,18 @@ class WeightPush:
         """Push the present weights once; :attr:`excluded` has the engines that did not take them."""
         self.excluded = []
         engines = self.ask_manager("push_started")
-        if not engines.engines:
+        if not engines.num:
             return {}
         metrics = self.send("update_weights", engines)
         self._report_taken()
         return metrics
 
-    def resend(self, engines: UpdatableEngines) -> None:
+    def resend(self, engines: EngineList) -> None:
         """Give engines that started late what the others got with the last push, under the same version."""
         self.send("resend_weights", engines)
         self._report_taken()
 
-    def send(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
+    def send(self, verb: str, engines: EngineList) -> dict[str, float]:
         """Push once, by a verb of the trainer's; :attr:`excluded` has the engines that did not take the weights.
 
         The trainers keep the deadline of the push themselves, and know who was late.
@@ -156,9 +156,9 @@ class WeightPush:
         self.excluded = self._ask_excluded()
         return next((result for result in results if result), {})
 
-    def _connect(self, engines: UpdatableEngines) -> None:
+    def _connect(self, engines: EngineList) -> None:
         # Ranks that were started again know none of them, whatever the manager told those before.
-        all_new = replace(engines, num_new=len(engines.engines))
+        all_new = replace(engines, num_new=engines.num)
         self.is_connected = False  # where it fails some ranks know these engines, and others those before
         self.trainer.on_all("connect_engines", all_new, what="the trainers' connection to the engines")
         self.is_connected = True

@@ -15,7 +15,7 @@ from slime.observability import telemetry
 from slime.observability.logging_utils import configure_logger
 from slime.ray.engines.verbs import CONTROL_GROUP, EngineVerbs
 from slime.ray.gpus import GpuSlice
-from slime.ray.parts import CORE, Parts
+from slime.ray.parts import CORE, Parts, load_all
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES, ray_transport
 from slime.ray.waiting import WATCH_GROUP
 from slime.utils.misc import Box
@@ -46,7 +46,7 @@ class RolloutManager(EngineVerbs):
 
         configure_logger(prefix="rollout")
         self.args = args
-        telemetry.start(args, "rollout manager", parts.sinks)
+        telemetry.start(args, "rollout manager", load_all(parts.sinks))
         StallTimeout.seconds = args.loop_stall_timeout_s
         if engines is None:  # they begin to start; wait_ready sees to the end of it
             engines = EngineFleet(args, () if args.debug_train_only else start_rollout_servers(args, gpus))
@@ -55,7 +55,7 @@ class RolloutManager(EngineVerbs):
             init_http_client(args)
             if args.use_distributed_post:
                 start_distributed_post(args)
-        self.work = RolloutWork(args, self.engines, parts.observers)  # reads its data while the engines boot
+        self.work = RolloutWork(args, self.engines, load_all(parts.observers))  # reads its data while the engines boot
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def set_train_parallel_config(self, config: dict[str, int]) -> None:

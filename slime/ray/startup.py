@@ -75,8 +75,9 @@ def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
     """Return the actor's group, of which nothing is started yet; with ``--debug-rollout-only`` it has no ranks."""
     if args.debug_rollout_only:
         return RayTrainGroup(args, 0, 0, gpus)
-    group, kept = parts.train_group or RayTrainGroup, policies_of(args)
-    return group(
+    group = parts.train_group.load() if parts.train_group is not None else RayTrainGroup
+    kept = policies_of(args)
+    made: RayTrainGroup = group(
         args,
         args.actor_num_nodes,
         args.actor_num_gpus_per_node,
@@ -86,6 +87,7 @@ def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
         with_opd_teacher=kept["with_opd_teacher"],
         parts=parts,
     )
+    return made
 
 
 def create_training_models(

@@ -1,4 +1,4 @@
-"""A trainer rank as a Ray actor: the verbs of ``TrainWorker``, with Ray's references resolved on the way in.
+"""A trainer rank as a Ray actor: the driver knows its verbs, and its process alone imports the ``TrainWorker``.
 
 Also its start, and its initial environment, some of which (thread counts) cannot be set later.
 """
@@ -6,21 +6,21 @@ Also its start, and its initial environment, some of which (thread counts) canno
 from __future__ import annotations
 
 import os
+import pkgutil
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.train_worker import Beat, Pulse, TrainWorker
 from slime.flags.hook_checks import check_trainer_hooks
 from slime.observability import telemetry
-from slime.ray.engines.ray_engine import UpdatableEngines
+from slime.observability.pulse import Beat, Pulse
 from slime.ray.gpus import GpuSlice, strategy_for
-from slime.ray.parts import CORE, Parts
+from slime.ray.parts import CORE, Parts, load_all
 from slime.ray.utils import (
     COMMON_ACTOR_ENV,
     NOSET_VISIBLE_DEVICES,
@@ -37,6 +37,11 @@ from slime.utils.errors import HangError
 from slime.utils.files import user_folder
 from slime.utils.misc import Box
 
+if TYPE_CHECKING:
+    from slime.backends.train_worker import TrainWorker
+    from slime.ray.engines.verbs import EngineList
+    from slime.weights.push.participants import ExcludedEngine
+
 FETCH_TIMEOUT_S = 3600
 """Deadline for one rank's train data to arrive through the object store; it may be tens of gigabytes."""
 
@@ -45,30 +50,46 @@ PULSE_GROUP = "pulse"
 
 
 class TrainRayActor(Watched, RayActor):
-    """Mixed in before a ``TrainWorker`` subclass by :func:`remote_class`."""
+    """One rank of a trainer.
 
-    rank: int
+    Args:
+        worker: the class that does the work, or its import path, which only this process follows.
+        parts: of the run.
+    """
+
     concurrency: Mapping[str, int] = {WATCH_GROUP: 1, PULSE_GROUP: 1}
     """Concurrency group -> its threads."""
 
-    def __init__(self, *arguments: Any, parts: Parts = CORE, **keywords: Any) -> None:
+    def __init__(self, worker: type[TrainWorker] | str, parts: Parts = CORE) -> None:
         self.parts = parts
         self.heed_sigterm()
         if env.get_str("TORCHINDUCTOR_CACHE_DIR") is None:  # torch runs what lies in one that any user could make
             env.export({"TORCHINDUCTOR_CACHE_DIR": str(user_folder() / "torchinductor")})
-        super().__init__(*arguments, **keywords)
+        self.worker: TrainWorker = (pkgutil.resolve_name(worker) if isinstance(worker, str) else worker)()
+
+    # Life
 
     def set_rendezvous(self, world_size: int, rank: int, master_addr: str, master_port: int, gpu_id: int) -> None:
         """Set the worker's rendezvous, with the GPU's number on the node, of which other GPUs may be hidden."""
-        super().set_rendezvous(  # type: ignore[misc]
-            world_size, rank, master_addr, master_port, visible_index(gpu_id)
-        )
+        self.worker.set_rendezvous(world_size, rank, master_addr, master_port, visible_index(gpu_id))
 
-    def init(self, args: Namespace, role: str, *arguments: Any, **keywords: Any) -> int:
-        """Import and check the user's plug-ins for the trainer, then run the worker's own ``init``."""
-        telemetry.start(args, f"{role} {self.rank}", self.parts.sinks)
+    def init(self, args: Namespace, role: str, with_ref: bool, with_opd_teacher: bool) -> int:
+        """Import and check the user's plug-ins for the trainer, then build and load the model.
+
+        Returns:
+            the rollout to start with.
+        """
+        parts, chosen = self.parts, dict[str, Any]()
+        telemetry.start(args, f"{role} {self.worker.rank}", load_all(parts.sinks))
         check_trainer_hooks(args)
-        return super().init(args, role, *arguments, **keywords)  # type: ignore[misc]
+        if role == "actor":
+            transport = parts.transport.load() if parts.transport is not None else None
+            chosen = {"transforms": load_all(parts.transforms), "transport": transport}
+        return self.worker.init(args, role, with_ref, with_opd_teacher, **chosen)
+
+    def get_parallel_config(self) -> dict[str, int]:
+        """Return parallel group sizes and this rank's place in them."""
+        return self.worker.get_parallel_config()
 
     def flush_telemetry(self) -> None:
         """Write what the sinks of this process hold: it may be killed from here on."""
@@ -79,27 +100,74 @@ class TrainRayActor(Watched, RayActor):
         """Return how far the rank's work has come; answers beside the work."""
         return Pulse().beat()
 
+    def ask(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call a method that only the worker's own class has."""
+        return getattr(self.worker, method)(*arguments, **keywords)
+
+    # Training
+
     def train_boxed(self, rollout_id: int, boxes: list[Box], external_data: Any = None) -> Any:
         """Fetch this rank's share of the rollout and train on it."""
-        dp_rank = self.get_parallel_config()["dp_rank"]  # type: ignore[attr-defined]
+        dp_rank = self.worker.get_parallel_config()["dp_rank"]
         rank_batch = wait_for(
             boxes[dp_rank].inner, what=f"the train data of data-parallel rank {dp_rank}", timeout_s=FETCH_TIMEOUT_S
         )
-        return self.train(rollout_id, rank_batch, external_data=external_data)  # type: ignore[attr-defined]
+        return self.worker.train(rollout_id, rank_batch, external_data=external_data)
 
-    def connect_engines(self, engines: UpdatableEngines) -> None:
-        """Let the weight updater connect to the engines behind the handles."""
-        self.connect_rollout_engines(engines.engines, engines.num_new)  # type: ignore[attr-defined]
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Write the checkpoint of ``rollout_id``."""
+        self.worker.save_model(rollout_id, force_sync)
+
+    def publish_checkpoint(self, rollout_id: int) -> None:
+        """Make the checkpoint of ``rollout_id`` count."""
+        self.worker.publish_checkpoint(rollout_id)
+
+    # Weights
+
+    def connect_engines(self, engines: EngineList) -> None:
+        """Let the weight updater connect to the engines."""
+        self.worker.connect_rollout_engines(engines.unpacked(), engines.num_new)
+
+    def update_weights(self) -> dict[str, float] | None:
+        """Push the weights to the engines; return the metrics of the push on the main rank."""
+        return self.worker.update_weights()
+
+    def resend_weights(self) -> None:
+        """Push what the last push sent."""
+        self.worker.resend_weights()
+
+    def write_weights(self) -> Any:
+        """Write the weights where engines can read them."""
+        return self.worker.write_weights()
+
+    def excluded_engines(self) -> list[ExcludedEngine]:
+        """Return the engines that the last push excluded."""
+        return self.worker.excluded_engines()
+
+    # Memory
+
+    def sleep(self) -> None:
+        """Take the trainer's memory off the GPU."""
+        self.worker.sleep()
+
+    def wake_up(self) -> None:
+        """Bring the memory back."""
+        self.worker.wake_up()
+
+    def clear_memory(self) -> None:
+        """Free what caches hold."""
+        self.worker.clear_memory()
 
 
-def remote_class(worker_class: type[TrainWorker], rank_class: type[TrainRayActor] = TrainRayActor) -> Any:
-    """Return the Ray actor class of a trainer: ``worker_class`` with the Ray-side verbs of ``rank_class``."""
-    combined = type(worker_class.__name__, (rank_class, worker_class), {"__module__": worker_class.__module__})
-    return ray.remote(num_gpus=1, concurrency_groups=dict(rank_class.concurrency))(combined)
+def remote_class(worker: type[TrainWorker] | str, rank_class: type[TrainRayActor] = TrainRayActor) -> Any:
+    """Return ``rank_class`` as a Ray actor class with the name of its worker, which logs and ``ps`` show."""
+    name = worker.rpartition(".")[2] if isinstance(worker, str) else worker.__name__
+    named = type(name, (rank_class,), {"__module__": __name__})
+    return ray.remote(num_gpus=1, concurrency_groups=dict(rank_class.concurrency))(named)
 
 
 def start_ranks(
-    worker_class: type[TrainWorker] | None,
+    worker: type[TrainWorker] | str,
     args: Namespace,
     gpus: GpuSlice,
     names: Sequence[str],
@@ -110,13 +178,9 @@ def start_ranks(
 ) -> list[Any]:
     """Return the actors of a trainer's ranks, which begin to start and are watched: rank r on the r-th GPU.
 
-    ``worker_class`` is the Megatron trainer when None; each rank reserves ``gpu_share`` of a GPU bundle.
+    Each rank reserves ``gpu_share`` of a GPU bundle.
     """
-    if worker_class is None:
-        from slime.backends.megatron_utils.actor import MegatronTrainRayActor
-
-        worker_class = MegatronTrainRayActor
-    remote = remote_class(worker_class, rank_class)
+    remote = remote_class(worker, rank_class)
     options = {
         "num_cpus": gpu_share,
         "num_gpus": gpu_share,
@@ -124,7 +188,7 @@ def start_ranks(
         "enable_tensor_transport": ray_transport(args.rollout_data_transport) is not None,
     }
     actors = [
-        remote.options(scheduling_strategy=strategy_for(gpus, rank), **options).remote(parts=parts)
+        remote.options(scheduling_strategy=strategy_for(gpus, rank), **options).remote(worker, parts)
         for rank in range(len(names))
     ]
     for actor, name in zip(actors, names, strict=True):

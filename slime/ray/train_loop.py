@@ -33,7 +33,7 @@ from slime.observability.telemetry import Timer, event, span
 from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S, memory_timeout_s
 from slime.ray.engines.verbs import JobState
 from slime.ray.gpus import create_placement_groups
-from slime.ray.parts import Parts
+from slime.ray.parts import Parts, load_all
 from slime.ray.save_lock import lock_outputs
 from slime.ray.startup import create_rollout_manager, create_training_models, make_actor, save_position
 from slime.ray.trainers import Trainers
@@ -87,7 +87,7 @@ class TrainJob:
         """Reserve GPUs, and start engines and trainers."""
         args = self.args
         self.gpus = create_placement_groups(args)
-        telemetry.start(args, "driver", self.parts.sinks, primary=True)
+        telemetry.start(args, "driver", load_all(self.parts.sinks), primary=True)
         self._step_began = time.time()
         rollout_gpus, actor_gpus = self.gpus["rollout"], self.gpus["actor"]
         assert rollout_gpus is not None and actor_gpus is not None
@@ -101,7 +101,7 @@ class TrainJob:
         actor, critic = create_training_models(args, self.gpus, self.manager, self.actor)
         self.trainers = Trainers(actor, critic, num_critic_only_steps=args.num_critic_only_steps)
         beside = self.parts.evaluation
-        self._background = beside(args, self.manager, self.actor) if beside is not None else None
+        self._background = beside.load()(args, self.manager, self.actor) if beside is not None else None
 
     # Steps
 

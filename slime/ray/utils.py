@@ -10,7 +10,6 @@ import ray
 import torch
 
 from slime.utils import env
-from slime.utils.distributed_utils import hold_port
 from slime.utils.net import get_current_node_ip, get_free_port, loopback_address
 
 NOSET_VISIBLE_DEVICES = {
@@ -84,6 +83,8 @@ class RayActor:
 
     def get_master_addr_and_port(self) -> tuple[str, int]:
         """Return address and port for torch.distributed on this node; it listens there until the ranks meet."""
+        from slime.utils.distributed_utils import hold_port
+
         address = listen_address()
         return address, hold_port(address, random.randint(20000, 21000))
 

@@ -23,7 +23,6 @@ import xxhash
 
 from slime.rollout.prompt_files import (
     FILES_ALONE,
-    Reader,
     check_grader,
     check_label,
     check_prompt,
@@ -240,7 +239,7 @@ def check_prompt_file(
     flag: str = "--prompt-data",
     input_flag: str = "--input-key",
     label_flag: str = "--label-key",
-    readers: Mapping[str, Reader] = FILES_ALONE,
+    readers: Mapping[str, str] = FILES_ALONE,
 ) -> int:
     """Count the selected rows, once each is known to decode and to hold what the run needs.
 
@@ -255,7 +254,7 @@ def check_prompt_file(
         rm_types: graders that rows may name; None when nobody asks for these names.
         template: gets the first row, and the first one with each role.
         flag, input_flag, label_flag: names of the flags, for errors.
-        readers: of paths that are no files, by prefix.
+        readers: import paths of those of paths that are no files, by prefix.
 
     Raises:
         DataError: naming the file, the line and what is wrong.
@@ -319,7 +318,7 @@ class Dataset:
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: list[Any] | None = None,
-        readers: Mapping[str, Reader] = FILES_ALONE,
+        readers: Mapping[str, str] = FILES_ALONE,
     ) -> None:
         """Read ``path``.
 
@@ -334,7 +333,7 @@ class Dataset:
             apply_chat_template: render messages to text, ready for the response.
             apply_chat_template_kwargs: further arguments of the template.
             tools: of rows that have none of their own.
-            readers: of paths that are no files, by prefix.
+            readers: import paths of those of paths that are no files, by prefix.
         """
         self.path = path
         self.seed = seed

@@ -32,7 +32,7 @@ MAX_DEPTH = 64
 
 Reader = Callable[[str, slice, str], Iterator[tuple[str, dict[str, Any]]]]
 """``(path, rows, flag)`` -> what ``read_rows`` yields, for paths with a prefix."""
-FILES_ALONE: Mapping[str, Reader] = MappingProxyType({})
+FILES_ALONE: Mapping[str, str] = MappingProxyType({})
 
 _SLICED = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -87,9 +87,10 @@ def _value(text: str) -> Any:
         return text
 
 
-def readers_of(args: Namespace) -> dict[str, Reader]:
-    """Return prefix -> reader, of data sets that are no files."""
-    return {prefix: load_function(path) for prefix, path in vars(args).get("prompt_readers", {}).items()}
+def readers_of(args: Namespace) -> Mapping[str, str]:
+    """Return prefix -> import path of a :data:`Reader`, of data sets that are no files."""
+    readers: Mapping[str, str] = vars(args).get("prompt_readers", FILES_ALONE)
+    return readers
 
 
 def read_rows(
@@ -97,7 +98,7 @@ def read_rows(
     flag: str = "--prompt-data",
     *,
     columns: Collection[str] | None = None,
-    readers: Mapping[str, Reader] = FILES_ALONE,
+    readers: Mapping[str, str] = FILES_ALONE,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ``(where, row)`` for each selected row; ``where`` is ``"<file> line <n>"``, counted from 1, for errors.
 
@@ -105,13 +106,14 @@ def read_rows(
         path: .jsonl or .parquet, or what begins with the prefix of a reader, maybe with ``@[a:b]``.
         flag: where the path comes from, for errors.
         columns: those of a parquet file to read, as far as it has them; all by default.
-        readers: by prefix.
+        readers: import paths by prefix.
 
     Raises:
         DataError: the file is missing or of another kind, or a selected row cannot be decoded.
     """
-    for prefix, read in readers.items():
+    for prefix, reader in readers.items():
         if path.startswith(prefix):
+            read: Reader = load_function(reader)
             for where, row in read(*split_path(path), flag):
                 yield where, without_absent(row)
             return

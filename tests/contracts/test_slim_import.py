@@ -1,4 +1,6 @@
-"""Layers 0 to 3 and the flags import without Ray, Megatron, SGLang, trackers or a GPU."""
+"""Layers 0 to 3 and the flags import without Ray, Megatron, SGLang, trackers or a GPU; the driver imports no work of
+other processes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import sys
 
 import pytest
 
+from scripts.gauges import closure, path_of
 from tests.contracts.source_tree import REPO
 
 PROGRAM = """
@@ -91,3 +94,25 @@ def errors():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_alone(package, errors):
     assert errors[package] == ""
+
+
+DRIVER = (
+    *("train", "train_async", "slime.ray.job", "slime.ray.train_loop", "slime.ext.recovery.job"),
+    *("slime.backends.megatron_utils.arguments", "slime.backends.sglang_utils.arguments"),
+    *("slime.ext.record.run_record", "slime.ext.record.alarms"),
+)
+"""What the driver of a plain run imports, in functions too, that brings further modules with it."""
+WORK_OF_OTHERS = (
+    *("slime.backends.train_worker", "slime.backends.megatron_utils.actor", "slime.ext.fast_push.verified_push"),
+    *("slime.backends.sglang_utils.sglang_engine", "slime.ray.engines.actor", "slime.ray.engines.fleet"),
+    *("slime.ray.rollout_work", "slime.rollout.sglang_rollout", "slime.ext.ledger.ledger"),
+    *("slime.ext.record.sample_record", "slime.weights.quantize", "slime.weights.push.engine"),
+)
+
+
+def test_the_driver_imports_no_work_of_other_processes():
+    starts = [path_of(module) for module in DRIVER]
+    imported = set().union(*(closure(start, with_lazy=False) for start in starts if start is not None))
+    work = {path_of(module) for module in WORK_OF_OTHERS}
+    assert None not in starts and None not in work
+    assert not imported & work

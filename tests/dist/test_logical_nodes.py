@@ -71,8 +71,10 @@ def test_colocated_ranks_and_an_engine_over_two_nodes(nodes, variables, tmp_path
     assert head["dist_init_addr"] == tail["dist_init_addr"]
     assert head["dist_init_addr"].startswith(f"{first}:")
     assert [engine["host"] for engine in (head, tail)] == [first, second]
-    every_actor = [*layout.trainer.actors, *layout.groups[0].all_engines]
-    found = wait_for([actor.variables.remote(list(variables)) for actor in every_actor], what="them", timeout_s=60)
+    names = list(variables)
+    asked = [actor.ask.remote("variables", names) for actor in layout.trainer.actors]
+    asked += [actor.variables.remote(names) for actor in layout.groups[0].all_engines]
+    found = wait_for(asked, what="them", timeout_s=60)
     assert found == [variables] * 6
     assert variables["NCCL_SOCKET_IFNAME"] == variables["TP_SOCKET_IFNAME"] == "bond7"
     assert variables["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] == "64"
@@ -102,7 +104,7 @@ def test_a_node_that_never_comes_is_missed_by_name(nodes, tmp_path):
 def test_a_node_that_leaves_ends_every_wait_with_an_error_that_names_it(nodes, tmp_path, placed):
     layout = place(arguments(tmp_path, COLOCATED))
     placed(layout)
-    waiting = [actor.wait_for_ever.remote() for actor in layout.trainer.actors]
+    waiting = [actor.ask.remote("wait_for_ever") for actor in layout.trainer.actors]
     leaver = "127.0.0.2"
     ranks = "01" if nodes.addresses[0] == leaver else "23"
     nodes.remove(leaver)

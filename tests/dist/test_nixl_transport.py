@@ -62,7 +62,7 @@ def cluster():
 def test_train_data_arrives_as_it_was_put_as_often_as_it_is_asked_for():
     options = {"num_cpus": 0, "enable_tensor_transport": ray_transport(ARGS.rollout_data_transport) is not None}
     manager = ray.remote(concurrency_groups={WATCH_GROUP: 1})(_Manager).options(**options).remote()
-    trainers = [remote_class(_Trainer).options(**options).remote() for _ in range(2)]  # type: ignore[arg-type]
+    trainers = [remote_class(_Trainer).options(**options).remote(_Trainer) for _ in range(2)]  # type: ignore[arg-type]
     boxes = ray.get(manager.generate.remote(), timeout=60)
     wanted = {"sums": [10, 69_999 * 35_000], "rewards": [0.5, 1.0], "raw_reward": [1, 2]}
     for _ in range(2):

@@ -8,7 +8,7 @@ import time
 import pytest
 import ray
 
-from slime.backends.train_worker import Pulse
+from slime.observability.pulse import Pulse
 from slime.ray import gpus, waiting
 from slime.ray.train_actor import Heartbeats
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch

@@ -101,13 +101,14 @@ def new_updater(worker: Any) -> Any:
     from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
     from slime.compose import parts
 
+    transport = parts(worker.args).transport
     return WeightUpdater(
         worker.args,
         worker.model,
         worker._weights_to_send,
         hf_config=worker._hf_config,
         first_version=max(worker._start_rollout_id, worker.args.update_weight_start_version),
-        make_transport=parts(worker.args).transport,
+        make_transport=transport and transport.load(),
     )
 
 
@@ -127,6 +128,7 @@ def start_worker(
 
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.compose import parts
+    from slime.ray.parts import load_all
     from slime.observability.timer import Timer
 
     class Worker(MegatronTrainRayActor):
@@ -142,7 +144,8 @@ def start_worker(
     worker.set_rendezvous(world_size, rank, "127.0.0.1", port)
     worker.state_copy = state_copy
     chosen = parts(args)
-    options |= {"transforms": chosen.transforms, "transport": chosen.transport} if role == "actor" else {}
+    transport = chosen.transport and chosen.transport.load()
+    options |= {"transforms": load_all(chosen.transforms), "transport": transport} if role == "actor" else {}
     worker.init(args, role, **options)
     return worker
 

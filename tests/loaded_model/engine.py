@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.ext.disk_push import local_copy
 from slime.ext.fast_push import engine_verbs
-from slime.ext.fast_push.messages import RECEIVER
+from slime.ext.fast_push.loaders import RECEIVER
 from slime.utils.errors import EngineError, ProcessError
 
 START_TIMEOUT_S = 180

@@ -211,7 +211,7 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str, *, is_d
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     from slime.backends.sglang_utils.cpu_shim.weights_checker import ACTIONS
-    from slime.ext.fast_push.messages import WEIGHT_LOADERS
+    from slime.ext.fast_push.loaders import WEIGHT_LOADERS
 
     model_type = json.loads((Path(folder) / "config.json").read_text())["model_type"]
     server_args = ServerArgs(

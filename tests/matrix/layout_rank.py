@@ -32,6 +32,7 @@ from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout, wire_schedules
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.compose import parts
+from slime.ray.parts import load_all
 from slime.utils.types import RolloutBatch
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
@@ -155,7 +156,7 @@ def start(case: FamilyCase, source: Path, flags: Sequence[object]) -> Namespace:
 def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured:
     """Log-probs, the gradients of one step, then two rollouts of training and log-probs again."""
     args = start(case, source, flags)
-    model = build_model(args, transforms=parts(args).transforms)
+    model = build_model(args, transforms=load_all(parts(args).transforms))
     load_hf_weights(args, model, source)
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer)

@@ -31,6 +31,7 @@ from slime.backends.megatron_utils.parameters import iter_global_parameters, ite
 from slime.backends.megatron_utils.train_step import accumulate_gradients
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors, whole_shape
 from slime.compose import parse_args, parts
+from slime.ray.parts import load_all
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
 from slime.train_data.split import split_by_rank
@@ -81,7 +82,7 @@ def rank_data_of(args: Namespace, train_data: dict[str, Any]) -> RankBatch:
 def load_model(args: Namespace) -> Chunks:
     """This rank's chunks with gradient buffers (whole ones, whatever the optimizer) and the checkpoint's weights."""
     model = build_model(
-        Namespace(**{**vars(args), "use_distributed_optimizer": False}), transforms=parts(args).transforms
+        Namespace(**{**vars(args), "use_distributed_optimizer": False}), transforms=load_all(parts(args).transforms)
     )
     load_hf_weights(args, model, args.hf_checkpoint)
     unwrap_model(model[0]).config.finalize_model_grads_func = finalize_model_grads

@@ -42,7 +42,7 @@ class Layout:
     def ranks(self) -> list[tuple[int, str, int]]:
         """(rank, node, GPU) of every trainer rank."""
         assert self.trainer is not None
-        return wait_for(self.trainer.actors[0].where_all_are.remote(), what="the ranks", timeout_s=120)
+        return wait_for(self.trainer.actors[0].ask.remote("where_all_are"), what="the ranks", timeout_s=120)
 
     def engines(self) -> list[dict[str, Any]]:
         """The server arguments of every engine actor, with its node and GPU, in order."""

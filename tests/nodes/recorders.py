@@ -38,6 +38,7 @@ class RecordingTrainer(type("_AllVerbs", (TrainWorker,), _VERBS)):  # type: igno
         with_ref: bool = False,
         with_opd_teacher: bool = False,
         transforms: tuple[type, ...] = (),
+        transport: Any = None,
     ) -> int:
         """The group of all ranks is made, and each rank tells the others where it is."""
         self.args, self.role = args, role

@@ -106,8 +106,9 @@ def _push(args: Namespace, model: Any, job: Job) -> Result:
         for engine in engines:
             engine.now("become", job.folder, "bfloat16", disk_flags)
     dist.barrier()
+    transport = parts(cell_args).transport
     updater = WeightUpdater(
-        cell_args, model, lambda: None, hf_config=config, make_transport=parts(cell_args).transport
+        cell_args, model, lambda: None, hf_config=config, make_transport=transport and transport.load()
     )
     result = Result()
     try:

@@ -87,10 +87,9 @@ class _Ended:
 
 
 def install() -> Patches:
-    from slime.backends import train_worker
     from slime.backends.sglang_utils import router_process, sglang_engine
     from slime.ext.fast_push import engine_verbs
-    from slime.observability import telemetry
+    from slime.observability import pulse, telemetry
     from slime.ray import gpus, job, placement_group, rollout, startup, train_actor, train_loop, waiting
     from slime.ray import utils as ray_utils
     from slime.ray.actor_group import RayTrainGroup
@@ -100,7 +99,7 @@ def install() -> Patches:
     from slime.ray.gpus import GpuSlice
     from slime.rollout import data_source
     from slime.rollout import waiting as rollout_waiting
-    from slime.utils import async_utils, http_utils
+    from slime.utils import async_utils, distributed_utils, http_utils
     from slime.weights.push import participants
 
     patches = Patches()
@@ -153,7 +152,7 @@ def install() -> Patches:
         (router_process, "build_router_args", lambda args, **settings: settings),
         (engine_verbs, "encode", lambda message: message),
         (ray_utils, "get_free_port", free_port),
-        (ray_utils, "hold_port", lambda address, first: free_port()),
+        (distributed_utils, "hold_port", lambda address, first: free_port()),
         (ray_utils, "listen_address", lambda: "127.0.0.1"),
         (models, "listen_address", lambda: "127.0.0.1"),
         (models, "find_available_port", lambda base: free_port()),
@@ -194,7 +193,7 @@ def install() -> Patches:
             world().recorded(world().kernel.current_process, group, is_written=True)
 
     patches.set(Journal, "record_batch", recorded_batch)
-    patches.set(train_worker.Pulse.__init__, "__defaults__", (lambda: time.monotonic(),))
+    patches.set(pulse.Pulse.__init__, "__defaults__", (lambda: time.monotonic(),))
     patches.set(
         rollout_waiting.LongWait.__init__,
         "__kwdefaults__",

@@ -33,7 +33,7 @@ from slime.backends.megatron_utils.data import DataIterator, forward_arguments, 
 from slime.backends.megatron_utils.log_probs import reader_columns
 from slime.backends.megatron_utils.loss import applies_correction
 from slime.backends.megatron_utils.reloadable_groups import plain_group
-from slime.backends.train_worker import Pulse
+from slime.observability.pulse import Pulse
 from slime.train_data.microbatch import PackingConfig
 from slime.utils.misc import call_hook
 

@@ -31,7 +31,7 @@ from slime.backends.megatron_utils.layers.mtp import mtp_inputs, send_embedding_
 from slime.backends.megatron_utils.layers.router import attach_routed_samples, routers_need_samples
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
-from slime.backends.train_worker import Pulse
+from slime.observability.pulse import Pulse
 from slime.observability.telemetry import DeviceTimes, span, wants
 from slime.utils.errors import StepError
 from slime.utils.misc import call_hook

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.nuclei import layout_problems
-from slime.backends.sglang_utils.server_args import present_name
 from slime.backends.sglang_utils.sglang_config import (
     ServerGroupConfig,
     SGLangConfig,
@@ -224,7 +222,7 @@ def _check_layout(args: Namespace) -> None:
     problems = list(dict.fromkeys([*size_problems(args, layout), *quantized_problems(args, layout)]))
     problems += dict.fromkeys(own_quantization_problems(args, layout))
     problems += share_problems(args, layout)
-    problems += layout_problems(args, layout)
+    problems += nuclei_problems(args, layout)
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
 
@@ -233,6 +231,36 @@ def _check_layout(args: Namespace) -> None:
         problems += override_problems(args.sglang_config, layout, _engine_parser(), fields)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def nuclei_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+    """Yield a message for each flag under which an engine of ours returns no nuclei, where the run needs them."""
+    if args.rollout_top_p == 1.0:
+        return
+    model = next((model for model in layout.models if model.update_weights), layout.models[0])
+    wanted = f"--rollout-top-p {args.rollout_top_p:g} needs the nuclei that the engines draw from"
+    if model.has_prefill_decode:
+        yield (
+            f"{wanted}, and prefill engines do not pass on the first token's; use engines that do both "
+            "(no --prefill-num-servers, no prefill and decode groups), or --rollout-top-p 1."
+        )
+    flags = {name: getattr(args, f"sglang_{name}") for name in RETURN_NUCLEI}
+    for settings in ({**flags, **group.overrides} for group in model.server_groups):
+        for name, (fitting, reason) in RETURN_NUCLEI.items():
+            if settings[name] not in fitting:
+                flag = f"--sglang-{name.replace('_', '-')} is {settings[name]}"
+                yield f"{wanted}, and {flag}: {reason}, or set --rollout-top-p 1."
+                return
+
+
+RETURN_NUCLEI: dict[str, tuple[tuple[Any, ...], str]] = {
+    "speculative_algorithm": ((None, ""), "speculative decoding draws outside the sampler; drop it"),
+    "pp_size": ((None, 0, 1), "pipeline stages do not hand them on; set 1"),
+    "sampling_backend": (
+        (None, "flashinfer", "pytorch"), "only the samplers flashinfer and pytorch can be followed; use one of them"
+    ),
+}  # fmt: skip
+"""Setting of an engine -> the values under which it returns nuclei, and why it does not under another."""
 
 
 def _check_folders(file: str, hf_checkpoint: str, layout: SGLangConfig) -> None:
@@ -403,6 +431,8 @@ def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dic
 
 def override_problems(path: str, config: SGLangConfig, parser: Parser, fields: Collection[str]) -> Iterator[str]:
     """Yield overrides that are no field of ServerArgs, and values that its command line would not take."""
+    from slime.backends.sglang_utils.server_args import present_name
+
     for model in config.models:
         for group in model.server_groups:
             where = f"--sglang-config {path}: the override {{}} of the {group.worker_type} engines of {model.name}"

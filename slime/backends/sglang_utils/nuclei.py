@@ -6,8 +6,7 @@ Shapes: R = requests of the engine's batch, V = vocabulary.
 from __future__ import annotations
 
 import base64
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from slime.backends.sglang_utils.server_control import NoAnswer, ServerControl
-from slime.backends.sglang_utils.sglang_config import SGLangConfig
 from slime.utils import sglang_meta
 from slime.utils.errors import ConfigError, DataError, EngineError
 from slime.utils.sglang_meta import TOP_P_IDS_KEYS, TOP_P_OFFSETS_KEYS
@@ -217,36 +215,6 @@ PROBE_PAYLOAD = {
     "return_logprob": True,
 }
 """A request for one token and its nucleus."""
-
-
-def layout_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
-    """Yield a message for each flag under which an engine of ours returns no nuclei, where the run needs them."""
-    if args.rollout_top_p == 1.0:
-        return
-    model = next((model for model in layout.models if model.update_weights), layout.models[0])
-    wanted = f"--rollout-top-p {args.rollout_top_p:g} needs the nuclei that the engines draw from"
-    if model.has_prefill_decode:
-        yield (
-            f"{wanted}, and prefill engines do not pass on the first token's; use engines that do both "
-            "(no --prefill-num-servers, no prefill and decode groups), or --rollout-top-p 1."
-        )
-    flags = {name: getattr(args, f"sglang_{name}") for name in _FITTING}
-    for settings in ({**flags, **group.overrides} for group in model.server_groups):
-        for name, (fitting, reason) in _FITTING.items():
-            if settings[name] not in fitting:
-                flag = f"--sglang-{name.replace('_', '-')} is {settings[name]}"
-                yield f"{wanted}, and {flag}: {reason}, or set --rollout-top-p 1."
-                return
-
-
-_FITTING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "speculative_algorithm": ((None, ""), "speculative decoding draws outside the sampler; drop it"),
-    "pp_size": ((None, 0, 1), "pipeline stages do not hand them on; set 1"),
-    "sampling_backend": (
-        (None, "flashinfer", "pytorch"), "only the samplers flashinfer and pytorch can be followed; use one of them"
-    ),
-}  # fmt: skip
-"""Setting of an engine -> the values under which it returns nuclei, and why it does not under another."""
 
 
 def check_returns_nuclei(server: ServerControl, *, top_p: float) -> None:

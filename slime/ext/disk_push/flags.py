@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.ext.disk_push.delta import new_checksum
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path
 from slime.utils.errors import ConfigError
@@ -67,6 +66,8 @@ def check_idle_flags(args: Namespace) -> Iterator[str]:
 def check_delta_checksum(args: Namespace) -> Iterator[str]:
     """Yield a message for a checksum of deltas whose package is missing."""
     if args.update_weight_mode == "delta":
+        from slime.ext.disk_push.delta import new_checksum
+
         try:
             new_checksum(args.update_weight_delta_checksum)
         except ConfigError as error:

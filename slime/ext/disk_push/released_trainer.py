@@ -15,7 +15,7 @@ from slime.ext.disk_push.disk import FolderCarrier, WrittenVersion
 from slime.ext.disk_push.versions import prune_before
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.deadlines import memory_timeout_s
-from slime.ray.engines.ray_engine import UpdatableEngines
+from slime.ray.engines.verbs import EngineList
 from slime.ray.push import PUSH_MARGIN_S, WeightPush
 from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
 from slime.utils.errors import WeightSyncError
@@ -88,7 +88,7 @@ class ReleasedPush(WeightPush):
         if cluster_has_accelerators():
             time.sleep(RELEASE_GRACE_S)
 
-    def send(self, verb: str, engines: UpdatableEngines) -> dict[str, float]:
+    def send(self, verb: str, engines: EngineList) -> dict[str, float]:
         """Have engines read what the trainer left, also those that started late; return the metrics."""
         args = self.args
         if self._written is None:
@@ -97,7 +97,7 @@ class ReleasedPush(WeightPush):
             self.ask_manager("clear_updatable_num_new_engines")
         push = Push(
             str(self._written.number),
-            Participants(engines.engines, PushClock(args.weight_update_timeout_s)),
+            Participants(engines.unpacked(), PushClock(args.weight_update_timeout_s)),
             repacks=self._written.repacks,
             checks=args.check_weight_update_equal,
         )

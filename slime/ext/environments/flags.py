@@ -13,7 +13,6 @@ from typing import Any
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path
 from slime.flags.overlay import read_yaml
-from slime.isolation.view import check_local_sandbox
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
 
@@ -150,6 +149,8 @@ def check_mixture(args: Namespace) -> Iterator[str]:
 def check_gym(args: Namespace) -> Iterator[str]:
     """Yield a message where nothing isolates the scorers of tasks, which evaluate what the policy wrote."""
     if args.runs_here and any(source["path"].startswith(GYM) for source in args.prompt_sources):
+        from slime.isolation.view import check_local_sandbox
+
         try:
             check_local_sandbox(args)
         except ConfigError as error:

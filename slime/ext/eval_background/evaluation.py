@@ -28,7 +28,7 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S
-from slime.ray.parts import Evaluation, Parts
+from slime.ray.parts import Evaluation, Parts, load_all
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.rollout.base_types import call_rollout_fn, eval_samples
@@ -64,7 +64,7 @@ class BackgroundEvaluator(Watched):
 
     def __init__(self, args: Namespace, parts: Parts) -> None:
         configure_logger(prefix="eval")
-        telemetry.start(args, "evaluation", parts.sinks)
+        telemetry.start(args, "evaluation", load_all(parts.sinks))
         self.args = args
         StallTimeout.seconds = args.loop_stall_timeout_s
         init_http_client(args)
@@ -163,7 +163,7 @@ class BackgroundEvaluation(Evaluation):
     def _send_weights(self) -> str | None:
         """Return why the engines cannot evaluate; None when all of them hold the present weights."""
         engines = self._ask("describe_engines", "evaluation")
-        if not engines.engines:
+        if not engines.num:
             return f"no engine of the model {EVALUATION_MODEL} is there"
         try:
             self._actor.push.resend(engines)

@@ -18,7 +18,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.update_weight.engine_group import FAREWELL_S, MeetingPlace, OnThread
 from slime.ext.fast_push import engine_verbs as verbs
 from slime.ext.fast_push.channel import WeightChannel
-from slime.ext.fast_push.messages import loader_of
+from slime.ext.fast_push.loaders import loader_of
 from slime.utils import net
 from slime.utils.errors import WeightSyncError
 from slime.weights.buckets import NO_BUCKET

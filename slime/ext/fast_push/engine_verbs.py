@@ -18,7 +18,8 @@ from typing import Any
 
 from slime.backends.sglang_utils.loader_report import flatten_reports
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs, shown
-from slime.ext.fast_push.messages import PUSH_REPORT, RECEIVER, encode
+from slime.ext.fast_push.loaders import RECEIVER
+from slime.ext.fast_push.messages import PUSH_REPORT, encode
 from slime.utils.errors import EngineError, WeightSyncError
 
 REPORT_FIELDS = ("push_id", "needs_manifest", "buckets", "problems", "is_unpacked", "seconds")

@@ -6,7 +6,7 @@ import argparse
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.ext.fast_push.messages import WEIGHT_LOADERS
+from slime.ext.fast_push.loaders import WEIGHT_LOADERS
 from slime.flags.group import FlagGroup
 
 PLUGIN = "slime.ext.fast_push.sglang_plugin.register"

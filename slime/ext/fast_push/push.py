@@ -20,7 +20,8 @@ import torch
 
 from slime.ext.fast_push import engine_verbs as verbs
 from slime.ext.fast_push.acknowledgements import check_acknowledgements
-from slime.ext.fast_push.messages import COMPARE, FILL_WITH_NAN, FIND_NAN, encode, loader_of
+from slime.ext.fast_push.loaders import COMPARE, FILL_WITH_NAN, FIND_NAN, loader_of
+from slime.ext.fast_push.messages import encode
 from slime.utils.errors import ProcessError, WeightSyncError
 from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.manifest import Manifest

@@ -26,7 +26,7 @@ from slime.backends.megatron_utils.update_weight.plain_push import PlainPush
 from slime.backends.megatron_utils.update_weight.transport import Transport
 from slime.ext.fast_push.acknowledgements import DigestedBuckets
 from slime.ext.fast_push.distributed import DistributedCarrier
-from slime.ext.fast_push.messages import loader_of
+from slime.ext.fast_push.loaders import loader_of
 from slime.ext.fast_push.push import push_weights
 from slime.ext.fast_push.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.ext.fast_push.shared_memory import SharedMemoryCarrier

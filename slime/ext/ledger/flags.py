@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from argparse import Namespace
+from pathlib import Path
 
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, wait_s
+
+FOLDER = "ledger"
+
+
+def ledger_folder(args: Namespace) -> Path:
+    """Return the folder of this run's ledger."""
+    return Path(args.rollout_ledger_dir or Path(args.save) / FOLDER)
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slime.ext.ledger.flags import ledger_folder
 from slime.ext.ledger.frames import Kind, read_folder, segment_number
 from slime.ext.ledger.journal import Issued, Journal, config_fingerprint, user_code
 from slime.ext.ledger.records import SAMPLE_FLAGS
@@ -31,13 +32,7 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "ledger"
 TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def ledger_folder(args: Namespace) -> Path:
-    """Return the folder of this run's ledger."""
-    return Path(args.rollout_ledger_dir or Path(args.save) / FOLDER)
 
 
 def position_path(folder: str, rollout_id: int) -> Path:

@@ -29,7 +29,6 @@ import psutil
 import torch
 
 from slime.ext.record.flags import record_config
-from slime.ext.record.sample_record import record_evaluation, record_rollout, record_trained
 from slime.ext.record.writer import RecordWriter
 from slime.flags.observability import tracking_config
 from slime.observability.metrics_file import plain, run_folder
@@ -91,16 +90,18 @@ class RecordSink(Sink):
     def samples(self, kind: str, facts: Mapping[str, Any]) -> None:
         if self.writer is None:
             return
+        from slime.ext.record import sample_record  # with pyarrow; a driver has no samples
+
         if kind == "dropped":
             self._dropped += [(sample, facts["reason"] or "dropped") for sample in facts["samples"]]
         elif kind == "rollout":
             dropped = self._dropped[:]
             del self._dropped[: len(dropped)]  # the event loop may have added some meanwhile
-            record_rollout(self.writer, self.config, dropped=dropped, **facts)
+            sample_record.record_rollout(self.writer, self.config, dropped=dropped, **facts)
         elif kind == "evaluation":
-            record_evaluation(self.writer, self.config, **facts)
+            sample_record.record_evaluation(self.writer, self.config, **facts)
         else:
-            record_trained(self.writer, self.config, **facts)
+            sample_record.record_trained(self.writer, self.config, **facts)
 
     def flush(self) -> None:
         if self.writer is not None:

@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -32,6 +32,9 @@ from slime.ray.waiting import wait_for
 from slime.utils.errors import DataError, DeadlineError, EngineDiedError
 from slime.weights.file_digests import digest_of
 from slime.weights.state_copy import StateCopy
+
+if TYPE_CHECKING:
+    from slime.backends.train_worker import TrainWorker
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +107,7 @@ Keeper: Any = ray.remote(num_cpus=0, num_gpus=0, max_concurrency=KEEPER_CALLS)(_
 class CopyingRank:
     """Mixin of a trainer's rank: its way to and from keepers."""
 
-    rank: int
-    state_copy: StateCopy | None
+    worker: TrainWorker
 
     def node_id(self) -> str:
         """Return Ray's name of the node."""
@@ -124,7 +126,7 @@ class CopyingRank:
         Returns:
             for each keeper, whether it has the copy.
         """
-        copy = self.state_copy
+        copy = self.worker.state_copy
         assert copy is not None, "the step before has made none"
         return [_send(copy, number, keeper, counting, timeout_s) for keeper in keepers]
 
@@ -137,15 +139,15 @@ class CopyingRank:
         problems = []
         for keeper in keepers:
             try:
-                self.state_copy = _fetch(number, rollout_id, keeper, timeout_s)
+                self.worker.state_copy = _fetch(number, rollout_id, keeper, timeout_s)
                 return
             except (DataError, *KEEPER_ERRORS) as error:
                 problems.append(str(error).splitlines()[0])
-        raise DataError(f"rank {self.rank} has no whole copy of its state any more: {'; '.join(problems)}")
+        raise DataError(f"rank {self.worker.rank} has no whole copy of its state any more: {'; '.join(problems)}")
 
     def drop_copy(self) -> None:
         """Forget the copy: ``init`` continues from a checkpoint."""
-        self.state_copy = None
+        self.worker.state_copy = None
 
 
 def _send(copy: StateCopy, rank: int, keeper: Any, counting: int | None, timeout_s: float) -> bool:

@@ -16,7 +16,6 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +34,7 @@ from slime.ext.training_api.backend import (
     SamplingParams,
 )
 from slime.ext.training_api.engine_sampling import LOAD_ATTEMPTS, EngineSampling, lacks_adapter
-from slime.ray.actor_group import RayTrainGroup
-from slime.ray.parts import Parts
+from slime.ray.parts import Part, Parts
 from slime.ray.train_loop import TrainJob
 from slime.ray.waiting import Interrupted, wait_for
 from slime.utils.errors import ConfigError, DataError, EngineError, ProcessError
@@ -46,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SERVICE_RANKS = Part(
+    "slime.ray.actor_group.RayTrainGroup", {"actor_cls": "slime.ext.training_api.trainer_rank.ServiceRank"}
+)
 WATCH_EVERY_S = 3.0
 """Until dead engines and ranks are looked for, while nothing else would find them."""
 
@@ -93,11 +94,9 @@ class MegatronBackend(Backend):
     """
 
     def __init__(self, args: Namespace, parts: Parts) -> None:
-        from slime.ext.training_api.trainer_rank import ServiceRank
-
         check_service(args)
         self.args = args
-        self._job = TrainJob(args, replace(parts, train_group=partial(RayTrainGroup, actor_cls=ServiceRank)))
+        self._job = TrainJob(args, replace(parts, train_group=SERVICE_RANKS))
         self._engines = EngineSampling(args, self._job.manager, max_length=max_length(args))
         if args.use_fault_tolerance:
             resumed = self._job.manager.health_monitoring_resume.remote()
@@ -164,7 +163,7 @@ class MegatronBackend(Backend):
         wait_for(asked, what="the state of the engines", timeout_s=self.args.weight_update_timeout_s)
 
     def _ranks(self, method: str, *arguments: Any, what: str) -> list[Any]:
-        return self._job.actor.on_all("of_clients", method, *arguments, what=what)
+        return self._job.actor.on_all("ask", "of_clients", method, *arguments, what=what)
 
     async def _train(self, method: str, *arguments: Any, what: str) -> list[Any]:
         return await self._in(self._trainer_thread, lambda: self._ranks(method, *arguments, what=what))

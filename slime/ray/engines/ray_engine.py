@@ -54,7 +54,7 @@ class RayEngine(EngineProxy):
 
 @dataclass(frozen=True)
 class UpdatableEngines:
-    """The engines that take new weights, as the rollout manager describes them to the trainers."""
+    """The engines that take new weights."""
 
     engines: list[RayEngine]
     num_new: int

@@ -12,17 +12,46 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
-from slime.ray.waiting import Watched
+from slime.ray.waiting import Watched, wait_for
+from slime.utils.misc import Box
 
 if TYPE_CHECKING:
     from slime.ray.engines.fleet import EngineFleet
-    from slime.ray.engines.ray_engine import UpdatableEngines
+    from slime.ray.engines.ray_engine import RayEngine, UpdatableEngines
     from slime.weights.push.participants import ExcludedEngine
 
 EngineChoice = Literal["updatable", "without_weights", "evaluation"]
 
 CONTROL_GROUP = "control"
 """Concurrency group of the short calls that must not queue behind a running ``generate``."""
+HANDLES_TIMEOUT_S = 120.0
+"""For the description of engines to arrive through the object store."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineList:
+    """Engines that take weights, as the driver passes them from the manager to the trainers.
+
+    A process that unpacks the handle of an actor imports the actor's class; the driver has no use for an engine's.
+    """
+
+    num: int
+    num_new: int
+    """As ``UpdatableEngines`` says."""
+    boxed: Box
+    """A reference to the list of them."""
+
+    @classmethod
+    def of(cls, described: UpdatableEngines) -> EngineList:
+        """Put the engines into Ray's object store."""
+        return cls(len(described.engines), described.num_new, Box(ray.put(described.engines)))
+
+    def unpacked(self) -> list[RayEngine]:
+        """Return the engines."""
+        engines: list[RayEngine] = wait_for(
+            self.boxed.inner, what="the handles of the engines", timeout_s=HANDLES_TIMEOUT_S
+        )
+        return engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +104,7 @@ class EngineVerbs(Watched):
         return self.engines.check_weights(action)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def describe_engines(self, which: EngineChoice) -> UpdatableEngines:
+    def describe_engines(self, which: EngineChoice) -> EngineList:
         """Describe live engines.
 
         Args:
@@ -84,8 +113,8 @@ class EngineVerbs(Watched):
         """
         weights = self.engines.weights
         if which == "without_weights":
-            return weights.without_weights()
-        return weights.for_evaluation() if which == "evaluation" else weights.updatable()
+            return EngineList.of(weights.without_weights())
+        return EngineList.of(weights.for_evaluation() if which == "evaluation" else weights.updatable())
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_updatable_engines_and_lock(self) -> tuple[Any, ...]:
@@ -102,9 +131,9 @@ class EngineVerbs(Watched):
         self.engines.weights.connected()
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def push_started(self) -> UpdatableEngines:
+    def push_started(self) -> EngineList:
         """Note that a push begins; describe the engines that take it."""
-        return self.engines.weights.push_started()
+        return EngineList.of(self.engines.weights.push_started())
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:

@@ -21,7 +21,7 @@ from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault
 from tests.unit.talking_engine import make_tokenizer
 
-READERS = {"verifiers": verifiers_data.read_environment}
+READERS = {"verifiers": "slime.ext.agent.verifiers_data.read_environment"}
 PARAMS = {"temperature": 1.0, "max_new_tokens": 200}
 
 STAND_IN = '''

@@ -74,7 +74,7 @@ def stand_in(tmp_path, monkeypatch):
     scores._pool.cache_clear()
 
 
-READERS = {"gym:": gym.read_task}
+READERS = {"gym:": "slime.ext.environments.gym.read_task"}
 
 
 def rows_of(path):

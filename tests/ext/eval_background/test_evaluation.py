@@ -34,7 +34,7 @@ class Trainer:
         self.error: Exception | None = None
 
     def resend(self, engines: Any) -> None:
-        self.notes.append(("push", engines.engines))
+        self.notes.append(("push", engines.names))
         self.excluded, self.next_excluded = self.next_excluded, []
         if self.error is not None:
             raise self.error
@@ -57,7 +57,7 @@ class Evaluation(BackgroundEvaluation):
 
     def _ask(self, *asked: str) -> Any:
         assert asked == ("describe_engines", "evaluation")
-        return Namespace(engines=list(self.handles))
+        return Namespace(num=len(self.handles), names=list(self.handles))
 
     def _eval(self, rollout_id: int) -> str:
         self.notes.append(("eval", rollout_id))

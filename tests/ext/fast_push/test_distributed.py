@@ -12,7 +12,7 @@ import pytest
 
 from slime.ext.fast_push import distributed
 from slime.ext.fast_push.distributed import WeightGroup
-from slime.ext.fast_push.messages import RECEIVER
+from slime.ext.fast_push.loaders import RECEIVER
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.push.participants import Participants, PushClock
 from tests.unit.backends.megatron_utils.update_weight.test_engine_group import Answer

@@ -32,7 +32,7 @@ from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.ext.fast_push import engine_verbs
 from slime.ext.fast_push.flags import PLUGIN
-from slime.ext.fast_push.messages import FILL_WITH_NAN, FIND_NAN, WEIGHT_LOADERS
+from slime.ext.fast_push.loaders import FILL_WITH_NAN, FIND_NAN, WEIGHT_LOADERS
 from slime.rollout.engine_request import append_output, request_payload
 from slime.utils.errors import WeightSyncError
 from slime.utils.processing_utils import full_pixels, load_processor

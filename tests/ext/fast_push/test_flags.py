@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.ext.fast_push.flags import GROUP, PLUGIN
-from slime.ext.fast_push.messages import WEIGHT_LOADERS
+from slime.ext.fast_push.loaders import WEIGHT_LOADERS
 from slime.flags.group import derive_all, problems_of
 from slime.utils.misc import load_function
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.ext.fast_push.messages import RECEIVER
+from slime.ext.fast_push.loaders import RECEIVER
 from slime.ext.fast_push.push import _without_loader
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, WeightSyncError
 from slime.weights.push.participants import Participants, PushClock

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.ext.fast_push.acknowledgements import DigestedBuckets
-from slime.ext.fast_push.messages import RECEIVER
+from slime.ext.fast_push.loaders import RECEIVER
 from slime.ext.fast_push.push import push_weights
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.buckets import plan_buckets

@@ -12,8 +12,7 @@ from slime.ext.recovery import job as recovering_job
 from slime.ext.recovery.job import RecoveringJob
 from slime.ray import waiting
 from slime.ray.gpus import GpuSlice
-from slime.ray.parts import Parts
-from slime.rollout.run_state import GroupObserver
+from slime.ray.parts import Part, Parts
 from slime.utils.errors import EngineDiedError
 
 DIED = EngineDiedError("the rollout manager died")
@@ -31,7 +30,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = RecoveringJob.__new__(RecoveringJob)
     made.asked = []
     made.args = Namespace(trainer_recovery="checkpoint", train_timeout_s=60)
-    made.parts = Parts(observers=(lambda args, source: GroupObserver(),))
+    made.parts = Parts(observers=(Part("slime.rollout.run_state.GroupObserver"),))
     made._background = None
     made.manager, made.actor, made.gpus = Manager("first"), None, {"rollout": GpuSlice(None, [], [])}
     made.trainers = Namespace(names=["actor rank 0"])

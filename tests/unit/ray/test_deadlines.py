@@ -68,7 +68,8 @@ def sharing_group() -> Any:
 
 def trainer_with_box() -> None:
     made = Namespace(get_parallel_config=lambda: {"dp_rank": 0}, train=lambda *args, **kwargs: None)
-    train_actor.TrainRayActor.train_boxed(made, 0, [Namespace(inner="box")])  # type: ignore[arg-type]
+    rank: Any = Namespace(worker=made)
+    train_actor.TrainRayActor.train_boxed(rank, 0, [Namespace(inner="box")])  # type: ignore[list-item]
 
 
 CASES: list[tuple[str, Callable[[], Any], float]] = [

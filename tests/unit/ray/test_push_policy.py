@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.engines.ray_engine import UpdatableEngines
+from slime.ray.engines.verbs import EngineList
 from slime.ray.push import MAX_FAILED_RESENDS, MAX_PUSHES, WeightPush
 from slime.utils.errors import EngineError, HangError, WeightSyncError
+from slime.utils.misc import Box
 from slime.weights.push.participants import ExcludedEngine
 
 EXCLUDED = [ExcludedEngine(1, "it holds other bytes")]
@@ -49,7 +50,7 @@ class Push(WeightPush):
     def ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         self.asked.append((method, *arguments))
         if method == "describe_engines":
-            return Namespace(engines=[None] * self.waiting)
+            return Namespace(num=self.waiting)
         return 0
 
 
@@ -178,7 +179,7 @@ def test_values_of_a_critic_reach_the_ranks_that_train_on_the_same_samples() -> 
 def test_ranks_whose_connection_to_other_engines_failed_are_connected_again_before_a_push(monkeypatch) -> None:
     push, verbs = WeightPush(Push().trainer), []
     push.is_connected = True
-    generating, evaluating = (UpdatableEngines([name], num_new) for name, num_new in (("g", 0), ("e", 1)))
+    generating, evaluating = (EngineList(1, num_new, Box(name)) for name, num_new in (("g", 0), ("e", 1)))
 
     def on_all(verb: str, *_: Any, **__: Any) -> list[Any]:
         verbs.append(verb)
@@ -203,7 +204,7 @@ def test_new_engines_that_a_router_does_not_take_in_have_the_weights_all_the_sam
         asked.append(method)
         if method == "push_done":
             raise EngineError("the router does not list it")
-        return Namespace(engines=["new"])
+        return Namespace(num=1)
 
     monkeypatch.setattr(push, "send", lambda verb, engines: {})
     monkeypatch.setattr(push, "ask_manager", ask)

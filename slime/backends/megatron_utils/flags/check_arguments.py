@@ -23,7 +23,6 @@ from slime.backends.megatron_utils.models import FAMILIES
 from slime.flags.data import MAY_GIVE_OTHER_COUNTS
 from slime.flags.group import flag_of
 from slime.utils.errors import ConfigError
-from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 
 
 def check_arguments(args: Namespace) -> None:
@@ -241,15 +240,19 @@ def _check_layers(frequency: int | list[int], num_layers: int) -> None:
 
 
 def _check_fp8(args: Namespace) -> None:
-    if args.fp8 and (args.fp8 != "e4m3" or args.fp8_recipe != "blockwise"):
+    if not args.fp8:
+        return
+    from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
+
+    if args.fp8 != "e4m3" or args.fp8_recipe != "blockwise":
         raise ConfigError(
             f"--fp8-format is {args.fp8} and --fp8-recipe {args.fp8_recipe}; slime trains in FP8 with the scales of "
             "FP8 checkpoints: --fp8-format e4m3 --fp8-recipe blockwise."
         )
-    if args.fp8 and args.fp16:
+    if args.fp16:
         raise ConfigError("--fp8-format is given with --fp16; what is not quantized is bf16: give --bf16.")
     groups, tensor_size, block = args.num_query_groups, args.tensor_model_parallel_size, DEFAULT_BLOCK[0]
-    if args.fp8 and not args.multi_latent_attention and tensor_size > groups and args.kv_channels % block:
+    if not args.multi_latent_attention and tensor_size > groups and args.kv_channels % block:
         raise ConfigError(
             f"--fp8-format is given with --tensor-model-parallel-size {tensor_size} and {groups} groups of heads "
             f"(--num-query-groups) of {args.kv_channels} (--kv-channels): a rank would hold a part of a group, whose "

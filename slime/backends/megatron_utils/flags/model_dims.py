@@ -5,13 +5,15 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.models import family_of, family_of_spec, has_tower
 from slime.flags.config import read_config
 from slime.flags.data import BatchConfig, add_data_arguments
 from slime.train_data.model_dims import AttentionKind, ModelDims, TowerDims
-from slime.train_data.schedule import ScheduleConfig
+
+if TYPE_CHECKING:
+    from slime.train_data.schedule import ScheduleConfig
 
 
 def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> ModelDims:
@@ -141,6 +143,8 @@ def schedule_config(
     args: Namespace, *, dp_size: int, cp_size: int, vpp_size: int, microbatch_group_size_per_vp_stage: int
 ) -> ScheduleConfig:
     """Return the packing of the flags over a trainer of these sizes."""
+    from slime.train_data.schedule import ScheduleConfig
+
     batch = read_config(BatchConfig, args, add_data_arguments)
     is_balanced = batch.balance_data or batch.balance_by_flops
     return ScheduleConfig(

@@ -171,14 +171,20 @@ def _install_delta_nets() -> None:
 
 def _install_transfer_engine() -> None:
     """Let prefill and decode engines of this machine move keys and values; see ``transfer_engine``."""
-    from slime.backends.sglang_utils.cpu_shim import transfer_engine
+
+    def attribute(name: str) -> Any:
+        if name != "TransferEngine":
+            raise AttributeError(name)
+        from slime.backends.sglang_utils.cpu_shim.transfer_engine import TransferEngine
+
+        return TransferEngine
 
     package = ModuleType("mooncake", "Only the part that SGLang's prefill/decode disaggregation imports.")
     package.__path__ = []  # a package: any other submodule is not found
     package.__spec__ = importlib.machinery.ModuleSpec("mooncake", None, is_package=True)
     engine = ModuleType("mooncake.engine")
     engine.__spec__ = importlib.machinery.ModuleSpec("mooncake.engine", None)
-    engine.TransferEngine = transfer_engine.TransferEngine  # type: ignore[attr-defined]
+    engine.__getattr__ = attribute  # type: ignore[method-assign]
     package.engine = engine  # type: ignore[attr-defined]
     sys.modules |= {"mooncake": package, "mooncake.engine": engine}
 

@@ -16,7 +16,7 @@ import torch
 
 from slime.utils.errors import EngineError, ProcessError, WeightSyncError
 from slime.weights.digest import combine, digest_bytes
-from slime.ext.fast_push.messages import RECEIVER
+from slime.ext.fast_push.loaders import RECEIVER
 from slime.ext.disk_push.local_copy import LocalCopy, PullReport
 from slime.weights.manifest import Manifest
 from slime.weights.stored_tensors import read_bytes, read_layout

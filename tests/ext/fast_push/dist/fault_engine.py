@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from slime.ext.fast_push.channel import WeightChannel
-from slime.ext.fast_push.messages import RECEIVER
+from slime.ext.fast_push.loaders import RECEIVER
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.digest import combine, digest_tensor
 from slime.weights.manifest import Manifest

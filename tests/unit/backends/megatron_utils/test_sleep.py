@@ -24,6 +24,7 @@ from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.sleep import OffloadedState
 from slime.compose import parts
+from slime.ray.parts import load_all
 from slime.weights.pinned_memory import aligned
 
 CHUNK = 4096
@@ -66,7 +67,7 @@ def build(folders: dict[str, Path], case: str) -> tuple[Any, Any, Any, Any]:
 def build_with(folder: Path, flags: str) -> tuple[Any, Any, Any, Any]:
     args = make_args(folder, "--actor-num-gpus-per-node", 1, *flags.split())
     start_single_process(args)
-    return args, *setup_model_and_optimizer(args, transforms=parts(args).transforms)
+    return args, *setup_model_and_optimizer(args, transforms=load_all(parts(args).transforms))
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import nuclei
+from slime.backends.sglang_utils.arguments import nuclei_problems
 from slime.backends.sglang_utils.nuclei import Capture, joint_nuclei, pack_meta, torch_nuclei
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, SGLangConfig
@@ -125,9 +126,9 @@ def layout(worker_type: str = "regular", **overrides: object) -> SGLangConfig:
 )
 def test_engines_that_cannot_return_nuclei_are_refused_at_the_start(flags, config, says) -> None:
     unset = {"sglang_speculative_algorithm": None, "sglang_pp_size": 1, "sglang_sampling_backend": None}
-    found = list(nuclei.layout_problems(Namespace(rollout_top_p=0.9, **(unset | flags)), config))
+    found = list(nuclei_problems(Namespace(rollout_top_p=0.9, **(unset | flags)), config))
     assert (says is None and not found) or (len(found) == 1 and says in found[0] and "--rollout-top-p" in found[0])
-    assert not list(nuclei.layout_problems(Namespace(rollout_top_p=1.0, **flags), config))
+    assert not list(nuclei_problems(Namespace(rollout_top_p=1.0, **flags), config))
 
 
 def test_an_engine_without_the_plugin_is_told_what_to_do() -> None:

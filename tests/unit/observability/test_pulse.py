@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.backends.train_worker import Beat, Pulse
+from slime.observability.pulse import Beat, Pulse
 from slime.utils.misc import SingletonMeta
 
 
