@@ -240,6 +240,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen2.5-3B": qwen25(36, 2048, 11008, 16, 2, tied=True),
     "qwen2.5-7B": qwen25(28, 3584, 18944, 28, 4, tied=False, vocab=152064),
     "qwen2.5-32B": qwen25(64, 5120, 27648, 40, 8, tied=False, vocab=152064, eps=1e-5),
+    "qwen2.5-vl-7B": {
+        **qwen25(28, 3584, 18944, 28, 4, tied=False, vocab=152064),
+        **{"model_type": "qwen2_5_vl", "image_token_id": 151655, "video_token_id": 151656},
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {
+            **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3},
+            **{"out_hidden_size": 3584, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2},
+            **{"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2},
+        },
+    },
     "qwen3-0.6B": qwen3(28, 1024, 3072, 16, tied=True),
     "qwen3-1.7B": qwen3(28, 2048, 6144, 16, tied=True),
     "qwen3-4B": qwen3(36, 2560, 9728, 32, tied=True),
@@ -408,6 +418,7 @@ NUM_PARAMETERS = {
     **{"qwen3-14B": 14_768_307_200, "qwen3-32B": 32_762_123_264, "qwen3-30B-A3B": 30_532_122_624},
     **{"qwen3-235B-A22B": 235_093_634_560, "gemma3-1B": 999_885_952, "qwen3-vl-30B-A3B": 31_070_754_032},
     **{
+        "qwen2.5-vl-7B": 8_292_166_656,
         "mixtral-8x7B": 46_702_792_704,
         "olmo3-7B": 7_298_011_136,
         "qwen3-vl-2B": 2_127_532_032,

@@ -50,6 +50,7 @@ MODELS = {
     "olmo2",
     "pixtral",
     "qwen2",
+    "qwen2_5_vl",
     "qwen2_moe",
     "qwen3",
     "qwen3_5",

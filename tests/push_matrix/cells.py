@@ -31,6 +31,7 @@ FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
 """Dense, with experts, with latent attention."""
 SERVED = (
     "qwen2.5",
+    "qwen2_5_vl",
     "qwen3",
     "qwen2_moe",
     "qwen3_moe",

@@ -40,6 +40,7 @@ MORE_RECIPES = [
     *("run-gpt-oss-20b.sh", "run-gpt-oss-120b.sh", "run-qwen3-vl-30B-A3B.sh"),
     *("run-mixtral-8x7B.sh", "run-seed-oss-36B.sh", "run-olmo3-7B.sh", "run-glm4.6V-106B-A12B.sh"),
     *("run-mistral-small-3.1-24B.sh", "run-gemma4-31B.sh", "run-nemotron3-nano-30B-A3B.sh"),
+    "run-qwen2.5-vl-7B.sh",
 ]
 """Recipes of models that no document names."""
 WITHOUT_RECIPE = {

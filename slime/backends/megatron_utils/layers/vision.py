@@ -34,6 +34,7 @@ from slime.backends.megatron_utils.models import family_of
 from slime.backends.megatron_utils.models.flag_rules import hf_rope_settings, too_short_a_stage
 from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.misc import load_function
 from slime.utils.processing_utils import full_pixels, import_torchvision
 
 
@@ -227,7 +228,7 @@ class VisionModel(GPTModel):
         self.axes = rotary_axes(section, interleaved=family.has_interleaved_axes)
         if not self.pre_process:
             return
-        self.vision_model = _build_tower(folder).requires_grad_(trains_tower)
+        self.vision_model = _build_tower(folder, family.tower_class).requires_grad_(trains_tower)
         depth = len(vision.get("deepstack_visual_indexes") or ())
         if (layers := len(self.decoder.layers)) < depth:
             raise ConfigError(too_short_a_stage(layers, depth))
@@ -339,13 +340,14 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _build_tower(folder: str) -> Any:
+def _build_tower(folder: str, tower_class: str) -> Any:
     """Return transformers' tower for the config.json in ``folder``, in fp32, with random weights."""
     import_torchvision()  # transformers looks for it
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(folder).vision_config
-    tower: Any = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    build = load_function(tower_class)._from_config if tower_class else AutoModel.from_config
+    tower: Any = build(config, dtype=torch.float32, attn_implementation="sdpa")
     if hasattr(tower, "embeddings"):  # it takes lengths and sizes of the images, which are on the host
         tower.embeddings.register_forward_pre_hook(lambda module, args: tuple(x.to(args[0].device) for x in args))
     return tower

@@ -64,6 +64,8 @@ class ModelFamily:
     """``vision_config`` of config.json -> parameters of the vision tower that the trainer has."""
     tower_ffn_key: str = "intermediate_size"
     """Key of ``vision_config`` for the width of the MLPs in the tower's blocks."""
+    tower_class: str = ""
+    """Import path of transformers' class of the tower, where its ``AutoModel`` knows none for ``vision_config``."""
     tower_spec: str = ""
     """Another ``spec``, which asks for the vision tower; without one, every model of the family has its tower."""
     rotary_section: tuple[int, int, int] = (24, 20, 20)

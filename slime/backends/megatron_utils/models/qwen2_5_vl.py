@@ -1,0 +1,48 @@
+"""Qwen2.5-VL: Qwen2 behind a vision tower most of whose layers attend within windows.
+
+Each axis of positions turns a run of frequencies, time the lowest; the layers take nothing of the tower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.flag_rules import Config
+from slime.backends.megatron_utils.models.qwen import DENSE
+
+
+def tower_parameters(vision: Config) -> int:
+    """Return the parameters of the vision tower: patches, blocks, and what merges and projects patches."""
+    hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+    merged = hidden * vision["spatial_merge_size"] ** 2
+    patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    block = 4 * hidden * hidden + 3 * hidden * inner + 7 * hidden + 2 * inner
+    merger = merged * merged + merged + (merged + 1) * out
+    return int(vision["depth"] * block + hidden * (patch + 1) + merger)
+
+
+VISION = {
+    **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3},
+    **{"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112},
+}
+"""Of ``vision_config`` of the published models; the width of the MLPs is the one of 3B and 7B."""
+
+FAMILIES = (
+    ModelFamily(
+        model_types=("qwen2_5_vl",),
+        weight_map=replace(DENSE, family="Qwen2.5-VL", tower="visual."),
+        always={"add_qkv_bias": True},
+        tower_parameters=tower_parameters,
+        tower_class="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
+        rotary_section=(16, 24, 24),
+        has_interleaved_axes=False,
+        published={
+            f"Qwen2.5-VL-{size}-Instruct": {
+                "model_type": "qwen2_5_vl",
+                "vision_config": {**VISION, "out_hidden_size": out, "intermediate_size": inner},
+            }
+            for size, out, inner in (("3B", 2048, 3420), ("7B", 3584, 3420), ("32B", 5120, 3456), ("72B", 8192, 3456))
+        },
+    ),
+)
