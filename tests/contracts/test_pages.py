@@ -76,7 +76,8 @@ OF_OTHER_PROGRAMS = {
         "--rollout",
         "--html",
         "--beside",
-    ),  # tools/replay.py, tools/diff.py
+        "--text",
+    ),  # tools/replay.py, tools/diff.py, tools/report.py
     *("--fit-for-grpo", "--kill-after"),  # examples/tiny_arithmetic/hf_accuracy.py, tests/ext/ledger/kill_resume.py
 }
 
