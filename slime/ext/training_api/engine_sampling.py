@@ -21,6 +21,7 @@ from slime.ext.training_api.backend import (
 )
 from slime.flags.security import job_secret
 from slime.ray.engines.ray_engine import RayEngine
+from slime.ray.engines.verbs import EngineList
 from slime.ray.waiting import wait_for
 from slime.utils.errors import EngineDiedError, EngineError, ProcessError
 from slime.utils.http_utils import HttpStatusError, init_http_client, post
@@ -123,9 +124,9 @@ class EngineSampling:
 
     def _engines(self) -> list[RayEngine]:
         asked = self._manager.describe_engines.remote("updatable")
-        described = wait_for(asked, what="the engines", timeout_s=self.args.weight_update_timeout_s)
-        self._loaded = {engine.handle: self._loaded.get(engine.handle, set()) for engine in described.engines}
-        engines: list[RayEngine] = described.engines
+        listed: EngineList = wait_for(asked, what="the engines", timeout_s=self.args.weight_update_timeout_s)
+        engines = listed.unpacked()
+        self._loaded = {engine.handle: self._loaded.get(engine.handle, set()) for engine in engines}
         return engines
 
     def check_router(self) -> None:
