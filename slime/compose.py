@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from slime.ray.train_loop import TrainJob
 
 TRANSFORMS = {
-    "int4_qat": "slime.ext.low_precision.fake_quantize.FakeInt4",
-    "lora_rank": "slime.ext.lora.transform.Lora",
+    "int4_qat": "slime.ext.low_precision.fake_quantize:FakeInt4",
+    "lora_rank": "slime.ext.lora.transform:Lora",
 }
 SINKS = {
-    "record": "slime.ext.record.run_record.RecordSink",
-    "record_max_gib": "slime.ext.record.alarms.AlarmSink",  # set wherever the extension is: alarms need no flag
-    "prometheus_port": "slime.ext.record.prometheus_page.PrometheusSink",
-    "use_wandb": "slime.observability.sample_table.SampleTable",
-    "use_trackio": "slime.ext.trackers.sinks.TrackioSink",
-    "use_mlflow": "slime.ext.trackers.sinks.MlflowSink",
-    "use_pytorch_profiler": "slime.observability.profile_utils.TrainProfiler",
-    "record_memory_history": "slime.observability.profile_utils.TrainProfiler",
+    "record": "slime.ext.record.run_record:RecordSink",
+    "record_max_gib": "slime.ext.record.alarms:AlarmSink",  # set wherever the extension is: alarms need no flag
+    "prometheus_port": "slime.ext.record.prometheus_page:PrometheusSink",
+    "use_wandb": "slime.observability.sample_table:SampleTable",
+    "use_trackio": "slime.ext.trackers.sinks:TrackioSink",
+    "use_mlflow": "slime.ext.trackers.sinks:MlflowSink",
+    "use_pytorch_profiler": "slime.observability.profile_utils:TrainProfiler",
+    "record_memory_history": "slime.observability.profile_utils:TrainProfiler",
 }
 """Flag -> class that a job gets where it is set."""
 OUTPUTS = {"lora_save": str, "update_weight_disk_dir": Path, "update_weight_local_checkpoint_dir": str}
@@ -75,13 +75,13 @@ def parts(args: Namespace) -> Parts:
     if trains and not vars(args).get("no_rollout_ledger", True):
         from slime.ext.ledger.flags import ledger_folder
 
-        observers = (Part("slime.ext.ledger.ledger.Ledger"),)
+        observers = (Part("slime.ext.ledger.ledger:Ledger"),)
         outputs["--rollout-ledger-dir"] = ledger_folder(args)
     beside = args.eval_in_background and not args.debug_train_only
     return Parts(
         sinks=_chosen(args, SINKS),
         transforms=_chosen(args, TRANSFORMS),
-        evaluation=Part("slime.ext.eval_background.evaluation.BackgroundEvaluation") if beside else None,
+        evaluation=Part("slime.ext.eval_background.evaluation:BackgroundEvaluation") if beside else None,
         observers=observers,
         outputs=outputs,
         train_group=_train_group(args),
@@ -97,21 +97,21 @@ def _chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Part, ...]:
 
 def _train_group(args: Namespace) -> Part | None:
     if vars(args).get("release_train"):
-        push_weights = Part("slime.ext.fast_push.push.push_weights")
-        return Part("slime.ext.disk_push.released_trainer.ReleasedTrainGroup", {"push_weights": push_weights})
+        push_weights = Part("slime.ext.fast_push.push:push_weights")
+        return Part("slime.ext.disk_push.released_trainer:ReleasedTrainGroup", {"push_weights": push_weights})
     is_copied = vars(args).get("state_copy_interval") is not None
-    return Part("slime.ext.recovery.copied_trainer.CopiedTrainGroup") if is_copied else None
+    return Part("slime.ext.recovery.copied_trainer:CopiedTrainGroup") if is_copied else None
 
 
 def _transport(args: Namespace) -> Part | None:
     """Return the way of weights to the engines; None for the plain push."""
     if vars(args).get("lora_rank") is not None and args.lora_push == "adapter":
-        return Part("slime.ext.lora.adapter_push.AdapterPush")
+        return Part("slime.ext.lora.adapter_push:AdapterPush")
     if vars(args).get("weight_push") != "verified":
         return None
     over_disk = vars(args).get("update_weight_transport") == "disk"
-    options = {"carrier": Part("slime.ext.disk_push.delta_carrier.make_carrier")} if over_disk else {}
-    return Part("slime.ext.fast_push.verified_push.VerifiedPush.of", options)
+    options = {"carrier": Part("slime.ext.disk_push.delta_carrier:make_carrier")} if over_disk else {}
+    return Part("slime.ext.fast_push.verified_push:VerifiedPush.of", options)
 
 
 def start_job(args: Namespace) -> TrainJob:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEGATRON = "slime.backends.megatron_utils.actor.MegatronTrainRayActor"
+MEGATRON = "slime.backends.megatron_utils.actor:MegatronTrainRayActor"
 """The worker of a rank unless another is given."""
 HEARTBEAT_EVERY_S = 2.0
 """How often the driver asks the ranks that it waits for how far they are."""
@@ -76,7 +76,7 @@ class RayTrainGroup:
         role: "actor" or "critic".
         with_ref: whether to load the reference model.
         with_opd_teacher: whether to load the distillation teacher.
-        actor_cls: the worker class, or its import path, which only the ranks follow; the Megatron trainer when None.
+        actor_cls: the worker class, or its ``module:name``, which the ranks import; the Megatron trainer when None.
         parts: of the run.
         leader: the actor from whose checkpoints a critic resumes.
     """

@@ -44,7 +44,7 @@ class Part:
     """A class or function by its name: the process that uses it imports it, and no other process does."""
 
     path: str
-    """Package, module and name, with dots between them."""
+    """``package.module:name``.  With a dot for the colon an import that fails in the module would be hidden."""
     options: Mapping[str, Part | str] = field(default_factory=dict)
     """Keywords of its call; parts among them are imported with it."""
 

@@ -53,7 +53,7 @@ class TrainRayActor(Watched, RayActor):
     """One rank of a trainer.
 
     Args:
-        worker: the class that does the work, or its import path, which only this process follows.
+        worker: the class that does the work, or its ``module:name``, which only this process imports.
         parts: of the run.
     """
 
@@ -161,7 +161,7 @@ class TrainRayActor(Watched, RayActor):
 
 def remote_class(worker: type[TrainWorker] | str, rank_class: type[TrainRayActor] = TrainRayActor) -> Any:
     """Return ``rank_class`` as a Ray actor class with the name of its worker, which logs and ``ps`` show."""
-    name = worker.rpartition(".")[2] if isinstance(worker, str) else worker.__name__
+    name = worker.rpartition(":")[2] if isinstance(worker, str) else worker.__name__
     named = type(name, (rank_class,), {"__module__": __name__})
     return ray.remote(num_gpus=1, concurrency_groups=dict(rank_class.concurrency))(named)
 

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SERVICE_RANKS = Part(
-    "slime.ray.actor_group.RayTrainGroup", {"actor_cls": "slime.ext.training_api.trainer_rank.ServiceRank"}
+    "slime.ray.actor_group:RayTrainGroup", {"actor_cls": "slime.ext.training_api.trainer_rank:ServiceRank"}
 )
 WATCH_EVERY_S = 3.0
 """Until dead engines and ranks are looked for, while nothing else would find them."""

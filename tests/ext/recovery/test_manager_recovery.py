@@ -30,7 +30,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = RecoveringJob.__new__(RecoveringJob)
     made.asked = []
     made.args = Namespace(trainer_recovery="checkpoint", train_timeout_s=60)
-    made.parts = Parts(observers=(Part("slime.rollout.run_state.GroupObserver"),))
+    made.parts = Parts(observers=(Part("slime.rollout.run_state:GroupObserver"),))
     made._background = None
     made.manager, made.actor, made.gpus = Manager("first"), None, {"rollout": GpuSlice(None, [], [])}
     made.trainers = Namespace(names=["actor rank 0"])
