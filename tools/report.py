@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.algorithms.advantages import ESTIMATORS
 from slime.ext.record.accounting import CAUSES, ENGINE_SPANS, IDLE, TRAINER_SPANS, Span, gpu_seconds
 from slime.ext.record.alarms import find_alarms
 from slime.ext.record.run_reader import Run, read_run
@@ -215,7 +216,9 @@ def verdict_of(run: Run, where: dict[str, Any], steps: Mapping[int, Mapping[str,
     names = {name for metrics in run.evaluations.values() for name in evaluations(metrics)}
     said += [_went(f"evaluation {n}", [m.get(f"eval/{n}") for m in run.evaluations.values()]) for n in sorted(names)]
     equal = [one["samples/equal_groups"] for one in in_order[-RECENT:] if "samples/equal_groups" in one]
-    if equal and (share := sum(equal) / len(equal)) > 0.5:
+    estimator = ESTIMATORS.get(str(run.value("advantage_estimator", "grpo")))
+    compares = estimator is not None and estimator.group_baseline is not None and not run.value("use_opd", False)
+    if compares and equal and (share := sum(equal) / len(equal)) > 0.5:
         said.append(
             f"In {share:.0%} of the last groups all answers got the same reward, so they teach nothing: choose "
             "prompts that the model solves sometimes, raise --n-samples-per-prompt, or drop such groups with "

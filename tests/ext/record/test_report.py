@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from argparse import Namespace
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -136,6 +137,13 @@ def test_the_summary_is_printed_with_what_equal_groups_mean_and_no_page_is_writt
     assert lines[0] == "state:     finished" and "Reward rose from 0 to 0.875 (best 0.875)." in lines
     assert any(line.startswith("In 100% of the last groups all answers got the same reward") for line in lines)
     assert "No alarm." in lines and not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("of_run", [{"advantage_estimator": "ppo"}, {"use_opd": True}])
+def test_equal_groups_teach_where_nothing_compares_the_answers_of_a_group_alone(run, of_run):
+    config = {"values": {name: {"value": value} for name, value in of_run.items()}}
+    other = replace(read_run(run), config=config)
+    assert not any("teach nothing" in line for line in report.lines_of(other))
 
 
 def write_run_with_pictures(folder, *, num_groups=4, side=64):
