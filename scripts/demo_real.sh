@@ -24,7 +24,7 @@ LOOP="${LOOP:-sync}"
 SEED="${SEED:-1}"
 DEVICE="${DEVICE:-cpu}"
 
-# lr: with the 32 samples a step of the CPU's form, 5e-5 forgets what SmolLM2 learns.
+# lr: with the 32 samples a step of the CPU's form, 5e-5 forgets what SmolLM2 learns; Qwen unlearns at 2e-5 on a GPU.
 case "${MODEL}" in
 smollm2-135m)
     REAL_DIR="${REAL_DIR:-runs/real_model}" TASK="${TASK:-needle_haystack}"
@@ -33,7 +33,7 @@ smollm2-135m)
     ;;
 qwen2.5-coder-0.5b)
     REAL_DIR="${REAL_DIR:-runs/real_model/qwen}" TASK="${TASK:-chain_sum}"
-    EVAL=held_out_greedy LR_GPU=2e-5 LR_CPU=1e-5
+    EVAL=held_out_greedy LR_GPU=2e-6 LR_CPU=2e-6
     MODEL_ARGS=(--eval-temperature 0)
     ;;
 *)
