@@ -44,12 +44,12 @@ class _Rank(CopyingRank):
     """A rank whose state is the number of the last rollout."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.state_copy, self.dies_in_copy = rank, None, False
+        self.worker, self.dies_in_copy = Namespace(rank=rank, state_copy=None), False
 
     def train(self, rollout_id: int) -> None:
-        last = self.state_copy
-        tensors = tensors_after(self.rank, rollout_id)
-        self.state_copy = StateCopy.take(
+        last = self.worker.state_copy
+        tensors = tensors_after(self.worker.rank, rollout_id)
+        self.worker.state_copy = StateCopy.take(
             rollout_id, tensors, {"steps": rollout_id}, room=last.data if last is not None else None
         )
 
@@ -59,7 +59,7 @@ class _Rank(CopyingRank):
     @ray.method(concurrency_group=COPY_GROUP)
     def send_copy(self, number: int, keepers: Any, counting: int | None, timeout_s: float) -> list[bool]:
         if self.dies_in_copy:
-            whole = self.state_copy
+            whole = self.worker.state_copy
             begun = keepers[0].begin.remote(number, whole.rollout_id, whole.header, whole.data.numel(), counting)
             ray.get([begun, keepers[0].write.remote(number, 0, whole.data.numpy()[:CHUNK])], timeout=60)
             os._exit(1)
@@ -67,13 +67,13 @@ class _Rank(CopyingRank):
 
     def holds(self, rollout_id: int) -> bool:
         """Whether the state is the one after a rollout, to the bit."""
-        expected = tensors_after(self.rank, rollout_id)
-        tensors, values = self.state_copy.read()
+        expected = tensors_after(self.worker.rank, rollout_id)
+        tensors, values = self.worker.state_copy.read()
         is_same = all(tensors[name].equal(tensor) for name, tensor in expected.items())
         return is_same and tensors.keys() == expected.keys() and values == {"steps": rollout_id}
 
     def has_copy(self) -> bool:
-        return self.state_copy is not None
+        return self.worker.state_copy is not None
 
 
 Rank = ray.remote(num_cpus=0, concurrency_groups={COPY_GROUP: 1})(_Rank)
