@@ -281,6 +281,9 @@ def _fp8_format(scale_name: str, weight: Tensor, scale: Tensor, weight_format: W
     raise DataError(f"{scale_name} has the shape {tuple(scale.shape)}, and no config.json says how to apply it")
 
 
+TOWERS = ("visual", "vision_tower", "audio_tower")
+"""Names of towers for images and sound in a checkpoint, and in engines."""
+
 # What a conversion leaves as it is: everything without a matrix product of its own (norms, embeddings), what decides
 # discretely (routers), the vocabulary projection, and matrices that SGLang holds in plain linear layers, which cannot
 # take a scale.  A push follows the converted checkpoint's index, so that this decides for it too.
@@ -291,8 +294,7 @@ EXCLUDED: Mapping[str, str] = {
     "lm_head": "its logits are what is sampled from",
     "shared_head.head": "a copy of lm_head in an MTP layer",
     "router": "chooses experts",
-    "mlp.gate.": "chooses experts",
-    "block_sparse_moe.gate.": "chooses experts",
+    ".gate.": "chooses experts",
     "shared_expert_gate": "one row; a plain linear layer in the engine",
     "weights_proj": "weighs the heads of the sparse-attention indexer",
     "eh_proj": "joins the inputs of an MTP layer; a plain linear layer in the engine",
@@ -303,7 +305,10 @@ EXCLUDED: Mapping[str, str] = {
     "dt_bias": "a vector of the linear attention",
     "in_proj_a": "a few rows of the linear attention",
     "in_proj_b": "a few rows of the linear attention",
-    "visual.": "the vision tower",
+    "mixer.in_proj.": "ends in the steps of Mamba-2, a row a head: no whole block of an engine",
+    "per_layer_": "embeds a token for each layer; small",
+    **{f"{tower}.": "a tower for images or sound" for tower in TOWERS},
+    "multi_modal_projector.": "between the vision tower and the layers",
 }
 
 
@@ -322,9 +327,9 @@ def modules_to_not_convert(names: Iterable[str]) -> list[str]:
     """Return the modules that a quantized config must name, so that engines build them unquantized.
 
     Returns:
-        Module names in full, sorted, without those of norms, which no engine would quantize; a vision tower also as a
-        whole, by the name that it has in engines.
+        Module names in full, sorted, without those of norms, which no engine would quantize; a tower also as a whole,
+        by the name that it has in engines.
     """
     kept = [name for name in names if name.endswith(SUFFIX) and not is_quantized_offline(name)]
-    towers = {"visual"} if any("visual." in name for name in kept) else set()
+    towers = {tower for tower in TOWERS if any(f"{tower}." in name for name in kept)}
     return sorted({name.removesuffix(SUFFIX) for name in kept if "norm" not in name} | towers)

@@ -29,13 +29,13 @@ from tests.matrix.report import summary
 QUANTIZED_PARAMETERS = re.compile(
     r"mlp\.(experts|shared_experts)\.linear_fc[12]\.weight(\{expert\})?"
     r"|mlp\.linear_fc[12]\.weight"
-    r"|self_attention\.(linear_(proj|qkv|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)|wq_b|wk)\.weight"
+    r"|self_attention\.(linear_(proj|qkv|[qkv]|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)|wq_b|wk)\.weight"
     r"|self_attention\.(in_proj|out_proj)\.weight"
 )
 """The Megatron parameters of a layer whose HF tensors published FP8 checkpoints have quantized."""
 
-PLAIN_PARTS = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("ba", "b", "a"))
-"""A few rows of such a parameter, a tensor of their own on disk, which have no quantized form."""
+PLAIN_PARTS = (*(f"linear_attn.in_proj_{part}.weight" for part in ("ba", "b", "a")), "mixer.in_proj.weight")
+"""Of such a parameter, what has no quantized form: a few rows that are a tensor of their own on disk, or end one."""
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")

@@ -63,6 +63,8 @@ def test_stacked_experts_get_tensors_of_their_own(tmp_path):
         "m.experts.gate_up_proj": torch.randn(3, 256, 128).to(torch.bfloat16),
         "m.experts.down_proj": torch.randn(3, 128, 128).to(torch.bfloat16),
         "model.visual.patch_embed.proj.weight": torch.randn(8, 3, 2, 4, 4).to(torch.bfloat16),
+        "vision_tower.layers.0.attention.q_proj.weight": torch.randn(128, 128).to(torch.bfloat16),
+        "multi_modal_projector.linear_1.weight": torch.randn(128, 128).to(torch.bfloat16),
     }
     source = write_folder(tmp_path / "plain", stacks, shards=1)
     rewrite_folder(to_fp8("block", [128, 128]), source, tmp_path / "fp8")
@@ -70,13 +72,14 @@ def test_stacked_experts_get_tensors_of_their_own(tmp_path):
     recipe = {name: quantize_block(tensor) for name, tensor in parts.items() if "experts" in name}
     expected = {name: quantized for name, (quantized, _) in recipe.items()}
     expected |= {f"{name}_scale_inv": scale for name, (_, scale) in recipe.items()}
-    expected |= {name: tensor for name, tensor in parts.items() if "visual" in name}
+    expected |= {name: tensor for name, tensor in parts.items() if "experts" not in name}
     written = read_folder(tmp_path / "fp8")
     assert written.keys() == expected.keys()
     assert [name for name in expected if not same_bytes(written[name], expected[name])] == []
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     # By both names: the folder's, and the one under which GLM's engine would quantize its tower.
-    assert config["modules_to_not_convert"] == ["model.visual.patch_embed.proj", "visual"]
+    plain = ["model.visual.patch_embed.proj", "multi_modal_projector.linear_1", "vision_tower"]
+    assert config["modules_to_not_convert"] == [*plain, "vision_tower.layers.0.attention.q_proj", "visual"]
 
 
 def test_transposed_stacks_give_the_same_experts(tmp_path):
