@@ -47,6 +47,7 @@ MODELS = {
     "minimax_m2",
     "mistral",
     "mixtral",
+    "nemotron_h",
     "olmo2",
     "pixtral",
     "qwen2",

@@ -34,7 +34,7 @@ WEIGHT_STD = 0.12
 ROUTER_BIAS = "e_score_correction_bias"
 FP32_IN_BF16_CHECKPOINTS = (
     ROUTER_BIAS,
-    "linear_attn.A_log",
+    "A_log",
     "linear_attn.norm.weight",
     "block_sparse_moe.gate.weight",
 )

@@ -44,6 +44,7 @@ SERVED = (
     "minimax_m2",
     "mistral3",
     "mixtral",
+    "nemotron_h",
     "seed_oss",
     "qwen3_next",
     "qwen3_5",
@@ -67,6 +68,7 @@ FP8_BLOCK = (4, 4)
 """Divides the tiny models' sizes, halved too, as 128 does those of real ones."""
 ROUNDED_SIZES = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    "moe_shared_expert_intermediate_size",
     *("q_lora_rank", "kv_lora_rank", "v_head_dim"),
 )
 """Sizes of a case's config that are made multiples of 32: engines hold whole fp8 blocks only, on each of two ranks."""
