@@ -119,9 +119,9 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         default="linear",
         choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
     ),
-    _value("--lr-decay-iters", _RESOLVE, "Steps over which the rate decays; default: all.", type=int),
-    _value("--lr-warmup-iters", _RESOLVE, "Steps of linear warm-up.", type=int, default=0),
-    _value("--lr-warmup-fraction", _RESOLVE, "Warm-up as a fraction of the decay steps.", type=float),
+    _value("--lr-decay-iters", _SCHEDULER, "Steps over which the rate decays; default: all.", type=int),
+    _value("--lr-warmup-iters", _SCHEDULER, "Steps of linear warm-up.", type=int, default=0),
+    _value("--lr-warmup-fraction", _SCHEDULER, "Warm-up as a fraction of the decay steps.", type=float),
     _value("--lr-warmup-init", _SCHEDULER, "Rate at the first warm-up step.", type=float, default=0.0),
     _value("--lr-wsd-decay-iters", _SCHEDULER, "Steps of the last phase of WSD.", type=int),
     _value(
