@@ -281,8 +281,6 @@ class AdapterTrainer:
             RequestRefused: the folder exists.
             DataError: the disk refuses.
         """
-        if folder.exists():
-            raise RequestRefused(f"{folder} exists; save under another name.")
         state = self._states[model_id]
         rank = state.spec.rank
         tensors = self._adapters.as_peft(self.model, self._by_key(state.values), rank=rank)
@@ -292,6 +290,8 @@ class AdapterTrainer:
             moments |= {f"{name}.{key}": tensor for key, tensor in peft.items()}
         if dist.get_rank():
             return
+        if folder.exists():  # no other rank looks: one that comes late would see what this one has written
+            raise RequestRefused(f"{folder} exists; save under another name.")
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         try:

@@ -181,5 +181,13 @@ class Backend(ABC):
         """Draw ``n`` continuations of a prompt by a published adapter; by the base model where ``name`` is None."""
 
     @abstractmethod
+    async def check(self) -> None:
+        """Tell whether trainer and engines live; the service asks every few seconds.
+
+        Raises:
+            BackendDied: one has ended.
+        """
+
+    @abstractmethod
     async def close(self) -> None:
         """End trainer and engines."""

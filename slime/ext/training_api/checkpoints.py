@@ -18,16 +18,19 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.ext.training_api.backend import LoraSpec
 from slime.ext.training_api.errors import Refused
 from slime.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TRAINING, SAMPLER = "weights", "sampler_weights"
 KINDS = {TRAINING: "training", SAMPLER: "sampler"}
@@ -128,8 +131,8 @@ class Checkpoints:
     def _read_run(self, run_id: str) -> Run | None:
         if not _RUN.fullmatch(run_id):
             return None
-        fields = _read(self._folder / run_id / "run.json")
-        return None if fields is None else Run(**{**fields, "lora": LoraSpec(**fields["lora"])})
+        file = self._folder / run_id / "run.json"
+        return _read(file, lambda fields: Run(**{**fields, "lora": LoraSpec(**fields["lora"])}))
 
     # --- states
 
@@ -192,7 +195,10 @@ class Checkpoints:
         for run in self._folder.iterdir():
             for state in self._states_of(run.name, with_expired=True):
                 if state.expires_at is not None and state.expires_at <= now:
-                    self.delete(state)
+                    try:
+                        self.delete(state)
+                    except OSError:  # the disk may take it the next time; the others go now
+                        logger.exception("%s has expired and was not deleted.", state.path)
 
     def _states_of(self, run_id: str, *, with_expired: bool = False) -> Iterator[State]:
         for kind in KINDS:
@@ -200,11 +206,19 @@ class Checkpoints:
             names = {file.stem.rpartition(".")[0] for file in parent.glob("*.json")} if parent.is_dir() else set()
             for name in sorted(names):
                 whole = [(number, folder) for number, folder in _numbered(parent, name) if folder.is_dir()]
-                fields = _read(max(whole)[1].with_name(max(whole)[1].name + ".json")) if whole else None
-                if fields is not None:
-                    state = State(run_id, kind, name, max(whole)[1], **fields)
-                    if with_expired or state.expires_at is None or state.expires_at > time.time():
-                        yield state
+                if not whole:
+                    continue
+                _, folder = max(whole)
+                file = folder.with_name(folder.name + ".json")
+                state = _read(file, partial(_state, run_id, kind, name, folder))
+                if state is None:
+                    continue
+                if with_expired or state.expires_at is None or state.expires_at > time.time():
+                    yield state
+
+
+def _state(run_id: str, kind: str, name: str, folder: Path, fields: dict[str, Any]) -> State:
+    return State(run_id, kind, name, folder, **fields)
 
 
 def _numbered(parent: Path, name: str) -> list[tuple[int, Path]]:
@@ -232,12 +246,11 @@ def _write(file: Path, fields: dict[str, Any]) -> None:
     write_atomically(file, lambda out: out.write(text), what="A checkpoint's description", flag="--training-api-dir")
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def _read(file: Path, make: Callable[[dict[str, Any]], T]) -> T | None:
     try:
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return fields
+        return make(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, LookupError) as error:
         logger.warning("%s is left out: it cannot be read: %s", file, error)
         return None

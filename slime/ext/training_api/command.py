@@ -13,7 +13,7 @@ from aiohttp import web
 
 from slime.ext.training_api.backend import Backend
 from slime.ext.training_api.flags import TrainingApiConfig
-from slime.ext.training_api.server import TrainingServer
+from slime.ext.training_api.server import application
 from slime.ext.training_api.service import TrainingService
 from slime.ext.training_api.settings import ServiceSettings
 from slime.ext.training_api.wire import TextLimits
@@ -90,7 +90,7 @@ async def serve(backend: Backend, settings: ServiceSettings, keys: tuple[str, ..
     ended = asyncio.Event()
     service = TrainingService(backend, settings, ended.set)
     runner = web.AppRunner(
-        TrainingServer(service, keys).application(),
+        application(service, keys),
         access_log_class=FilteredAccessLogger,
         keepalive_timeout=KEEPALIVE_S,
         shutdown_timeout=1.0,

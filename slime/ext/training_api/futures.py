@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from slime.ext.training_api.backend import RequestRefused
 from slime.ext.training_api.errors import Failed, Refused
@@ -24,7 +26,7 @@ KEEP_READ_S = 60.0
 KEEP_S = 3600.0
 """An answer that nobody asks for."""
 MAX_ANSWER_BYTES = 2**30
-"""Of all answers together; the oldest go first."""
+"""Of all answers together."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Answer:
 
     body: bytes
     is_proto: bool = False
+
+
+def json_answer(response: Any) -> Answer:
+    """Return a message of the protocol, a model of pydantic, as an answer."""
+    return Answer(encode_json(response.model_dump(mode="json")))
 
 
 def failure(error: BaseException) -> Answer:
@@ -113,15 +120,28 @@ class Promises:
         return promise
 
     def forget_old(self, now: float) -> None:
-        """Drop answers that were read, or that nobody asked for; ``now`` is of the monotonic clock."""
-        done = sorted((one for one in self._by_id.values() if one.is_done), key=lambda one: one.finished_at)
-        size = sum(len(one.answer.body) for one in done if one.answer is not None)
-        for one in done:
+        """Drop answers that were read, or that nobody asked for; ``now`` is of the monotonic clock.
+
+        Where all together are too large, those of the session that has most go first, so that a client which reads
+        none of its answers costs no other client one.
+        """
+        sizes: dict[str, int] = defaultdict(int)
+        by_session: dict[str, list[Promise]] = defaultdict(list)
+        for one in sorted(self._by_id.values(), key=lambda one: one.finished_at):
+            if one.answer is None:
+                continue
             was_read = one.read_at is not None and now - one.read_at > KEEP_READ_S
-            if was_read or now - one.finished_at > KEEP_S or size > MAX_ANSWER_BYTES:
+            if was_read or now - one.finished_at > KEEP_S:
                 del self._by_id[one.request_id]
-                assert one.answer is not None
-                size -= len(one.answer.body)
+            else:
+                session_id = one.request_id.partition(":")[0]
+                by_session[session_id].append(one)
+                sizes[session_id] += len(one.answer.body)
+        while sum(sizes.values()) > MAX_ANSWER_BYTES:
+            largest = max(sizes, key=lambda session_id: sizes[session_id])
+            oldest = by_session[largest].pop(0)
+            del self._by_id[oldest.request_id]
+            sizes[largest] -= 0 if oldest.answer is None else len(oldest.answer.body)
 
     def fail_all(self, error: BaseException) -> None:
         """Answer everything that is open with ``error``."""

@@ -6,26 +6,21 @@ the manager that dies ends the service, for what it held of clients is gone; sav
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 import secrets
 import shutil
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from slime.ext.training_api.backend import (
     AdamParams,
     Backend,
-    BackendDied,
-    BackendError,
     LoraSpec,
     PassRequest,
     PassResult,
@@ -34,21 +29,16 @@ from slime.ext.training_api.backend import (
     SamplingParams,
 )
 from slime.ext.training_api.engine_sampling import LOAD_ATTEMPTS, EngineSampling, lacks_adapter
+from slime.ext.training_api.job_threads import JobThreads
 from slime.ray.parts import Part, Parts
 from slime.ray.train_loop import TrainJob
-from slime.ray.waiting import Interrupted, wait_for
-from slime.utils.errors import ConfigError, DataError, EngineError, ProcessError
+from slime.ray.waiting import wait_for
+from slime.utils.errors import ConfigError, EngineError
 from slime.utils.files import read_model_config
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 SERVICE_RANKS = Part(
     "slime.ray.actor_group:RayTrainGroup", {"actor_cls": "slime.ext.training_api.trainer_rank:ServiceRank"}
 )
-WATCH_EVERY_S = 3.0
-"""Until dead engines and ranks are looked for, while nothing else would find them."""
 
 
 def check_service(args: Namespace) -> None:
@@ -101,8 +91,7 @@ class MegatronBackend(Backend):
         if args.use_fault_tolerance:
             resumed = self._job.manager.health_monitoring_resume.remote()
             wait_for(resumed, what="the monitors of the engines", timeout_s=args.weight_update_timeout_s)
-        self._trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="engines")
+        self._threads = JobThreads(self._job, self._engines, args.weight_update_timeout_s)
         self._models: dict[str, LoraSpec] = {}
         shared = Path(args.training_api_dir).absolute()
         shared.mkdir(parents=True, exist_ok=True)
@@ -110,63 +99,14 @@ class MegatronBackend(Backend):
         """Of adapters that were published and not saved; where engines of other hosts read saved ones too."""
         self._own_folders: dict[str, Path] = {}
         self._numbers = itertools.count()
-        self._death: BackendDied | None = None
-        self._watching: asyncio.Task[None] | None = None
 
     # Calls
-
-    async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        """Run blocking work in a thread.
-
-        Raises:
-            BackendDied: a process of the job has ended, or what a rank holds is not known any more.
-        """
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
-        self._check_alive()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(pool, work)
-        except (BackendError, DataError):
-            raise
-        except (Exception, Interrupted) as error:
-            if pool is self._engine_thread and isinstance(error, EngineError):
-                raise  # one engine's refusal; its death is found by the watch
-            raise self._died(error) from error
-
-    def _check_alive(self) -> None:
-        if self._death is not None:
-            raise self._death
-
-    def _died(self, error: BaseException) -> BackendDied:
-        if self._death is None:
-            logger.error("the service ends: %s", error)
-            self._death = BackendDied(f"{type(error).__name__}: {error}")
-        return self._death
-
-    async def _watch(self) -> None:
-        while self._death is None:
-            await asyncio.sleep(WATCH_EVERY_S)
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._engine_thread, self._look)
-                if self._job.actor.push.restarts_engines:
-                    await self._in(self._trainer_thread, self._job.serve_new_engines)
-            except (
-                Exception,
-                Interrupted,
-            ) as error:  # the edge of this task
-                self._died(error)
-
-    def _look(self) -> None:
-        """Raise when a rank, the manager, the router or an engine that stays away has died."""
-        self._engines.check_router()
-        asked = self._job.manager.find_dead_engines.remote()
-        wait_for(asked, what="the state of the engines", timeout_s=self.args.weight_update_timeout_s)
 
     def _ranks(self, method: str, *arguments: Any, what: str) -> list[Any]:
         return self._job.actor.on_all("ask", "of_clients", method, *arguments, what=what)
 
     async def _train(self, method: str, *arguments: Any, what: str) -> list[Any]:
-        return await self._in(self._trainer_thread, lambda: self._ranks(method, *arguments, what=what))
+        return await self._threads.train(lambda: self._ranks(method, *arguments, what=what))
 
     # Models
 
@@ -262,14 +202,14 @@ class MegatronBackend(Backend):
         else:
             folder = folder_or_model_id.absolute()
         try:
-            await self._in(self._engine_thread, lambda: self._engines.load(name, folder))
+            await self._threads.serve(lambda: self._engines.load(name, folder))
         except BaseException:
             self._drop_folder(name)
             raise
 
     async def drop_sampler(self, name: str) -> None:
         """See the base class."""
-        await self._in(self._engine_thread, lambda: self._engines.unload(name))
+        await self._threads.serve(lambda: self._engines.unload(name))
         self._drop_folder(name)
 
     def _drop_folder(self, name: str) -> None:
@@ -287,26 +227,22 @@ class MegatronBackend(Backend):
     ) -> SampleResult:
         """See the base class; an engine that has started in the place of another gets the adapter first."""
         for attempt in range(LOAD_ATTEMPTS):
-            self._check_alive()
+            self._threads.check()
             try:
                 return await self._engines.sample(name, tokens, params, n, prompt_logprobs, topk_prompt_logprobs)
             except EngineError as error:
                 if attempt == LOAD_ATTEMPTS - 1 or not lacks_adapter(error):
                     raise
-            await self._in(self._engine_thread, lambda: self._engines.complete(doubted=name))
+            await self._threads.serve(lambda: self._engines.complete(doubted=name))
         raise AssertionError("the last attempt returns or raises")
+
+    async def check(self) -> None:
+        """See the base class."""
+        self._threads.check()
 
     async def close(self) -> None:
         """See the base class."""
-        if self._watching is not None:
-            self._watching.cancel()
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._trainer_thread, self._job.finish)
-        except ProcessError as error:
-            logger.warning("trainer or engines did not end in an orderly way: %s", error)
-        self._trainer_thread.shutdown(wait=False)
-        self._engine_thread.shutdown(wait=False)
+        await self._threads.close()
         shutil.rmtree(self._snapshots, ignore_errors=True)
 
 

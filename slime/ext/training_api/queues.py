@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from slime.ext.training_api.backend import Backend, BackendDied, PassRequest, PassResult
+from slime.ext.training_api.backend import Backend, BackendError, PassRequest, PassResult
 from slime.ext.training_api.errors import Failed, Refused
 from slime.ext.training_api.futures import Answer, Promise, Promises
 from slime.ext.training_api.wire import write_pass
@@ -58,14 +58,14 @@ class PassQueue:
         tokens_per_call: a call takes no further request of a model once it has as many tokens; models take turns, so
             that none waits for more than one call of such a size.
         timeout_s: for a call.
-        on_death: told when the backend has ended.
+        on_error: told what the backend raised.
     """
 
     def __init__(
-        self, backend: Backend, tokens_per_call: int, timeout_s: float, on_death: Callable[[Exception], None]
+        self, backend: Backend, tokens_per_call: int, timeout_s: float, on_error: Callable[[Exception], None]
     ) -> None:
         self._backend, self._tokens_per_call = backend, tokens_per_call
-        self._timeout_s, self._on_death = timeout_s, on_death
+        self._timeout_s, self._on_error = timeout_s, on_error
         self._waiting: dict[str, deque[tuple[PassRequest, asyncio.Future[Result]]]] = {}
         self._is_filled = asyncio.Event()
 
@@ -84,12 +84,15 @@ class PassQueue:
             await self._is_filled.wait()
             await asyncio.sleep(GATHER_S)
             batch = self._take()
+            if not batch:
+                continue
             try:
                 results = await timed(self._backend.passes([request for request, _ in batch]), self._timeout_s)
+                if len(results) != len(batch):
+                    raise BackendError(f"{len(batch)} passes have {len(results)} results")
             except Exception as error:  # the edge to the backend: a bug there fails these requests, not the service
                 results = [error] * len(batch)
-                if isinstance(error, BackendDied):
-                    self._on_death(error)
+                self._on_error(error)
             for (_, future), result in zip(batch, results, strict=True):
                 if not future.done():
                     future.set_result(result)
@@ -100,8 +103,10 @@ class PassQueue:
         while self._waiting and (tokens < self._tokens_per_call or not batch):
             model_id, entries = next(iter(self._waiting.items()))
             del self._waiting[model_id]
-            batch.append(entries.popleft())
-            tokens += sum(len(datum.tokens) for datum in batch[-1][0].data)
+            request, future = entries.popleft()
+            if not future.done():  # as that of a model which was removed meanwhile
+                batch.append((request, future))
+                tokens += sum(len(datum.tokens) for datum in request.data)
             if entries:  # it goes to the end of the line
                 self._waiting[model_id] = entries
         if not self._waiting:
@@ -138,7 +143,7 @@ class ModelQueue:
     passes: PassQueue
     promises: Promises
     timeout_s: float
-    on_death: Callable[[Exception], None]
+    on_error: Callable[[Exception], None]
     _next: int = 1
     _early: dict[int, Work] = field(default_factory=dict)
     _ready: deque[Work] = field(default_factory=deque)
@@ -148,6 +153,10 @@ class ModelQueue:
     _broken: Exception | None = None
     """Why nothing of this model can be done any more."""
     _is_closed: bool = False
+    _current: list[Work] = field(default_factory=list)
+    """What is being done."""
+    _gap_ends_at: float | None = None
+    """When a request that did not come is given up, by the clock of the event loop."""
 
     def known(self, seq_id: int) -> Promise | None:
         """Return the promise of a request that came before; None for a new one.
@@ -166,9 +175,14 @@ class ModelQueue:
         """Put a request in its place, and return its promise."""
         work = Work(seq_id, self.promises.make(self._id(seq_id), owner), what)
         self._early[seq_id] = work
+        was_next = self._next
         while self._next in self._early:
             self._ready.append(self._early.pop(self._next))
             self._next += 1
+        if not self._early:
+            self._gap_ends_at = None
+        elif self._gap_ends_at is None or self._next > was_next:  # others that come early do not put it off
+            self._gap_ends_at = asyncio.get_running_loop().time() + self.timeout_s
         self._arrived.set()
         return work.promise
 
@@ -178,16 +192,29 @@ class ModelQueue:
     async def serve(self) -> None:
         """Do what comes, until :meth:`close`."""
         while (work := await self._take()) is not None:
-            if self._broken is not None:
-                work.promise.fail(self._broken)
-            elif isinstance(work.what, MissedPass):
-                self._miss(work, work.what.why)
-            elif work.what is None:
-                work.promise.fail(Failed("The request was refused.", by_user=True))
-            elif isinstance(work.what, PassRequest):
-                await self._pass([work, *self._more_passes()])
-            else:
-                await self._do(work, work.what)
+            self._current = [work]
+            try:
+                await self._serve(work)
+            except Exception as error:  # a bug fails these requests, not those that follow
+                logger.exception("A request of model %s failed.", self.model_id)
+                for one in self._current:
+                    self._miss(one, error)
+            finally:  # cancelled, too
+                for one in self._current:
+                    one.promise.fail(self._broken or Failed("The model was removed while it worked."))
+
+    async def _serve(self, work: Work) -> None:
+        if self._broken is not None:
+            work.promise.fail(self._broken)
+        elif isinstance(work.what, MissedPass):
+            self._miss(work, work.what.why)
+        elif work.what is None:
+            work.promise.fail(Failed("The request was refused.", by_user=True))
+        elif isinstance(work.what, PassRequest):
+            self._current += self._more_passes()
+            await self._pass(self._current)
+        else:
+            await self._do(work, work.what)
 
     def end(self, error: Exception) -> None:
         """Answer what waits with ``error``, and what may still come."""
@@ -196,6 +223,7 @@ class ModelQueue:
             work.promise.fail(error)
         self._ready.clear()
         self._early.clear()
+        self._gap_ends_at = None
 
     def close(self, error: Exception) -> None:
         """End with ``error``, and let :meth:`serve` return when what it does is done."""
@@ -210,13 +238,14 @@ class ModelQueue:
             self._arrived.clear()
             try:
                 # Without an early one there is nothing that a deadline could end.
-                async with asyncio.timeout(self.timeout_s if self._early else None):
+                async with asyncio.timeout_at(self._gap_ends_at):
                     await self._arrived.wait()
             except TimeoutError:
                 self._skip_gap()
         return self._ready.popleft()
 
     def _skip_gap(self) -> None:
+        self._gap_ends_at = None
         missing, first = self._next, min(self._early, default=self._next)
         for seq_id in range(missing, first):
             lost = Failed(f"Request {seq_id} of the model never came; what came after it is not done.", by_user=True)
@@ -255,10 +284,10 @@ class ModelQueue:
         Raises:
             Failed: the gradients are incomplete.
         """
-        gap, self._gap = self._gap, None
-        if gap is None:
+        if self._gap is None:
             return await step()
         await self.backend.drop_gradients(self.model_id)
+        gap, self._gap = self._gap, None
         raise Failed(f"No step was taken, and the gradients are dropped: {gap}", by_user=True)
 
     async def _do(self, work: Work, what: Callable[[], Awaitable[Answer]]) -> None:
@@ -268,5 +297,4 @@ class ModelQueue:
             self._miss(work, error)
         except Exception as error:  # the edge to the backend: a bug there fails this request, not the service
             work.promise.fail(error)
-            if isinstance(error, BackendDied):
-                self.on_death(error)
+            self.on_error(error)

@@ -27,8 +27,12 @@ MAX_DATA = 1024
 """Data of one request; the client sends larger batches in several."""
 MAX_SAMPLES = 1024
 MAX_NUMBERS = 2**26
-"""Of a tensor that is sparse."""
+"""Of all sparse tensors of a request, zeros too."""
 MAX_TOPK = 64
+MAX_TARGETS = 1024
+"""Of a token."""
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
 NO_LOGPROB = -99999.0
 """The log-prob of an empty place in a table of likeliest tokens."""
 
@@ -83,6 +87,7 @@ def pass_request(message: Any) -> PassRequest:
         if value.WhichOneof("value") != "number":
             raise Refused(f"loss_fn_config.{name} is {value.text[:80]!r}; it must be a number.")
         config[name] = value.number
+    _check_sparse(message)
     return PassRequest(
         model_id=message.model_id,
         data=[_datum(one, f"data[{i}]") for i, one in enumerate(message.data)],
@@ -90,6 +95,18 @@ def pass_request(message: Any) -> PassRequest:
         loss_config=config,
         backward=not message.forward_only,
     )
+
+
+def _check_sparse(message: Any) -> None:
+    """Refuse tensors that are small on the wire and too large once they are dense."""
+    total = 0
+    for i, one in enumerate(message.data):
+        for name, value in one.loss_fn_inputs.items():
+            if value.WhichOneof("encoding") == "sparse_csr":
+                total += abs(math.prod(value.shape))
+            if total > MAX_NUMBERS:
+                where = f"data[{i}].loss_fn_inputs.{name}"
+                raise Refused(f"The sparse tensors up to {where} have {total} numbers; allowed are {MAX_NUMBERS}.")
 
 
 def _datum(message: Any, where: str) -> Datum:
@@ -111,6 +128,8 @@ def _tensor(message: Any, where: str) -> np.ndarray:
     dtype, shape = _DTYPES[message.dtype], list(message.shape)
     if len(shape) > 2 or any(not 0 <= side < 2**31 for side in shape):
         raise Refused(f"{where} has the shape {shape}; it must have one or two sides.")
+    if len(shape) == 2 and shape[1] > MAX_TARGETS:
+        raise Refused(f"{where} has the shape {shape}; allowed are {MAX_TARGETS} numbers a token.")
     try:
         if message.WhichOneof("encoding") == "sparse_csr":
             return _dense(message.sparse_csr, dtype, shape)
@@ -122,8 +141,6 @@ def _tensor(message: Any, where: str) -> np.ndarray:
 
 def _dense(csr: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> np.ndarray:
     rows, columns = shape
-    if rows * columns > MAX_NUMBERS:
-        raise ValueError(f"{rows * columns} numbers are too many")
     values = np.frombuffer(csr.values, dtype)
     starts, which = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
     counts = np.diff(starts)
@@ -225,6 +242,7 @@ def read_sampling(request: SampleRequest, limits: TextLimits) -> tuple[list[int]
         if not is_right:
             raise Refused(f"{name} is {value}; it must be {allowed}.")
     stop = [given.stop] if isinstance(given.stop, str) else given.stop
+    _check_stop(stop or (), limits)
     return tokens, SamplingParams(
         max_tokens=given.max_tokens,
         seed=given.seed,
@@ -233,6 +251,18 @@ def read_sampling(request: SampleRequest, limits: TextLimits) -> tuple[list[int]
         top_k=given.top_k,
         top_p=given.top_p,
     )
+
+
+def _check_stop(stop: Sequence[str] | Sequence[int], limits: TextLimits) -> None:
+    if len(stop) > MAX_STOPS:
+        raise Refused(f"sampling_params.stop has {len(stop)} entries; allowed are {MAX_STOPS}.")
+    for one in stop:
+        if isinstance(one, str):
+            is_right, allowed = 1 <= len(one) <= MAX_STOP_LENGTH, f"1 to {MAX_STOP_LENGTH} letters"
+        else:
+            is_right, allowed = 0 <= one < limits.vocab_size, f"0 to {limits.vocab_size - 1}"
+        if not is_right:
+            raise Refused(f"sampling_params.stop has {str(one)[:80]!r}; allowed are {allowed}.")
 
 
 def write_sample(result: SampleResult, last_n: int | None) -> bytes:

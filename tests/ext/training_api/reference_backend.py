@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime.ext.training_api.backend import (
     AdamParams,
     Backend,
+    BackendDied,
     Datum,
     LoraSpec,
     PassRequest,
@@ -132,6 +133,7 @@ class ReferenceBackend(Backend):
         self.calls: list[list[str]] = []
         """The models of each call of :meth:`passes`."""
         self.pause_s = pause_s
+        self.death: BackendDied | None = None
 
     async def add_model(self, model_id: str, lora: LoraSpec) -> None:
         modules = ATTENTION * lora.train_attn + MLP * lora.train_mlp + UNEMBED * lora.train_unembed
@@ -263,6 +265,10 @@ class ReferenceBackend(Backend):
             if token in ends or any(isinstance(end, str) and end in self.tokenizer.decode(drawn) for end in ends):
                 return SampledSequence(drawn, scores, "stop")
         return SampledSequence(drawn, scores, "length")
+
+    async def check(self) -> None:
+        if self.death is not None:
+            raise self.death
 
     async def close(self) -> None:
         self.models.clear()

@@ -11,7 +11,7 @@ from typing import Any
 import tinker
 
 from slime.ext.training_api.backend import Backend
-from slime.ext.training_api.server import TrainingServer
+from slime.ext.training_api.server import application
 from slime.ext.training_api.service import TrainingService
 from slime.ext.training_api.settings import ServiceSettings
 from slime.ext.training_api.wire import TextLimits
@@ -46,7 +46,7 @@ def serve(
         model_name=str(model), limits=TextLimits(512, 2048), folder=folder, max_rank=32, request_timeout_s=60.0
     )
     service = TrainingService(backend, replace(chosen, **settings))
-    handle = run_app_in_thread(TrainingServer(service, keys).application(), host="127.0.0.1")
+    handle = run_app_in_thread(application(service, keys), host="127.0.0.1")
     try:
         yield Served(f"http://127.0.0.1:{handle.port}", service)
     finally:

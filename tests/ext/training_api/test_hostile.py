@@ -12,7 +12,7 @@ import pytest
 import requests
 from tinker.proto import tinker_public_pb2 as pb
 
-from slime.ext.training_api import server as http
+from slime.ext.training_api.http_io import MAX_BODY_BYTES
 from tests.ext.training_api.reference_backend import ReferenceBackend
 from tests.ext.training_api.serving import Served, serve
 
@@ -107,6 +107,19 @@ BODIES = (
     ("asample", {"sampling_params": {"temperature": "inf"}}, 400, "sampling_params.temperature"),
     ("asample", {"sampling_params": {"top_p": 0}}, 400, "sampling_params.top_p"),
     ("asample", {"sampling_params": {"max_tokens": 10**7}}, 400, "prompt"),
+    ("asample", {"sampling_params": {"stop": [""]}}, 400, "sampling_params.stop"),
+    ("asample", {"sampling_params": {"stop": ["x" * 2000]}}, 400, "sampling_params.stop"),
+    ("asample", {"sampling_params": {"stop": [1] * 100}}, 400, "sampling_params.stop"),
+    ("asample", {"sampling_params": {"stop": [BIG]}}, 400, "sampling_params.stop"),
+    ("asample", {"seq_id": BIG}, 400, "seq_id"),
+    ("create_model", {"model_seq_id": 10**200}, 400, "model_seq_id"),
+    ("create_sampling_session", {"sampling_session_seq_id": 10**4000, "base_model": "x"}, 400, "seq_id"),
+    (
+        "create_session",
+        {"tags": [], "user_metadata": None, "sdk_version": "0", "display_name": "x" * 70_000},
+        400,
+        "display_name",
+    ),
     ("asample", {"topk_sample_logprobs": 3}, 400, "topk_sample_logprobs"),
     ("asample", {"record_stability_info": True}, 400, "record_stability_info"),
     ("asample", {"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, 400, "prompt_logprobs_last_n"),
@@ -174,6 +187,11 @@ DATA = (
     ({"inputs": {"target_tokens": TARGETS, "weights": tensor([0, 0], csr=CSR, shape=[2, 2])}}, "weights"),
     ({"inputs": {"target_tokens": TARGETS, "weights": tensor([0], csr=CSR, shape=[2])}}, "weights"),
     ({"inputs": {"target_tokens": TARGETS, "weights": tensor([0], csr=CSR, shape=[2**30, 2**30])}}, "weights"),
+    ({"inputs": {"target_tokens": TARGETS, "weights": tensor(np.zeros((2, 1025)))}}, "weights"),
+    (
+        {"number": 200, "inputs": {"target_tokens": TARGETS, "weights": tensor([0], csr=CSR, shape=[2**10, 2**10])}},
+        "data[64]",
+    ),
     ({"inputs": {"target_tokens": TARGETS, "advantages": tensor([1.0, 1.0])}}, "advantages"),
     ({"loss": "ppo"}, "logprobs"),
     ({"loss": "__import__"}, "loss_fn"),
@@ -208,7 +226,7 @@ def test_what_is_no_message_of_the_protocol_is_refused_before_it_is_read(raw: Ra
     assert raw.post("forward_backward", b"\xff\xff\xff", **kind).status_code == 400
     assert raw.post("forward_backward", b"{}").status_code == 415
     assert raw.post("create_session", b"{}", **{"Content-Type": "text/plain"}).status_code == 415
-    large = raw.post("telemetry", b" " * (http.MAX_BODY_BYTES + 1))
+    large = raw.post("telemetry", b" " * (MAX_BODY_BYTES + 1))
     assert large.status_code == 413 and "64 MiB" in large.json()["error"]
     assert raw.post("telemetry", b"{}", Origin="http://evil.example").status_code == 403
     assert raw.post("telemetry", b"{}", Host="evil.example").status_code == 403
