@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _COMPUTED_IN_FP32 = re.compile(
-    r"(decoder|mtp)\..*(norm\.weight|norm\.bias|\.router\.weight|\.router\.bias|\.A_log|\.dt_bias|\.conv_weight"
-    r"|\.softmax_offset|\.weights_proj\.weight)"
+    r"(decoder|mtp)\..*(norm\.weight|norm\.bias|\.norm_weight|\.router\.weight|\.router\.bias|\.A_log|\.D|\.dt_bias"
+    r"|\.conv_weight|\.conv_bias|\.softmax_offset|\.weights_proj\.weight)"
 )
 """Parameters that their layers take in any precision: what is computed with them is computed in fp32."""
 

@@ -46,6 +46,10 @@ FP32_OF = {
         "input_layernorm.weight",
     ),
     "glm4_moe-groups": ("e_score_correction_bias", "mlp.gate.weight", "input_layernorm.weight", "k_norm.weight"),
+    "nemotron_h": (
+        *("mixer.A_log", "mixer.D", "mixer.dt_bias", "conv1d.bias", "mixer.norm.weight"),
+        *("mixer.gate.weight", "e_score_correction_bias"),
+    ),
     "gpt_oss": ("self_attn.sinks", "mlp.router.weight", "mlp.router.bias"),
 }
 """Families and the tensors that a folder in bf16 holds in fp32, as published ones do and as any may."""
