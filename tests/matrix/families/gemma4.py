@@ -19,6 +19,7 @@ from tests.matrix.case import (
 )
 from tests.matrix.flags import model_flags
 
+THREE_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 TOWER = ("model.vision_tower.", "model.embed_vision.")
 VISION = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -64,7 +65,7 @@ CASE = FamilyCase(
     config={
         "model_type": "gemma4",
         "hidden_size": 48,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "num_global_key_value_heads": 2,
@@ -75,7 +76,7 @@ CASE = FamilyCase(
         "vocab_size": 131,
         "max_position_embeddings": 512,
         "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": THREE_LAYERS,
         "rms_norm_eps": 1e-6,
         "final_logit_softcapping": 4.0,
         "hidden_size_per_layer_input": 0,
@@ -86,16 +87,16 @@ CASE = FamilyCase(
     write=write,
     reference=reference,
     pushed=without_tower,
-    about="windows of 5 tokens in layers 1 and 3 of 4; in the others 2 heads of keys, 24 wide, which are the values, "
-    "and a quarter of each turns; logits capped at 4",
+    about="windows of 5 tokens in layers 1 and 2 of 3; in the last one 2 heads of keys, 24 wide, which are the values; "
+    "a quarter of each turns; logits capped at 4",
 )
 SMALL = replace(
     CASE,
     name="gemma4-small",
     config={
         **CASE.config,
-        "num_hidden_layers": 6,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_hidden_layers": 9,
+        "layer_types": THREE_LAYERS * 3,
         "attention_k_eq_v": False,
         "num_global_key_value_heads": None,
         "num_key_value_heads": 2,
@@ -106,6 +107,6 @@ SMALL = replace(
         "vocab_size_per_layer_input": 132,
     },
     has_stages=False,
-    about="the same with an embedding for each layer, the last 3 of 6 with the keys of layers 2 and 3",
+    about="the same with an embedding for each layer, the last 3 of 9 with the keys of layers 5 and 6",
 )
 CASES = (CASE, SMALL)
