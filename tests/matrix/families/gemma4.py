@@ -87,7 +87,7 @@ CASE = FamilyCase(
     write=write,
     reference=reference,
     pushed=without_tower,
-    about="windows of 5 tokens in layers 1 and 2 of 3; in the last one 2 heads of keys, 24 wide, which are the values; "
+    about="windows of 5 tokens in layers 1 and 2 of 3; in the last one 2 heads of keys, 24 wide, are the values; "
     "a quarter of each turns; logits capped at 4",
 )
 SMALL = replace(
