@@ -26,7 +26,7 @@ TOOLS = {
     f"tools.{name}"
     for name in (
         "plan diff runs doctor replay replay_plan replay_rollout report report_plots report_samples report_texts "
-        "watch serve_teacher ledger"
+        "watch serve_teacher serve_training ledger"
     ).split()
 }
 """Commands of extensions, and their parts."""
