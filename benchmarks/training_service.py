@@ -6,7 +6,7 @@
 One rank, random weights.  In a round every client sends a request of ``--client-tokens`` tokens and takes a step of
 Adam; the requests of all go to the trainer in one call.  The local run is ``train.py``'s step over the same
 micro-batches with one adapter (its own optimizer; no log-prob pass).  HTTP and Ray are not in it.  A swap is the copy
-of an adapter from the host into the model; the latency of a step is that of the round that it is in.
+of an adapter from the host into the model; the latency of a step is the time of its round.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def record(names: Sequence[str], more: Sequence[str]) -> dict[str, Recorded]:
     from tests.e2e.job import make_task
     from tests.golden.jobs import run
 
-    # PYTHONPATH is the job's own affair.  Another program of this kind may run, with a file of its own name.
+    # PYTHONPATH belongs to the job.  Two gauges may run at once: each has its own file.
     pth = Path(site.getsitepackages()[0], f"slime_gauges_{os.getpid()}.pth")
     found = {}
     with tempfile.TemporaryDirectory(prefix="gauges-") as folder:

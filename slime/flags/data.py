@@ -198,7 +198,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 def derive_data(args: Namespace) -> None:
     """Fill in the data sets of ``--prompt-data``, the samples of a step and the prompts submitted at a time."""
-    # Each with its path, and maybe keys of its own.
+    # Each with its path, and maybe its own keys.
     args.prompt_sources = [] if args.prompt_data is None else [{"path": args.prompt_data}]
     if args.balance_by_flops:
         args.balance_data = True  # balancing micro-batches by FLOPs balances ranks too

@@ -94,7 +94,7 @@ def _render_messages(args: Namespace) -> None:
         if isinstance(row.get(key), list):
             logger.info("%s (--input-key) is a list of chat messages: --apply-chat-template is on.", key)
             args.apply_chat_template = True
-            derive_evaluation(args)  # what a data set says of its own still counts
+            derive_evaluation(args)  # a data set's own choice still counts
             return
 
 

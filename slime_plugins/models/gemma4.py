@@ -218,7 +218,7 @@ def lend(params: Any, name: str, x: Tensor, *, is_again: bool) -> Tensor:
 
 
 class _Lent(torch.autograd.Function):
-    """The identity, whose gradient is that of a copy too."""
+    """The identity, whose gradient adds the gradient of a copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copied: tuple[Tensor]) -> Tensor:
@@ -232,7 +232,7 @@ class _Lent(torch.autograd.Function):
 
 
 class Gemma4Layer(SandwichLayer):
-    """A layer whose output is multiplied by a constant of the checkpoint; embeddings of its own may be added to it.
+    """A layer whose output is multiplied by a constant of the checkpoint; its own embeddings may be added to it.
 
     h = h + norm(project(gelu(gate(h)) * embedding of the token in this layer))
     h = h * layer_scalar

@@ -112,7 +112,7 @@ class RecordSink(Sink):
             logging.getLogger("slime").removeHandler(self._handler)
             self.writer.close()  # its thread still records what its files cost
             if self._is_primary:
-                folder = self.writer.folder
+                folder = str(self.writer.folder).encode(errors="backslashreplace").decode()  # may be no UTF-8
                 logger.info("The record of this run is %s; `slime report %s` makes a page of it.", folder, folder)
             self.writer = None
 

@@ -207,7 +207,7 @@ class AdapterTrainer:
 
     @torch.no_grad()
     def _keep_gradient(self, state: AdapterState) -> None:
-        """Add the gradient in the model's buffers to the adapter's; that of modules it is not trained on is 0."""
+        """Add the gradient in the model's buffers to the adapter's; modules that it does not train get 0."""
         found: list[Tensor] = [parameter.main_grad for parameter in self._parameters]
         gradient = torch.cat([one.float().flatten() for one in found])
         for name, part in self._by_key(gradient).items():

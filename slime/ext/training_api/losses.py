@@ -165,7 +165,7 @@ def _check_datum(datum: Datum, loss: Loss, where: str, *, vocab_size: int, max_t
     for name, values in datum.inputs.items():
         if values.shape != targets.shape:
             raise RequestRefused(
-                f"{inputs}.{name} has the shape {list(values.shape)}; it must be that of target_tokens, "
+                f"{inputs}.{name} has the shape {list(values.shape)}; it must have the shape of target_tokens, "
                 f"{list(targets.shape)}."
             )
         if name != TARGETS and not np.isfinite(values).all():

@@ -104,7 +104,7 @@ class PassQueue:
             model_id, entries = next(iter(self._waiting.items()))
             del self._waiting[model_id]
             request, future = entries.popleft()
-            if not future.done():  # as that of a model which was removed meanwhile
+            if not future.done():  # its model may have been removed meanwhile
                 batch.append((request, future))
                 tokens += sum(len(datum.tokens) for datum in request.data)
             if entries:  # it goes to the end of the line

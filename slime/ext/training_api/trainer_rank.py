@@ -1,4 +1,4 @@
-"""A trainer rank of the service: that of a run with adapters, and the work of ``AdapterTrainer``."""
+"""A trainer rank of the service: a rank with adapters, which does the work of ``AdapterTrainer``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.ext.training_api.adapter_trainer import AdapterTrainer
 
 
 class ServiceRank(MegatronTrainRayActor):
-    """One rank; it has no optimizer (``--num-rollout 0``), for that of every client is on the host."""
+    """One rank; it has no optimizer (``--num-rollout 0``): every client's is on the host."""
 
     def init(
         self,

@@ -1,8 +1,7 @@
 """Nemotron-H and Nemotron 3 Nano: layers of one mixer each, Mamba-2, attention, an MLP or experts, by a pattern.
 
-Mamba-2 goes by the flags of linear attention: a group is a key head, the width of its state that of a key.  What
-belongs to one group is kept together, as that of a key head of a delta net, so that tensor parallelism cuts along
-whole groups.
+Mamba-2 uses the flags of linear attention: a group is a key head, the width of its state the width of a key.  Rows
+of one group stay together, like those of a delta net's key head, so that tensor parallelism cuts along whole groups.
 
 Shapes: G = groups, r = heads of a group, dk = width of the state, dv = width of a head, K = width of the convolution.
 """

@@ -10,7 +10,7 @@ def positions_of_ids(original: Callable[..., Any], *args: Any, **options: Any) -
     """Return the positions of a request's ids, none of which is padding.
 
     SGLang 0.5.15 masks them by the text of the same ids, tokenised again: where it has another number of tokens, as
-    that of a drawn response may, the request fails.
+    a sampled response may, the request fails.
     """
     return original(*args, **{**options, "attention_mask": None})
 
