@@ -82,6 +82,8 @@ class ModelFamily:
     """Attribute of args -> the value that every model of the family has, beside ``DECODER``, or instead."""
     config_class: str = ""
     """Model type whose class of transformers reads config.json, where transformers has none for the family's own."""
+    spelled_out: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """Returns config.json without short forms that transformers' class may read in another way."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Key of config.json -> the value that a file without it means, where that class does not know the key."""
     fixed: Mapping[str, Any] = field(default_factory=lambda: PLAIN)
@@ -136,7 +138,7 @@ class ModelFamily:
         """
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        known = copy.deepcopy(dict(config))
+        known = copy.deepcopy(self.spelled_out(config))
         self._count_experts(known.get("text_config") or known)
         kind = str(config.get("model_type"))
         kind = kind if kind in self.model_types else self.model_types[0]

@@ -32,6 +32,13 @@ def layer_kinds(config: Config) -> list[str]:
     return list(kinds or (KINDS.get(letter, letter) for letter in config.get("hybrid_override_pattern") or ""))
 
 
+def without_pattern(config: Config) -> dict[str, Any]:
+    """Return config.json with its layers by name: SGLang's import has transformers drop a pattern's MLP layers."""
+    kinds = layer_kinds(config)
+    known = {key: value for key, value in config.items() if key != "hybrid_override_pattern"}
+    return {**known, "layers_block_type": kinds} if kinds else known
+
+
 def kinds_of_run(args: Namespace, config: Config | None) -> list[str]:
     """Return what each layer is: by config.json, or by the flags, to which an MLP looks like attention."""
     if kinds := layer_kinds(config or {}):
@@ -173,6 +180,7 @@ FAMILIES = (
         dims=nemotron_h_dims,
         has_linear_attention=True,
         always={"swiglu": False},
+        spelled_out=without_pattern,
         fixed={
             **{"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "n_shared_experts": 1, "use_conv_bias": True},
             **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "residual_in_fp32"), False),

@@ -166,6 +166,19 @@ def test_a_folder_of_an_unknown_family_is_refused_whatever_its_language_model_is
         parse(*DENSE, "--hf-checkpoint", folder, "--load", folder)
 
 
+def test_a_pattern_keeps_its_mlp_layers_where_sglang_was_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_class = CONFIG_MAPPING["nemotron_h"]
+    kinds = {"M": "mamba", "*": "attention"}  # what SGLang 0.5.15 makes of it
+    monkeypatch.setattr(
+        config_class, "_pattern_to_list", staticmethod(lambda text: [kinds[c] for c in text if c in kinds])
+    )
+    config = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5}
+    read = config_says(read_hf_config(write_folder(tmp_path, config)))[0]
+    assert read["num_layers"].value == 5
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_key_that_config_json_lacks_has_the_default_of_transformers_class(tmp_path: Path, kind: str) -> None:
     family = FAMILIES[kind]
