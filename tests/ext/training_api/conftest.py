@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.utils.processing_utils import import_torchvision
 from tests.e2e.tiny_qwen3 import save_tiny_model
+
+import_torchvision()  # before peft, whose import has transformers look for it once
 
 
 @pytest.fixture(scope="package")
