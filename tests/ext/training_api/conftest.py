@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from slime.utils.processing_utils import import_torchvision
-from tests.e2e.tiny_qwen3 import save_tiny_model
 
-import_torchvision()  # before peft, whose import has transformers look for it once
+import_torchvision()  # before what has transformers look for it, once: peft and tiny_qwen3
+
+from tests.e2e.tiny_qwen3 import save_tiny_model  # noqa: E402
 
 
 @pytest.fixture(scope="package")
