@@ -6,6 +6,7 @@ micro-batches counts FLOPs and must not import the backend.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -228,8 +229,9 @@ class ModelDims:
         """
         head = 2 * length * self.hidden_size * self.vocab_size
         if self.layer_fields:
-            layers = map(self.of_layer, range(self.num_layers))
-            return sum((one.forward_flops(length) - head) // self.num_layers for one in layers) + head
+            kinds = Counter(self.layer_fields)  # few, and this is asked for every sample
+            alike = ((replace(self, layer_fields=(), **dict(fields)), count) for fields, count in kinds.items())
+            return sum(count * ((one.forward_flops(length) - head) // self.num_layers) for one, count in alike) + head
         attention = self._attention_flops(length) if self.attention == "grouped" else self._latent_flops(length)
         num_linear, num_moe = sum(self.is_linear), sum(self.is_moe)
         attention = attention * self.num_kv_layers + num_linear * self._linear_flops(length)
