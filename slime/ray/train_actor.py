@@ -6,7 +6,6 @@ Also its start, and its initial environment, some of which (thread counts) canno
 from __future__ import annotations
 
 import os
-import pkgutil
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from slime.flags.hook_checks import check_trainer_hooks
 from slime.observability import telemetry
 from slime.observability.pulse import Beat, Pulse
 from slime.ray.gpus import GpuSlice, strategy_for
-from slime.ray.parts import CORE, Parts, load_all
+from slime.ray.parts import CORE, Part, Parts, load_all
 from slime.ray.utils import (
     COMMON_ACTOR_ENV,
     NOSET_VISIBLE_DEVICES,
@@ -65,7 +64,7 @@ class TrainRayActor(Watched, RayActor):
         self.heed_sigterm()
         if env.get_str("TORCHINDUCTOR_CACHE_DIR") is None:  # torch runs what lies in one that any user could make
             env.export({"TORCHINDUCTOR_CACHE_DIR": str(user_folder() / "torchinductor")})
-        self.worker: TrainWorker = (pkgutil.resolve_name(worker) if isinstance(worker, str) else worker)()
+        self.worker: TrainWorker = (Part(worker).load() if isinstance(worker, str) else worker)()
 
     # Life
 
