@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime import ext
 from slime.flags import parse
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.parse import GROUPS, AddArguments
 from slime.observability.logging_utils import configure_logger
 from slime.ray.parts import Part, Parts
@@ -69,7 +69,7 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
 def parts(args: Namespace) -> Parts:
     """Return the implementations that the flags ask for."""
     given = {flag: kind(vars(args)[flag]) for flag, kind in OUTPUTS.items() if vars(args).get(flag) is not None}
-    outputs: dict[str, str | Path] = {f"--{flag.replace('_', '-')}": place for flag, place in given.items()}
+    outputs: dict[str, str | Path] = {flag_of(flag): place for flag, place in given.items()}
     observers: tuple[Part, ...] = ()
     trains = args.save and not (args.debug_train_only or args.debug_rollout_only)
     if trains and not vars(args).get("no_rollout_ledger", True):

@@ -42,6 +42,7 @@ from slime.backends.megatron_utils.layers.value_head import find_value_head, tak
 from slime.backends.megatron_utils.model_transform import AddedParameters, added_parameters
 from slime.flags.checkpoint import TRACKER as TRACKER_FILE
 from slime.flags.checkpoint import read_tracker as read_tracker_file
+from slime.flags.group import flag_of
 from slime.utils.distributed_utils import object_of_first
 from slime.utils.errors import DataError
 from slime.utils.files import write_atomically
@@ -303,7 +304,7 @@ def _load(
     added: AddedParameters | None,
 ) -> int:
     """Load as :func:`load_checkpoint` says: what ``added`` added with its optimizer, or the rest of the model."""
-    flag = f"--{load_arg.replace('_', '-')}"
+    flag = flag_of(load_arg)
     root = getattr(args, load_arg)
     if not root or not Path(root).is_dir() or not any(Path(root).iterdir()):
         raise DataError(f"{flag} is {root!r}: there is no such folder, or it is empty")

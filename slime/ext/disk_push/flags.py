@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import file_path
 from slime.utils.errors import ConfigError
 
@@ -151,7 +151,7 @@ def _no_disk(args: Namespace) -> Iterator[str]:
         if (value := getattr(args, name)) not in (None, False):
             shown = "" if value is True else f" is {value}, which"
             yield (
-                f"--{name.replace('_', '-')}{shown} has no effect unless weights travel over disk: add "
+                f"{flag_of(name)}{shown} has no effect unless weights travel over disk: add "
                 "--update-weight-transport disk, or drop the flag."
             )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from slime.flags.checkpoint import has_finished_save, is_huggingface_folder, is_release
 from slime.flags.config import backend_flags
 from slime.flags.debug import template_problem
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import file_path, fraction_below_one, positive_float, positive_int
 
 PLUGIN = "slime.ext.lora.sglang_plugin.register"
@@ -188,7 +188,7 @@ def check_lora(args: Namespace) -> Iterator[str]:
     if args.lora_rank is None:
         for flag in ("lora_alpha", "lora_load", "lora_save", "lora_base_precision"):
             if getattr(args, flag) is not None:
-                yield f"--{flag.replace('_', '-')} is {getattr(args, flag)}, which has no effect without --lora-rank."
+                yield f"{flag_of(flag)} is {getattr(args, flag)}, which has no effect without --lora-rank."
         return
     if args.lora_push == "adapter":
         yield from _adapter_push_problems(args)
@@ -203,7 +203,7 @@ def check_lora(args: Namespace) -> Iterator[str]:
         "only_train_params_name_list", "freeze_params_name_list", "custom_model_provider_path", "train_vision_tower"
     ):  # fmt: skip
         if getattr(args, flag):
-            yield f"--{flag.replace('_', '-')} does not go with --lora-rank, which trains adapters alone; drop one."
+            yield f"{flag_of(flag)} does not go with --lora-rank, which trains adapters alone; drop one."
     if args.enable_mtp_training:
         yield "--enable-mtp-training trains layers that have no adapters; drop it or --lora-rank."
     if vars(args).get("use_opd") and args.opd_type == "megatron":

@@ -15,6 +15,7 @@ from slime.ext.lora.engine_adapters import as_engines_call
 from slime.ext.lora.flags import ALL_LINEAR, LoraConfig, engine_adapters, lora_base, lora_config
 from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
 from slime.flags.config import backend_flags
+from slime.flags.group import flag_of
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import read_model_type
 from slime.weights.stored_tensors import read_header
@@ -70,7 +71,7 @@ def check_targets(args: Namespace) -> None:
         read_header(Path(args.lora_load) / TENSOR_FILE)
     for name in ("int4_qat", "moe_shared_expert_overlap"):
         if vars(args).get(name):
-            raise ConfigError(f"--{name.replace('_', '-')} does not go with --lora-rank {config.rank}; drop one.")
+            raise ConfigError(f"{flag_of(name)} does not go with --lora-rank {config.rank}; drop one.")
     if args.lora_base_precision is not None and args.fp8:
         raise ConfigError(
             f"--lora-base-precision is {args.lora_base_precision} and --fp8-format {args.fp8}, whose products begin "
@@ -87,7 +88,7 @@ def check_targets(args: Namespace) -> None:
     for flag in ("lora_load", "lora_save"):
         if vars(args)[flag] and stacked:
             raise ConfigError(
-                f"--{flag.replace('_', '-')}: PEFT's format has no modules for the stacked experts of "
+                f"{flag_of(flag)}: PEFT's format has no modules for the stacked experts of "
                 f"{weight_map.family}; drop the flag, or name other modules (--lora-target-modules)."
             )
     for target in args.lora_target_modules if config.targets != (ALL_LINEAR,) else ():

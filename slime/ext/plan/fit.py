@@ -24,7 +24,7 @@ from slime.ext.plan.make_plan import make_plan
 from slime.ext.plan.plan import CARDS, Plan, PlanOptions
 from slime.ext.plan.prompts import image_patches, longest_sample, prompt_lengths, with_image_tokens
 from slime.ext.plan.trainer_memory import GIB
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.parse import GROUPS
 from slime.flags.words import is_flag
 from slime.train_data.model_dims import ModelDims
@@ -177,7 +177,7 @@ def _cuts(args: Namespace, dims: ModelDims, given: set[str]) -> Iterator[dict[st
     attributes = [f"{name}_model_parallel_size" if name != "context" else "context_parallel_size" for name in names]
     values: list[Sequence[int]] = [SIZES, SIZES, SIZES, SIZES if dims.num_experts else (1,)]
     for index, attribute in enumerate(attributes):
-        if "--" + attribute.replace("_", "-") in given:
+        if flag_of(attribute) in given:
             values[index] = (vars(args)[attribute],)
     expert_tensor = (args.expert_tensor_parallel_size or 1) if dims.num_experts else None
     for tensor, pipeline, context, expert in product(*values):
@@ -301,7 +301,7 @@ def words_of(layout: Mapping[str, Any], given: set[str]) -> tuple[str, ...]:
     """Return a layout as a command line has it, without the flags that are given already."""
     words: list[str] = []
     for name, value in layout.items():
-        flag = "--" + name.replace("_", "-")
+        flag = flag_of(name)
         if flag in given:
             continue
         if name == "recompute_granularity":

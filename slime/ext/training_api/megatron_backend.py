@@ -30,6 +30,7 @@ from slime.ext.training_api.backend import (
 )
 from slime.ext.training_api.engine_sampling import LOAD_ATTEMPTS, EngineSampling, lacks_adapter
 from slime.ext.training_api.job_threads import JobThreads
+from slime.flags.group import flag_of
 from slime.ray.parts import Part, Parts
 from slime.ray.train_loop import TrainJob
 from slime.ray.waiting import wait_for
@@ -60,9 +61,7 @@ def check_service(args: Namespace) -> None:
     }
     for name, value in wanted.items():
         if (given := vars(args).get(name, value)) != value:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {given}, and a training service needs {value}; drop the flag."
-            )
+            raise ConfigError(f"{flag_of(name)} is {given}, and a training service needs {value}; drop the flag.")
 
 
 def max_length(args: Namespace) -> int:

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
+from slime.flags.group import flag_of
 from slime.utils.distributed_utils import gather_on_first, object_of_first
 from slime.utils.errors import DataError
 
@@ -119,7 +120,7 @@ def _flag_lines(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None, names
         is_default_groups = name == "num_query_groups" and not theirs.get("group_query_attention")
         saved = theirs.get("num_attention_heads" if is_default_groups else name)
         if saved is not None and name in theirs and ours.get(name) is not None and ours[name] != saved:
-            yield f"--{name.replace('_', '-')} is {ours[name]}; the checkpoint has {saved}"
+            yield f"{flag_of(name)} is {ours[name]}; the checkpoint has {saved}"
 
 
 def _tensor_lines(wanted: Shapes, saved: Mapping[str, tuple[int, ...]], vocab_size: int) -> Iterator[str]:
