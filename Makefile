@@ -17,7 +17,7 @@ demo-real: install
 	@DEVICE=$(DEVICE) scripts/demo_real.sh
 
 # Two files of tests run at the same time: a real job starts on one core.  Files keep their order, the long ones first:
-# the few tests of a real job, several processes each (layouts, resumes, pushes), then the others.
+# tests of a real job (tests/conftest.py), several processes each (layouts, resumes, pushes), then the others.
 WORKERS ?= 2
 MARKS = not gpu and not faults and not real
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "$(MARKS)" --durations=10
@@ -36,7 +36,7 @@ test-dist: install
 # Engines, routers and trainers of real jobs, killed in the middle of their work: minutes each, on a machine with nothing
 # else to do.
 faults: install
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "faults and not gpu" tests/e2e
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "faults and not gpu" tests/e2e tests/ext/training_api
 
 # The whole control plane in virtual time under schedules of faults: 100 000 take about two hours on two quiet cores.
 # `python -m tests.simulator --bugs` puts bugs of the past back and looks for them.

@@ -62,6 +62,11 @@ def kill_all(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=10)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real jobs come first: one that starts last would be waited for alone."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+
+
 def pytest_collection_finish() -> None:
     freeze()
 

@@ -1,6 +1,6 @@
 """A service's backend in a real job: passes, samples, an engine that dies and is replaced, a rank that dies.
 
-    backend_job.py FOLDER [flags]
+    backend_job.py FOLDER work|deaths [flags]
 
 writes what it saw to FOLDER/seen.json; run by ``test_backend_job``.
 """
@@ -73,15 +73,25 @@ async def prompt_log_probs(backend: Backend, name: str | None) -> list[float]:
     return [float(value) for value in result.prompt_logprobs[1:]]
 
 
-async def refusal(work: Any) -> str:
+async def refusal(call: Any) -> str:
     try:
-        await work
+        await call
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-async def scenario(backend: Backend, folder: Path) -> dict[str, Any]:
+async def errors(backend: Backend) -> list[float]:
+    """Largest difference between the engine's and the trainer's log-probs, for each sampler of ``work``."""
+    pairs = (("saved a", "a"), ("snapshot of b", "b"))
+    return [
+        float(np.abs(await prompt_log_probs(backend, name) - await log_probs(backend, model_id)).max())
+        for name, model_id in pairs
+    ]
+
+
+async def work(backend: Backend, folder: Path) -> dict[str, Any]:
+    """Two clients train, publish and sample."""
     seen: dict[str, Any] = {}
     await backend.add_model("a", LoraSpec(8, seed=1))
     await backend.add_model("b", LoraSpec(3, seed=2))
@@ -101,26 +111,24 @@ async def scenario(backend: Backend, folder: Path) -> dict[str, Any]:
     await backend.save_state("a", folder / "a", with_optimizer=True)
     await backend.publish_sampler(folder / "a", "saved a")
     await backend.publish_sampler("b", "snapshot of b")
-
-    async def errors() -> list[float]:
-        pairs = (("saved a", "a"), ("snapshot of b", "b"))
-        return [
-            float(np.abs(await prompt_log_probs(backend, name) - await log_probs(backend, model_id)).max())
-            for name, model_id in pairs
-        ]
-
-    seen["errors"] = await errors()
+    seen["errors"] = await errors(backend)
     seen["base"] = await prompt_log_probs(backend, None)
     greedy = await backend.sample("saved a", [5, 6, 7], SamplingParams(max_tokens=6, temperature=0, stop=[]))
     (first, *_) = greedy.sequences[0].tokens
     stopped = await backend.sample("saved a", [5, 6, 7], SamplingParams(max_tokens=6, temperature=0, stop=[first]))
     seen["stopped"] = [stopped.sequences[0].tokens == [first], stopped.sequences[0].stop_reason]
     seen["seed"] = await refusal(backend.sample(None, [5, 6, 7], SamplingParams(max_tokens=2, seed=1)))
+    return seen
+
+
+async def deaths(backend: Backend, folder: Path) -> dict[str, Any]:
+    """An engine is killed and replaced; then a rank."""
+    seen = await work(backend, folder)
     kill("sglang::scheduler")
     began = time.monotonic()
     while True:
         try:
-            seen["errors of the next engine"] = await errors()
+            seen["errors of the next engine"] = await errors(backend)
             break
         except EngineError:
             assert time.monotonic() - began < REPLACED_S
@@ -138,15 +146,16 @@ async def scenario(backend: Backend, folder: Path) -> dict[str, Any]:
     return seen
 
 
-async def serve(args: Namespace, folder: Path) -> None:
+async def serve(args: Namespace, folder: Path, scenario: str) -> None:
     backend = start_backend(args, parts(args))
     try:
-        (folder / "seen.json").write_text(json.dumps(await scenario(backend, folder)))
+        seen = await {"work": work, "deaths": deaths}[scenario](backend, folder)
+        (folder / "seen.json").write_text(json.dumps(seen))
     finally:
         await backend.close()
 
 
 if __name__ == "__main__":
-    output = Path(sys.argv[1])
-    sys.argv[1:] = [*SERVICE_FLAGS, *sys.argv[2:]]
-    run(lambda args: asyncio.run(serve(args, output)))
+    output, scenario = Path(sys.argv[1]), sys.argv[2]
+    sys.argv[1:] = [*SERVICE_FLAGS, *sys.argv[3:]]
+    run(lambda args: asyncio.run(serve(args, output, scenario)))
