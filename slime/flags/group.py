@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 Derive = Callable[[Namespace], None]
 Rule = tuple[str, str, str]
-"""Attributes of two flags, and the reason of the rule between them."""
+"""Attributes of two flags, and the reason of the rule between them; ``name=value`` is a flag with this value."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ def problems_of(args: Namespace, groups: Iterable[FlagGroup]) -> list[str]:
     values = vars(args)
     for group in groups:
         for name, needed, reason in group.needs:
-            if values[name] and not any(values[one] for one in needed.split()):
-                others = " or ".join(map(flag_of, needed.split()))
-                given = _as_given(name, values[name])
+            if _holds(values, name) and not any(_holds(values, one) for one in needed.split()):
+                others = " or ".join(flag_of(one).replace("=", " ") for one in needed.split())
+                given = _as_given(values, name)
                 found.append(f"{given} has no effect without {others}: {reason}. Add it, or drop this one.")
         for name, other, reason in group.excludes:
-            if values[name] and values[other]:
-                both = f"{_as_given(name, values[name])} and {_as_given(other, values[other])}"
+            if _holds(values, name) and _holds(values, other):
+                both = f"{_as_given(values, name)} and {_as_given(values, other)}"
                 found.append(f"{both} contradict each other: {reason}. Drop one of them.")
         found += [message for check in group.check for message in check(args)]
     return found
@@ -88,5 +89,14 @@ def flag_of(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
 
 
-def _as_given(name: str, value: object) -> str:
-    return flag_of(name) if value is True else f"{flag_of(name)} {value}"
+def _holds(values: Mapping[str, Any], rule: str) -> bool:
+    name, _, wanted = rule.partition("=")
+    value = values.get(name)  # a backend that the run lacks has no flags
+    return str(value) == wanted if wanted else bool(value)
+
+
+def _as_given(values: Mapping[str, Any], rule: str) -> str:
+    name = rule.partition("=")[0]
+    value = values[name]
+    shown = " ".join(map(str, value)) if isinstance(value, list) else value
+    return flag_of(name) if value is True else f"{flag_of(name)} {shown}"

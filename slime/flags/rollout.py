@@ -230,8 +230,6 @@ def check_rollout_functions(args: Namespace) -> Iterator[str]:
             f"{args.rollout_function_path}; a replay beside engines takes both the file and --rollout-function-path "
             f"{forge}."
         )
-    if args.stale_group_policy != "regenerate" and args.max_staleness is None:
-        yield f"--stale-group-policy {args.stale_group_policy} needs --max-staleness, which says what is stale."
     if args.rollout_function_path == SFT_ROLLOUT and args.n_samples_per_prompt != 1:
         yield (
             f"--n-samples-per-prompt is {args.n_samples_per_prompt}; sft_rollout needs 1: a row of the data has one "
@@ -250,5 +248,8 @@ GROUP = FlagGroup(
     derive=(derive_lengths,),
     check=(check_rollouts, check_rollout_functions),
     advise=(advise_length_of_the_run,),
-    needs=(("mask_offpolicy_in_partial_rollout", "partial_rollout", "it masks what partial rollouts carry over"),),
+    needs=(
+        ("mask_offpolicy_in_partial_rollout", "partial_rollout", "it masks what partial rollouts carry over"),
+        ("stale_group_policy=mask", "max_staleness", "that says what is stale"),
+    ),
 )

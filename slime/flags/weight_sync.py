@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Iterator
 
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import byte_count, positive_int
@@ -38,20 +37,15 @@ def derive_weight_sync(args: Namespace) -> None:
     args.update_weight_start_version = 0
 
 
-def check_weight_flags(args: Namespace) -> Iterator[str]:
-    """Yield one message for each reason why an engine that fails a push cannot be restarted."""
-    if args.weight_push_failure != "refill":
-        return
-    if not args.use_fault_tolerance:
-        yield (
-            "--weight-push-failure refill restarts engines, which needs --use-fault-tolerance; add that flag, or "
-            "use drop or stop."
-        )
-    if args.rollout_external:
-        yield (
-            "--weight-push-failure refill restarts engines, but slime does not start those of "
-            "--rollout-external-engine-addrs; use drop or stop."
-        )
-
-
-GROUP = FlagGroup(add_weight_sync_arguments, derive=(derive_weight_sync,), check=(check_weight_flags,))
+GROUP = FlagGroup(
+    add_weight_sync_arguments,
+    derive=(derive_weight_sync,),
+    needs=(("weight_push_failure=refill", "use_fault_tolerance", "engines are restarted; or use drop or stop"),),
+    excludes=(
+        (
+            "weight_push_failure=refill",
+            "rollout_external_engine_addrs",
+            "these are not restarted; use drop or stop",
+        ),
+    ),
+)

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.flags.group import FlagGroup, flag_of
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path
 from slime.utils.errors import ConfigError
 
@@ -55,14 +55,6 @@ def add_disk_push_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_idle_flags(args: Namespace) -> Iterator[str]:
-    """Yield a message for each flag of changes where none are sent."""
-    for name, default in (("encoding", "xor"), ("checksum", "xxh3-128")):
-        value = getattr(args, f"update_weight_delta_{name}")
-        if value != default and args.update_weight_mode != "delta":
-            yield f"--update-weight-delta-{name} is {value}, which has no effect without --update-weight-mode delta."
-
-
 def check_delta_checksum(args: Namespace) -> Iterator[str]:
     """Yield a message for a checksum of deltas whose package is missing."""
     if args.update_weight_mode == "delta":
@@ -85,49 +77,16 @@ def derive_released_trainer(args: Namespace) -> None:
 
 def check_disk_push(args: Namespace) -> Iterator[str]:
     """Yield one message for each setting of pushes over a disk that cannot work."""
-    if args.update_weight_mode == "delta":
-        yield from _delta(args)
     if args.update_weight_transport == "disk":
         yield from _disk(args)
-    else:
-        yield from _no_disk(args)
-    if args.release_train:
-        yield from _release(args)
-
-
-def _delta(args: Namespace) -> Iterator[str]:
-    if args.update_weight_transport != "disk":
-        yield (
-            f"--update-weight-mode delta travels over disk only, and --update-weight-transport is "
-            f"{args.update_weight_transport}; add --update-weight-transport disk and --update-weight-disk-dir."
-        )
-    if args.colocate:
-        yield (
-            "--update-weight-mode delta and --colocate exclude each other: colocated engines read the trainer's "
-            "memory, which is faster. Drop --update-weight-mode."
-        )
-    if args.eval_in_background:
-        yield (
-            "--eval-in-background gives its engines weights when an evaluation begins, and --update-weight-mode "
-            "delta sends differences to the push before, which they do not have; use full."
-        )
-    if args.update_weight_local_checkpoint_dir is None:
-        yield (
-            "--update-weight-mode delta changes a copy of the checkpoint on each engine's host; name its folder: "
-            "--update-weight-local-checkpoint-dir, a folder on a disk of that host with room for the model."
-        )
+    if args.release_train and args.use_critic:
+        yield "--release-train restarts the actor only; --advantage-estimator ppo has a critic. Drop one of them."
 
 
 def _disk(args: Namespace) -> Iterator[str]:
-    if vars(args).get("weight_push") != "verified":
-        yield "--weight-push plain sends weights through memory and broadcasts; drop --update-weight-transport disk."
     if not args.push_sends_model:
         yield "--update-weight-transport disk does not go with --lora-push adapter, by which engines get nothing else."
     if args.update_weight_disk_dir is None:
-        yield (
-            "--update-weight-transport disk needs --update-weight-disk-dir, a folder that trainer and engines share, "
-            "with room for two versions of the model."
-        )
         return
     shared = Path(args.update_weight_disk_dir).resolve()
     others = {
@@ -140,45 +99,37 @@ def _disk(args: Namespace) -> Iterator[str]:
             yield f"--update-weight-disk-dir and {flag} are both {path}; give the versions a folder of their own."
 
 
-def _no_disk(args: Namespace) -> Iterator[str]:
-    for name in (
-        "update_weight_disk_dir",
-        "update_weight_disk_keep_files",
-        "update_weight_local_checkpoint_dir",
-        "custom_update_weight_post_write_path",
-        "sglang_custom_pull_weights_pre_read_hook",
-    ):
-        if (value := getattr(args, name)) not in (None, False):
-            shown = "" if value is True else f" is {value}, which"
-            yield (
-                f"{flag_of(name)}{shown} has no effect unless weights travel over disk: add "
-                "--update-weight-transport disk, or drop the flag."
-            )
-
-
-def _release(args: Namespace) -> Iterator[str]:
-    if args.update_weight_transport != "disk" or args.update_weight_mode != "full":
-        yield (
-            f"--release-train ends the trainer before the engines have its weights, so full weights must be on disk; "
-            f"--update-weight-transport is {args.update_weight_transport} and --update-weight-mode is "
-            f"{args.update_weight_mode}. Use disk and full."
-        )
-    if args.save is None:
-        yield "--release-train restarts the trainer from its own checkpoints; name their folder: --save."
-    if args.use_critic:
-        yield "--release-train restarts the actor only; --advantage-estimator ppo has a critic. Drop one of them."
-    if args.ref_update_interval is not None:
-        yield "--release-train starts each time from --ref-load, so --ref-update-interval has no effect; drop it."
-    if args.state_copy_interval is not None:
-        yield "--trainer-recovery memory: --release-train saves every rollout, and its ranks end; use checkpoint."
-    if args.spare_nodes:
-        yield f"--spare-nodes {args.spare_nodes}: --release-train takes other GPUs for each rollout; drop one of them."
-    if args.keep_old_actor:
-        yield "--release-train ends the process that holds the weights of --keep-old-actor; drop one of them."
-
-
+_OF_DISK = (
+    *("update_weight_mode=delta", "update_weight_disk_dir", "update_weight_disk_keep_files", "release_train"),
+    *("update_weight_local_checkpoint_dir", "custom_update_weight_post_write_path"),
+    "sglang_custom_pull_weights_pre_read_hook",
+)
+_OF_DELTAS = (
+    *("update_weight_delta_encoding=overwrite", "update_weight_delta_checksum=blake3"),
+    "update_weight_delta_checksum=adler32",
+)
 GROUP = FlagGroup(
     add_disk_push_arguments,
     derive=(derive_released_trainer,),
-    check=(check_disk_push, check_idle_flags, check_delta_checksum),
-)
+    check=(check_disk_push, check_delta_checksum),
+    needs=(
+        *((name, "update_weight_transport=disk", "it is about weights that travel over a disk") for name in _OF_DISK),
+        *((name, "update_weight_mode=delta", "it is about changed bytes") for name in _OF_DELTAS),
+        ("update_weight_mode=delta", "update_weight_local_checkpoint_dir",
+         "a copy of the checkpoint on each engine's host is changed, on a disk with room for the model"),
+        ("update_weight_transport=disk", "weight_push=verified", "a plain push has no files"),
+        ("update_weight_transport=disk", "update_weight_disk_dir",
+         "trainer and engines share that folder, with room for two versions of the model"),
+        ("release_train", "update_weight_mode=full", "the trainer ends before the engines have its weights"),
+        ("release_train", "save", "the trainer restarts from its own checkpoints"),
+    ),
+    excludes=(
+        ("update_weight_mode=delta", "colocate", "colocated engines read the trainer's memory, which is faster"),
+        ("update_weight_mode=delta", "eval_in_background",
+         "engines of an evaluation do not have the push before, to which differences are sent; use full"),
+        ("release_train", "ref_update_interval", "each start takes the reference of --ref-load"),
+        ("release_train", "trainer_recovery=memory", "its ranks end, and save every rollout; use checkpoint"),
+        ("release_train", "spare_nodes", "each rollout takes other GPUs"),
+        ("release_train", "keep_old_actor", "the process that holds the old weights ends"),
+    ),
+)  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Iterator
 
 from slime.ext.fast_push.loaders import WEIGHT_LOADERS
 from slime.flags.group import FlagGroup
@@ -31,17 +30,11 @@ def derive_fast_push(args: Namespace) -> None:
         args.engine_plugins.append(PLUGIN)
 
 
-def check_plain_push(args: Namespace) -> Iterator[str]:
-    """Yield a message for each setting that a plain push cannot do."""
-    if args.weight_push != "plain":
-        return
-    if args.check_weight_update_equal:
-        yield "--weight-push plain compares nothing; drop --check-weight-update-equal, or use --weight-push verified."
-    if args.weight_push_failure == "drop":
-        yield (
-            "--weight-push plain leaves no engine out of a push, so --weight-push-failure drop has no effect; use "
-            "refill or stop, or --weight-push verified."
-        )
-
-
-GROUP = FlagGroup(add_fast_push_arguments, derive=(derive_fast_push,), check=(check_plain_push,))
+GROUP = FlagGroup(
+    add_fast_push_arguments,
+    derive=(derive_fast_push,),
+    excludes=(
+        ("weight_push=plain", "check_weight_update_equal", "it compares nothing; use --weight-push verified"),
+        ("weight_push=plain", "weight_push_failure=drop", "it leaves no engine out; use refill, stop, or verified"),
+    ),
+)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from slime.flags.checkpoint import has_finished_save, is_huggingface_folder, is_release
 from slime.flags.config import backend_flags
 from slime.flags.debug import template_problem
-from slime.flags.group import FlagGroup, flag_of
+from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, fraction_below_one, positive_float, positive_int
 
 PLUGIN = "slime.ext.lora.sglang_plugin.register"
@@ -147,71 +147,40 @@ def complete_lora(args: Namespace) -> None:
         args.engine_settings |= engine_settings(args)
 
 
-def _adapter_push_problems(args: Namespace) -> Iterator[str]:
-    why = "--lora-push adapter, by which engines get nothing else; drop it or use --lora-push merged."
-    engines = backend_flags(args)
-    flags: dict[str, bool] = {
-        "--check-weight-update-equal": args.check_weight_update_equal,
-        "--rollout-external-engine-addrs": args.rollout_external,
-        "--lora-base-precision": args.lora_base_precision is not None,
-        "--sglang-config": engines.sglang_config is not None,
-        "--prefill-num-servers": engines.prefill_num_servers is not None,
-        "--sglang-dp-size above 1": engines.sglang_dp_size > 1,
-        "--sglang-load-format dummy": engines.sglang_load_format == "dummy",
-    }
-    yield from (f"{flag} does not go with {why}" for flag, is_given in flags.items() if is_given)
-    if (base := lora_base(args)) != args.hf_checkpoint:
-        yield (
-            f"--lora-push adapter leaves the engines at --hf-checkpoint {args.hf_checkpoint}, and the trainer's base "
-            f"is {base}; give one Hugging Face folder (tools/convert_to_hf.py) as both, or use --lora-push merged."
-        )
-
-
-def _engine_adapter_problems(args: Namespace) -> Iterator[str]:
-    given = args.lora_engine_adapters
-    if given and (args.lora_rank is None or args.lora_push != "adapter"):
-        yield (
-            f"--lora-engine-adapters {' '.join(given)}: engines keep the base model of these adapters with "
-            "--lora-rank R --lora-push adapter alone; give both, or drop it."
-        )
+def check_lora(args: Namespace) -> Iterator[str]:
+    """Yield one message for each value of an adapter's flag that cannot work, or does not go with the others."""
+    if args.lora_rank is None:
+        return
+    if args.lora_push == "adapter":
+        yield from _adapter_push_problems(args)
+    if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
+        yield f"--lora-target-modules is {' '.join(args.lora_target_modules)}; all-linear excludes names."
+    given: list[str] = args.lora_engine_adapters
     for one in given:
         name, _, folder = one.partition("=")
         if not name or not folder or name.startswith("slime-"):
             yield f"--lora-engine-adapters {one}: write NAME=DIR; names that begin with slime- are those of pushes."
     if len(engine_adapters(given)) < len(given):
         yield f"--lora-engine-adapters {' '.join(given)}: two have one name; give each its own."
-
-
-def check_lora(args: Namespace) -> Iterator[str]:
-    """Yield one message for each flag that does not go with adapters, or has no effect without."""
-    yield from _engine_adapter_problems(args)
-    if args.lora_rank is None:
-        for flag in ("lora_alpha", "lora_load", "lora_save", "lora_base_precision"):
-            if getattr(args, flag) is not None:
-                yield f"{flag_of(flag)} is {getattr(args, flag)}, which has no effect without --lora-rank."
-        return
-    if args.lora_push == "adapter":
-        yield from _adapter_push_problems(args)
-    if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
-        yield f"--lora-target-modules is {' '.join(args.lora_target_modules)}; all-linear excludes names."
     if args.lora_save is not None:
-        if args.save is None or args.save_interval is None:
-            yield "--lora-save writes beside each save; give --save and --save-interval too."
         if problem := template_problem("--lora-save", args.lora_save, {"rollout_id"}):
             yield problem
-    for flag in (
-        "only_train_params_name_list", "freeze_params_name_list", "custom_model_provider_path", "train_vision_tower"
-    ):  # fmt: skip
-        if getattr(args, flag):
-            yield f"{flag_of(flag)} does not go with --lora-rank, which trains adapters alone; drop one."
-    if args.enable_mtp_training:
-        yield "--enable-mtp-training trains layers that have no adapters; drop it or --lora-rank."
     if vars(args).get("use_opd") and args.opd_type == "megatron":
         yield (
             "--opd-type megatron puts a teacher's weights in the place of the actor's, which --lora-rank keeps frozen "
             "and in one copy; use --opd-type sglang."
         )
     yield from _starting_point_problems(args.load, args.ref_load, finetunes=args.finetune)
+
+
+def _adapter_push_problems(args: Namespace) -> Iterator[str]:
+    if (size := backend_flags(args).sglang_dp_size or 1) > 1:
+        yield f"--sglang-dp-size {size} does not go with --lora-push adapter; drop it or use --lora-push merged."
+    if (base := lora_base(args)) != args.hf_checkpoint:
+        yield (
+            f"--lora-push adapter leaves the engines at --hf-checkpoint {args.hf_checkpoint}, and the trainer's base "
+            f"is {base}; give one Hugging Face folder (tools/convert_to_hf.py) as both, or use --lora-push merged."
+        )
 
 
 def _starting_point_problems(load: str | None, ref_load: str | None, *, finetunes: bool) -> Iterator[str]:
@@ -225,4 +194,27 @@ def _starting_point_problems(load: str | None, ref_load: str | None, *, finetune
             )
 
 
-GROUP = FlagGroup(add_lora_arguments, derive=(derive_lora,), check=(check_lora,), complete=(complete_lora,))
+_OF_ADAPTERS = ("lora_alpha", "lora_load", "lora_save", "lora_base_precision", "lora_engine_adapters")
+_OF_PARAMETERS = (
+    *("only_train_params_name_list", "freeze_params_name_list", "custom_model_provider_path"),
+    *("train_vision_tower", "enable_mtp_training"),
+)
+_NOT_WITH_ADAPTER_PUSH = (
+    *("check_weight_update_equal", "rollout_external_engine_addrs", "lora_base_precision", "sglang_config"),
+    *("prefill_num_servers", "sglang_load_format=dummy"),
+)
+GROUP = FlagGroup(
+    add_lora_arguments,
+    derive=(derive_lora,),
+    check=(check_lora,),
+    complete=(complete_lora,),
+    needs=(
+        *((name, "lora_rank", "it is about adapters") for name in (*_OF_ADAPTERS, "lora_push=adapter")),
+        ("lora_save", "save_interval", "adapters are written beside each save"),
+        ("lora_engine_adapters", "lora_push=adapter", "other engines do not keep the base model of these adapters"),
+    ),
+    excludes=(
+        *((name, "lora_rank", "adapters alone are trained") for name in _OF_PARAMETERS),
+        *((name, "lora_push=adapter", "engines get adapters alone") for name in _NOT_WITH_ADAPTER_PUSH),
+    ),
+)

@@ -68,33 +68,24 @@ def derive_recovery(args: Namespace) -> None:
 
 
 def check_trainer_recovery(args: Namespace) -> Iterator[str]:
-    """Yield one message for each flag without which a trainer cannot be restarted."""
-    mode, every = args.trainer_recovery, args.memory_checkpoint_interval
-    if mode != "memory" and every is not None:
-        yield f"--memory-checkpoint-interval {every} is of --trainer-recovery memory, which is {mode}; drop one."
-    if mode == "off":
-        return
-    if args.save is None or args.save_interval is None:
-        fallback = "where its copies are lost it " if mode == "memory" else ""
-        yield (
-            f"--trainer-recovery {mode}: {fallback}restarts from a checkpoint; give --save and --save-interval, or "
-            "use off."
-        )
-    if args.no_save_optim and not args.use_stateless_adam:
-        yield f"--trainer-recovery {mode} needs the optimizer's state; drop --no-save-optim, or use off."
+    """Yield a message for a trainer that nothing could restart."""
+    if args.restarts_trainer and args.no_save_optim and not args.use_stateless_adam:
+        yield "A trainer restarts with its optimizer's state; drop --no-save-optim, or use --trainer-recovery off."
 
 
-def check_spare_nodes(args: Namespace) -> Iterator[str]:
-    """Yield one message for each mode in which nobody would take the GPUs in reserve."""
-    if not args.spare_nodes:
-        return
-    for reason, holds in (
-        ("--trainer-recovery off starts nothing on them", args.trainer_recovery == "off"),
-        ("with --colocate the engines of a node die with it", args.colocate),
-        ("--debug-rollout-only has no trainer", args.debug_rollout_only),
-    ):
-        if holds:
-            yield f"--spare-nodes {args.spare_nodes}: {reason}; drop one of them."
-
-
-GROUP = FlagGroup(add_recovery_arguments, derive=(derive_recovery,), check=(check_trainer_recovery, check_spare_nodes))
+_CHECKPOINT = "the trainer restarts from a checkpoint, also where its copies are lost"
+GROUP = FlagGroup(
+    add_recovery_arguments,
+    derive=(derive_recovery,),
+    check=(check_trainer_recovery,),
+    needs=(
+        ("trainer_recovery=checkpoint", "save_interval", _CHECKPOINT),
+        ("trainer_recovery=memory", "save_interval", _CHECKPOINT),
+        ("memory_checkpoint_interval", "trainer_recovery=memory", "copies are made for that"),
+    ),
+    excludes=(
+        ("spare_nodes", "trainer_recovery=off", "nothing starts on them"),
+        ("spare_nodes", "colocate", "the engines of a node die with it"),
+        ("spare_nodes", "debug_rollout_only", "there is no trainer"),
+    ),
+)

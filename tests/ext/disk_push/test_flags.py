@@ -15,8 +15,14 @@ from slime.flags.group import derive_all, problems_of
 OTHERS: dict[str, Any] = {
     **{"hf_checkpoint": "/model", "save": None, "save_interval": None, "update_weights_interval": 3},
     **dict.fromkeys(("colocate", "use_critic", "keep_old_actor", "eval_in_background"), False),
-    **{"ref_update_interval": None, "weight_push": "verified", "push_sends_model": True, "spare_nodes": 0},
-    **{"offload_train": None, "offload_rollout": None, "state_copy_interval": None},
+    **{
+        "ref_update_interval": None,
+        "trainer_recovery": "off",
+        "weight_push": "verified",
+        "push_sends_model": True,
+        "spare_nodes": 0,
+    },
+    **{"offload_train": None, "offload_rollout": None},
     **{"custom_update_weight_post_write_path": None, "sglang_custom_pull_weights_pre_read_hook": None},
 }
 DISK = "--update-weight-transport disk --update-weight-disk-dir /shared/versions"
@@ -53,31 +59,35 @@ def test_weights_may_travel_over_disk(words: str, others: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("words", "others", "says"),
     [
-        ("--update-weight-transport disk", {}, "--update-weight-transport disk needs --update-weight-disk-dir"),
+        (
+            "--update-weight-transport disk",
+            {},
+            "no effect without --update-weight-disk-dir",
+        ),
         (DISK, {"save": "/shared/versions"}, "--update-weight-disk-dir and --save are both /shared/versions"),
-        (DISK, {"weight_push": "plain"}, "drop --update-weight-transport disk"),
+        (DISK, {"weight_push": "plain"}, "has no effect without --weight-push verified"),
         (DISK, {"push_sends_model": False}, "does not go with --lora-push adapter"),
         (
             f"{DISK} --update-weight-local-checkpoint-dir /shared/versions",
             {},
             "give the versions a folder of their own",
         ),
-        (
-            "--update-weight-disk-dir /v",
-            {},
-            "--update-weight-disk-dir is /v, which has no effect unless weights travel",
-        ),
-        ("--update-weight-disk-keep-files", {}, "--update-weight-disk-keep-files has no effect unless"),
-        ("--update-weight-mode delta", {}, "travels over disk only, and --update-weight-transport is nccl"),
-        (f"{DISK} --update-weight-mode delta", {}, "name its folder: --update-weight-local-checkpoint-dir"),
-        (DELTA, {"colocate": True}, "--update-weight-mode delta and --colocate exclude each other"),
+        ("--update-weight-disk-dir /v", {}, "--update-weight-disk-dir /v has no effect without"),
+        ("--update-weight-disk-keep-files", {}, "-keep-files has no effect without --update-weight-transport disk"),
+        ("--update-weight-mode delta", {}, "delta has no effect without --update-weight-transport disk"),
+        (f"{DISK} --update-weight-mode delta", {}, "without --update-weight-local-checkpoint-dir"),
+        (DELTA, {"colocate": True}, "--update-weight-mode delta and --colocate contradict each other"),
         (DELTA, {"eval_in_background": True}, "use full"),
         ("--update-weight-delta-encoding overwrite", {}, "no effect without --update-weight-mode delta"),
-        ("--release-train", {"save": "/ckpt"}, "--update-weight-transport is nccl and --update-weight-mode is full"),
-        (f"{DISK} --release-train", {}, "name their folder: --save"),
-        (f"{DISK} --release-train", {"keep_old_actor": True}, "the weights of --keep-old-actor; drop one of them"),
-        (f"{DISK} --release-train", {"spare_nodes": 1}, "--spare-nodes 1: --release-train takes other GPUs"),
-        (f"{DISK} --release-train", {"state_copy_interval": 1}, "--release-train saves every rollout"),
+        ("--release-train", {"save": "/ckpt"}, "no effect without --update-weight-transport disk"),
+        (f"{DISK} --release-train", {}, "no effect without --save"),
+        (
+            f"{DISK} --release-train",
+            {"keep_old_actor": True},
+            "--release-train and --keep-old-actor contradict",
+        ),
+        (f"{DISK} --release-train", {"spare_nodes": 1}, "--release-train and --spare-nodes 1 contradict"),
+        (f"{DISK} --release-train", {"trainer_recovery": "memory"}, "--trainer-recovery memory contradict"),
     ],
 )
 def test_what_cannot_work_names_the_flags(words: str, others: dict[str, Any], says: str) -> None:

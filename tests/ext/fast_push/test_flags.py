@@ -35,7 +35,7 @@ def test_engines_are_started_with_our_loaders_unless_the_push_is_plain() -> None
     ("others", "says"),
     [
         ({"check_weight_update_equal": True}, "compares nothing"),
-        ({"weight_push_failure": "drop"}, "--weight-push-failure drop has no effect"),
+        ({"weight_push_failure": "drop"}, "--weight-push-failure drop contradict each other"),
     ],
 )
 def test_what_a_plain_push_cannot_do_is_refused(others: dict[str, Any], says: str) -> None:

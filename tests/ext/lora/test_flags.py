@@ -30,14 +30,14 @@ MISTAKES = (
     Broken(
         mistake="the scale of adapters that are not there",
         flags="--lora-alpha 16",
-        says=("--lora-alpha is 16", "no effect without --lora-rank"),
+        says=("--lora-alpha 16.0 has no effect without --lora-rank",),
     ),
     Broken(
         mistake="adapters beside frozen lists, pushed alone",
         flags="--lora-rank 8 --lora-push adapter --freeze-params-name-list embedding --check-weight-update-equal",
         says=(
-            "--check-weight-update-equal does not go with --lora-push adapter",
-            "--freeze-params-name-list does not",
+            "--check-weight-update-equal and --lora-push adapter contradict each other",
+            "--freeze-params-name-list embedding and --lora-rank 8 contradict each other",
         ),
     ),
     Broken(
@@ -48,7 +48,7 @@ MISTAKES = (
     Broken(
         mistake="frozen adapters for engines whose base changes, two of one name, and one of a push's",
         flags="--lora-rank 8 --lora-engine-adapters a=x a=y slime-7=z",
-        says=("with --lora-rank R --lora-push adapter alone", "two have one name", "slime-7=z: write NAME=DIR"),
+        says=("has no effect without --lora-push adapter", "two have one name", "slime-7=z: write NAME=DIR"),
     ),
     Broken(
         mistake="adapters on a layer that has another name",

@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime.ext.recovery.flags import (
-    add_recovery_arguments,
-    check_spare_nodes,
-    check_trainer_recovery,
-    derive_recovery,
-)
+from slime.ext.recovery.flags import GROUP, add_recovery_arguments, derive_recovery
+from slime.flags.group import problems_of
 
 SAVES: dict[str, Any] = {"save": "/ckpt", "save_interval": 9}
 
@@ -30,32 +26,22 @@ def resolved(words: str, **values: Any) -> Namespace:
 def test_copies_in_memory_need_a_checkpoint_behind_them():
     args = resolved("--trainer-recovery memory", **SAVES)
     assert (args.state_copy_interval, args.restarts_trainer) == (1, True)
-    assert list(check_trainer_recovery(args)) == []
+    assert problems_of(args, [GROUP]) == []
 
 
 @pytest.mark.parametrize(
     ("words", "values", "message"),
     [
-        (
-            "--trainer-recovery memory",
-            {},
-            "memory: where its copies are lost it restarts from a checkpoint; give --save",
-        ),
-        ("--trainer-recovery memory", SAVES | {"no_save_optim": True}, "memory needs the optimizer's state"),
-        ("--memory-checkpoint-interval 3", SAVES, "--memory-checkpoint-interval 3 is of --trainer-recovery memory"),
+        ("--trainer-recovery memory", {}, "memory has no effect without --save-interval"),
+        ("--trainer-recovery memory", SAVES | {"no_save_optim": True}, "drop --no-save-optim"),
+        ("--memory-checkpoint-interval 3", SAVES, "3 has no effect without --trainer-recovery memory"),
+        ("--spare-nodes 2", {}, "--spare-nodes 2 and --trainer-recovery off contradict each other"),
+        ("--spare-nodes 2", SAVES | {"colocate": True}, "the engines of a node die with it"),
     ],
 )
 def test_what_a_restart_needs_is_named(words, values, message):
-    assert any(message in line for line in check_trainer_recovery(resolved(words, **values)))
-
-
-def test_gpus_in_reserve_are_refused_where_nobody_would_take_them():
-    assert list(check_spare_nodes(resolved("--spare-nodes 2", **SAVES))) == []
-    for values, message in (
-        ({}, "--trainer-recovery off starts nothing on them"),
-        (SAVES | {"colocate": True}, "with --colocate the engines of a node die with it"),
-    ):
-        assert any(message in line for line in check_spare_nodes(resolved("--spare-nodes 2", **values)))
+    assert any(message in line for line in problems_of(resolved(words, **values), [GROUP]))
+    assert problems_of(resolved("--spare-nodes 2", **SAVES), [GROUP]) == []
 
 
 def test_a_trainer_without_optimizer_state_is_restarted_where_its_optimizer_has_none():

@@ -9,7 +9,7 @@ from slime.utils.errors import ConfigError
 
 
 def test_engines_that_take_no_push_cannot_be_started_again_without_fault_tolerance(make_args):
-    with pytest.raises(ConfigError, match="which needs --use-fault-tolerance"):
+    with pytest.raises(ConfigError, match="refill has no effect without --use-fault-tolerance"):
         slime_validate_args(make_args("--weight-push-failure", "refill"))
 
 
