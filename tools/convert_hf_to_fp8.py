@@ -15,9 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.low_precision.folders.to_quantized import STRATEGIES, UE8M0, to_fp8
 from slime.flags.kinds import any_int
-from slime.weights.hf_rewrite.to_quantized import STRATEGIES, UE8M0, to_fp8
-from tools.cli import NEW_FOLDER, logged_run, rewrite, rewrite_parser
+from tools.cli import logged_run
+from tools.folder_conversion import NEW_FOLDER, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:

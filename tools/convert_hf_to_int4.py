@@ -24,14 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.low_precision.folders.plan import HfSource, open_source
+from slime.ext.low_precision.folders.to_quantized import ignored_by_int4, require_plain
 from slime.flags.kinds import any_float, any_int
 from slime.rollout.prompt_files import SUFFIXES, read_rows
 from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import load_tokenizer
 from slime.weights.hf_files import copy_assets
-from slime.weights.hf_rewrite.plan import HfSource, open_source
-from slime.weights.hf_rewrite.to_quantized import ignored_by_int4, require_plain
 from tools.cli import logged_run
 
 PACKAGE = "llmcompressor"

@@ -14,11 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.low_precision.folders.to_quantized import to_int4
 from slime.flags.kinds import positive_int
 from slime.utils.files import read_model_config
-from slime.weights.hf_rewrite.to_quantized import to_int4
 from slime.weights.named_tensors import config_dtype
-from tools.cli import NEW_FOLDER, logged_run, parse_bool, rewrite, rewrite_parser
+from tools.cli import logged_run, parse_bool
+from tools.folder_conversion import NEW_FOLDER, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:

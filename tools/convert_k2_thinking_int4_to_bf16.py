@@ -14,10 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.ext.low_precision.folders.to_bf16 import Int4ToBf16
 from slime.utils.errors import ConfigError
 from slime.utils.files import language_config, read_object
-from slime.weights.hf_rewrite.to_bf16 import Int4ToBf16
-from tools.cli import NEW_FOLDER, logged_run, rewrite, rewrite_parser
+from tools.cli import logged_run
+from tools.folder_conversion import NEW_FOLDER, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -28,8 +28,7 @@ from tqdm import tqdm
 from slime.flags.kinds import positive_int
 from slime.utils.errors import ConfigError
 from slime.utils.files import language_config, read_model_config, read_model_type
-from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter
-from slime.weights.hf_rewrite.plan import without_quantization
+from slime.weights.hf_files import DEFAULT_SHARD_BYTES, HfFolderWriter, without_quantization
 from slime.weights.named_tensors import check_finite, config_dtype
 from slime.weights.stacked_experts import join_rows
 from tools.cli import logged_run

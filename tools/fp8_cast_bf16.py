@@ -14,8 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16
-from tools.cli import NEW_FOLDER, logged_run, rewrite, rewrite_parser
+from slime.ext.low_precision.folders.to_bf16 import Fp8ToBf16
+from tools.cli import logged_run
+from tools.folder_conversion import NEW_FOLDER, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:

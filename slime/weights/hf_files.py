@@ -28,6 +28,8 @@ PARTIAL_SUFFIX = ".partial"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", PARTIAL_SUFFIX)
 WEIGHT_INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json", DIGEST_FILE)
 DEFAULT_SHARD_BYTES = 5 * 1024**3
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Of config.json, at its top or in its text_config."""
 FLAG = "--save-hf"
 """That a training run names its folder by."""
 
@@ -42,6 +44,14 @@ def copy_assets(source: str | Path, target: str | Path) -> None:
     for path in Path(source).iterdir():
         if path.is_file() and not is_weight_file(path.name):
             shutil.copy2(path, Path(target) / path.name)
+
+
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the same model with plain weights."""
+    plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    if isinstance(plain.get("text_config"), dict):
+        plain["text_config"] = without_quantization(plain["text_config"])
+    return plain
 
 
 class HfFolderWriter:

@@ -26,7 +26,8 @@ TOOLS = {
     f"tools.{name}"
     for name in (
         "plan diff runs doctor replay replay_plan replay_rollout report report_plots report_samples report_texts "
-        "watch serve_teacher serve_training ledger"
+        "watch serve_teacher serve_training ledger folder_conversion convert_hf_to_fp8 convert_hf_to_int4 "
+        "convert_hf_to_int4_direct convert_k2_thinking_int4_to_bf16 convert_mxfp4_to_bf16 fp8_cast_bf16"
     ).split()
 }
 """Commands of extensions, and their parts."""

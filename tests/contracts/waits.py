@@ -14,7 +14,10 @@ from pathlib import Path
 
 from tests.contracts.source_tree import REPO, module_name, tree_of
 
-TRAINER_SIDE = ("slime.backends.megatron_utils", "slime.backends.train_worker", "slime.weights", "slime.train_data")
+TRAINER_SIDE = (
+    *("slime.backends.megatron_utils", "slime.backends.train_worker", "slime.weights", "slime.train_data"),
+    "slime.ext.low_precision",
+)
 """Collectives have their own deadline, ``--distributed-timeout-minutes``."""
 ROLLOUT_SIDE = ("slime", "slime_plugins/rollout_buffer")
 

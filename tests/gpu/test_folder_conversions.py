@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16, Int4ToBf16
-from slime.weights.hf_rewrite.to_quantized import to_fp8, to_int4
-from tests.unit.weights.hf_rewrite.checkpoints import files_of, tensors_of, write_folder
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.to_bf16 import Fp8ToBf16, Int4ToBf16
+from slime.ext.low_precision.folders.to_quantized import to_fp8, to_int4
+from tests.ext.low_precision.checkpoints import files_of, tensors_of, write_folder
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -26,7 +26,7 @@ RECIPES = {
 def test_both_ways_give_the_files_of_the_cpu(tmp_path, monkeypatch, name):
     source = write_folder(tmp_path / "plain", tensors_of("deepseek_v32"))
     there, back = RECIPES[name]
-    monkeypatch.setattr("slime.weights.hf_rewrite.run.CHUNK_BYTES", {"cpu": 2**20, "cuda": 5000})
+    monkeypatch.setattr("slime.ext.low_precision.folders.run.CHUNK_BYTES", {"cpu": 2**20, "cuda": 5000})
     for device, workers in (("cpu", 1), ("cuda", 3)):
         rewrite_folder(there, source, tmp_path / device, device=device, workers=workers)
         rewrite_folder(back, tmp_path / device, tmp_path / f"{device}-back", device=device, workers=workers)

@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.to_quantized import to_fp8
 from slime.utils import env
 from slime.utils.net import get_free_port
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import to_fp8
 from tests.e2e.engine_owner import engine_args
 from tests.loaded_model.buckets import digests, fill, whole_buckets
 from tests.matrix.case import FamilyCase, reference_logits

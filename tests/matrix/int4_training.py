@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import to_int4
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.to_quantized import to_int4
 from slime.weights.push.wire import named_views
 from slime.weights.quantize.group_int import dequantize_group, unpack
 from tests.matrix.case import FamilyCase, load_cases, read_config, read_tensors, write_tensors

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models import find_weight_map, has_tower
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import ToQuantized, to_fp8, to_int4
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.to_quantized import ToQuantized, to_fp8, to_int4
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import read_weight
 from tests.matrix.case import FamilyCase, load_cases, read_config, read_tensors

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import ToQuantized, _fp8_config
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.to_quantized import ToQuantized, _fp8_config
 from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 from tests.matrix.case import FamilyCase, write_bf16_copy
 from tests.matrix.layouts import LAYOUTS as TRAINER_LAYOUTS

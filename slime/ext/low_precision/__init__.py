@@ -1,1 +1,1 @@
-"""Training in the numbers that engines with weights in few bits compute with."""
+"""Few bits: training in the numbers of engines that serve them, and folders converted to them and back."""

@@ -12,10 +12,10 @@ from argparse import Namespace
 
 from slime.backends.megatron_utils.flags.model_dims import moe_layers
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names
+from slime.ext.low_precision.folders.to_quantized import to_int4
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime.utils.files import read_model_config
-from slime.weights.hf_rewrite.to_quantized import to_int4
 from slime.weights.quantize import quantized_names, read_format
 from slime.weights.quantize.formats import GroupInt
 

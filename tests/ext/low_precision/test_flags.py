@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.to_quantized import to_int4
 from slime.ext.low_precision.selection import Int4Selection, group_size
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import to_int4
 from tests.unit.backends.megatron_utils.megatron_case import parse
 
 SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 32 --vocab-size 100 --swiglu"

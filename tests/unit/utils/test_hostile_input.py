@@ -9,6 +9,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,6 @@ from slime.utils import env
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
 from slime.utils.sglang_meta import decode_int32, problem_with_answer
 from slime.weights.file_digests import FolderDigests
-from slime.weights.hf_rewrite.plan import open_source
 from slime.weights.quantize.quantizer import FP8_LISTS, read_format
 from slime.weights.stored_tensors import read_layout
 
@@ -84,20 +84,25 @@ FOLDERS = {
 }  # fmt: skip
 
 
+def write_broken_folder(name: str, folder: Path) -> Path:
+    files, _ = FOLDERS[name]
+    if "a.safetensors" not in files:
+        save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    for file, content in ({"config.json": "{}"} | files).items():
+        if callable(content):
+            content(folder / file)
+        else:
+            (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_broken_model_folder_is_named_with_its_file(name, tmp_path):
-    files, says = FOLDERS[name]
-    contents = {"config.json": "{}"} | files
-    if "a.safetensors" not in files:
-        save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    for file, content in contents.items():
-        if callable(content):
-            content(tmp_path / file)
-        else:
-            (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    says = FOLDERS[name][1]
+    write_broken_folder(name, tmp_path)
     readers = (
         lambda: check_huggingface_folder(str(tmp_path), "--hf-checkpoint"),
-        *(lambda: read_layout(tmp_path), lambda: open_source(tmp_path), lambda: FolderDigests.read(tmp_path)),
+        *(lambda: read_layout(tmp_path), lambda: FolderDigests.read(tmp_path)),
     )
     told = []
     for read in readers:

@@ -22,9 +22,9 @@ from slime.backends.sglang_utils.loader_report import CHECK_REPORT, flatten_repo
 from slime.ext.fast_push.load_plan import is_description
 from slime.ext.fast_push.repacked_layers import refusal
 from slime.ext.fast_push.weight_check import compare_weights
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.to_quantized import ToQuantized, to_fp8, to_int4
 from slime.utils.errors import WeightSyncError
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import ToQuantized, to_fp8, to_int4
 from slime.weights.manifest import Manifest
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.loaded_model.buckets import cut_buckets, digests, fill, whole_buckets

@@ -17,14 +17,8 @@ from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, c
 from slime.backends.megatron_utils.models import FAMILIES
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import to_fp8
 from slime.weights.quantize.block_fp8 import is_power_of_two, quantize_block
 from slime.weights.quantize.formats import is_quantized_offline
-from tests.matrix.case import load_cases
-from tests.matrix.layouts import OF_OTHERS
-from tests.matrix.quantized import RECIPES, check_quantized
-from tests.matrix.report import summary
 
 QUANTIZED_PARAMETERS = re.compile(
     r"mlp\.(experts|shared_experts)\.linear_fc[12]\.weight(\{expert\})?"
@@ -60,31 +54,6 @@ def test_converters_quantize_what_comes_from_the_matrices_of_the_layers(weight_m
                 assert is_quantized == (expected and has_form), (rule.megatron, name)
     for copy in weight_map.mtp_copies.values():
         assert not is_quantized_offline(f"model.layers.7.{copy}")
-
-
-def test_experts_stacked_beside_their_biases_are_refused(tmp_path: Path) -> None:
-    names = [name for name, case in load_cases().items() if not case.has_quantized_form]
-    assert names == ["gpt_oss"]
-    load_cases(names)["gpt_oss"].write_checkpoint(tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r"biases beside stacked experts \(gpt-oss\)"):
-        rewrite_folder(to_fp8("block", (32, 16)), tmp_path / "plain", tmp_path / "fp8")
-
-
-FAMILIES = [name for name, case in load_cases().items() if case.has_quantized_form and name not in OF_OTHERS]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exported_bytes_are_the_converters_and_loaded_values_those_that_they_stand_for(family: str) -> None:
-    cells = check_quantized(load_cases([family])[family], "block")
-    assert len(cells) == 2
-    assert all(cell.passed for cell in cells), summary(cells)
-
-
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "block"])
-def test_so_it_is_in_every_format(recipe: str) -> None:
-    """GLM-5.2: latent attention, an indexer in some layers, experts, an MTP layer with copies."""
-    cells = check_quantized(load_cases(["glm5_2"])["glm5_2"], recipe, converts=recipe == "channel")
-    assert all(cell.passed for cell in cells), summary(cells)
 
 
 # One parameter

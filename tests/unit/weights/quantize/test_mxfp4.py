@@ -1,4 +1,4 @@
-"""MXFP4 of gpt-oss: every code and exponent as transformers reads them; one expert, a folder, and its bf16 copy."""
+"""MXFP4 of gpt-oss: every code and exponent as transformers reads them; one expert, a folder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_bf16 import Mxfp4ToBf16
 from slime.weights.quantize import read_format
 from slime.weights.quantize.mxfp4 import dequantize
 
@@ -28,9 +26,7 @@ def packed(experts: int = 3, rows: int = 6, groups: int = 2) -> tuple[Tensor, Te
     return blocks, torch.randint(110, 140, (experts, rows, groups), dtype=torch.uint8, generator=generator)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    source = tmp_path / "mxfp4"
+def write_folder(source: Path) -> Path:
     source.mkdir()
     blocks, scales = packed()
     bias = torch.arange(18.0).view(3, 6).bfloat16()
@@ -48,9 +44,9 @@ def test_all_codes_and_exponents_are_those_of_transformers() -> None:
     assert torch.equal(dequantize("X", *packed()), convert_moe_packed_tensors(*packed()))
 
 
-def test_a_folder_gives_tensors_and_single_experts_as_if_it_were_bf16(folder: Path) -> None:
+def test_a_folder_gives_tensors_and_single_experts_as_if_it_were_bf16(tmp_path: Path) -> None:
     expected = convert_moe_packed_tensors(*packed())
-    with HfTensors(folder) as tensors:
+    with HfTensors(write_folder(tmp_path / "mxfp4")) as tensors:
         assert set(tensors.names()) == {GATE_UP, f"{GATE_UP}_bias", "model.norm.weight"}
         assert torch.equal(tensors.get(GATE_UP), expected)
         for expert in range(3):
@@ -59,24 +55,6 @@ def test_a_folder_gives_tensors_and_single_experts_as_if_it_were_bf16(folder: Pa
         assert tensors.read == {GATE_UP, f"{GATE_UP}_bias"}
         with pytest.raises(DataError, match="down_proj"):
             tensors.get("model.layers.0.mlp.experts.down_proj[0]")
-
-
-def test_the_bf16_copy_has_the_same_numbers_and_no_trace_of_mxfp4(folder: Path, tmp_path: Path) -> None:
-    target = tmp_path / "bf16"
-    rewrite_folder(Mxfp4ToBf16(), folder, target)
-    tensors = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert set(tensors) == {GATE_UP, f"{GATE_UP}_bias", "model.norm.weight"}
-    assert torch.equal(tensors[GATE_UP], convert_moe_packed_tensors(*packed()))
-    assert json.loads((target / "config.json").read_text()) == {"dtype": "bfloat16", "model_type": "gpt_oss"}
-
-
-@pytest.mark.parametrize("missing", ["blocks", "scales"])
-def test_blocks_and_scales_need_each_other(folder: Path, tmp_path: Path, missing: str) -> None:
-    file = folder / "model.safetensors"
-    left = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(missing)}
-    save_file(left, file)
-    with pytest.raises((DataError, ConfigError), match="_blocks"):
-        rewrite_folder(Mxfp4ToBf16(), folder, tmp_path / "bf16")
 
 
 def test_pushes_in_mxfp4_are_refused_with_the_way_out() -> None:

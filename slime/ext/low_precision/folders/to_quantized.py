@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from slime.ext.low_precision.folders.plan import HfSource, OutputRows, TensorPlan, copied, shown
+from slime.ext.low_precision.folders.tensor_file import RowReader
 from slime.utils.errors import ConfigError
-from slime.weights.hf_rewrite.plan import HfSource, OutputRows, TensorPlan, copied, shown
-from slime.weights.hf_rewrite.tensor_file import RowReader
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import (
     SUFFIX,
@@ -36,7 +36,7 @@ SHAPE_PART = "weight_shape"
 
 @dataclass(frozen=True)
 class ToQuantized:
-    """The conversion; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
+    """The conversion; a :class:`slime.ext.low_precision.folders.plan.Rewrite`."""
 
     format: WeightFormat
     row_multiple: int | None

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from slime.ext.low_precision.folders.plan import FilePlan, HfSource, Rewrite, TensorPlan, make_plan, open_source, shown
+from slime.ext.low_precision.folders.target import Target, partial_path
+from slime.ext.low_precision.folders.tensor_file import CHUNK_BYTES, RowReader, copy_bytes, write_at
 from slime.utils.errors import ConfigError
 from slime.weights.file_digests import FolderDigests, check_file
-from slime.weights.hf_rewrite.plan import FilePlan, HfSource, Rewrite, TensorPlan, make_plan, open_source, shown
-from slime.weights.hf_rewrite.target import Target, partial_path
-from slime.weights.hf_rewrite.tensor_file import CHUNK_BYTES, RowReader, copy_bytes, write_at
 
 logger = logging.getLogger(__name__)
 

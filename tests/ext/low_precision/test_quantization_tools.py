@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from slime.weights.quantize import read_format
-from tests.unit.weights.hf_rewrite.checkpoints import read_folder, tensors_of, write_folder
+from tests.ext.low_precision.checkpoints import read_folder, tensors_of, write_folder
 from tools import (
     convert_hf_to_fp8,
     convert_hf_to_int4,

@@ -101,7 +101,7 @@ class RowReader:
         if self._device.type != "cuda":
             yield
             return
-        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
             yield
 

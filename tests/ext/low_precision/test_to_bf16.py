@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.to_bf16 import Fp8ToBf16, Int4ToBf16
+from slime.ext.low_precision.folders.to_quantized import to_fp8, to_int4
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_bf16 import Fp8ToBf16, Int4ToBf16
-from slime.weights.hf_rewrite.to_quantized import to_fp8, to_int4
 from slime.weights.quantize import read_format
 from slime.weights.quantize.block_fp8 import dequantize_block, quantize_block
 from slime.weights.quantize.formats import read_weight
-from tests.unit.weights.hf_rewrite.checkpoints import read_folder, same_bytes, tensors_of, write_folder
+from tests.ext.low_precision.checkpoints import read_folder, same_bytes, tensors_of, write_folder
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -30,7 +30,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
     ids=["block", "small blocks", "channel", "tensor", "int4", "int4 with zero points"],
 )
 def test_there_and_back_gives_what_the_formats_say(tmp_path, monkeypatch, recipe, back):
-    monkeypatch.setattr("slime.weights.hf_rewrite.tensor_file.CHUNK_BYTES", {"cpu": 3000})
+    monkeypatch.setattr("slime.ext.low_precision.folders.tensor_file.CHUNK_BYTES", {"cpu": 3000})
     tensors = tensors_of("deepseek_v32")
     source = write_folder(tmp_path / "plain", tensors)
     rewrite_folder(recipe, source, tmp_path / "quantized")

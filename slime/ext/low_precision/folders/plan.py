@@ -13,16 +13,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from slime.ext.low_precision.folders.tensor_file import RowReader, make_header
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import read_model_config
-from slime.weights.hf_files import INDEX_FILE
-from slime.weights.hf_rewrite.tensor_file import RowReader, make_header
+from slime.weights.hf_files import INDEX_FILE, QUANTIZATION_KEYS
 from slime.weights.stored_tensors import StoredTensor, TensorInfo, check_parts, read_header, read_index
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 NAMES_SHOWN = 3
 
 OutputRows = tuple[str, int, Tensor]
@@ -113,14 +112,6 @@ def shown(names: list[str]) -> str:
     """Join a few names, and the number of the others, for a message."""
     rest = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the same model with plain weights."""
-    plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
-    if isinstance(plain.get("text_config"), dict):
-        plain["text_config"] = without_quantization(plain["text_config"])
-    return plain
 
 
 @dataclass(frozen=True, slots=True)

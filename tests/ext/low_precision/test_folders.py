@@ -12,16 +12,18 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from slime.ext.low_precision.folders import run, tensor_file
+from slime.ext.low_precision.folders.plan import open_source
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.target import JOURNAL, LOCK
+from slime.ext.low_precision.folders.to_quantized import to_fp8
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.file_digests import DIGEST_FILE, FolderDigests, check_in_background, pieces_of_file
-from slime.weights.hf_rewrite import run, tensor_file
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.target import JOURNAL, LOCK
-from slime.weights.hf_rewrite.to_quantized import to_fp8
-from tests.unit.weights.hf_rewrite.checkpoints import files_of, read_folder, tensors_of, write_folder
+from tests.ext.low_precision.checkpoints import files_of, read_folder, tensors_of, write_folder
+from tests.unit.utils.test_hostile_input import FOLDERS, one_line, write_broken_folder
 
 INDEX = "model.safetensors.index.json"
-REPO = Path(__file__).parents[4]
+REPO = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -52,8 +54,8 @@ def test_any_number_of_workers_writes_the_same_files(tmp_path, source):
 
 KILLED = """
 import os, signal, sys
-from slime.weights.hf_rewrite import run, tensor_file
-from slime.weights.hf_rewrite.to_quantized import to_fp8
+from slime.ext.low_precision.folders import run, tensor_file
+from slime.ext.low_precision.folders.to_quantized import to_fp8
 
 real, calls = tensor_file.read_rows, []
 def read_rows(*args, **kwargs):
@@ -135,8 +137,8 @@ def test_what_is_in_the_folder_already_is_not_mixed_with_or_lost(tmp_path, sourc
 
 def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, source, monkeypatch):
     gib = 1 << 30
-    monkeypatch.setattr("slime.weights.hf_rewrite.target.shutil.disk_usage", lambda path: Namespace(free=gib))
-    monkeypatch.setattr("slime.weights.hf_rewrite.target.RESERVE_BYTES", gib + gib // 2)
+    monkeypatch.setattr("slime.ext.low_precision.folders.target.shutil.disk_usage", lambda path: Namespace(free=gib))
+    monkeypatch.setattr("slime.ext.low_precision.folders.target.RESERVE_BYTES", gib + gib // 2)
     with pytest.raises(ConfigError, match=r"needs 1\.50 GiB more, its disk has 1\.00 GiB free"):
         rewrite_folder(to_fp8(), source, tmp_path / "deep" / "out")
     assert not (tmp_path / "deep").exists()
@@ -241,3 +243,8 @@ def test_a_damaged_shard_of_the_source_is_named_and_its_successor_has_no_name(tm
         rewrite_folder(to_fp8(), source, tmp_path / "fp8")
     assert not (tmp_path / "fp8" / INDEX).exists() and not (tmp_path / "fp8/model-00002-of-00004.safetensors").exists()
     rewrite_folder(to_fp8(), source, tmp_path / "anyway", verify=False)
+
+
+@pytest.mark.parametrize("name", sorted(FOLDERS.keys() - {"digests nested"}))
+def test_a_broken_source_is_named_in_one_line(tmp_path, name):
+    assert "json" in (said := one_line(lambda: open_source(write_broken_folder(name, tmp_path)))) or "a.safe" in said

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slime.ext.low_precision.folders.plan import CONFIG_FILE, FilePlan, HfSource, make_index
 from slime.utils.errors import ConfigError
 from slime.utils.files import read_object, sync_to_disk
 from slime.weights.file_digests import DIGEST_FILE, FolderDigests, Piece, digest_of, pieces_of_file
 from slime.weights.hf_files import INDEX_FILE, PARTIAL_SUFFIX, is_weight_file
-from slime.weights.hf_rewrite.plan import CONFIG_FILE, FilePlan, HfSource, make_index
 
 JOURNAL = ".conversion.json"
 LOCK = ".conversion.lock"

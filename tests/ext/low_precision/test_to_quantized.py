@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
+from slime.ext.low_precision.folders.run import rewrite_folder
+from slime.ext.low_precision.folders.to_quantized import PLAIN_IN_INT4, to_fp8, to_int4
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.run import rewrite_folder
-from slime.weights.hf_rewrite.to_quantized import PLAIN_IN_INT4, to_fp8, to_int4
 from slime.weights.quantize import make_quantizer, quantized_names, read_format
 from slime.weights.quantize.block_fp8 import quantize_block, quantize_channel, quantize_tensor
 from slime.weights.stacked_experts import by_expert
-from tests.unit.weights.hf_rewrite.checkpoints import QUANTIZED, read_folder, same_bytes, tensors_of, write_folder
+from tests.ext.low_precision.checkpoints import QUANTIZED, read_folder, same_bytes, tensors_of, write_folder
 
 
 def quantized_weights(family, layers=3):
@@ -97,7 +97,7 @@ def test_transposed_stacks_give_the_same_experts(tmp_path):
 
 
 def test_tensors_that_do_not_fit_a_chunk_are_converted_in_runs_of_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("slime.weights.hf_rewrite.tensor_file.CHUNK_BYTES", {"cpu": 5000})
+    monkeypatch.setattr("slime.ext.low_precision.folders.tensor_file.CHUNK_BYTES", {"cpu": 5000})
     weight = torch.randn(333, 200).to(torch.bfloat16)
     source = write_folder(tmp_path / "plain", {"model.layers.0.mlp.up_proj.weight": weight}, shards=1)
     for recipe, quantize in (

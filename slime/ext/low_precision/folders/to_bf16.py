@@ -13,17 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.ext.low_precision.folders.plan import HfSource, OutputRows, TensorPlan, copied, dropped, shown
+from slime.ext.low_precision.folders.tensor_file import RowReader
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.hf_rewrite.plan import (
-    HfSource,
-    OutputRows,
-    TensorPlan,
-    copied,
-    dropped,
-    shown,
-    without_quantization,
-)
-from slime.weights.hf_rewrite.tensor_file import RowReader
+from slime.weights.hf_files import without_quantization
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
 from slime.weights.quantize.formats import GroupInt
 from slime.weights.quantize.group_int import WORD_BITS, num_words
@@ -54,7 +47,7 @@ class _ToBf16:
 
 
 class Fp8ToBf16(_ToBf16):
-    """The conversion; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
+    """The conversion; a :class:`slime.ext.low_precision.folders.plan.Rewrite`."""
 
     kind = "fp8"
 
@@ -165,7 +158,7 @@ NUMBERS_PER_WORD = 8
 
 @dataclass(frozen=True)
 class Int4ToBf16(_ToBf16):
-    """The conversion; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
+    """The conversion; a :class:`slime.ext.low_precision.folders.plan.Rewrite`."""
 
     quantization_config: dict[str, Any] | None = None
     """Of the folder's own config.json where None."""
@@ -256,7 +249,7 @@ def _last_size(shape: StoredTensor) -> int:
 
 
 class Mxfp4ToBf16(_ToBf16):
-    """The conversion of gpt-oss; a :class:`slime.weights.hf_rewrite.plan.Rewrite`."""
+    """The conversion of gpt-oss; a :class:`slime.ext.low_precision.folders.plan.Rewrite`."""
 
     kind = "mxfp4"
 
