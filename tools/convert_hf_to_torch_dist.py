@@ -169,7 +169,7 @@ def join_world(args: Namespace) -> Namespace:
 
 def convert(args: Namespace) -> Path:
     """Convert the model one tensor at a time; returns the checkpoint's folder."""
-    from slime.backends.megatron_utils.checkpoints.streamed_conversion import convert_hf_checkpoint
+    from tools.streamed_conversion import convert_hf_checkpoint
 
     args = join_world(with_layout(args))
     start = time.monotonic()

@@ -97,7 +97,6 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
         load_workers: slices of the checkpoint to read at a time.
         save_workers: threads that write shards in the background; 0 writes between reads.
     """
-    from slime.backends.megatron_utils.checkpoints.torch_dist_reader import StoredSlice, TorchDistFolder
     from slime.backends.megatron_utils.flags.model_dims import model_dims
     from slime.backends.megatron_utils.hf_to_megatron.tensors import (
         in_layout_of,
@@ -107,6 +106,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     )
     from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
     from slime.backends.megatron_utils.models import find_weight_map
+    from tools.torch_dist_reader import StoredSlice, TorchDistFolder
 
     target = Path(options.output_dir)
     if target.exists() and not target.is_dir():

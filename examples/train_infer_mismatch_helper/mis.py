@@ -5,8 +5,8 @@
     --custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp
 
 With ``--get-mismatch-metrics``, and ``use_tis`` and ``use_rs`` false in the YAML file, it only measures.  The
-formulas are in ``slime.algorithms.off_policy.mis``; here settings are read, context parallelism is undone and redone,
-and metrics get their names.
+formulas are in ``formulas.py``; here settings are read, context parallelism is undone and redone, and metrics get
+their names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.off_policy.mis import MisConfig, mismatch_importance_sampling
+from examples.train_infer_mismatch_helper.formulas import MisConfig, mismatch_importance_sampling
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
 from slime.utils.errors import ConfigError
 

@@ -8,7 +8,7 @@ In the order in which a reward becomes a gradient:
     group_baselines.py     what a reward is measured against: group mean, group mean and deviation
     advantages/            ESTIMATORS: rewards, KL and values to an advantage per token; whitening, distillation
     policy_losses/         POLICY_LOSSES: ppo_clip, gspo, cispo; the sequence mask opsm
-    off_policy/            TOKEN_CORRECTIONS: tis, icepop; mis
+    off_policy/            TOKEN_CORRECTIONS: tis, icepop
     kl.py                  KL_KINDS: k1, k2, k3, low_var_kl
     value_loss.py          the critic's regression
     reduction.py           from a value per token to one number per step

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
+from examples.train_infer_mismatch_helper.formulas import MisConfig
 from slime.algorithms.advantages import ESTIMATORS
 from slime.algorithms.kl import KL_KINDS
 from slime.algorithms.off_policy import TOKEN_CORRECTIONS
-from slime.algorithms.off_policy.mis import MisConfig
 from slime.algorithms.policy_losses import POLICY_LOSSES
 from slime.backends.megatron_utils.loss import LOSSES
 from slime.flags.algorithm import LOSS_TYPES

@@ -81,8 +81,8 @@ def test_a_head_of_which_the_top_of_config_json_decides_comes_back(tmp_path, kin
 def bytes_in_memory(rank: int, world_size: int, port: int, folder: str) -> list[int]:
     """Convert; gives the bytes that each tensor still has when the checkpoint is written."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from slime.backends.megatron_utils.checkpoints.streamed_conversion import _Weights
     from tools import convert_hf_to_torch_dist
+    from tools.streamed_conversion import _Weights
 
     given, read = [], _Weights.read
 

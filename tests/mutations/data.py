@@ -165,18 +165,22 @@ DATA = (
     ),
     Mutation(
         bug="MIS: the geometric ratio not divided by the length",
-        target="slime.algorithms.off_policy.mis:ratio_at",
+        target="examples.train_infer_mismatch_helper.formulas:ratio_at",
         old="exponent / mask_R.sum().clamp(min=1)",
         new="exponent",
-        tests=("tests/unit/algorithms/test_mis.py::test_ratios_of_a_token_of_a_sequence_and_of_its_geometric_mean",),
+        tests=(
+            "tests/unit/examples/test_mis_formulas.py::test_ratios_of_a_token_of_a_sequence_and_of_its_geometric_mean",
+        ),
         cells=(("cp2", "mis_geometric"),),
     ),
     Mutation(
         bug="MIS: tokens that are not trained in the ratio of their sequence",
-        target="slime.algorithms.off_policy.mis:mismatch_importance_sampling",
+        target="examples.train_infer_mismatch_helper.formulas:mismatch_importance_sampling",
         old="torch.where(is_trained_R, x.to(dtype), 0.0)",
         new="x.to(dtype)",
-        tests=("tests/unit/algorithms/test_mis.py::test_what_stands_where_a_token_is_not_trained_does_not_matter",),
+        tests=(
+            "tests/unit/examples/test_mis_formulas.py::test_what_stands_where_a_token_is_not_trained_does_not_matter",
+        ),
     ),
     Mutation(
         bug="MIS: sequence ratios from the tokens of this context-parallel rank",
@@ -187,7 +191,7 @@ DATA = (
     ),
     Mutation(
         bug="MIS: rejected tokens in the mean that normalises the weights",
-        target="slime.algorithms.off_policy.mis:mismatch_importance_sampling",
+        target="examples.train_infer_mismatch_helper.formulas:mismatch_importance_sampling",
         old="mean_weight(weight_N, new_mask_N,",
         new="mean_weight(weight_N, mask_N,",
         tests=("tests/oracle/test_mismatch.py::test_weights_masks_and_metrics[0]",),

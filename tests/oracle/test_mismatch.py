@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from slime.algorithms.off_policy.mis import MisConfig, mismatch_importance_sampling
+from examples.train_infer_mismatch_helper.formulas import MisConfig, mismatch_importance_sampling
 from tests.oracle.batches import random_examples
 from tests.oracle.mismatch import multiple_importance_sampling
 from tests.oracle.variants import MIS_SETTINGS

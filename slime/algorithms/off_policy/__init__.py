@@ -1,6 +1,7 @@
 """Corrections for tokens that the engine sampled from slightly other probabilities than the trainer computes.
 
-``token_weights`` has TIS and IcePop, which look at each token alone; ``mis`` also looks at whole sequences.
+``token_weights`` has TIS and IcePop, which look at each token alone; MIS, which also looks at whole sequences, is a
+plug-in: ``examples/train_infer_mismatch_helper``.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from slime.backends.megatron_utils.checkpoint import load_checkpoint, save_checkpoint
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
-from slime.backends.megatron_utils.checkpoints.torch_dist_reader import TorchDistFolder
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.model import build_model
 from slime.flags.files import check_contents
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.file_digests import DIGEST_FILE
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_single_process, write_hf_model
+from tools.torch_dist_reader import TorchDistFolder
 
 
 @pytest.fixture(scope="module")

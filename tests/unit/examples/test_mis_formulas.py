@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slime.algorithms.off_policy.mis import (
+from examples.train_infer_mismatch_helper.formulas import (
     MisConfig,
     mismatch_importance_sampling,
     ratio_at,

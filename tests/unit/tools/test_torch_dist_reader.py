@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from slime.backends.megatron_utils.checkpoints.torch_dist_reader import TorchDistFolder
 from slime.utils.errors import DataError
+from tools.torch_dist_reader import TorchDistFolder
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], args: object = None) -> Path:
