@@ -131,6 +131,7 @@ main() {
         step "torchvision" pip_install --no-deps --upgrade --target "${VENV}/vision" -r requirements/vision.txt
     fi
     step "all other packages" install_packages "${kind}"
+    [[ "${kind}" == gpu ]] || step "for tests alone" pip_install --no-deps --upgrade --target "${VENV}/extras" -r requirements/extras.txt
     step "the command slime" install_checkout
     [[ "${kind}" != gpu ]] || check_gpu_torch
     fingerprint >"${STAMP}"

@@ -150,6 +150,7 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
 
 def _add_turns(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("turns", "Conversations of the policy with tools and environments.")
+    parser.set_defaults(tool_readers={})  # prefix of what is no function -> import path of what reads its tools
     group.add_argument(
         "--rollout-max-turns", type=positive_int, default=16, help="Turns of the policy; then a sample is truncated."
     )

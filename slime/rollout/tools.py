@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class TurnsConfig:
     rollout_environment: str | None = None
     sglang_tool_call_parser: str | None = None
     sglang_reasoning_parser: str | None = None
+    tool_readers: Mapping[str, str]
 
 
 def turns_config(args: Namespace) -> TurnsConfig:
@@ -56,39 +57,50 @@ class Toolbox:
             return f"Error: {type(error).__name__}: {error}"
 
 
-@functools.cache
-def _toolbox(paths: tuple[str, ...]) -> Toolbox:
-    from transformers.utils import get_json_schema
+ReadTools = Callable[[str], Iterable[tuple[dict[str, Any], Callable[..., Any]]]]
+"""A word of ``--rollout-tools`` -> (description in OpenAI's form, function) of each tool that it names."""
 
+
+@functools.cache
+def _toolbox(paths: tuple[str, ...], readers: tuple[tuple[str, str], ...]) -> Toolbox:
     functions: dict[str, Callable[..., Any]] = {}
     schemas = []
     for path in paths:
-        try:
-            function = load_function(path)
-            schema = get_json_schema(function)
-        except Exception as error:  # of the user's module, or a missing import
-            raise ConfigError(
-                f"--rollout-tools {path} cannot be offered to the model ({type(error).__name__}: {error}). It must be "
-                "a function with annotated parameters, and a docstring with a line for each of them under 'Args:'."
-            ) from error
-        name = schema["function"]["name"]
-        if name in functions:
-            raise ConfigError(f"--rollout-tools names two functions {name!r}; rename one of them.")
-        functions[name] = function
-        schemas.append(schema)
+        reader = next((reader for prefix, reader in readers if path.startswith(prefix)), None)
+        read: ReadTools = _function_of if reader is None else load_function(reader)
+        for schema, function in read(path):
+            name = schema["function"]["name"]
+            if name in functions:
+                raise ConfigError(f"--rollout-tools names two tools {name!r}; rename one of them.")
+            functions[name] = function
+            schemas.append(schema)
     return Toolbox(functions, schemas)
+
+
+def _function_of(path: str) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
+    from transformers.utils import get_json_schema
+
+    try:
+        function = load_function(path)
+        return [(get_json_schema(function), function)]
+    except Exception as error:  # of the user's module, or a missing import
+        raise ConfigError(
+            f"--rollout-tools {path} cannot be offered to the model ({type(error).__name__}: {error}). It must be "
+            "a function with annotated parameters, and a docstring with a line for each of them under 'Args:'."
+        ) from error
 
 
 def toolbox(args: Namespace) -> Toolbox:
     """Return the tools of ``--rollout-tools``.
 
     Raises:
-        ConfigError: one of them cannot be imported or described.
+        ConfigError: one of them cannot be imported or described, or its server does not answer.
     """
-    return _toolbox(tuple(turns_config(args).rollout_tools or ()))
+    config = turns_config(args)
+    return _toolbox(tuple(config.rollout_tools or ()), tuple(config.tool_readers.items()))
 
 
-async def call_in_time(function: Callable[..., Any], timeout_s: float, *values: Any, **named: Any) -> Any:
+async def call_in_time(function: Callable[..., Any], timeout_s: float, /, *values: Any, **named: Any) -> Any:
     """Call a function of the user's, in a new thread unless it is a coroutine; returns or raises what it does.
 
     Raises:

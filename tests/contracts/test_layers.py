@@ -46,6 +46,7 @@ FENCES = {  # library -> who may import it
     "tensorboard": ("slime.observability",),
     "torch.utils.tensorboard": ("slime.observability",),
     "tinker": ("slime.ext.training_api",),
+    "mcp": ("slime.ext.mcp",),
     "trackio": ("slime.ext.trackers",),
     "mlflow": ("slime.ext.trackers",),
 }

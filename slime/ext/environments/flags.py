@@ -103,7 +103,8 @@ def add_environment_arguments(parser: argparse.ArgumentParser) -> None:
         type=file_path,
         nargs="+",
         metavar="PATH",
-        help="Python functions that the policy may call; annotations and docstring become their description.",
+        help="Python functions that the policy may call; annotations and docstring become their description. "
+        "'mcp:COMMAND' or mcp:URL: the tools of an MCP server.",
     )
     group.add_argument(
         "--rollout-environment",

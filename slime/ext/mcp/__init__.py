@@ -1,0 +1,1 @@
+"""Tools of MCP servers for the policy: ``--rollout-tools mcp:COMMAND`` or ``mcp:URL`` (docs/environments.md)."""
