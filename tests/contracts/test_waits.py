@@ -97,8 +97,3 @@ def test_the_finder_knows_a_wait_of_a_coroutine(line):
 )
 def test_the_finder_knows_a_wait_with_a_deadline(line):
     assert all(wait.is_timed for wait in waits_in(ast.parse(f"def f():\n    {line}\n"), "m"))
-
-
-@pytest.mark.parametrize("line", ['", ".join(words)', "os.path.join(a, b)", "table.get(key)", "table.get(key, None)"])
-def test_the_finder_takes_nothing_else_for_one(line):
-    assert [wait for wait in waits_in(ast.parse(f"def f():\n    {line}\n"), "m") if not wait.is_timed] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -14,10 +13,9 @@ import pytest
 import ray
 import requests
 
-from slime.backends.sglang_utils.router_process import RouterHandle, find_worker, start_router
+from slime.backends.sglang_utils.router_process import RouterHandle, start_router
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
-from slime.ray.distributed_post import start_distributed_post
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines import group as group_module
 from slime.ray.engines.actor import PortCursors
@@ -28,7 +26,6 @@ from slime.ray.engines.monitor import HealthMonitor, StallMonitor
 from slime.ray.gpus import GpuSlice, _reserve
 from slime.ray.waiting import WATCH_GROUP
 from slime.utils.errors import EngineDiedError, EngineError, PortTakenError
-from slime.utils.http_utils import close_http_client, post, set_post_transport
 from slime.utils.net import get_free_port
 from tests.dist.scripted_server import ScriptedEngineActor
 
@@ -194,19 +191,6 @@ def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_re
     assert group.states == [EngineState.RETIRED, EngineState.SERVING] and facts(group) == before
 
 
-def test_an_engine_that_was_only_slow_is_not_named(make_group):
-    group = make_group(1)
-    monitor = StallMonitor(group, **WAITS, stall_timeout_s=600.0)
-    monitor.resume()
-    pid = facts(group)[0]["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(2 * FOUND_WITHIN_S)
-    os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: monitor._alive_s.get(0, 0) > time.monotonic() - WAITS["interval_s"], SLACK_S)
-    assert group.given_up is None
-    monitor.stop()
-
-
 @pytest.mark.parametrize("taken_times", [1, 3])
 def test_an_engine_whose_port_was_taken_starts_at_others(make_group, monkeypatch, taken_times):
     allocate = group_module.allocate_addresses
@@ -246,16 +230,6 @@ def test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause(mak
     assert group.states == [EngineState.RETIRED]
 
 
-def test_an_engine_that_dies_again_and_again_is_given_up(make_group, monkeypatch):
-    monkeypatch.setattr(group_module, "MAX_RESTARTS", 1)
-    group = make_group(1)
-    group.report(0, EngineEvent.DIED, "first")
-    group.wait_settled(300)
-    group.report(0, EngineEvent.DIED, "second")
-    with pytest.raises(EngineDiedError, match="died 2 times within one rollout, last: second"):
-        group.wait_settled(300)
-
-
 def test_an_engine_over_two_nodes_has_an_actor_on_each_and_one_rendezvous(make_group):
     # A rank offset that is no multiple of the nodes: another group before this one had a single actor.
     group = make_group(4, per_engine=4, rank_offset=1)
@@ -275,37 +249,3 @@ def test_an_engine_over_two_nodes_has_an_actor_on_each_and_one_rendezvous(make_g
     again = facts(group)
     assert {fact["pid"] for fact in again}.isdisjoint({first["pid"], second["pid"]})
     assert again[0]["dist_init_addr"] == again[1]["dist_init_addr"]
-
-
-def test_the_routers_list_holds_only_engines_that_serve(make_group, router):
-    group = make_group(2)
-    group._kill(1)
-    assert find_worker(ServerControl(router.url), group.urls[0]) is not None
-    assert listed(router) == {group.urls[0]}
-
-
-def test_posts_go_through_actors_and_through_this_process_when_they_are_gone(make_group):
-    group = make_group(1)
-    transport = start_distributed_post(
-        Namespace(num_gpus_per_node=2, sglang_server_concurrency=64, rollout_num_engines=1)
-    )
-    payload = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
-
-    async def ask(count: int):
-        try:
-            return await asyncio.gather(*(post(f"{group.urls[0]}/generate", payload) for _ in range(count)))
-        finally:
-            await close_http_client()
-
-    try:
-        answers = asyncio.run(ask(6))
-        assert len(transport._posters) == 2
-        assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} <= {"stop", "length"}
-        with pytest.raises(EngineError, match="404"):
-            asyncio.run(post(f"{group.urls[0]}/nowhere", {}))
-        for poster in list(transport._posters):
-            ray.kill(poster)
-        assert len(asyncio.run(ask(4))) == 4
-        assert transport._posters == []
-    finally:
-        set_post_transport(None)

@@ -15,19 +15,16 @@ import torch
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
-from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
 from slime.ext.disk_push.delta_carrier import make_carrier
 from slime.ext.fast_push.verified_push import VerifiedPush
-from slime.weights.stored_tensors import read_bytes, read_layout
 from tests.ext.disk_push.dist.disk_engine import DiskEngine
 from tests.matrix.case import write_bf16_copy
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_single_process, write_hf_model
 
 NORM = "model.norm.weight"
-STORED = {"float32": "F32", "bfloat16": "BF16"}
 
 
 class Job:
@@ -111,30 +108,3 @@ def test_an_fp32_job_loses_nothing_of_a_step_to_a_bf16_checkpoint(
     assert job.engine.held[NORM] != before
     assert "perf/weight_push_lost_share" not in report.metrics
     assert "compute in" not in caplog.text
-
-
-def test_a_narrower_engine_is_warned_of_once_when_a_step_is_lost_in_the_cast(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = Job(tmp_path, checkpoint="bfloat16", trainer="float32", engine="bfloat16")
-    with caplog.at_level(logging.WARNING):
-        assert "perf/weight_push_lost_share" not in job.updater.push().metrics
-        job.step(1e-5)
-        small = job.updater.push().metrics["perf/weight_push_lost_share"]
-        job.step(1e-5)
-        job.updater.push()
-        job.step(0.1)
-        large = job.updater.push().metrics["perf/weight_push_lost_share"]
-    assert small > 0.9
-    assert large < 0.01
-    warnings = [record.message for record in caplog.records if "compute in bfloat16" in record.message]
-    assert len(warnings) == 1
-    assert "--sglang-dtype float32" in warnings[0]
-
-
-def test_an_exported_folder_keeps_the_dtype_of_config_json(tmp_path: Path) -> None:
-    job = Job(tmp_path, checkpoint="bfloat16", trainer="float32", engine="")
-    save_hf_model_to_path(job.args, tmp_path / "export", job.model)
-    stored = read_layout(tmp_path / "export")[NORM]
-    assert stored.dtype == STORED["bfloat16"]
-    assert len(read_bytes(stored)) == 2 * job.norm().numel()

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from slime.ext.fast_push.kernels.tables import CopyTable
 from slime.ext.fast_push.load_plan import LoadPlan, unread_parameters
-from slime.ext.fast_push.load_trace import trace_load
 from slime.weights.manifest import Manifest, TensorEntry
-from tests.ext.fast_push.toy_models import Computing, Fused, Joined, parameter
+from tests.ext.fast_push.toy_models import Computing, Fused, parameter
 from tests.loaded_model.buckets import cut_buckets, fill, whole_buckets
 
 
@@ -68,17 +67,6 @@ def test_what_an_engine_keeps_does_not_count_as_unwritten_and_is_left_alone():
     assert torch.equal(model.o, before["o"]) and not torch.equal(model.qkv, before["qkv"])
 
 
-def test_a_loader_may_write_a_tensor_to_the_same_place_twice():
-    class Tied(Fused):
-        def load(self, name, tensor):
-            super().load(name, tensor)
-            if name == "embed":
-                super().load(name, tensor)  # as the head, which is the embedding
-
-    plan = assert_loads_alike(Tied(), whole_buckets(Fused.tensors()), Fused.tensors())
-    assert plan.problems == [] and len(plan.writes["embed"]) == 1
-
-
 def test_a_tensor_that_does_not_come_leaves_its_elements_unwritten():
     tensors = Fused.tensors()
     del tensors["k"], tensors["up.1"]
@@ -110,24 +98,6 @@ def test_a_wrong_shape_is_refused_in_the_loaders_words():
     assert len(problems) == 2
     assert problems[0].startswith("q [8, 5] does not fit the engine's model: AssertionError: tensor.shape=")
     assert problems[1].startswith("o [7, 8] does not fit the engine's model: RuntimeError: The size of tensor a (6)")
-
-
-def test_elements_that_two_tensors_write_are_reported():
-    class Twice(Fused):
-        def load(self, name, tensor):
-            super().load("q" if name == "q2" else name, tensor)
-
-    tensors = Fused.tensors() | {"q2": torch.zeros(8, 6)}
-    (problem,) = LoadPlan(Twice(), whole_buckets(tensors)).problems
-    assert problem == "qkv: 24 of 48 elements are written more than once, by k, q, q2, v"
-
-
-def test_joined_tensors_are_followed_and_belong_together():
-    tensors = {"q_a": torch.rand(2, 4), "kv_a": torch.rand(3, 4)}
-    plan = assert_loads_alike(Joined(), whole_buckets(tensors, 2), tensors)
-    assert plan.groups == {name: frozenset(tensors) for name in tensors}
-    assert plan.stock == {}
-    assert_loads_alike(Joined(), cut_buckets(tensors, 2), tensors)
 
 
 def test_what_is_computed_or_read_is_left_to_the_model():
@@ -206,28 +176,3 @@ def test_a_loader_that_replaces_a_parameters_memory_does_so_itself():
     plan = LoadPlan(model, whole_buckets({"w": torch.rand(4, 6)}))
     assert plan.stock.keys() == {"w"} and plan.unwritten == {}
     assert model.w.device.type == "cpu"
-
-
-def test_a_failure_costs_no_other_tensor():
-    class Picky(Joined):
-        def load_weights(self, weights):
-            def checked():
-                for name, tensor in weights:
-                    assert not name.startswith("bad"), name
-                    yield name, tensor
-
-            super().load_weights(checked())
-
-    names = ["bad1", "q_a", "bad2", "kv_a", "bad3"]
-    tensors = {name: torch.rand(3 if name == "kv_a" else 2, 4) for name in names}
-    trace = trace_load(Picky(), whole_buckets(tensors).tensors)
-    assert trace.failures.keys() == {"bad1", "bad2", "bad3"}
-    assert {write.name for write in trace.writes} == {"q_a", "kv_a"}
-
-
-def test_a_scale_whose_name_only_ends_like_an_engines_own_is_missed():
-    model = Fused()
-    model.attn = nn.Module()
-    model.attn.block_scale = parameter(1)  # not a "k_scale"
-    model.attn.w13_input_scale = parameter(1)
-    assert list(LoadPlan(model, whole_buckets(Fused.tensors())).unwritten) == ["attn.block_scale"]

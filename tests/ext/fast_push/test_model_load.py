@@ -59,16 +59,6 @@ def test_the_first_push_goes_through_the_models_loader_and_later_ones_do_not():
     assert loads == [3, 3, 3], "a trace, and one for each bucket of the first push"
 
 
-def test_parameters_that_have_moved_are_found_again():
-    model, tensors = Fused(), Fused.tensors()
-    load = ModelLoad(model)
-    push(load, whole_buckets(tensors), tensors)
-    old = model.qkv.data
-    model.qkv.data = torch.zeros_like(old)
-    assert push(load, whole_buckets(tensors), tensors) == []
-    assert_holds(model, Fused, tensors)
-
-
 def test_a_model_that_loads_otherwise_with_real_tensors_is_believed():
     """A loader that looks at the device it gets deceives the trace; the proof of the first push notices."""
 
@@ -161,38 +151,6 @@ def test_a_buffer_that_the_loader_writes_by_out_follows_every_push():
     assert load.plan is not None and load.plan.stock.keys() == {"norm"}
 
 
-class WantsMemory(torch.nn.Module):
-    """Its kernel refuses tensors without memory by an error of its own; optionally it forgets half of a tensor."""
-
-    def __init__(self, part=slice(None)):
-        super().__init__()
-        self.a, self.b, self.part = parameter(4, 2), parameter(4), part
-
-    def load_weights(self, weights):
-        for name, tensor in weights:
-            if name == "a":
-                if tensor.data_ptr() == 0:
-                    raise ValueError("Pointer argument cannot be accessed")
-                tensor = tensor * 2
-            self.get_parameter(name).data[self.part].copy_(tensor[self.part])
-
-
-def test_a_tensor_that_fails_only_without_memory_is_left_to_the_model():
-    model = WantsMemory()
-    load = ModelLoad(model)
-    for _ in range(2):
-        tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
-        assert push(load, whole_buckets(tensors), tensors) == []
-        assert torch.equal(model.a.data, tensors["a"] * 2) and torch.equal(model.b.data, tensors["b"])
-
-
-def test_a_tensor_that_cannot_be_traced_must_fill_its_parameter():
-    load = ModelLoad(WantsMemory(slice(0, 2)))
-    tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
-    problems = push(load, whole_buckets(tensors), tensors)
-    assert problems == ["a: 4 of 8 elements were never pushed", "b: 2 of 4 elements were never pushed"]
-
-
 class Flattening(torch.nn.Module):
     """Takes a run of elements that begins and ends within rows of the tensor, as its rank's part of it."""
 
@@ -242,35 +200,6 @@ def test_a_tensor_that_is_loaded_with_another_comes_though_nothing_of_it_is_kept
         assert torch.equal(load.model.a, tensors["gate"])
 
 
-class Crowded(Computing):
-    """Has memory for the load itself, and none for a second one into copies."""
-
-    def __init__(self):
-        super().__init__()
-        self.home = self.decay.data_ptr()
-
-    def load_weights(self, weights):
-        if self.decay.data_ptr() != self.home:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        super().load_weights(weights)
-
-
-def test_a_comparison_that_takes_too_much_memory_is_left_out(caplog):
-    model = Crowded()
-    assert push(ModelLoad(model), whole_buckets(COMPUTED), COMPUTED) == []
-    assert "tensors are served unverified" in caplog.text
-    assert_holds(model, Computing, COMPUTED)
-
-
-def test_padding_is_filled_again():
-    model, tensors = Fused(), Fused.tensors()
-    load = ModelLoad(model)
-    push(load, whole_buckets(tensors), tensors)
-    model.embed.data.fill_(torch.nan)
-    push(load, whole_buckets(tensors), tensors)
-    assert_holds(model, Fused, tensors)
-
-
 def test_bytes_that_do_not_stay_are_a_problem(monkeypatch):
     model, tensors = Fused(), Fused.tensors()
     load = ModelLoad(model)
@@ -297,16 +226,6 @@ def test_an_incomplete_push_is_no_proof():
     assert model.num_loads == num_loads + 2
 
 
-def test_pieces_that_never_become_whole_are_a_problem():
-    tensors = {"decay": torch.rand(4, 1), "scale": torch.rand(1), "plain": torch.rand(4)}
-    load, manifest = ModelLoad(Computing()), cut_buckets(tensors, 2)
-    load.model.decay = parameter(4, 1)
-    load.begin(manifest)
-    load.load(0, fill(manifest, tensors)[0])
-    load.finish()
-    assert load.problems == ["decay did not come, or not all that belongs to it"]
-
-
 def test_too_much_to_hold_goes_through_the_plan(monkeypatch):
     """A tensor in pieces that cannot wait is loaded by the plan, unproven."""
     monkeypatch.setattr(model_load, "HeldTensors", lambda *a: HeldTensors(*a, limit_bytes=0))
@@ -314,15 +233,6 @@ def test_too_much_to_hold_goes_through_the_plan(monkeypatch):
     load = ModelLoad(model)
     assert push(load, cut_buckets(tensors), tensors) == []
     assert_holds(model, Fused, tensors)
-
-
-def test_too_much_to_hold_for_a_loader_that_computes_is_a_problem(monkeypatch):
-    monkeypatch.setattr(model_load, "HeldTensors", lambda *a: HeldTensors(*a, limit_bytes=0))
-    tensors = {"decay": torch.rand(4, 1)}
-    load = ModelLoad(Computing())
-    load.model.decay = parameter(4, 1)
-    problems = push(load, cut_buckets(tensors), tensors)
-    assert "1 tensors (decay) come in slices, must be whole" in problems[0]
 
 
 # --- tensors that wait for the rest of themselves, or for each other ------------------------------------------------

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from slime.ext.fast_push.loaders import RECEIVER
 from slime.ext.fast_push.push import _without_loader
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, WeightSyncError
 from slime.weights.push.participants import Participants, PushClock
@@ -44,16 +43,3 @@ def test_an_engine_that_is_dead_or_hangs_is_excluded_and_the_others_are_asked(er
     participants = require(gone, other)
     assert participants.reasons == {3: f"{type(error).__name__}: {error} (while asking for a push's needs)"}
     assert len(other.asked) == 1
-
-
-def test_an_engine_that_can_is_asked_to_do_nothing() -> None:
-    engine = Engine()
-    require(engine)
-    assert engine.asked == [{}]
-
-
-def test_our_loader_needs_no_endpoint_for_that() -> None:
-    engine = Engine(EngineError("404: /post_process_weights"))
-    engine.loaders = (RECEIVER,)
-    require(engine)
-    assert engine.asked == []

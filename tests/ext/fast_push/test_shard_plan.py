@@ -59,12 +59,6 @@ def test_no_bucket_is_larger_than_allowed_and_a_large_tensor_is_cut() -> None:
     assert times_sent(plan) == {"embedding": Counter({1: 6400}), "norm": Counter({1: 64})}
 
 
-def test_cuts_leave_runs_whole() -> None:
-    plan = plan_shards([[whole("q", 96, 64, unit=12)]], bucket_bytes=4096)
-    parts = [part for bucket in plan.buckets[0] for part in bucket.slices]
-    assert [(part.begin, part.end) for part in parts] == [(0, 24), (24, 48), (48, 72), (72, 96)]
-
-
 def test_a_matrix_and_its_scales_share_a_bucket() -> None:
     quantizer = Quantizer(BlockFp8((16, 16)), ["w.weight"])
     plan = plan_shards([[whole("w.weight", 72, 40), whole("norm", 40)]], bucket_bytes=2048, quantizer=quantizer)
@@ -94,8 +88,3 @@ def test_buckets_are_numbered_by_group_turn_and_rank() -> None:
 def test_tensors_that_no_rank_holds_whole_are_an_error() -> None:
     with pytest.raises(WeightSyncError, match="16 elements together"):
         plan_shards([[rows("w", 0, 4, 8, 4)]], bucket_bytes=10_000)
-
-
-def test_replicas_that_are_cut_differently_are_an_error() -> None:
-    with pytest.raises(WeightSyncError, match="ranks 0 and 1 hold different slices of w"):
-        plan_shards([[rows("w", 0, 8, 8, 4)], [rows("w", 0, 4, 8, 4)]], bucket_bytes=10_000)

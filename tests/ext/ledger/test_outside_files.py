@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ext.ledger.frames import Kind, pack_frame, read_folder, segment_path
 from slime.ext.ledger.journal import config_fingerprint
 from slime.ext.ledger.ledger import position_path
 from slime.ext.ledger.sample_codec import EntryEncoder, apply_entry, snapshot
@@ -60,19 +59,6 @@ def test_a_field_or_metrics_in_the_ledger_from_a_stranger_run_no_code(tmp_path, 
     assert Process(tmp_path / "run").rollout(0) == [0, 1]
     assert not marker.exists()
     assert "the metrics of rollout 0, holds posix.mkdir" in caplog.text
-
-
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"4 TiB of holes"}))
-def test_a_segment_of_a_ledger_that_is_no_file_is_damage(kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = Path("ledger")
-    folder.mkdir()
-    path = segment_path(folder, 0)
-    path.write_bytes(pack_frame(Kind.LIFE, {"start": 0}))
-    assert [record.kind for record in read_folder(folder)] == [Kind.LIFE]
-    KINDS[kind](path)
-    (record,) = read_folder(folder)
-    assert record.kind is Kind.DAMAGED
 
 
 def test_the_fingerprint_of_the_flags_holds_no_secret() -> None:

@@ -13,8 +13,6 @@ from tests.ext.low_precision.checkpoints import read_folder, tensors_of, write_f
 from tools import (
     convert_hf_to_fp8,
     convert_hf_to_int4,
-    convert_hf_to_int4_direct,
-    convert_k2_thinking_int4_to_bf16,
     fp8_cast_bf16,
 )
 
@@ -52,24 +50,6 @@ def test_the_commands_of_the_seeds(base_dir, command):
     command(fp8_cast_bf16, "--input-fp8-hf-path $BASE_DIR/MODEL-FP8 --output-bf16-hf-path $BASE_DIR/MODEL-bf16/")
     assert quantization_of(base_dir / "MODEL-bf16") is None
     assert read_folder(base_dir / "MODEL-bf16").keys() == tensors_of("deepseek_v32", layers=2).keys()
-
-
-def test_integers_there_and_back(base_dir, command):
-    command(
-        convert_hf_to_int4_direct,
-        "--model-dir $BASE_DIR/MODEL --save-dir $BASE_DIR/INT4 --group-size 32 --is-symmetric True "
-        "--ignore-rules 're:.*shared_experts' lm_head --max-workers 2",
-    )
-    weights = quantization_of(base_dir / "INT4")["config_groups"]["group_0"]["weights"]
-    assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 32, True)
-    files = sorted(path.name for path in (base_dir / "INT4").glob("*.safetensors"))
-    back = "--model-dir $BASE_DIR/INT4 --output-dir $BASE_DIR/BF16 --config-path $BASE_DIR/INT4/config.json --files "
-    command(convert_k2_thinking_int4_to_bf16, back + files[0])
-    assert not (base_dir / "BF16" / "config.json").exists()
-    command(convert_k2_thinking_int4_to_bf16, back + " ".join(files[1:]))
-    assert read_folder(base_dir / "BF16").keys() == tensors_of("deepseek_v32", layers=2).keys()
-    command(convert_k2_thinking_int4_to_bf16, "--model-dir $BASE_DIR/INT4 --output-dir $BASE_DIR/BF16 --overwrite")
-    assert quantization_of(base_dir / "BF16") is None
 
 
 @pytest.fixture

@@ -114,31 +114,11 @@ CASES = {
         "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2 --model-name qwen3 --lora-rank 16",
         (1,),
     ),
-    "Qwen3-30B-A3B, adapters by name": (
-        "qwen3-30B-A3B",
-        "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --actor-num-gpus-per-node 8 --lora-rank 8 "
-        "--num-layers 6 --moe-layer-freq [1]*6 --model-name qwen3_moe "
-        "--lora-target-modules q_proj v_proj experts.linear_fc1",
-        (5,),
-    ),
     "Qwen3-30B-A3B, an adapter that experts share": (
         "qwen3-30B-A3B",
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --actor-num-gpus-per-node 4 "
         "--num-layers 6 --moe-layer-freq [1]*6 --model-name qwen3_moe --lora-rank 8 --lora-experts shared",
         (3,),
-    ),
-    "Moonlight, adapters": (
-        "moonlight",
-        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 2 --actor-num-gpus-per-node 2 "
-        "--num-layers 5 --moe-layer-freq [0]*1+[1]*4 --model-name deepseek_v3 --lora-rank 8 "
-        "--moe-router-bias-update-rate 0",
-        (0, 1),
-    ),
-    "Qwen3-Next, adapters": (
-        "qwen3-next-80B-A3B",
-        "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --actor-num-gpus-per-node 8 "
-        "--num-layers 8 --moe-layer-freq [1]*8 --model-name qwen3_next --lora-rank 8",
-        (0,),
     ),
     "DeepSeek R1": ("deepseek-v3", R1, (0, 40, 127)),
     "GLM-5.2": ("glm5.2-744B-A40B", GLM52, (0, 100, 255)),

@@ -18,9 +18,8 @@ from slime.ext.plan.engines import (
     kv_bytes_per_token,
     quantized_bytes,
 )
-from slime.ext.plan.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
+from slime.ext.plan.layout import ParallelSizes, rank_places
 from slime.ext.plan.plan import PlanOptions, find_card
-from slime.ext.plan.prompts import mixed
 from slime.ext.plan.traffic import step_work
 from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import ScheduleConfig
@@ -61,14 +60,6 @@ def test_a_plan_is_a_document_with_every_part(capsys):
     assert plan["phases"]["asleep"] < plan["phases"]["rollout"]
     assert plan["model"] == "/base/Qwen3-4B"
     assert "no config.json" in document["notes"][0]
-
-
-def test_the_tables_name_stages_nodes_and_phases(capsys):
-    assert run_plan(words(COLOCATED), H100, all_ranks=True) == EXIT_OK
-    text = capsys.readouterr().out
-    for part in ("TP 2, PP 1, CP 1, DP 4", "embedding, 1-36, head", "default/regular 3: GPUs 6-7", "weight push"):
-        assert part in text
-    assert "rank  node  GPU" in text
 
 
 def test_all_that_is_wrong_is_told_at_once(capsys):
@@ -128,15 +119,6 @@ def test_ranks_are_numbered_tensor_context_data_pipeline_and_for_experts_apart()
     assert (last_of_first_stage.tensor, last_of_first_stage.context, last_of_first_stage.data) == (1, 1, 1)
     assert (last_of_first_stage.expert, last_of_first_stage.expert_data, last_of_first_stage.pipeline) == (3, 1, 0)
     assert (places[8].pipeline, places[8].node, places[8].gpu) == (1, 1, 0)
-
-
-def test_layouts_are_expanded_as_megatron_writes_them():
-    assert expand_layout("Et*3|(tt|)*2t*2L") == "Ettt|tt|tt|ttL"
-    assert expand_layout("E,t|t,L") == "Et|tL"
-    split = PipelineSplit(num_layers=9, stages=2, virtual=2, layout="Et*3|(tt|)*2t*2L")
-    chunks = stage_chunks(split)
-    assert [[list(chunk.layers) for chunk in stage] for stage in chunks] == [[[0, 1, 2], [5, 6]], [[3, 4], [7, 8]]]
-    assert chunks[0][0].has_embedding and chunks[1][1].has_head
 
 
 def latent(**changes: Any) -> ModelDims:
@@ -209,10 +191,6 @@ def test_prompts_are_counted_where_data_and_tokenizer_are_at_hand(capsys, tmp_pa
     prompts = 8 * (31 * 700 + 3000)
     assert prompts < work["num_tokens"] <= prompts + 256 * 64
     assert not any("No prompt is counted" in note for note in document["notes"])
-
-
-def test_prompts_of_several_data_sets_come_in_the_shares_of_their_weights():
-    assert mixed([[1, 2], [9], [5]], [3, 1, 0])[:8] == (1, 2, 1, 9, 2, 1, 2, 9)
 
 
 def test_a_step_is_counted_with_the_trainers_scheduler():

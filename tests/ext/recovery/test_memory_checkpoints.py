@@ -126,16 +126,6 @@ def test_new_ranks_get_the_last_state_of_those_before_them(ranks, copies):
     assert copies.newest == 3
 
 
-def test_nothing_is_copied_between_intervals_or_without_memory():
-    every_third = MemoryCheckpoints(Namespace(**vars(ARGS) | {"state_copy_interval": 3}))
-    off = MemoryCheckpoints(Namespace(**vars(ARGS) | {"state_copy_interval": None}))
-    critic_first = MemoryCheckpoints(Namespace(**vars(ARGS) | {"num_critic_only_steps": 2}))
-    for copies, rollouts in ((every_third, (0, 1, 3)), (off, (0, 1)), (critic_first, (0, 1))):
-        for rollout_id in rollouts:
-            copies.begin(rollout_id, ["a rank that nobody asks"])
-        assert copies._under_way is None and copies.fetch([]) is None
-
-
 def test_an_actor_and_its_critic_go_back_to_the_last_rollout_that_both_were_copied_after(ranks, copies):
     """The critic, which trains first, is one rollout ahead when the actor dies."""
     actor, critic = ranks
@@ -192,16 +182,6 @@ def test_a_keeper_on_another_node_serves_where_the_first_one_is_damaged(ranks):
         ask(ranks[1].fetch_copy.remote(1, 5, keepers[:2], 60.0))
     with pytest.raises(DataError, match="has none after rollout 4"):
         ask(ranks[1].fetch_copy.remote(1, 4, keepers, 60.0))
-
-
-def test_a_dead_keeper_means_the_checkpoint(ranks, copies, caplog):
-    train(copies, ranks, 0)
-    copies.finish_before(1)
-    (keeper,) = copies._keepers.values()
-    ray.kill(keeper)
-    anew(ranks)
-    assert copies.fetch(ranks) is None
-    assert "goes on from its last checkpoint" in caplog.text
 
 
 def test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy(ranks, copies, caplog):

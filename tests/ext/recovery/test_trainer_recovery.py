@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from slime.ext.recovery import trainer_recovery
 from slime.ext.recovery.preemption import Preemption
 from slime.ext.recovery.trainer_recovery import TrainerRecovery
 from slime.ray import waiting
-from slime.ray.waiting import Interrupted
 from slime.utils.errors import EngineDiedError, HangError, StepError
 
 
@@ -167,16 +161,6 @@ def test_a_critic_and_its_actor_go_back_together(trainer, monkeypatch):
     assert taken == [0, 0, 1, 2, 3, 3, 4] and trainer.num_starts == critic.num_starts == 3
 
 
-def test_a_rollback_does_not_go_on_from_copies_in_memory(trainer):
-    job = recovery(trainer, trainer_recovery="memory", on_nan=["rollback", "1"])
-    trainer.copy_every = 1
-    job.train(0, 7)  # type: ignore[arg-type]
-    save(job, trainer, 0)
-    job.train(1, 8)  # type: ignore[arg-type]
-    job.train(2, "NaN")  # type: ignore[arg-type]
-    assert trainer.weights == [7]
-
-
 def test_a_wait_for_engines_on_the_same_gpus_goes_on_without_a_trainer(trainer):
     job, states = recovery(trainer, offload_rollout=True), []
 
@@ -234,17 +218,6 @@ def test_ranks_that_are_told_to_leave_save_first_and_start_elsewhere_without_a_s
     assert taken == ([0, 1, 0, 1, 2] if dies_over_the_save else [0, 1, 2])
 
 
-@pytest.mark.parametrize(
-    "flags", [{"trainer_recovery": "off"}, {"preemption_grace_s": 0.0}, {"offload_rollout": True}], ids=str
-)
-def test_a_rank_that_cannot_be_let_go_has_the_job_leave(trainer, notice, flags):
-    job = recovery(trainer, notice, **{"preemption_grace_s": 30.0} | flags)
-    notice.lets_go = job.can_let_go
-    notice.reached("actor rank 0")
-    with pytest.raises(Interrupted):
-        notice.check()
-
-
 def test_deaths_beyond_the_bound_end_the_run_and_tell_of_the_earlier_ones(trainer):
     job = recovery(trainer, max_recoveries=2)
 
@@ -277,34 +250,6 @@ def test_a_rank_that_hangs_is_treated_like_one_that_died(trainer, mode):
         assert (job.run(hang_once), trainer.num_starts) == ("done", 2)
 
 
-def in_vain() -> str:
-    """Return gloo's error at a rank that waits in vain for another."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    stores = [dist.TCPStore("127.0.0.1", port, 2, is_master=not rank, wait_for_workers=False) for rank in range(2)]
-    timeout = timedelta(seconds=1)
-    with ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(lambda rank: dist.ProcessGroupGloo(stores[rank], rank, 2, timeout), range(2)))
-    with pytest.raises(RuntimeError) as caught:
-        groups[0].allreduce(torch.ones(1)).wait()
-    return str(caught.value)
-
-
-def test_a_collective_that_a_rank_never_joins_is_a_hang(trainer):
-    text, tries = in_vain(), []
-
-    def late_once() -> str:
-        tries.append(1)
-        if len(tries) == 1:
-            raise RuntimeError(text)
-        return "done"
-
-    with pytest.raises(RuntimeError, match="Timed out waiting"):
-        recovery(trainer, trainer_recovery="off").run(late_once)
-    tries.clear()
-    assert (recovery(trainer).run(late_once), trainer.num_starts) == ("done", 2)
-
-
 @pytest.mark.parametrize(("mode", "is_dead"), [("off", True), ("checkpoint", False)])
 def test_without_a_death_or_without_recovery_an_error_stays_what_it_is(trainer, mode, is_dead):
     trainer.is_dead = is_dead
@@ -334,14 +279,3 @@ def test_a_rollback_leaves_the_rollout_out_and_what_came_after_the_checkpoint(tr
     trainer.is_dead = True
     job.train(6, 6)  # type: ignore[arg-type]
     assert trainer.weights == [*kept, 6]
-
-
-def test_rollbacks_count_as_recoveries_and_without_them_the_number_ends_the_run(trainer):
-    with pytest.raises(StepError, match="the loss is nan on rank 0"):
-        recovery(trainer).train(0, "NaN")  # type: ignore[arg-type]
-    assert trainer.num_starts == 1
-    job = recovery(trainer, on_nan=["rollback", "1"], max_recoveries=1)
-    job.train(0, "NaN")  # type: ignore[arg-type]
-    with pytest.raises(StepError, match="rollout 1") as raised:
-        job.train(1, "NaN")  # type: ignore[arg-type]
-    assert "earlier within the hour (--max-recoveries 1): rollout 0" in raised.value.__notes__[0]

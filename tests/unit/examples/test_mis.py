@@ -65,14 +65,6 @@ def test_weights_multiply_the_loss_and_rejection_leaves_denominators_alone():
     assert value == pytest.approx(-1.0, rel=1e-4)
 
 
-def test_without_weights_and_rejection_it_only_measures():
-    value, metrics = mis_run(get_mismatch_metrics=True)
-    assert value == pytest.approx(-2.0, rel=1e-5)
-    assert metrics["mis_kl"] == pytest.approx(-0.5 + 3.0 / 2, rel=1e-4)
-    assert {"mis_k3_kl", "mis_training_ppl", "mis_rollout_ppl", "mis_training_log_ppl"} <= metrics.keys()
-    assert "mis_tis_weight_before_bound" not in metrics
-
-
 def columns() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     responses, prompts = [7, 1, 12, 3], [2, 5, 4, 1]

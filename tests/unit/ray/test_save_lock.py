@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -54,26 +53,6 @@ def test_the_lock_of_a_killed_job_is_taken_over_and_said(tmp_path, other_job, ca
     lock.release()
 
 
-def test_a_job_that_ends_leaves_the_folder_free(tmp_path, caplog):
-    folder = tmp_path / "new"
-    SaveLock(folder).release()
-    assert list(folder.iterdir()) == []
-    second = SaveLock(folder)
-    with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
-        SaveLock(folder)
-    second.release()
-    assert caplog.text == ""
-
-
-def test_a_full_disk_is_an_error_of_the_flag(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(ConfigError, match=r"--save .* cannot be written \(No space left on device\); give another"):
-        SaveLock(tmp_path)
-
-
 def test_each_folder_has_a_lock_inside_another_one_too_and_a_folder_of_two_flags_has_one(tmp_path):
     actor, inside = tmp_path / "run", tmp_path / "run/critic"
     locks = lock_folders({"--save": str(actor), "critic": str(inside), "--other": f"{actor}/", "--none": None}, {})
@@ -82,22 +61,6 @@ def test_each_folder_has_a_lock_inside_another_one_too_and_a_folder_of_two_flags
         lock_folders({"--save": str(tmp_path / "other"), "critic": inside}, {})
     for lock in (*locks, SaveLock(tmp_path / "other")):  # the refused job holds nothing
         lock.release()
-
-
-def test_files_and_folders_that_are_exchanged_whole_are_locked_by_name(tmp_path):
-    for name, lock_path in {
-        "hf_{rollout_id}": ".hf_{rollout_id}.lock",
-        "{rollout_id}/hf": ".{rollout_id}_hf.lock",
-        "copy/": ".copy.lock",
-        "dump/{rollout_id}.pt": "dump/.{rollout_id}.pt.lock",
-    }.items():
-        [lock] = lock_folders({}, {"--flag": f"{tmp_path}/{name}"})
-        assert lock.path == tmp_path / lock_path and not (tmp_path / "copy").exists()
-        [neighbour] = lock_folders({}, {"--flag": f"{tmp_path}/another_{name}"})
-        with pytest.raises(ConfigError, match="--mine .*belongs to a job that is running"):
-            lock_folders({}, {"--mine": f"{tmp_path}/./{name}"})
-        lock.release()
-        neighbour.release()
 
 
 OUTPUTS = {

@@ -299,18 +299,3 @@ async def fan_out(args: Namespace, sample: Sample, sampling_params: dict[str, An
     second = Sample.from_dict(first.to_dict())
     second.response += "!"
     return [first, second]
-
-
-async def spoil_params(args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Sample:
-    """Spoils the parameters that it was given, to show that nobody else has them."""
-    from slime.rollout.sglang_rollout import generate
-
-    CALLS.append((evaluation, sampling_params["temperature"], list(sampling_params["stop"] or [])))
-    sampling_params["temperature"] = 99.0
-    sampling_params["stop"].append("spoiled")
-    return await generate(args, sample, sampling_params)
-
-
-def remember_groups(args: Namespace, groups: list[Any], get_samples: Any = None) -> None:
-    """For the two hooks at the end of a rollout."""
-    CALLS.append([group[0].index for group in groups])

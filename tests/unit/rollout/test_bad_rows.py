@@ -6,8 +6,6 @@ import json
 import threading
 import time
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from slime.rollout import prompt_dataset, trial_child
@@ -170,40 +168,7 @@ def test_files_that_are_something_else_or_cut(tmp_path, content, expected):
     assert str(path) in text and expected in text, text
 
 
-def test_a_line_without_an_end_is_not_read_into_memory(tmp_path, monkeypatch):
-    from slime.rollout import prompt_files
-
-    monkeypatch.setattr(prompt_files, "MAX_LINE_BYTES", 1000)
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(GOOD + b" " * 5000)
-    assert "line 2 has more than 1000 bytes" in refusal(check, path)
-
-
 # ------------------------------------------------------------------------------------------ parquet
-
-
-def write_parquet(path, rows, **kwargs):
-    pq.write_table(pa.Table.from_pylist(rows), path, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([{"input": "a", "label": 1.0}, {"input": "b", "label": float("nan")}], "row 2: label (--label-key) is nan"),
-        ([{"input": "a", "label": "1"}, {"input": " ", "label": "1"}], "row 2: the prompt is ' ', which is blank"),
-        ([{"input": "a", "label": "1"}, {"input": None, "label": "1"}], "row 2: the prompt is None"),
-        ([{"input": 5, "label": "1"}], "row 1: the prompt is 5"),
-        ([{"input": b"a", "label": "1"}], "row 1: the prompt is b'a'"),
-        ([{"input": "a", "label": "1"}, {"input": "a", "label": None}], "row 2: label (--label-key) is null"),
-        ([{"input": [{"role": "", "content": "a"}], "label": "1"}], "row 1: message 0 of the prompt has the role ''"),
-        ([{"input": "a", "label": "1", "metadata": "{"}], "row 1: metadata is text but not JSON"),
-    ],
-)
-def test_values_of_no_use_in_parquet(tmp_path, rows, expected):
-    path = tmp_path / "data.parquet"
-    write_parquet(path, rows)
-    text = refusal(check, path, grader="math")
-    assert f"{path} {expected}" in text
 
 
 # ------------------------------------------------------------------------------------------ chat templates

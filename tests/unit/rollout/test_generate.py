@@ -18,9 +18,9 @@ from slime.rollout.engine_request import (
     append_output,
     decoder_of,
 )
-from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
+from slime.rollout.sglang_rollout import generate_and_rm
 from slime.rollout.sglang_streaming_rollout import _cut_off
-from slime.utils.errors import DataError, HookError
+from slime.utils.errors import DataError
 from slime.utils.processing_utils import check_image_tokens
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import FakeTokenizer
@@ -95,14 +95,6 @@ def test_an_aborted_sample_gets_no_reward(monkeypatch):
     assert call(monkeypatch, None, Sample(), is_aborted=True).status is Sample.Status.ABORTED
 
 
-def test_a_custom_function_that_returns_nothing_is_refused(monkeypatch):
-    async def nothing(args, sample, sampling_params):
-        return None
-
-    with pytest.raises(HookError, match="returned NoneType"):
-        call(monkeypatch, nothing, Sample())
-
-
 def test_a_multimodal_prompt_goes_through_the_processor_and_keeps_its_pixels():
     sample = Sample(prompt="a", multimodal_inputs={"images": ["img"]})
     assert _prepare_prompt_ids(sample, FakeTokenizer(), FakeProcessor()) == [7, 7, 97]
@@ -142,22 +134,6 @@ def test_an_engine_that_counts_other_tokens_for_images_is_refused():
         check_image_tokens("Sample 1", {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": stop}, 4)
 
 
-def test_siblings_share_the_pixels_of_one_run_of_the_processor():
-    calls = []
-
-    class Counting(FakeProcessor):
-        def __call__(self, text: str, **kwargs: Any) -> dict[str, Any]:
-            calls.append(text)
-            return super().__call__(text, **kwargs)
-
-    images = ["img"]
-    samples = [Sample(prompt=prompt, multimodal_inputs={"images": list(images)}) for prompt in ("one", "one", "other")]
-    ids = [_prepare_prompt_ids(sample, FakeTokenizer(), Counting()) for sample in samples]
-    assert calls == ["one", "other"] and ids[0] == ids[1] != ids[2]
-    first, second, _ = (sample.multimodal_train_inputs for sample in samples)
-    assert first["pixel_values"] is second["pixel_values"] and first is not second
-
-
 def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
     monkeypatch.setattr("slime.rollout.engine_request.encode_image_for_rollout_engine", lambda image: f"data:{image}")
     sample = Sample(prompt="a", response="b", multimodal_inputs={"images": ["img"]})
@@ -171,12 +147,6 @@ def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
     }
 
 
-def test_a_model_is_served_at_its_router_or_the_default_one():
-    args = Namespace(sglang_router_ip="h", sglang_router_port=1, sglang_model_routers={"ref": ("r", 2)})
-    assert get_model_url(args, "ref") == "http://r:2/generate"
-    assert get_model_url(args, "other", "/v1/models") == "http://h:1/v1/models"
-
-
 @pytest.mark.parametrize(
     ("payload", "lost"),
     [
@@ -188,18 +158,6 @@ def test_a_model_is_served_at_its_router_or_the_default_one():
 )
 def test_fields_that_the_router_loses_are_known(payload, lost):
     assert direct_workers.lost_fields(payload) == lost
-
-
-def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
-    direct_workers.WorkerPicker.clear_instances()
-    config = rollout_config(Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing"))
-    picker = direct_workers.WorkerPicker(config)
-    keys = [str(i) for i in range(200)]
-    before = {key: picker.choose(["a", "b", "c"], key) for key in keys}
-    after = {key: picker.choose(["a", "b"], key) for key in keys}
-    assert set(before.values()) == {"a", "b", "c"}
-    assert all(after[key] == before[key] for key in keys if before[key] != "c")
-    direct_workers.WorkerPicker.clear_instances()
 
 
 def answered(tokenizer, ids, kind):

@@ -85,13 +85,6 @@ def test_a_resume_with_other_data_is_an_error(make_args, rows):  # noqa: F811
 
 
 ROW = {"input": "q", "answer": 1, "metadata": {"rm_type": "math"}, "tools": [{"name": "add"}], "images": ["a.png"]}
-CHANGES = {
-    "label": {"answer": 2},
-    "metadata": {"metadata": {"rm_type": "f1"}},
-    "tools": {"tools": [{"name": "subtract"}]},
-    "images": {"images": ["b.png"]},
-    "prompt and label": {"input": "other <image>", "answer": 3},
-}
 
 
 @pytest.fixture
@@ -102,16 +95,6 @@ def rows(monkeypatch, make_args):  # noqa: F811
     replace_rows(args, full)
     saved(args)
     return args, full
-
-
-@pytest.mark.parametrize("names", CHANGES)
-def test_a_changed_field_of_a_row_is_named_with_the_first_row_that_has_it(rows, names, caplog):
-    args, full = rows
-    RolloutDataSource(args).load(0)
-    assert "cannot be compared" not in caplog.text
-    replace_rows(args, [*full[:3], full[3] | CHANGES[names], full[4] | CHANGES[names]])
-    with pytest.raises(DataError, match=rf"has other rows: {names} changed, first in row 4\..*--accept-other-data"):
-        RolloutDataSource(args).load(0)
 
 
 @pytest.mark.parametrize(
@@ -175,23 +158,6 @@ def test_positions_beyond_the_data_or_of_no_sense_are_errors(make_args):  # noqa
                 RolloutDataSource(make_args(accept_other_data=True)).load(0)
 
 
-def test_positions_of_earlier_versions_and_of_the_original_are_read_with_a_line(make_args, caplog):  # noqa: F811
-    caplog.set_level("INFO")
-    args = make_args()
-    path = state_path(args.load, 0)
-    path.parent.mkdir(parents=True)
-    for extra in ({}, {"num_prompts": 5}, {"num_prompts": 5, "buffer": [[Sample(prompt="b").to_dict()] * 2]}):
-        torch.save(STATE | {"metadata": {"note": (1, 2)}} | extra, path)
-        source = RolloutDataSourceWithBuffer(args)
-        source.load(0)
-        assert source.sample_offset == 3 and source.get_metadata() == {"note": (1, 2)}
-        assert len(source.buffer) == len(extra.get("buffer", []))
-    assert "of an earlier version: --prompt-data, --rollout-shuffle, " in caplog.text
-    torch.save(STATE | {"num_prompts": 9}, path)
-    with pytest.raises(DataError, match="--prompt-data had 9 prompts and has 5"):
-        RolloutDataSourceWithBuffer(args).load(0)
-
-
 # ------------------------------------------------------------------------------------------ the files
 
 
@@ -201,32 +167,6 @@ class Payload:
 
     def __reduce__(self):
         return os.mkdir, (self.marker,)
-
-
-def test_a_flip_of_any_byte_and_any_cut_of_a_position_is_an_error(make_args):  # noqa: F811
-    args = make_args()
-    saved(args)
-    check_flips_and_cuts(state_path(args.save, 0))
-
-
-def check_flips_and_cuts(path):
-    whole = path.read_bytes()
-    expected = repr(read_state(path, what="It"))
-    for offset in range(len(whole)):
-        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
-        with pytest.raises(DataError) as caught:
-            read_state(path, what="It")
-        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    for size in range(0, len(whole), 13):
-        path.write_bytes(whole[:size])
-        with pytest.raises(DataError, match=r"cut|damaged"):
-            read_state(path, what="It")
-    path.write_bytes(whole)
-    assert repr(read_state(path, what="It")) == expected
-    head, body = whole.split(b"\n")
-    assert (
-        json.loads(head)["format"] == "slime state" and json.loads(body).keys() == read_state(path, what="It").keys()
-    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from slime.rollout.config import rollout_config
 from slime.rollout.staleness import (
     StalenessBound,
     VersionClock,
-    back_to_prompt,
     num_groups_allowed,
     num_groups_due,
     oldest_version,
@@ -71,15 +70,6 @@ def test_the_clock_knows_it_too_when_each_rollout_is_pushed_before_the_next_begi
         assert clock.trained_at(rollout_id) == trained == in_engines
 
 
-def test_the_last_rollout_for_a_version_is_the_last_one_within_the_bound():
-    clock = VersionClock(rollout_config(Namespace(update_weights_interval=3)))
-    clock.observe(5, 7)
-    for limit in range(4):
-        for version in range(3, 9):
-            last = clock.last_rollout_within(version, limit)
-            assert clock.trained_at(last) - version <= limit < clock.trained_at(last + 1) - version
-
-
 def test_an_engine_that_does_not_tell_its_version_has_none_until_it_is_asked_again(monkeypatch):
     """One engine hangs, one is not there; then one answers."""
     engine, urls = ScriptedEngine(Script()), ["http://127.0.0.1:9"]
@@ -130,13 +120,3 @@ def test_with_both_rules_no_group_is_late_whatever_requests_take(limit):
         batch, ready = ready[:batch_size], ready[batch_size:]
         assert trained - min(batch) <= limit
     assert not ready and not in_flight
-
-
-def test_a_sample_that_goes_back_to_its_prompt_keeps_only_what_it_was_issued_with():
-    metadata = {"a": 1, "start_rollout_id": 0, "reward_error": "TimeoutError"}
-    sample = drawn("3", index=7, group_index=2, prompt="p", label="l", metadata=metadata)
-    sample.response, sample.loss_mask, sample.rollout_log_probs, sample.reward = "text", [1] * 4, [-1.0] * 4, 1.0
-    sample.status, sample.session_id = Sample.Status.TRUNCATED, "s"
-    fresh = back_to_prompt(sample)
-    expected = Sample(index=7, group_index=2, prompt="p", label="l", metadata={"a": 1}, tokens=[1, 2], session_id="s")
-    assert fresh is sample and fresh == expected

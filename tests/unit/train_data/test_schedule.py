@@ -117,16 +117,6 @@ def test_step_order_is_kept_within_each_rank():
         assert all(position < 4 for position in first_step)
 
 
-def test_fixed_micro_batches_that_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match="--micro-batch-size 3"):
-        build_dp_schedule(
-            config(use_dynamic_batch_size=False, micro_batch_size=3),
-            LENGTHS,
-            global_batch_size=8,
-            rollout_indices=list(range(8)),
-        )
-
-
 @pytest.mark.parametrize(
     ("global_batch_size", "dp_size", "message"),
     [(9, 2, "--global-batch-size is 9"), (1, 2, "1 samples for 2 data-parallel ranks")],
@@ -150,16 +140,6 @@ def test_reference_distribution_fills_its_micro_batches():
     schedule = build_dp_schedule(settings, lengths, global_batch_size=8192, rollout_indices=range(8192))
     assert capacity_utilisation(schedule, lengths, capacity_tokens=settings.capacity_tokens) > 0.97
     assert packing_efficiency(schedule, lengths, cp_size=2, pad_multiple=128) > 0.995
-
-
-def test_a_sample_above_the_budget_stands_alone_and_whole():
-    schedule = build_dp_schedule(
-        config(dp_size=1, max_tokens_per_gpu=400), LENGTHS, global_batch_size=8, rollout_indices=list(range(8))
-    )
-    (partition,), (micro_batches,) = schedule.partitions, schedule.micro_batch_indices
-    alone = [partition[indices[0]] for indices in micro_batches if len(indices) == 1]
-    assert {position for position, length in enumerate(LENGTHS) if length > 400} <= set(alone)
-    assert sorted(partition) == list(range(8))
 
 
 def test_old_path_takes_args_and_answers_with_assertion_errors():

@@ -139,40 +139,6 @@ def test_a_folder_of_the_hub_s_cache_is_read(tmp_path):
     assert read_object(snapshot / "sub/config.json") == {"model_type": "x"}
 
 
-MODEL_FILES = ("config.json", "model.safetensors.index.json", "model.safetensors", "generation_config.json",
-               "tokenizer.json", "digests.json")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        (name, kind)
-        for name in MODEL_FILES
-        for kind in ("a link out of the folder", "/dev/zero", "a pipe", "4 TiB of holes")
-    ],
-)
-def test_a_file_of_a_model_that_is_none_is_named(name, kind, tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
-    for file in {"config.json", name} - {"model.safetensors"}:
-        text = '{"weight_map": {"a": "model.safetensors"}}' if "index" in file else "{}"
-        (folder / file).write_text(text)
-    KINDS[kind](folder / name)
-    told = []
-    for read in (
-        lambda: check_huggingface_folder(str(folder), "--hf-checkpoint"),
-        lambda: read_layout(folder),
-        lambda: FolderDigests.read(folder),
-    ):
-        try:
-            read()
-        except SlimeError as error:
-            told.append(str(error))
-    assert told and any(name in message for message in told), told
-    assert all("\n" not in message and len(message) < 800 for message in told), told
-
-
 REFUSED = {
     "a key twice": ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' twice"),
     "NaN": ('{"NaN": "NaN",\n "b": NaN}', "NaN, which JSON does not have"),
@@ -254,19 +220,3 @@ def test_the_folder_of_ray_is_open_to_others_only_below_one_that_is_not(temp):
     for made in (*temp.iterdir(),):
         files.remove_ray_folder(made)
     temp.rmdir()
-
-
-def test_where_the_path_is_too_long_for_sockets_they_have_a_short_one_and_the_files_stay(temp, monkeypatch):
-    long = temp / ("long" * 10)
-    long.mkdir()
-    monkeypatch.setenv("RAY_TMPDIR", str(long))
-    folder = files.new_ray_folder()
-    assert folder.parent == Path("/tmp") and mode_of(folder) == 0o700
-    [behind] = long.iterdir()
-    assert (folder / "ray").resolve() == behind.resolve() and mode_of(behind) == 0o700
-    session = folder / "ray/session_2026-11-28_16-56-05_123456_1234567/sockets"
-    session.mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(session / "plasma_store.1"))
-    files.remove_ray_folder(folder)
-    assert list(long.iterdir()) == [] and not folder.exists()

@@ -60,21 +60,6 @@ def make_tokenizer():
     return make
 
 
-class WithoutOffsets:
-    """The same tokenizer as a slow one gives itself: no offsets."""
-
-    is_fast = False
-
-    def __init__(self, fast):
-        self._fast = fast
-
-    def __getattr__(self, name):
-        return getattr(self._fast, name)
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": self._fast(text, add_special_tokens=add_special_tokens)["input_ids"]}
-
-
 def ask(text):
     return {"role": "user", "content": text}
 
@@ -156,26 +141,6 @@ def test_qwen3_5_renders_once_and_does_not_train_the_opening_of_the_thinking(mak
     assert generator.get_text_from_loss_mask(ids, mask) == ["b<|im_end|>\n", "hm\n</think>\n\nd<|im_end|>\n"]
 
 
-@pytest.mark.parametrize("template", [PLAIN, WITH_SYSTEM, THINKING], ids=["plain", "with system", "thinking"])
-def test_qwen3_5_gives_the_same_mask_with_a_tokenizer_without_offsets(make_tokenizer, template):
-    tokenizer = make_tokenizer(template)
-    fast = MultiTurnLossMaskGenerator(tokenizer, "qwen3_5")
-    slow = MultiTurnLossMaskGenerator(WithoutOffsets(tokenizer), "qwen3_5")
-    # Newlines that open an answer melt with that of the turn's header into one token: it is not trained.
-    more = {"melting": ([ask("a"), say("\n\n7"), ask("c"), say("\n\n\nYes")], [])}
-    for messages, _ in (CONVERSATIONS | more).values():
-        assert slow.get_loss_mask(messages) == fast.get_loss_mask(messages)
-
-
-def test_distill_trains_the_last_message_only(make_tokenizer):
-    tokenizer = make_tokenizer(PLAIN)
-    generator = MultiTurnLossMaskGenerator(tokenizer, "distill_qwen")
-    ids, mask = generator.get_loss_mask([ask("a"), say("b c")])
-    assert tokenizer.decode(ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb c"
-    assert generator.get_text_from_loss_mask(ids, mask) == ["b c"]
-    assert sum(generator.get_loss_mask([ask("a"), say("b", step_loss_mask=0)])[1]) == 0
-
-
 def test_masks_are_aligned_to_ids_in_which_images_were_expanded(make_tokenizer):
     tokenizer = make_tokenizer(PLAIN)
     messages = [
@@ -245,27 +210,6 @@ def test_any_trains_what_the_assistant_says_and_what_ends_it_with_every_family(n
     assert all(part.endswith(end) for part, end in zip(trained, ends, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "trained"),
-    [
-        ("qwen2.5", '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'),
-        ("qwen3", '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'),
-        ("glm4", 'add\n{"a": 2, "b": 3}<|observation|>'),
-        (
-            "kimi",
-            '<|tool_calls_section_begin|><|tool_call_begin|>a12345678<|tool_call_argument_begin|>{"a": 2, "b": 3}'
-            "<|tool_call_end|><|tool_calls_section_end|><|im_end|>",
-        ),
-        ("gpt-oss", ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>'),
-        ("llama3", '{"name": "add", "parameters": {"a": 2, "b": 3}}<|eot_id|>'),
-        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": 3}}]</s>'),
-    ],
-)
-def test_any_trains_a_call_as_a_whole(name, trained):
-    generator = MultiTurnLossMaskGenerator(tokenizer_of(name), "any")
-    assert generator.get_text_from_loss_mask(*generator.get_loss_mask(conversation(name)[0]))[0] == trained
-
-
 def test_any_trains_the_reasoning_that_the_template_shows_and_not_what_a_prompt_has_written():
     messages = [ask("a"), say("b", reasoning_content="old"), ask("c"), say("d", reasoning_content="hm")]
 
@@ -278,14 +222,3 @@ def test_any_trains_the_reasoning_that_the_template_shows_and_not_what_a_prompt_
     messages[3].pop("reasoning_content")
     assert trained("qwen3", enable_thinking=False) == ["b<|im_end|>", "d<|im_end|>"]
     assert trained("qwen3") == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
-
-
-def test_a_type_that_trains_no_end_of_a_turn_says_so_once(caplog):
-    generator = MultiTurnLossMaskGenerator(tokenizer_of("glm4"), "qwen")
-    for _ in range(2):
-        generator.get_loss_mask([ask("a"), say("b")])
-    [warning] = [one for one in caplog.messages if "the model does not learn to stop" in one]
-    assert "--loss-mask-type qwen" in warning and "--loss-mask-type any" in warning
-    caplog.clear()
-    MultiTurnLossMaskGenerator(tokenizer_of("glm4"), "any").get_loss_mask([ask("a"), say("b")])
-    assert not caplog.messages

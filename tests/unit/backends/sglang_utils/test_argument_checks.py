@@ -18,7 +18,6 @@ GLM4_9B = {"intermediate_size": 13696}
 QWEN3_4B = {"intermediate_size": 9728}
 QWEN3_30B = {"intermediate_size": 6144, "moe_intermediate_size": 768}
 MINIMAX_M2 = {"intermediate_size": 1536, "num_local_experts": 256}
-DEEPSEEK = {"intermediate_size": 18432, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
 
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -43,22 +42,6 @@ def test_ranks_that_would_cut_a_block_are_named_with_the_largest_engine_that_doe
     assert "--sglang-ep-size" in found
     (found,) = problems(MINIMAX_M2, 8)  # its experts have the size that is otherwise an MLP's
     assert "intermediate_size 1536" in found and "192" in found and "a larger --sglang-ep-size" in found
-
-
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        (GLM4_9B, {"num_gpus": 1}),
-        (QWEN3_4B, {"num_gpus": 4}),
-        (QWEN3_4B, {"num_gpus": 8, "pp": 2}),
-        (QWEN3_30B, {"num_gpus": 8, "ep": 8}),
-        (MINIMAX_M2, {"num_gpus": 4}),
-        (MINIMAX_M2, {"num_gpus": 8, "ep": 8}),
-        (DEEPSEEK, {"num_gpus": 64, "ep": 64, "dense_tp": 1}),
-    ],
-)
-def test_whole_blocks_are_served(shape, options):
-    assert problems(shape, **options) == []
 
 
 def test_blocks_of_each_model_are_judged_by_its_own_engines(tmp_path):
@@ -110,21 +93,6 @@ def test_engines_that_would_quantize_pushed_weights_by_themselves_are_refused(tm
     args = Namespace(**{"debug_rollout_only": False, **defaults, **options})
     problems = list(own_quantization_problems(args, SGLangConfig(models=tuple(models))))
     assert [next(name for name in found if f"/{name}, which" in problem) for problem in problems] == found
-
-
-def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
-    groups = tuple(
-        ServerGroupConfig(worker_type=kind, num_gpus=8, num_gpus_per_engine=num_gpus, overrides=overrides)
-        for kind, num_gpus, overrides in (
-            ("prefill", 8, {"dp_size": 3}), ("decode", 4, {}), ("regular", 2, {"dp_size": 2}), ("placeholder", 1, {}),
-        )
-    )  # fmt: skip
-    model = ModelConfig(name="default", model_path="m", update_weights=True, server_groups=groups)
-    args = Namespace(sglang_config="e.yaml", sglang_pp_size=1, sglang_dp_size=4, sglang_ep_size=1)
-    assert list(size_problems(args, SGLangConfig(models=(model,)))) == [
-        "--sglang-config e.yaml: dp-size is 3 and the prefill engines of default have 8 GPUs: the 8 tensor-parallel "
-        "ranks of an engine must divide into 3 groups; use 2."
-    ]
 
 
 @pytest.mark.parametrize(("overrides", "said"), [({}, "--sglang-pp-size is 2"), (

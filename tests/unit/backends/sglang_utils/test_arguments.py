@@ -65,13 +65,6 @@ def test_defaults_of_the_router_and_of_slimes_own_flags(parser):
     assert (args.sglang_config, args.prefill_num_servers) == (None, None)
 
 
-def test_long_names_and_short_names_agree(parser):
-    sizes = "--sglang-expert-parallel-size 4 --sglang-data-parallel-size 2"
-    args = parse(parser, f"--rollout-num-gpus-per-engine 4 {sizes} --sglang-enable-dp-attention")
-    assert (args.sglang_ep_size, args.sglang_expert_parallel_size) == (4, 4)
-    assert (args.sglang_dp_size, args.sglang_data_parallel_size) == (2, 2)
-
-
 def test_older_spellings_of_expert_parallelism_still_mean_it(parser):
     args = parse(
         parser,
@@ -79,19 +72,6 @@ def test_older_spellings_of_expert_parallelism_still_mean_it(parser):
         "--sglang-enable-dp-attention --sglang-dp-size 8",
     )
     assert (args.sglang_ep_size, args.sglang_moe_a2a_backend, args.sglang_deepep_mode) == (64, "deepep", "auto")
-
-
-def test_nsa_spellings_are_dsa(parser):
-    args = parse(
-        parser,
-        "--sglang-nsa-decode-backend flashmla_kv --sglang-nsa-prefill-backend flashmla_sparse "
-        "--sglang-attention-backend nsa",
-    )
-    assert (args.sglang_dsa_decode_backend, args.sglang_dsa_prefill_backend) == ("flashmla_kv", "flashmla_sparse")
-
-
-def test_ipv6_routers_are_bracketed(parser):
-    assert parse(parser, "--sglang-router-ip ::1 --sglang-router-port 3000").sglang_router_ip == "[::1]"
 
 
 @pytest.mark.parametrize(

@@ -93,17 +93,6 @@ def test_a_decode_engine_is_told_once_that_the_prefill_half_was_aborted(decode_i
     assert not prefill.request_status and not prefill.transfer_infos and not halves._alone
 
 
-def test_a_decode_half_that_comes_between_an_abort_and_its_end_is_told() -> None:
-    prefill = Prefill()
-    sender = prefill.own_half_comes()
-    CommonKVSender.abort(sender)
-    halves.end_sender(None, sender)
-    prefill.decode_half_comes()
-    assert prefill.check_status(ROOM) == KVPoll.Failed
-    clear(sender)
-    assert prefill.told == [(ROOM, KVPoll.Failed)] and not prefill.request_status
-
-
 def test_a_prefill_half_that_comes_after_the_abort_of_the_other_fails() -> None:
     prefill = Prefill()
     socket = halves.GuardedSocket("tcp://10.0.0.2:1", SimpleNamespace(setsockopt=print, send_multipart=print))
@@ -138,45 +127,6 @@ def test_a_decode_engine_learns_that_the_prefill_half_never_came(
     ]
 
 
-def test_a_request_that_ends_well_is_not_called_failed() -> None:
-    prefill = Prefill()
-    sender = prefill.own_half_comes()
-    prefill.decode_half_comes()
-    sender.conclude_state = KVPoll.Success
-    clear(sender)
-    assert not prefill.told and not halves._alone
-
-
-def test_an_abort_tells_of_requests_that_wait_and_lets_transfers_end() -> None:
-    prefill = Prefill()
-    waiting, moving = ({"disagg_kv_sender": prefill.own_half_comes(room)} for room in (ROOM, 8))
-    for room in (ROOM, 8):
-        prefill.decode_half_comes(room)
-    scheduler = SimpleNamespace(
-        disaggregation_mode=SimpleNamespace(value="prefill"),
-        waiting_queue=[SimpleNamespace(**waiting), SimpleNamespace(disagg_kv_sender=None)],
-        disagg_prefill_inflight_queue=[SimpleNamespace(**moving)],
-    )
-    in_flight = scheduler.disagg_prefill_inflight_queue
-    senders = {id(waiting["disagg_kv_sender"])}
-
-    def original(scheduler: Any, request: Any) -> None:
-        scheduler.waiting_queue.clear()
-        for req in scheduler.disagg_prefill_inflight_queue:
-            req.disagg_kv_sender.abort()
-
-    def hooked_abort(sender: CommonKVSender) -> None:
-        assert id(sender) in senders
-        CommonKVSender.abort(sender)
-        halves.end_sender(None, sender)
-
-    waiting["disagg_kv_sender"].abort = lambda: hooked_abort(waiting["disagg_kv_sender"])
-    halves.abort_in_scheduler(original, scheduler, None)
-    assert prefill.told == [(ROOM, KVPoll.Failed)]
-    assert scheduler.disagg_prefill_inflight_queue is in_flight
-    assert prefill.check_status(8) == KVPoll.WaitingForInput
-
-
 def test_two_threads_at_one_socket_lose_and_mix_no_message() -> None:
     """Unguarded, the thread of transfers and the one that acknowledges aborts garble a tenth of their messages."""
     count = 3000
@@ -209,16 +159,6 @@ def test_an_engine_that_has_gone_holds_up_no_sender(caplog: pytest.LogCaptureFix
         nobody_reads.setsockopt(zmq.SNDTIMEO, -1)  # without end
         guarded.send_multipart([b"ABORT", b"8"])
     assert lock == "its lock" and "10.0.0.1:1 is dropped" in caplog.text
-
-
-def test_a_room_that_another_thread_forgets_ends_no_thread() -> None:
-    prefill, decode = Prefill(), SimpleNamespace(required_prefill_response_num_table={})
-    halves.guard_tables(None, prefill)
-    halves.guard_tables(None, decode)
-    assert prefill.transfer_infos[ROOM] == {} and prefill.transfer_infos.pop(ROOM) is None
-    assert prefill.check_status(ROOM) == KVPoll.Failed and decode.required_prefill_response_num_table[ROOM] == 0
-    prefill.record_failure(ROOM, "nobody is left to read this")
-    assert not prefill.failure_records
 
 
 def test_every_hook_has_a_target_in_the_tested_sglang() -> None:

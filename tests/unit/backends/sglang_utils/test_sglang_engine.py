@@ -11,14 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from slime.backends.sglang_utils import cpu_shim, sglang_engine, sglang_plugin
-from slime.backends.sglang_utils.cpu_shim import weights_checker
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs
 from slime.utils.errors import DataError, DeadlineError, WeightSyncError
-from slime.utils.misc import load_function
 
 
 class NotingServer:
@@ -96,10 +93,6 @@ def test_a_comparison_raises_what_the_engine_reports(engine):
         engine.check("mine.compare_weights", ["s"])
 
 
-def test_every_loader_that_a_server_is_told_of_exists():
-    assert all(callable(load_function(path)) for path in weights_checker.ACTIONS.values())
-
-
 def test_an_engine_whose_model_differs_from_its_digests_is_ended(engine, monkeypatch):
     monkeypatch.setattr(sglang_engine, "wait_until_healthy", lambda *unused, timeout_s: None)
     stopped = []
@@ -144,18 +137,3 @@ def test_ids_with_images_reach_the_join_with_an_encoders_features_and_texts_stay
     seen = sglang_plugin._receive_images(lambda *values: values, "receiver", waiting, "class")
     assert seen == ("receiver", waiting, "class")
     assert [getattr(request, "input_text", 0) for request in waiting] == [[5, 6], "a", None, 0]
-
-
-def test_a_flush_forgets_the_features_of_images():
-    cpu_shim.install()
-    from sglang.srt.managers import mm_utils
-    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
-
-    mm_utils.init_mm_embedding_cache(1 << 20)
-    mm_utils.embedding_cache.set(5, EmbeddingResult(embedding=torch.ones(2, 3)))
-    sglang_plugin._forget_images(False, None)
-    assert mm_utils.embedding_cache.get_single(5) is not None
-    sglang_plugin._forget_images(True, None)
-    assert mm_utils.embedding_cache.get_single(5) is None and len(mm_utils.embedding_cache) == 0
-    mm_utils.embedding_cache = None
-    sglang_plugin._forget_images(True, None)  # a model of text

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray.engines import group as group_module
 from slime.ray.engines.actor import EngineAddress, PortCursors
@@ -19,7 +18,7 @@ from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, TABLE, Action, EngineEvent, EngineState, next_step, table_as_markdown
 from slime.ray.engines.models import RolloutServer, wait_until_serving
 from slime.ray.gpus import GpuSlice
-from slime.utils.errors import EngineDiedError, EngineError, WeightSyncError
+from slime.utils.errors import EngineDiedError, EngineError
 from slime.weights.push.participants import ExcludedEngine
 
 CELLS = list(itertools.product(EngineState, EngineEvent))
@@ -144,12 +143,6 @@ def test_from_a_start_to_the_second_death():
     assert (group.states, group.done[3:]) == ([STATE.UPDATING], ["kill 0", "start 0"])
 
 
-def test_an_engine_of_a_model_without_updates_serves_as_soon_as_it_has_started_again():
-    group = make_group(takes_updates=False)
-    group.report(0, EVENT.DIED, "killed")
-    assert (group.states, group.done) == ([STATE.SERVING], ["kill 0", "start 0 and register"])
-
-
 def test_a_group_that_is_not_restarted_gives_up_and_touches_nothing():
     group = make_group(restarts=False)
     group.report(0, EVENT.FAILED, "no sign of life")
@@ -157,14 +150,6 @@ def test_a_group_that_is_not_restarted_gives_up_and_touches_nothing():
     assert group.given_up == "engine 0 (regular) of model 'm': no sign of life"
     with pytest.raises(EngineDiedError, match="no sign of life"):
         group.wait_settled(1.0)
-
-
-def test_what_started_after_the_job_has_ended_is_shut_down():
-    group = make_group()
-    group.states[0] = STATE.RESTARTING
-    group.report(0, EVENT.STOP)
-    group.report(0, EVENT.STARTED)
-    assert (group.states, group.done) == ([STATE.RETIRED], ["shut down 0", "shut down 0"])
 
 
 def test_no_rollout_begins_while_the_router_lists_an_engine_that_is_evicted(monkeypatch):
@@ -197,18 +182,6 @@ def test_no_push_begins_beside_an_engine_that_was_given_up_and_may_serve_on():
     group.report(1, EVENT.FAILED, "no sign of life")
     with pytest.raises(EngineDiedError, match="no sign of life"):
         fleet.weights.push_started()
-
-
-def test_an_engine_that_is_killed_while_it_is_described_is_left_out(monkeypatch):
-    fleet, group = make_fleet(2, "refill")
-
-    def actors_of(index: int) -> list[Any]:
-        actors = [None if index else "engine"]
-        group.all_engines[index] = None
-        return actors
-
-    monkeypatch.setattr(group, "actors_of", actors_of)
-    assert fleet.weights.updatable().handles == ["engine"]
 
 
 def test_refill_restarts_the_engine_that_refused_a_push():
@@ -273,32 +246,9 @@ def test_weights_that_no_push_brings_back_are_kept_while_the_memory_is_released(
     assert kept == [None, None, True, None]
 
 
-def test_the_metrics_page_learns_of_engines_that_serve_and_of_evictions():
-    fleet, group = make_fleet(3, "refill")
-    group.urls[:] = ["http://a:1", "http://b:1", "http://c:1"]
-    fleet.servers[0].router = RouterHandle("r", 2, None, 9)
-    push(fleet, REFUSAL)
-    group.report(2, EVENT.DIED, "it is gone")
-    group.states[2] = STATE.RESTARTING  # as long as it takes
-    state = fleet.job_state()
-    assert [(page.url, dict(page.labels)) for page in state.pages] == [
-        ("http://127.0.0.1:9/metrics", {"router": "m"}),
-        ("http://a:1/metrics", {"engine": "0", "worker_type": "regular", "slime_model": "m"}),
-        ("http://b:1/metrics", {"engine": "1", "worker_type": "regular", "slime_model": "m"}),
-    ]
-    assert (state.engine_states, state.num_evictions) == ({"serving": 1, "updating": 1, "restarting": 1}, 2)
-
-
 def test_drop_goes_on_without_it_until_none_is_left():
     fleet, group = make_fleet(2, "drop")
     push(fleet, REFUSAL)
     assert (group.states, group.done) == ([STATE.SERVING, STATE.RETIRED], ["kill 1"])
     with pytest.raises(EngineError, match="no engine is left; .*--weight-push-failure drop.* engine 0: late"):
         push(fleet, ExcludedEngine(0, "late"))
-
-
-def test_stop_ends_the_run_with_the_engine_and_its_reason():
-    fleet, group = make_fleet(2, "stop")
-    with pytest.raises(WeightSyncError, match="--weight-push-failure stop.*engine 1: it holds other bytes"):
-        push(fleet, REFUSAL)
-    assert group.done == []

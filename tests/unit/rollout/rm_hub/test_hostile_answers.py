@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sympy.parsing import sympy_parser
 
 from slime.rollout.rm_hub import async_rm, policy, symbolic
 from slime.rollout.rm_hub.symbolic import SymbolicWorker
-from slime.rollout.rm_hub.symbolic_worker import read_expression
 from slime.utils.types import Sample
 
 AS_FULL_WIDTH = {ord(letter): ord(letter) + 0xFEE0 for letter in map(chr, range(33, 127))}
@@ -80,32 +77,6 @@ def wrong(rm_type: str, response: str, label: Any) -> bool:
     return reward in (0, {"score": -1.0, "acc": False, "pred": reward["pred"] if isinstance(reward, dict) else ""})
 
 
-def test_random_expressions_are_read_as_sympys_own_parser_reads_them():
-    """Sums, products, powers, calls and factorials, with and without signs of multiplication."""
-    rng = random.Random(5)
-    transformations = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
-
-    def term(depth: int) -> str:
-        atoms = ["x", "y", "2", "3", "0.5", "pi", "10", "α", "xy", "x2"]
-        if depth == 0:
-            return rng.choice(atoms)
-        return rng.choice([
-            lambda: f"{term(depth - 1)}{rng.choice(['+', '-', '*', '/', '+-', '*-'])}{term(depth - 1)}",
-            lambda: f"({term(depth - 1)})({term(depth - 1)})",
-            lambda: f"2({term(depth - 1)})",
-            lambda: f"{rng.choice(['sqrt', 'ln', 'sin', 'abs'])}({term(depth - 1)})",
-            lambda: f"({term(depth - 1)})^{rng.choice(['2', '-1', 'x', '0.5', '(1/3)', '2x'])}",
-            lambda: f"-{term(depth - 1)}",
-            lambda: f"{rng.choice(['3', 'x', '(2+x)'])}!",
-            lambda: f"{rng.choice('23')}{rng.choice('xy')}^{rng.choice('234')}{rng.choice('xy')}",
-        ])()  # fmt: skip
-
-    for _ in range(300):
-        text = term(rng.randint(0, 3))
-        theirs = sympy_parser.parse_expr(text.replace("^", "**"), transformations=transformations)
-        assert read_expression(text) == theirs, text
-
-
 def test_the_process_of_the_graders_has_no_secret_and_no_right(worker, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     for is_isolated in (True, False):
@@ -154,37 +125,22 @@ def misuse():
 N = 100_000
 LONG = {
     "words": "so much to say 7 " * 3_000_000,
-    "boxes": "\\boxed{1} " * 500_000,
     "brackets": "(" * N,
-    "pairs": "(" * N + ")" * N,
     "braces": "{" * N,
-    "balanced braces": "{" * N + "}" * N,
-    "square brackets": "[" * N,
     "backslashes": "\\" * N,
-    "fractions": "\\frac" * N,
     "nested fractions": "\\frac{" * N,
-    "balanced fractions": "\\frac{" * N + "}" * N,
     "roots": "\\sqrt[" * N,
-    "environments": "\\begin{matrix}" * N,
-    "NULs": "\0" * N,
     "surrogates": "\ud800" * N,
-    "combining": "a" + "\u0301" * N,
-    "right to left": "\u202e" * N,
     "blanks": " " * N + "x",
-    "lines": "\n" * N + "x",
     "dollars": "$" * N + "\n$",
     "digits": "1" * N,
-    "zeros": "0" * 6000 + "1",
     "answers": "Answer: " * N,
-    "letters": "Z " * N,
-    "answer tags": "<answer>" * N,
-    "ends": "</s>" * N + "x",
     "thoughts": "</think>" * N,
 }
 
 
 @pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "gpqa", "f1", "boxed_f1"])
+@pytest.mark.parametrize("rm_type", ["math", "dapo", "gpqa", "boxed_f1"])
 @pytest.mark.timeout(60)
 def test_a_monstrous_text_is_a_wrong_answer_and_soon(rm_type, name, monkeypatch):
     monkeypatch.setattr(policy, "FAILURES", policy.FailureCount())
