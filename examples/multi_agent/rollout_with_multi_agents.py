@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from examples.tiny_arithmetic.reward import grade
-from slime.rollout.prompt_dataset import render
+from slime.rollout.prompts import render
 from slime.rollout.rm_hub import extract_boxed_answer
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.types import Sample

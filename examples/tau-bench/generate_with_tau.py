@@ -15,7 +15,7 @@ import tau_env
 
 from slime.rollout.multi_turn import converse
 from slime.rollout.parsing import parse_model_output
-from slime.rollout.prompt_dataset import render
+from slime.rollout.prompts import render
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.types import Sample
 

@@ -257,8 +257,8 @@ def _check_replay(flag: str, template: str | None) -> None:
 
 
 def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
-    from slime.rollout.prompt_dataset import check_prompt_file
     from slime.rollout.prompt_files import readers_of
+    from slime.rollout.prompts import check_prompt_file
 
     if args.prompt_data is None:
         wanted = args.rollout_global_dataset and _is_of_slime(args.data_source_path)
@@ -334,8 +334,8 @@ def _check_mask(args: Namespace) -> None:
     is_read_here = args.prompt_data and _is_of_slime(args.data_source_path) and not args.multimodal_keys
     if args.rollout_function_path != SFT_ROLLOUT or not is_read_here:
         return
-    from slime.rollout.prompt_dataset import map_with_deadline
     from slime.rollout.prompt_files import parse_tools
+    from slime.rollout.prompts import map_with_deadline
     from slime.rollout.sft_rollout import mask_generator
 
     source = args.prompt_sources[0]
@@ -373,8 +373,8 @@ def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
 
 
 def _check_eval_data(args: Namespace, trial: TokenizerTrial) -> None:
-    from slime.rollout.prompt_dataset import check_prompt_file
     from slime.rollout.prompt_files import readers_of
+    from slime.rollout.prompts import check_prompt_file
 
     if args.debug_train_only:
         return  # nothing is evaluated

@@ -13,7 +13,7 @@ from typing import Any
 from slime.flags.security import trusts_remote_code
 from slime.rollout.base_types import check_samples
 from slime.rollout.engine_request import processed
-from slime.rollout.prompt_dataset import map_with_deadline
+from slime.rollout.prompts import map_with_deadline
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.mask_utils import Message, MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_processor, load_tokenizer

@@ -51,7 +51,7 @@ from slime.rollout.engine_request import (
 )
 from slime.rollout.eval_data import requests_of, results_of
 from slime.rollout.pool import GroupPool, result_of, stamp_start
-from slime.rollout.prompt_dataset import encode
+from slime.rollout.prompts import encode
 from slime.rollout.rm_hub import TOKENIZERS, asks_for_lists, async_rm, batched_async_rm
 from slime.rollout.rm_hub.policy import is_one_each, leave_out
 from slime.rollout.run_state import current_run

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from slime.rollout import trial_child
-from slime.rollout.prompt_dataset import RENDER_TIMEOUT_S, Row, TemplateCheck, map_with_deadline, render
+from slime.rollout.prompts import RENDER_TIMEOUT_S, Row, TemplateCheck, map_with_deadline, render
 from slime.utils import env
 from slime.utils.chat_template import MAX_RENDERED_CHARS, check_rendered, check_roles, refused
 from slime.utils.errors import ConfigError, DataError

@@ -27,6 +27,7 @@ import orjson
 
 from slime.utils import env
 from slime.utils.errors import EngineError
+from slime.utils.misc import decode_json
 from slime.utils.net import find_available_port, get_current_node_ip, get_host_info, http_url, is_port_available
 from slime.utils.plugins import said_by
 
@@ -304,18 +305,6 @@ def encode_json(payload: Any) -> bytes:
         return orjson.dumps(payload)
     except TypeError:
         return json.dumps(payload).encode()
-
-
-def decode_json(body: bytes) -> Any:
-    """Decode a JSON text; the text itself when it is no JSON."""
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError:
-        text = body.decode(errors="replace")
-    try:
-        return json.loads(text)  # takes NaN and Infinity, which the fast parser refuses
-    except json.JSONDecodeError:
-        return text
 
 
 async def _request(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import copy
 import functools
 import inspect
+import json
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from slime.utils.errors import HookError
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+
+from slime.utils.errors import DataError, HookError
 from slime.utils.net import get_current_node_ip, get_free_port
 from slime.utils.plugins import PluginCall, call_plugin, import_plugin
 from slime.utils.redaction import redacted_text
-from slime.utils.sglang_meta import decode_int32_meta_array
 
 __all__ = [
     "Box",
@@ -22,7 +29,9 @@ __all__ = [
     "accepted",
     "call_hook",
     "copy_plain",
+    "decode_int32",
     "decode_int32_meta_array",
+    "decode_json",
     "exec_command",
     "get_current_node_ip",
     "get_free_port",
@@ -157,3 +166,53 @@ def should_run_periodic_action(
         return True
     step = rollout_id + 1
     return step % interval == 0 or bool(num_rollout_per_epoch and step % num_rollout_per_epoch == 0)
+
+
+def decode_json(body: bytes) -> Any:
+    """Decode a JSON text; the text itself when it is no JSON."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        text = body.decode(errors="replace")
+    try:
+        return json.loads(text)  # takes NaN and Infinity, which the fast parser refuses
+    except json.JSONDecodeError:
+        return text
+
+
+def decode_int32(value: Any, name: str = "array") -> np.ndarray:
+    """Return a flat int32 array from base64 text, raw bytes, a list, an array or a tensor.
+
+    Raises:
+        DataError: it is something else, or holds other numbers.
+    """
+    if isinstance(value, str):
+        try:
+            value = base64.b64decode(value, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise DataError(f"meta_info[{name!r}] is a string that is not base64: {error}.") from error
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        raw = bytes(value)
+        if len(raw) % 4:
+            raise DataError(f"meta_info[{name!r}] has {len(raw)} bytes; int32 values need a multiple of 4.")
+        return np.frombuffer(raw, dtype="<i4").astype(np.int32)  # a copy: frombuffer is read-only
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy()
+    try:
+        numbers = np.array(value)
+    except ValueError:  # lists of different lengths
+        numbers = np.array(None)
+    limits = np.iinfo(np.int32)
+    if numbers.size and (numbers.dtype.kind not in "iu" or numbers.min() < limits.min or numbers.max() > limits.max):
+        raise DataError(f"meta_info[{name!r}] is {str(value)[:200]}; it must hold whole numbers of 32 bits.")
+    return numbers.astype(np.int32).reshape(-1)
+
+
+def decode_int32_meta_array(meta: Mapping[str, Any], keys: str | Sequence[str]) -> Tensor | None:
+    """Return the flat int32 tensor under the first of ``keys`` that ``meta`` has with a value; None when it has none
+    of them.
+    """
+    for key in [keys] if isinstance(keys, str) else keys:
+        if meta.get(key) is not None:
+            return torch.from_numpy(decode_int32(meta[key], key))
+    return None

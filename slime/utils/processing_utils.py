@@ -23,10 +23,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Read and check what an engine says about a response: log-probs, kept nuclei, routed experts, counters.
 
 An engine answers ``/generate`` with ``{"text": ..., "meta_info": {...}}``.  Integer arrays travel in ``meta_info`` as
-base64 of little-endian int32, as raw bytes, as lists or as tensors; all four are read here and nowhere else.
+base64 of little-endian int32, as raw bytes, as lists or as tensors (``slime.utils.misc.decode_int32``).
 
 An engine that is broken, or has another version of the protocol, may answer with status 200 and numbers that would
 train in silence.  ``problem_with_answer`` finds them before anything of the answer becomes part of a sample.
@@ -9,8 +9,6 @@ train in silence.  ``problem_with_answer`` finds them before anything of the ans
 
 from __future__ import annotations
 
-import base64
-import binascii
 import copy
 import functools
 import operator
@@ -18,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 import orjson
 import torch
 from torch import Tensor
 
 from slime.utils.errors import DataError
-from slime.utils.http_utils import decode_json
+from slime.utils.misc import decode_int32_meta_array, decode_json
 
 TOP_P_ASK = "return_top_p_token_ids"
 """Key of a request's ``custom_params`` that asks for the nuclei."""
@@ -93,44 +90,6 @@ class SamplePrefixCacheInfo(_MetaSums):
     def add(self, meta_info: Mapping[str, Any]) -> None:
         self.cached_tokens += meta_info.get("cached_tokens") or 0
         self.total_prompt_tokens += meta_info.get("prompt_tokens") or 0
-
-
-def decode_int32(value: Any, name: str = "array") -> np.ndarray:
-    """Return a flat int32 array from base64 text, raw bytes, a list, an array or a tensor.
-
-    Raises:
-        DataError: it is something else, or holds other numbers.
-    """
-    if isinstance(value, str):
-        try:
-            value = base64.b64decode(value, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise DataError(f"meta_info[{name!r}] is a string that is not base64: {error}.") from error
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        raw = bytes(value)
-        if len(raw) % 4:
-            raise DataError(f"meta_info[{name!r}] has {len(raw)} bytes; int32 values need a multiple of 4.")
-        return np.frombuffer(raw, dtype="<i4").astype(np.int32)  # a copy: frombuffer is read-only
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
-    try:
-        numbers = np.array(value)
-    except ValueError:  # lists of different lengths
-        numbers = np.array(None)
-    limits = np.iinfo(np.int32)
-    if numbers.size and (numbers.dtype.kind not in "iu" or numbers.min() < limits.min or numbers.max() > limits.max):
-        raise DataError(f"meta_info[{name!r}] is {str(value)[:200]}; it must hold whole numbers of 32 bits.")
-    return numbers.astype(np.int32).reshape(-1)
-
-
-def decode_int32_meta_array(meta: Mapping[str, Any], keys: str | Sequence[str]) -> Tensor | None:
-    """Return the flat int32 tensor under the first of ``keys`` that ``meta`` has with a value; None when it has none
-    of them.
-    """
-    for key in [keys] if isinstance(keys, str) else keys:
-        if meta.get(key) is not None:
-            return torch.from_numpy(decode_int32(meta[key], key))
-    return None
 
 
 class TokenLogProbs(Sequence[Any]):

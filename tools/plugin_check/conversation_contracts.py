@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slime.rollout.prompt_dataset import as_messages
+from slime.rollout.prompts import as_messages
 from slime.rollout.tools import call_in_time, toolbox
 from slime.utils.misc import load_function
 from tools.plugin_check.bench import Bench

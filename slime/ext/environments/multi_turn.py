@@ -26,7 +26,7 @@ from slime.flags.reward import reward_config
 from slime.observability.trace_utils import trace_span
 from slime.rollout.engine_request import add_images, drew_image, processed
 from slime.rollout.parsing import parse_model_output
-from slime.rollout.prompt_dataset import as_messages, encode, map_with_deadline, render
+from slime.rollout.prompts import as_messages, encode, map_with_deadline, render
 from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.sglang_rollout import generate as generate_turn
 from slime.rollout.tools import (

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from slime.isolation.view import IsolationError, check_isolation
-from slime.rollout.prompt_dataset import Dataset, check_prompt_file
+from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import read_rows
+from slime.rollout.prompts import check_prompt_file
 from slime.rollout.rm_hub import RM_TYPES, async_rm
 from slime.rollout.rm_hub import gym as scores
 from slime.utils.errors import DataError

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from slime.rollout import prompt_dataset, trial_child
-from slime.rollout.prompt_dataset import Dataset, TemplateCheck, check_prompt_file
+from slime.rollout import prompts, trial_child
+from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import MAX_PROMPT_CHARS
+from slime.rollout.prompts import TemplateCheck, check_prompt_file
 from slime.rollout.tokenizer_trial import judge
 from slime.utils.chat_template import MAX_RENDERED_CHARS
 from slime.utils.errors import DataError
@@ -248,9 +249,9 @@ def test_a_template_that_prints_an_object_is_refused(tmp_path, run, thing):
 
 
 def test_a_template_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
-    defaults = prompt_dataset.map_with_deadline.__kwdefaults__
-    monkeypatch.setattr(prompt_dataset.map_with_deadline, "__kwdefaults__", defaults | {"timeout_s": 0.3})
-    monkeypatch.setattr(prompt_dataset, "POLL_INTERVAL_S", 0.05)
+    defaults = prompts.map_with_deadline.__kwdefaults__
+    monkeypatch.setattr(prompts.map_with_deadline, "__kwdefaults__", defaults | {"timeout_s": 0.3})
+    monkeypatch.setattr(prompts, "POLL_INTERVAL_S", 0.05)
     stop = threading.Event()
 
     def loop(self, messages, **kwargs):

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from slime.rollout.prompt_dataset import Dataset, check_prompt_file
+from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import split_path
+from slime.rollout.prompts import check_prompt_file
 from slime.utils.data import get_source
 from slime.utils.errors import DataError
 from slime.utils.types import Sample

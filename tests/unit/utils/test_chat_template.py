@@ -8,7 +8,7 @@ import pytest
 
 from slime.agent.adapters.engine import build_prompt_ids
 from slime.rollout.multi_turn import observation_text
-from slime.rollout.prompt_dataset import render
+from slime.rollout.prompts import render
 from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import DataError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
