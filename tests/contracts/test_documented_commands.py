@@ -150,3 +150,28 @@ def test_a_tool_explains_itself(tool, monkeypatch, capsys):
     assert end.value.code in (0, None)
     names = Path(tool).name, f"slime {Path(tool).stem}"
     assert capsys.readouterr().out.startswith(tuple(f"usage: {name}" for name in names))
+
+
+WRONG_FILES = {
+    "tools/plan.py": ("--lengths README.md scripts/run-qwen3-4B.sh", "--lengths README.md cannot be read"),
+    "tools/trace_timeline_viewer.py": ("README.md", "is cut or damaged"),
+    "tools/analyze_profile.py": ("--profile-dir docs", "docs holds no *.json"),
+    "tools/ledger.py": ("docs", "docs holds no ledger"),
+    "tools/convert_hf_to_fp8.py": ("--model-dir docs --save-dir none", "docs"),
+    "tools/fp8_cast_bf16.py": ("--input-fp8-hf-path docs --output-bf16-hf-path none", "docs"),
+    "examples/tiny_arithmetic/summary.py": ("docs", "docs has no metrics.jsonl"),
+    "examples/tiny_arithmetic/hf_accuracy.py": ("--hf docs --data none", "there is no file docs/config.json"),
+    "examples/search-r1/local_search_server.py": ("--corpus none", "--corpus none is no file"),
+}
+
+
+@pytest.mark.parametrize("program", WRONG_FILES)
+def test_a_wrong_file_is_named_with_code_2(program, monkeypatch, capsys):
+    words, says = WRONG_FILES[program]
+    monkeypatch.chdir(REPO)
+    monkeypatch.setattr(sys, "argv", [program, *words.split()])
+    monkeypatch.setattr(sys, "path", [str(REPO), *sys.path])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(REPO / program), run_name="__main__")
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err

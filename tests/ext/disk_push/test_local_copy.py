@@ -142,6 +142,21 @@ def test_a_flipped_bit_of_a_change_is_found_and_the_copy_is_made_anew(pusher, en
     assert read_model(copy.folder) == pusher.expected()
 
 
+def test_a_flipped_bit_of_the_copy_is_found_when_its_tensor_changes(pusher):
+    copy = copy_of(pusher)
+    copy.pull(0)
+    stored = read_layout(copy.folder)["a.weight"]
+    content = bytearray(stored.file.read_bytes())
+    content[stored.begin] ^= 1
+    stored.file.write_bytes(content)
+    pusher.change()
+    pusher.push()
+    with pytest.raises(WeightSyncError, match=r"a\.weight in .*model-1\.safetensors has the xxh3-128 checksum"):
+        copy.pull(1)
+    copy.pull(1)
+    assert read_model(copy.folder) == pusher.expected()
+
+
 @pytest.mark.parametrize("what", ["cut off", "of another model", "index is missing", "unreadable index"])
 def test_a_version_that_is_not_whole_is_refused_before_a_byte_changes(pusher, what):
     copy = copy_of(pusher)
@@ -162,6 +177,14 @@ def test_a_version_that_is_not_whole_is_refused_before_a_byte_changes(pusher, wh
         copy.pull(1)
     assert copy.held() == (0, "")
     assert read_model(copy.folder) == read_model(pusher.model)
+
+
+def test_another_process_at_work_is_waited_for_until_the_deadline(pusher):
+    first, second = copy_of(pusher), copy_of(pusher)
+    first.pull(0)
+    with first._locked(), pytest.raises(WeightSyncError, match="--weight-update-timeout-s.*lock"):
+        second.pull(0)
+    second.pull(0)
 
 
 def test_the_copy_must_not_be_the_model_or_the_shared_folder(pusher):

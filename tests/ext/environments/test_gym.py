@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.ext.environments import gym
 from slime.isolation.view import IsolationError, check_isolation
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import read_rows
@@ -96,6 +97,16 @@ def test_questions_depend_on_task_and_config_alone(stand_in):
     }
 
 
+def test_config_values_are_json_and_a_system_prompt_is_a_message(stand_in):
+    assert gym.parse_task("gym:x?a=1.5&b=[1,2]&c=word&d=true") == (
+        "x",
+        {"size": 500, "seed": 0, "a": 1.5, "b": [1, 2], "c": "word", "d": True},
+    )
+    (row,) = rows_of("gym:sums?size=1&most=1&system=Be+brief.")
+    assert row["input"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    assert row["label"] == "2"
+
+
 def test_the_ordinary_data_set_reads_checks_and_shuffles_them(stand_in):
     path = "gym:sums?size=50&seed=1"
     assert check_prompt_file(path, "input", label_key="label", rm_types=RM_TYPES, readers=READERS) == 50
@@ -158,6 +169,13 @@ def test_what_the_policy_wrote_is_evaluated_where_it_can_do_nothing(stand_in, tm
     assert graded(stand_in, f"len(open({str(Path(__file__))!r}).read()) and 2") == 0.0
     assert graded(stand_in, "len(open('/etc/passwd').read()) and 2") == 1.0  # the sandbox's own
     assert not proof.exists()
+
+
+def test_an_answer_without_end_scores_nothing_and_the_next_one_is_scored(stand_in, monkeypatch):
+    monkeypatch.setattr(scores.ScoreWorker.__init__, "__kwdefaults__", {"is_unsafe": False, "time_limit_s": 0.3})
+    assert graded(stand_in, "[0 for _ in iter(int, 1)]") == 0.0
+    assert graded(stand_in, "__import__('os')._exit(3)") == 0.0
+    assert graded(stand_in, "2") == 1.0
 
 
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, NEEDED)), reason="the extra gym is not installed")

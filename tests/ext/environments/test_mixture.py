@@ -12,6 +12,7 @@ from slime.rollout import data_source as data_source_module
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.run_state import RunState, use_run
 from slime.utils.errors import ConfigError, DataError
+from slime.utils.types import Sample
 from tests.unit.rollout.test_data_source import make_args  # noqa: F401  a fixture
 
 SIZES = {"a": 4, "b": 10}
@@ -106,6 +107,16 @@ def test_prompts_that_are_always_or_never_solved_are_left_out_for_some_epochs(op
     assert source.dataset.take_metrics()["rollout/mixture/a/prompts"] == 0
 
 
+def test_an_answer_that_was_not_graded_says_nothing_about_its_prompt(open_source):
+    source = open_source(a=1, b=0, curriculum={"skip_epochs": 2}).dataset
+    first, second = [Sample(reward=1.0, metadata={"source_name": "a", "source_row": 0}) for _ in range(2)]
+    second.reward, second.status, second.remove_sample = 0.0, Sample.Status.FAILED, True
+    source.finished([first, second])
+    assert source.take_metrics()["rollout/mixture/a/pass_rate"] == 1.0
+    source.finished([second])
+    assert "rollout/mixture/a/pass_rate" not in source.take_metrics()
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_epochs_in_which_every_prompt_is_left_out_are_passed_over_at_once(open_source, monkeypatch, shuffle):
     rewards = {"a0": (1, 1), "a1": (0, 0), "a2": (1, 0), "a3": (1, 1)}
@@ -127,6 +138,11 @@ def test_epochs_in_which_every_prompt_is_left_out_are_passed_over_at_once(open_s
     monkeypatch.setattr(source.dataset._by_name["a"].dataset, "shuffle", shuffled.append)
     assert shares(taken(source, 1)) == {"a": 1}
     assert shuffled == [10**9 + 1] * shuffle
+
+
+def test_the_mixture_sees_the_groups_of_the_run(open_source):
+    source = open_source()
+    assert source.observers == (source.dataset,)
 
 
 def test_other_data_is_refused_and_other_weights_are_not(open_source, tmp_path):

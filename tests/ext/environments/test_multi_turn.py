@@ -13,8 +13,10 @@ import pytest
 
 from examples.multi_turn import GuessNumber
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
+from slime.ext.environments.flags import GROUP, MULTI_TURN, derive_turns
 from slime.ext.environments.multi_turn import EnvironmentFailure, check_tools_and_environment, converse, generate
 from slime.ext.environments.multi_turn import observation_text as text_between
+from slime.flags.parse import GROUPS, build_parser
 from slime.rollout import tools
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.rm_hub.policy import FAILURES
@@ -70,6 +72,19 @@ def test_the_policys_tokens_are_trained_with_the_engines_log_probs_and_no_others
     assert drawn == [value for values in per_turn for value in values]
 
 
+def test_each_request_sends_the_tokens_so_far_and_what_is_left_of_the_limit(talk, ask):
+    args, engine = talk(policy)
+    sample = played(args, ask("?"))
+    payloads = engine.payloads
+    assert len(payloads) == len(sample.weight_versions) == 3
+    num_prompt = len(sample.tokens) - sample.response_length
+    for payload in payloads:
+        length = len(payload["input_ids"])
+        assert payload["input_ids"] == sample.tokens[:length]
+        assert payload["sampling_params"]["max_new_tokens"] == 200 - (length - num_prompt)
+    assert PARAMS["max_new_tokens"] == 200
+
+
 def test_an_observation_without_room_behind_it_is_left_out(talk, ask):
     first = len(build_tokenizer().encode("ask 1")) + 1
     observation = build_tokenizer().encode(observation_text(build_tokenizer(), "one", "tool"))
@@ -112,6 +127,12 @@ def test_an_observation_is_what_the_template_makes_of_it():
     )
     assert observation_text(make_tokenizer(), "x", "tool") == (
         "\n<|im_start|>user\n<tool_response>x</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_end_of_a_turn_is_rendered_where_a_stop_string_ended_it():
+    assert text_between(build_tokenizer(), [{"role": "tool", "content": "x"}], "").startswith(
+        "<|im_end|>\n<|im_start|>"
     )
 
 
@@ -229,6 +250,12 @@ def test_the_calls_of_a_turn_are_answered_at_the_same_time_each_by_a_message(tal
     assert sample.status is Sample.Status.COMPLETED and sample.reward is None
 
 
+def test_a_tool_that_takes_too_long_is_answered_with_that(talk, ask):
+    BARRIER.clear()
+    args = talk(turns(call_text("slow", number=1), "done"), rollout_tools=[f"{HERE}.slow"], turn_timeout_s=0.05)[0]
+    assert "Error: TimeoutError: no answer within 0.05 s (--turn-timeout-s)" in generated(args, ask("?")).response
+
+
 @pytest.mark.parametrize(
     ("tool", "answer"),
     [
@@ -242,6 +269,25 @@ def test_a_tool_that_exits_or_answers_what_json_cannot_say_is_answered_with_its_
     args = talk(turns(call_text(tool, number=3), "done"), rollout_tools=[f"{HERE}.{tool}"])[0]
     sample = generated(args, ask("?"))
     assert answer in sample.response and sample.response.endswith("done<|im_end|>")
+
+
+def test_what_is_offered_comes_from_signature_and_docstring():
+    args = build_parser(with_engine_flags=False, groups=(*GROUPS, GROUP)).parse_args(
+        ["--rollout-tools", f"{HERE}.double"]
+    )
+    derive_turns(args)
+    assert args.custom_generate_function_path == MULTI_TURN
+    (schema,) = tools.toolbox(args).schemas
+    assert schema["function"] == {
+        "name": "double",
+        "description": "Double a number.",
+        "parameters": {
+            "type": "object",
+            "properties": {"number": {"type": "integer", "description": "any."}},
+            "required": ["number"],
+        },
+        "return": {"type": "integer"},
+    }
 
 
 def test_the_prompt_offers_the_tools_whoever_renders_it(tmp_path, talk):
@@ -294,6 +340,11 @@ def test_an_environment_is_played_to_its_end_and_gives_the_reward(talk):
     assert sample.metadata["turns"][-1] == str(number.number) and len(sample.metadata["turns"]) > 1
     assert sample.reward == pytest.approx(1 / sample.metadata["round_number"])
     assert sample.status is Sample.Status.COMPLETED and not sample.remove_sample
+
+
+def test_a_named_grader_finds_the_rewards_in_the_metadata(talk):
+    sample = generated(talk(guesser, rollout_environment=GUESS, custom_rm_path="a.b")[0], asking())
+    assert sample.reward is None and sample.metadata["environment_reward"] > 0
 
 
 def test_an_interrupted_sample_goes_on_in_an_environment_that_is_where_it_was(talk):

@@ -19,6 +19,7 @@ from slime.ext.eval_background.evaluation import (
 from slime.observability import telemetry
 from slime.observability.telemetry import Sink
 from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.utils.errors import DataError, WeightSyncError
 from slime.utils.types import Sample
 from slime.weights.push.participants import ExcludedEngine
 
@@ -87,6 +88,29 @@ def test_while_one_runs_the_next_is_left_out_and_its_engines_are_not_touched(mon
     evaluation.ended["evaluation 4"] = None
     evaluation.begin(14)
     assert evaluation.notes[2:] == [("wait", "evaluation 4"), ("push", ["e"]), ("eval", 14)]
+
+
+def test_an_evaluation_that_fails_ends_the_run_at_the_next_look(monkeypatch):
+    evaluation = Evaluation(monkeypatch)
+    evaluation.begin(4)
+    evaluation.ended["evaluation 4"] = DataError("no such file")
+    with pytest.raises(DataError, match="no such file"):
+        evaluation.raise_if_failed()
+
+
+def test_engines_that_do_not_take_the_weights_evaluate_nothing(monkeypatch, caplog):
+    evaluation = Evaluation(monkeypatch)
+    evaluation.trainer.next_excluded = [ExcludedEngine(0, "it holds other bytes")]
+    evaluation.begin(4)
+    assert "after rollout 4 is left out: engine 0 did not take the weights: it holds other bytes" in caplog.text
+    evaluation.trainer.error = WeightSyncError("nobody took them")
+    evaluation.begin(5)
+    assert "left out: its engines did not take the weights: nobody took them" in caplog.text
+    evaluation.handles = ()
+    evaluation.trainer.error = None
+    evaluation.begin(6)
+    assert "no engine of the model eval is there" in caplog.text
+    assert evaluation.trainer.excluded == [] and not [note for note in evaluation.notes if note[0] == "eval"]
 
 
 @pytest.mark.parametrize(

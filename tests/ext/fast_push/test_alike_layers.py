@@ -125,6 +125,25 @@ def test_a_loader_that_treats_layers_apart_or_computes_runs_on_all_tensors(make)
     assert trace.opaque == whole.opaque
 
 
+class MiddleDiffers(Layered):
+    """A layer that is not traced has q and k the other way round."""
+
+    def load(self, number, kind, tensor):
+        swapped = {"q": "k", "k": "q"}.get(kind, kind)
+        super().load(number, swapped if number == 3 else kind, tensor)
+
+
+def test_a_middle_layer_of_its_own_is_found_out_by_the_first_push_and_traced():
+    load = ModelLoad(MiddleDiffers())
+    for is_concluded in (True, False, False):
+        values = tensors()
+        load.begin(whole_buckets(values, 3))
+        assert load.plan is not None and load.plan.trace.is_concluded == is_concluded
+        assert push(load, values) == []
+        assert_holds(load.model, values)
+    assert load.plan.stock == {}
+
+
 class MiddleHasOthers(Layered):
     """A layer that is not traced has the first half of the experts."""
 

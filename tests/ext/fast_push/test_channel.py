@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from slime.ext.fast_push import channel
 from slime.ext.fast_push.channel import WeightChannel
 from slime.utils.errors import WeightSyncError
 from slime.utils.net import find_available_port
@@ -64,3 +65,19 @@ def test_a_member_that_does_not_come_ends_the_joining_of_the_others_at_the_deadl
     errors = members(lambda rank, port: join(rank, port, timeout_s=1.0), missing=(2,))
     assert "only 2 members came" in str(errors[0])
     assert "--weight-update-timeout-s" in str(errors[1])
+
+
+def test_a_member_does_not_wait_for_the_store_of_a_trainer_that_is_gone(monkeypatch) -> None:
+    monkeypatch.setattr(channel, "STORE_TIMEOUT_S", 0.5)
+    errors = members(lambda rank, port: join(rank, port, timeout_s=10_000.0), missing=(0, 2))
+    assert "rank 1 of 3 could not join the weight group" in str(errors[1])
+
+
+def test_the_trainer_can_call_the_joining_off() -> None:
+    def work(rank: int, port: int) -> object:
+        cancelled = threading.Event()
+        threading.Timer(0.2, cancelled.set).start()
+        return join(rank, port, **({"is_cancelled": cancelled.is_set} if rank == 0 else {}))
+
+    errors = members(work, missing=(1,))
+    assert all("abandoned the weight group before all had joined" in str(error) for error in errors.values())

@@ -61,6 +61,22 @@ def test_who_broke_a_group_is_found_when_all_leave_it(
     assert all("while broadcasting bucket 3" in reason for reason in participants.reasons.values())
 
 
+def test_an_excluded_engine_is_not_asked_to_leave_when_the_others_form_a_group_without_it(monkeypatch) -> None:
+    """The answer of one that hung at the pause once took half of the time that was left, a second time."""
+    left, asked = threading.Event(), []
+
+    class Channel:
+        leave = left.set
+
+    monkeypatch.setattr(Engine, "leave_weight_group", lambda self, name: asked.append(self.index) or self.leaves)
+    group, engines = WeightGroup("slime"), [Engine(0), Engine(1)]
+    group.members, group._channel = engines, Channel()
+    participants = Participants(engines, CLOCK)
+    participants.exclude(1, "no answer (while pausing)")
+    group.form([], participants)
+    assert left.is_set() and asked == [0]
+
+
 def test_an_engine_that_cannot_join_ends_the_push_though_the_trainer_still_joins(monkeypatch) -> None:
     """NCCL's hand-shake cannot be ended from outside: rank 0 once stayed in it until the deadline of the push."""
     may_join, left = threading.Event(), threading.Event()
@@ -83,3 +99,22 @@ def test_an_engine_that_cannot_join_ends_the_push_though_the_trainer_still_joins
     assert not left.is_set()
     may_join.set()
     assert left.wait(10), "the group that came late is kept"
+
+
+def test_a_group_that_the_trainer_joins_too_late_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, left = threading.Event(), threading.Event()
+
+    class Late:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            gate.wait(30)
+
+        def leave(self) -> None:
+            left.set()
+
+    monkeypatch.setattr(distributed, "WeightChannel", Late)
+    engines = [Engine(0)]
+    with pytest.raises(WeightSyncError, match="though all 1 engines did: it took more than"):
+        WeightGroup("slime").form(engines, Participants(engines, PushClock(0.2)))
+    assert not left.is_set()
+    gate.set()
+    assert left.wait(30)

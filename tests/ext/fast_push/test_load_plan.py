@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from slime.ext.fast_push.kernels.tables import CopyTable
 from slime.ext.fast_push.load_plan import LoadPlan, unread_parameters
+from slime.ext.fast_push.load_trace import trace_load
 from slime.weights.manifest import Manifest, TensorEntry
-from tests.ext.fast_push.toy_models import Computing, Fused, parameter
+from tests.ext.fast_push.toy_models import Computing, Fused, Joined, parameter
 from tests.loaded_model.buckets import cut_buckets, fill, whole_buckets
 
 
@@ -100,6 +101,16 @@ def test_a_wrong_shape_is_refused_in_the_loaders_words():
     assert problems[1].startswith("o [7, 8] does not fit the engine's model: RuntimeError: The size of tensor a (6)")
 
 
+def test_elements_that_two_tensors_write_are_reported():
+    class Twice(Fused):
+        def load(self, name, tensor):
+            super().load("q" if name == "q2" else name, tensor)
+
+    tensors = Fused.tensors() | {"q2": torch.zeros(8, 6)}
+    (problem,) = LoadPlan(Twice(), whole_buckets(tensors)).problems
+    assert problem == "qkv: 24 of 48 elements are written more than once, by k, q, q2, v"
+
+
 def test_what_is_computed_or_read_is_left_to_the_model():
     tensors = {"decay": torch.rand(4), "scale": torch.rand(1), "plain": torch.rand(4)}
     plan = LoadPlan(Computing(), whole_buckets(tensors))
@@ -176,3 +187,20 @@ def test_a_loader_that_replaces_a_parameters_memory_does_so_itself():
     plan = LoadPlan(model, whole_buckets({"w": torch.rand(4, 6)}))
     assert plan.stock.keys() == {"w"} and plan.unwritten == {}
     assert model.w.device.type == "cpu"
+
+
+def test_a_failure_costs_no_other_tensor():
+    class Picky(Joined):
+        def load_weights(self, weights):
+            def checked():
+                for name, tensor in weights:
+                    assert not name.startswith("bad"), name
+                    yield name, tensor
+
+            super().load_weights(checked())
+
+    names = ["bad1", "q_a", "bad2", "kv_a", "bad3"]
+    tensors = {name: torch.rand(3 if name == "kv_a" else 2, 4) for name in names}
+    trace = trace_load(Picky(), whole_buckets(tensors).tensors)
+    assert trace.failures.keys() == {"bad1", "bad2", "bad3"}
+    assert {write.name for write in trace.writes} == {"q_a", "kv_a"}

@@ -59,6 +59,16 @@ def test_the_first_push_goes_through_the_models_loader_and_later_ones_do_not():
     assert loads == [3, 3, 3], "a trace, and one for each bucket of the first push"
 
 
+def test_parameters_that_have_moved_are_found_again():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    old = model.qkv.data
+    model.qkv.data = torch.zeros_like(old)
+    assert push(load, whole_buckets(tensors), tensors) == []
+    assert_holds(model, Fused, tensors)
+
+
 def test_a_model_that_loads_otherwise_with_real_tensors_is_believed():
     """A loader that looks at the device it gets deceives the trace; the proof of the first push notices."""
 
@@ -200,6 +210,15 @@ def test_a_tensor_that_is_loaded_with_another_comes_though_nothing_of_it_is_kept
         assert torch.equal(load.model.a, tensors["gate"])
 
 
+def test_padding_is_filled_again():
+    model, tensors = Fused(), Fused.tensors()
+    load = ModelLoad(model)
+    push(load, whole_buckets(tensors), tensors)
+    model.embed.data.fill_(torch.nan)
+    push(load, whole_buckets(tensors), tensors)
+    assert_holds(model, Fused, tensors)
+
+
 def test_bytes_that_do_not_stay_are_a_problem(monkeypatch):
     model, tensors = Fused(), Fused.tensors()
     load = ModelLoad(model)
@@ -224,6 +243,16 @@ def test_an_incomplete_push_is_no_proof():
     num_loads = model.num_loads
     push(load, manifest, tensors)
     assert model.num_loads == num_loads + 2
+
+
+def test_pieces_that_never_become_whole_are_a_problem():
+    tensors = {"decay": torch.rand(4, 1), "scale": torch.rand(1), "plain": torch.rand(4)}
+    load, manifest = ModelLoad(Computing()), cut_buckets(tensors, 2)
+    load.model.decay = parameter(4, 1)
+    load.begin(manifest)
+    load.load(0, fill(manifest, tensors)[0])
+    load.finish()
+    assert load.problems == ["decay did not come, or not all that belongs to it"]
 
 
 def test_too_much_to_hold_goes_through_the_plan(monkeypatch):

@@ -70,6 +70,23 @@ def test_a_changed_element_is_blamed_on_its_tensor_and_the_model_keeps_its_own(d
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_nan_equals_itself_and_minus_zero_is_not_zero():
+    model = Fused(torch.float32)
+    model.norm.data[0], model.norm.data[1] = float("nan"), 0.0
+    assert differing_names(model, [("norm", model.norm.detach().clone())]) == []
+    sent = model.norm.detach().clone()
+    sent[1] = -0.0
+    assert len(differing_names(model, [("norm", sent)])) == 1
+
+
+def test_a_tensor_that_the_model_cannot_load_is_reported_and_changes_nothing():
+    model = Fused(torch.float32)
+    before = model.gate_up.detach().clone()
+    (problem,) = differing_names(model, [("gate", torch.zeros(5, 5))])
+    assert "gate [5, 5]" in problem
+    assert torch.equal(model.gate_up, before)
+
+
 def test_poison_remains_where_nothing_was_pushed():
     model = Fused(torch.bfloat16)
     sent = held(model)

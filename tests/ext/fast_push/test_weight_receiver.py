@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import multiprocessing
 import pickle
 import sys
@@ -16,10 +17,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.ext.fast_push import incoming, weight_receiver
+from slime.ext.fast_push import engine_verbs, incoming, weight_receiver
 from slime.ext.fast_push.channel import WeightChannel
 from slime.ext.fast_push.incoming import IncomingBytes, read_bucket
 from slime.ext.fast_push.loaders import RECEIVER
+from slime.ext.fast_push.messages import PUSH_REPORT, encode
 from slime.ext.fast_push.weight_receiver import ReceivingRank, receive
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.utils.net import get_free_port
@@ -188,6 +190,15 @@ def test_a_missing_bucket_is_neither_acknowledged_nor_committed():
     assert engine.version == "default"
 
 
+def test_each_gpu_of_an_engine_begins_with_another_bucket(monkeypatch):
+    engine = InProcess(Fused())
+    engine.tp_size, engine.unfinished_push = 3, "p"
+    told = []
+    monkeypatch.setattr(engine_verbs, "_send", lambda engine, verb, push_id, *, by_gpu: told.extend(by_gpu))
+    engine.receive_weight_buckets("p", {4: ["4a", "4b", "4c"], 5: ["5a", "5b", "5c"]})
+    assert [gpu["payload"] for gpu in told] == [[(4, "4a"), (5, "5a")], [(5, "5b"), (4, "4b")], [(4, "4c"), (5, "5c")]]
+
+
 @pytest.mark.parametrize("verb", ["receive_weight_buckets", "acknowledge_weight_update", "commit_weight_update"])
 def test_another_push_is_refused_by_name(verb):
     engine = InProcess(Fused())
@@ -198,6 +209,46 @@ def test_another_push_is_refused_by_name(verb):
     engine.begin_weight_update(manifest.id, "a", manifest.to_json())
     with pytest.raises(WeightSyncError, match="engine 0 is asked about push b; last begun: a"):
         getattr(engine, verb)("b", *arguments.get(verb, ()))
+
+
+def test_a_stray_message_of_another_push_is_refused_and_harms_nothing():
+    engine = InProcess(Fused())
+    tensors, manifest, flats = made()
+    engine.begin_weight_update(manifest.id, "a", manifest.to_json())
+    message = {"verb": "receive_weight_bucket", "push_id": "b", "id": "1", "bucket_index": 0, "group_name": None}
+    receive(engine.models[0], pickle.loads(base64.b64decode(encode(message))))
+    (report,) = engine.models[0].get_weights_by_name(PUSH_REPORT)
+    assert json.loads(report)["problems"] == ["receive_weight_bucket: push b is not the one that was begun last, a"]
+    assert engine.push(manifest, flats, "a")["problems"] == []
+    assert_holds(engine.models[0], tensors)
+
+
+def test_a_buffer_of_the_wrong_size_is_a_problem():
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    answer = engine.push(manifest, [flats[0], flats[1][:16]], "p")
+    assert answer["buckets"][1] == ""
+    assert "its buffer is [16] of torch.uint8" in answer["problems"][0]
+
+
+def test_the_ack_is_void_when_a_bucket_comes_after_it():
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    engine.push(manifest, flats, "p")
+    engine.receive_weight_buckets("p", {0: [handle_of(flats[0])]})
+    with pytest.raises(WeightSyncError, match="will not serve push p"):
+        engine.commit_weight_update("p", "7")
+
+
+def test_an_engine_must_not_serve_from_begin_to_commit():
+    engine = InProcess(Fused())
+    _, manifest, flats = made()
+    engine.refuse_unfinished_push()
+    engine.push(manifest, flats, "p")
+    with pytest.raises(WeightSyncError, match="engine 0 holds the unfinished push p and must not serve"):
+        engine.refuse_unfinished_push()
+    engine.commit_weight_update("p", "7")
+    engine.refuse_unfinished_push()
 
 
 class Draft(torch.nn.Module):
@@ -225,6 +276,16 @@ def test_a_draft_model_takes_its_part_and_the_target_the_rest(at_once):
         assert answer == {"push_id": f"p{number}", "buckets": digests(manifest, flats), "problems": []}
         assert torch.equal(draft.other.data, tensors["other.layer"])
         assert_holds(target, tensors)
+
+
+def test_a_draft_models_own_missing_tensor_is_named():
+    target = Fused()
+    tensors, _, _ = made()
+    del tensors["other.layer"]
+    with pytest.raises(WeightSyncError, match="other: no tensor of the push fills 3 of 3 elements"):
+        InProcess(Draft(target), target).begin_weight_update(
+            whole_buckets(tensors).id, "p", whole_buckets(tensors).to_json()
+        )
 
 
 def test_buckets_arrive_over_a_group(monkeypatch):
@@ -318,6 +379,35 @@ def test_an_engine_that_lost_a_constant_bucket_says_so_and_serves_nothing_withou
     assert_holds(engine.models[0], tensors)
     engine.push(manifest, flats, "p3", order=[0])
     assert engine.held == ["", digests(manifest, flats)[1]]
+
+
+def test_a_constant_bucket_whose_memory_another_tensor_shares_is_never_held():
+    engine = InProcess(Fused())
+    tensors, _, _ = made()
+    parts = [[n for n in tensors if n != "q"], ["q"]]
+    manifest = manifest_of(tensors, [[(n, TensorSlice.whole(tensors[n].shape)) for n in part] for part in parts])
+    trained, constant = manifest.buckets
+    manifest = replace(manifest, buckets=(trained, replace(constant, is_constant=True)))
+    for push_id in ("p0", "p1"):
+        assert engine.push(manifest, fill(manifest, tensors), push_id)["problems"] == []
+        assert engine.held == ["", ""]
+
+
+def test_a_constant_bucket_is_held_by_all_ranks_of_an_engine_or_by_none(monkeypatch):
+    engine, second_lacks_it = InProcess(Fused()), [False]
+    _, manifest, flats = with_constant_embedding()
+
+    def two_ranks(own):
+        one = own | {"taken": own["taken"] and [b"\1" * len(mask) for mask in own["taken"]]}
+        return [one, one | {"holds_constants": own["holds_constants"] and not second_lacks_it[0]}]
+
+    monkeypatch.setattr(weight_receiver, "gather_over_ranks", two_ranks)
+    engine.push(manifest, flats, "p0")
+    engine.push(manifest, flats, "p1", order=[0])
+    assert engine.held == ["", digests(manifest, flats)[1]]
+    second_lacks_it[0] = True
+    engine.push(manifest, flats, "p2")
+    assert engine.held == ["", ""]
 
 
 @pytest.mark.parametrize("answer", [None, [], ["{"], ["[]"], ["3"], ['{"push_id": "p", "buckets": []}']])

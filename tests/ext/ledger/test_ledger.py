@@ -107,6 +107,33 @@ def test_a_rollout_is_taken_over_whole_and_the_next_one_where_it_stopped(tmp_pat
     assert process.generated == [4, 4], "group 2 was continued and 3 answered before the crash"
 
 
+def test_a_response_that_grew_in_place_after_its_issue_is_recovered_whole(tmp_path):
+    died_in_rollout_1(tmp_path)
+    process = Process(tmp_path)
+    process.ledger.make_samples(0, lambda: pytest.fail("rollout 0 was complete"))
+    [continued] = process.source.get_samples(1)
+    assert continued[0].group_index == 2
+    for sample in continued:
+        assert sample.tokens == [7, 8, 7, 8] and sample.loss_mask == [1, 1, 1, 1]
+        assert sample.rollout_log_probs == [-0.5, -0.25] * 2 and sample.response == "abab"
+
+
+def test_a_crash_after_a_crash_loses_nothing_either(tmp_path):
+    died_in_rollout_1(tmp_path)
+    second = Process(tmp_path)
+    assert second.rollout(0) == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        second.rollout(1, stop_after=1)
+    second.die()
+    third = Process(tmp_path)
+    assert third.rollout(0) == [0, 1] and third.rollout(1) == [2, 3]
+    assert third.generated == [4, 4]
+    third.save(1)
+    third.die()
+    fourth = Process(tmp_path, start=2)
+    assert fourth.rollout(2) == [4, 5] and set(fourth.generated) == {4, 5, 6}
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -197,6 +224,17 @@ def test_a_save_made_while_the_next_rollout_runs_keeps_what_that_one_recovered(t
     assert again.generated == [4, 4]
 
 
+def test_a_background_save_that_is_not_on_disk_yet_drops_nothing(tmp_path):
+    process = Process(tmp_path)
+    process.rollout(0)
+    process.ledger.save(0)
+    process.ledger.published(0)
+    assert (tmp_path / "ledger/segment-00000000.led").exists()
+    (tmp_path / TRACKER).write_text("0")
+    process.ledger.published(1)
+    assert not (tmp_path / "ledger/segment-00000000.led").exists()
+
+
 def test_a_damaged_sample_is_generated_again(tmp_path, caplog):
     died_in_rollout_1(tmp_path)
     for path in segment_files(tmp_path / "ledger"):
@@ -279,6 +317,17 @@ def test_a_run_goes_on_in_another_folder_with_what_was_in_flight(tmp_path, move)
     assert sorted(groups_of(Process(tmp_path / "b", start=1), 4)) == [2, 3, 4, 5]
 
 
+def test_a_moved_run_uses_what_its_ledger_recorded_after_the_checkpoint(tmp_path):
+    process = Process(tmp_path / "a")
+    process.rollout(0)
+    process.save(0)
+    process.rollout(1)
+    process.die()
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    moved = Process(tmp_path / "b", start=1)
+    assert moved.rollout(1) == [2, 3] and moved.generated == []
+
+
 def test_groups_in_flight_are_given_again_when_the_ledger_is_another_or_gone(tmp_path, caplog):
     in_flight_after_a_checkpoint(tmp_path / "a")
     Process(tmp_path / "b").rollout(0)
@@ -340,3 +389,20 @@ def test_what_was_not_graded_is_asked_for_again_after_a_restart(tmp_path):
     for sample in group:
         assert (sample.reward, sample.metadata, sample.remove_sample) == (None, {}, False)
         assert sample.status is Sample.Status.COMPLETED and sample.tokens == [7, 8]
+
+
+def test_a_reward_that_the_grader_could_not_give_is_taken_away_after_a_checkpoint_too(tmp_path):
+    process = Process(tmp_path)
+    process.rollout(0)
+    could_not_grade(process, process.source.get_samples(3)[1])
+    process.die()
+    process = Process(tmp_path)
+    process.rollout(0)
+    process.ledger.make_samples(1, lambda: RolloutFnTrainOutput([]))
+    assert [group[0].reward for group in process.source.get_samples(3)] == [None] * 3
+    process.save(1)  # these groups are not graded yet
+    process.die()
+    process = Process(tmp_path, start=2)
+    process.ledger.make_samples(2, lambda: RolloutFnTrainOutput([]))
+    groups = {group[0].group_index: group for group in process.source.get_samples(3)}
+    assert [(s.tokens, s.reward, s.metadata) for s in groups[3]] == [([7, 8], None, {})] * 2

@@ -103,6 +103,16 @@ def test_an_object_of_a_class_is_left_out_with_a_line(caplog):
     assert "Sample.client" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "odd", [{"loss_mask": [0.5, 1]}, {"tokens": [2**40]}, {"response": "\ud800"}, {"label": 2**80}]
+)
+def test_values_that_do_not_fit_their_packing_come_back_too(odd):
+    sample = fresh()
+    sample.response_length = 2
+    sample.__dict__.update(odd)
+    assert Round(fresh()).write(sample).to_dict() == sample.to_dict()
+
+
 def test_a_fan_out_keeps_its_nesting_and_stripped_heads_have_no_bytes():
     first, second, third = (answered(fresh(), [k]) for k in range(3))
     described, chunks = EntryEncoder().encode("key", snapshot([first, [second, third]]), None)

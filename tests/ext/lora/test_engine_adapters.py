@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import pickle
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from threading import Event, Timer
 from typing import Any
 
 import pytest
 import torch
 
+from slime.backends.sglang_utils.server_control import NoAnswer, Refused
 from slime.ext.lora import engine_adapters
 from slime.ext.lora.engine_adapters import (
     IN_ONE_BUFFER,
@@ -52,6 +54,15 @@ class Wire:
         pass
 
 
+class OnCard(torch.Tensor):
+    """A tensor that says that it is not on the host, and is."""
+
+    is_cpu = False
+
+    def cpu(self, *_: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
 @pytest.fixture(autouse=True)
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, Shapes]]:
     """What handles were made of, in turn."""
@@ -90,6 +101,14 @@ def test_engines_of_rank_0s_host_get_a_handle_and_others_the_values(
     assert torch.multiprocessing.get_sharing_strategy() == strategy
 
 
+def test_an_engine_that_reaches_beyond_rank_0s_host_gets_the_values() -> None:
+    """Its GPUs of another host cannot open memory of this one."""
+    within, across = Engine(0, 4), Engine(1, 4)
+    within.num_gpus, across.num_gpus = 4, 8
+    push(within, across)
+    assert within.loaded[3] is True and across.loaded[3] is False
+
+
 def test_an_engine_that_refuses_is_excluded_and_the_last_one_ends_the_push() -> None:
     good, bad = Engine(0, 0), Engine(1, 1, error=EngineError("rank 64 is above 32"))
     assert [(one.index, one.reason) for one in push(good, bad).excluded] == [
@@ -97,6 +116,21 @@ def test_an_engine_that_refuses_is_excluded_and_the_last_one_ends_the_push() -> 
     ]
     with pytest.raises(WeightSyncError, match="no engine took weight version 7 .*rank 64 is above 32"):
         push(bad)
+
+
+def test_an_engine_that_has_rank_0s_gpu_alone_gets_a_handle_to_memory_of_it() -> None:
+    alone, beside, wider = Engine(0, 0), Engine(1, 1), Engine(2, 0)
+    wider.num_gpus = 2
+    push(alone, beside, wider, tensors={name: tensor.as_subclass(OnCard) for name, tensor in TENSORS.items()})
+    assert [engine.loaded[2].split()[-1] for engine in (alone, beside, wider)] == ["card", "host", "host"]
+    assert alone.loaded[3] is True
+
+
+def test_engines_get_the_pushed_dtype(handles: list[tuple[torch.Tensor, Shapes]]) -> None:
+    report = push(Engine(0, 0), dtype=torch.bfloat16)
+    sent = named_parts(*handles[0])
+    assert all(sent[name].equal(TENSORS[name].bfloat16()) for name in TENSORS)
+    assert report.num_bytes == 28
 
 
 @pytest.fixture
@@ -140,6 +174,17 @@ def test_a_push_does_not_wait_for_an_old_adapters_requests_and_the_next_one_does
     load_adapter(engine, "3", {}, "tensors", False)
     asked = asked_of_adapters(engine)
     assert asked.index(("unload_lora_adapter", "slime-1")) < asked.index(("load_lora_adapter_from_tensors", "slime-3"))
+
+
+@pytest.mark.parametrize("error", [NoAnswer("not within 60 s"), Refused("no such adapter", 400)])
+def test_an_old_adapter_that_does_not_go_in_time_leaves_the_wait_to_sglang_and_other_errors_are_raised(engine, error):
+    load_adapter(engine, "1", {}, "tensors", False)
+    served_adapters(engine).unloading = Future()
+    served_adapters(engine).unloading.set_exception(error)
+    with nullcontext() if isinstance(error, NoAnswer) else pytest.raises(Refused, match="no such adapter"):
+        load_adapter(engine, "2", {}, "tensors", False)
+    load_adapter(engine, "2", {}, "tensors", False)  # as a resend does
+    assert [name for _, name in asked_of_adapters(engine)] == ["slime-1", "slime-2", "slime-1"]
 
 
 def test_a_server_that_was_started_again_gets_the_adapter_again(engine: Any) -> None:

@@ -18,7 +18,7 @@ from slime.ext.plan.engines import (
     kv_bytes_per_token,
     quantized_bytes,
 )
-from slime.ext.plan.layout import ParallelSizes, rank_places
+from slime.ext.plan.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
 from slime.ext.plan.plan import PlanOptions, find_card
 from slime.ext.plan.traffic import step_work
 from slime.train_data.model_dims import ModelDims
@@ -119,6 +119,15 @@ def test_ranks_are_numbered_tensor_context_data_pipeline_and_for_experts_apart()
     assert (last_of_first_stage.tensor, last_of_first_stage.context, last_of_first_stage.data) == (1, 1, 1)
     assert (last_of_first_stage.expert, last_of_first_stage.expert_data, last_of_first_stage.pipeline) == (3, 1, 0)
     assert (places[8].pipeline, places[8].node, places[8].gpu) == (1, 1, 0)
+
+
+def test_layouts_are_expanded_as_megatron_writes_them():
+    assert expand_layout("Et*3|(tt|)*2t*2L") == "Ettt|tt|tt|ttL"
+    assert expand_layout("E,t|t,L") == "Et|tL"
+    split = PipelineSplit(num_layers=9, stages=2, virtual=2, layout="Et*3|(tt|)*2t*2L")
+    chunks = stage_chunks(split)
+    assert [[list(chunk.layers) for chunk in stage] for stage in chunks] == [[[0, 1, 2], [5, 6]], [[3, 4], [7, 8]]]
+    assert chunks[0][0].has_embedding and chunks[1][1].has_head
 
 
 def latent(**changes: Any) -> ModelDims:

@@ -184,6 +184,16 @@ def test_a_keeper_on_another_node_serves_where_the_first_one_is_damaged(ranks):
         ask(ranks[1].fetch_copy.remote(1, 4, keepers, 60.0))
 
 
+def test_a_dead_keeper_means_the_checkpoint(ranks, copies, caplog):
+    train(copies, ranks, 0)
+    copies.finish_before(1)
+    (keeper,) = copies._keepers.values()
+    ray.kill(keeper)
+    anew(ranks)
+    assert copies.fetch(ranks) is None
+    assert "goes on from its last checkpoint" in caplog.text
+
+
 def test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy(ranks, copies, caplog):
     train(copies, ranks, 0)
     copies.finish_before(1)

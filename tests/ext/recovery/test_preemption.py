@@ -7,11 +7,12 @@ from argparse import Namespace
 from contextlib import nullcontext
 
 import pytest
+from ray.exceptions import RayActorError
 
 from slime.ext.recovery import job as recovering_job
 from slime.ext.recovery.job import RecoveringJob
 from slime.ext.recovery.preemption import Preemption
-from slime.ray import startup
+from slime.ray import startup, waiting
 from slime.ray.trainers import Trainers
 from slime.ray.waiting import Interrupted, Sigterm, react_by
 
@@ -65,6 +66,26 @@ def test_a_step_or_a_save_that_takes_longer_than_the_grace_is_left(notice, caplo
         wait_for_the_alarm()
         pytest.fail("the alarm did not interrupt the step")
     assert "--preemption-grace-s 0.05 was too short for the save" in caplog.text
+
+
+def test_sigterm_that_a_process_of_the_job_got_too_is_not_taken_for_its_death(notice, monkeypatch):
+    class Ref:
+        """Of a call."""
+
+    rollout, sentinel = Ref(), Ref()
+
+    def wait(refs: list[Ref], num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
+        signal.raise_signal(signal.SIGTERM)
+        return [sentinel], [rollout]
+
+    def get(ref: Ref, timeout: float) -> None:
+        raise RayActorError
+
+    monkeypatch.setattr(waiting, "ray", Namespace(ObjectRef=Ref, wait=wait, get=get))
+    react_by(notice)
+    monkeypatch.setitem(waiting._sentinels, sentinel, "the rollout manager")
+    with pytest.raises(Interrupted):
+        waiting.wait_for(rollout, what="the rollout", timeout_s=10)
 
 
 class Trainer:

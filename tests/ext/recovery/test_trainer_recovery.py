@@ -11,6 +11,7 @@ from slime.ext.recovery import trainer_recovery
 from slime.ext.recovery.preemption import Preemption
 from slime.ext.recovery.trainer_recovery import TrainerRecovery
 from slime.ray import waiting
+from slime.ray.waiting import Interrupted
 from slime.utils.errors import EngineDiedError, HangError, StepError
 
 
@@ -161,6 +162,16 @@ def test_a_critic_and_its_actor_go_back_together(trainer, monkeypatch):
     assert taken == [0, 0, 1, 2, 3, 3, 4] and trainer.num_starts == critic.num_starts == 3
 
 
+def test_a_rollback_does_not_go_on_from_copies_in_memory(trainer):
+    job = recovery(trainer, trainer_recovery="memory", on_nan=["rollback", "1"])
+    trainer.copy_every = 1
+    job.train(0, 7)  # type: ignore[arg-type]
+    save(job, trainer, 0)
+    job.train(1, 8)  # type: ignore[arg-type]
+    job.train(2, "NaN")  # type: ignore[arg-type]
+    assert trainer.weights == [7]
+
+
 def test_a_wait_for_engines_on_the_same_gpus_goes_on_without_a_trainer(trainer):
     job, states = recovery(trainer, offload_rollout=True), []
 
@@ -216,6 +227,17 @@ def test_ranks_that_are_told_to_leave_save_first_and_start_elsewhere_without_a_s
     assert trainer_weights == [0, 10] and trainer.weights == [0, 10, 20] and told == [1]
     assert trainer.num_starts == 2 and trainer.gpus == "others" and avoided == [([0], 30.0)]
     assert taken == ([0, 1, 0, 1, 2] if dies_over_the_save else [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "flags", [{"trainer_recovery": "off"}, {"preemption_grace_s": 0.0}, {"offload_rollout": True}], ids=str
+)
+def test_a_rank_that_cannot_be_let_go_has_the_job_leave(trainer, notice, flags):
+    job = recovery(trainer, notice, **{"preemption_grace_s": 30.0} | flags)
+    notice.lets_go = job.can_let_go
+    notice.reached("actor rank 0")
+    with pytest.raises(Interrupted):
+        notice.check()
 
 
 def test_deaths_beyond_the_bound_end_the_run_and_tell_of_the_earlier_ones(trainer):
@@ -279,3 +301,14 @@ def test_a_rollback_leaves_the_rollout_out_and_what_came_after_the_checkpoint(tr
     trainer.is_dead = True
     job.train(6, 6)  # type: ignore[arg-type]
     assert trainer.weights == [*kept, 6]
+
+
+def test_rollbacks_count_as_recoveries_and_without_them_the_number_ends_the_run(trainer):
+    with pytest.raises(StepError, match="the loss is nan on rank 0"):
+        recovery(trainer).train(0, "NaN")  # type: ignore[arg-type]
+    assert trainer.num_starts == 1
+    job = recovery(trainer, on_nan=["rollback", "1"], max_recoveries=1)
+    job.train(0, "NaN")  # type: ignore[arg-type]
+    with pytest.raises(StepError, match="rollout 1") as raised:
+        job.train(1, "NaN")  # type: ignore[arg-type]
+    assert "earlier within the hour (--max-recoveries 1): rollout 0" in raised.value.__notes__[0]

@@ -10,7 +10,7 @@ from slime.algorithms.advantages.distillation import add_distillation
 from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.discounted import discounted_suffix_sums
 from slime.algorithms.gae import generalised_advantages
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DataError
 
 
 def compute(name, config=None, **inputs):
@@ -137,6 +137,17 @@ def test_whitening_counts_trained_tokens_only_and_moves_all():
     # mean 2, unbiased variance 2
     whitened = whiten(values, masks)
     assert floats(whitened) == [[-1 / math.sqrt(2), 2 / math.sqrt(2)], [1 / math.sqrt(2)]]
+
+
+def test_whitening_survives_a_variance_small_against_the_mean():
+    values = [torch.tensor([1000.0, 1000.5, 1001.0])]
+    torch.testing.assert_close(whiten(values, [torch.ones(3)])[0], torch.tensor([-1.0, 0.0, 1.0]))
+
+
+def test_one_trained_token_is_whitened_to_zero_and_none_is_refused():
+    assert whiten([torch.tensor([5.0])], [torch.ones(1)])[0].tolist() == [0.0]
+    with pytest.raises(DataError, match="--normalize-advantages"):
+        whiten([torch.tensor([5.0])], [torch.zeros(1)])
 
 
 def test_old_path_has_the_old_signatures():

@@ -22,7 +22,16 @@ def test_one_for_a_perfect_critic_zero_for_a_constant_one_less_for_a_wrong_one()
     assert measure([[3.0, 2.0], [1.0, 0.0]], returns) == pytest.approx(-3)
 
 
+def test_an_offset_costs_nothing_and_masked_tokens_do_not_count():
+    assert measure([[10.0, 11.0, 0.0]], [[0.0, 1.0, 99.0]], [[1, 1, 0]]) == pytest.approx(1)
+
+
 def test_ranks_add_up():
     parts = [([0.0, 0.5], [0.0, 1.0]), ([1.0, 1.5], [2.0, 3.0])]
     sums = [explained_variance_sums([torch.tensor(v)], [torch.tensor(r)], [torch.ones(2)]) for v, r in parts]
     assert explained_variance(sums[0] + sums[1]) == pytest.approx(0.75)
+
+
+def test_nothing_to_explain_is_zero():
+    assert measure([[1.0, 2.0]], [[1.0, 1.0]]) == 0
+    assert measure([[1.0]], [[1.0]], [[0]]) == 0

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import subprocess
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 from ray.exceptions import RpcError
 
-from slime.ray import cluster
-from slime.ray.cluster import ANSWER_TIMEOUT_S, CHECK_EVERY_S, SILENT_S, RayServers, own_cluster
-from slime.utils import env
+from slime.ray import cluster, utils
+from slime.ray.cluster import ANSWER_TIMEOUT_S, CHECK_EVERY_S, SILENT_S, RayServers, leave_ray, own_cluster
+from slime.utils import env, net
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.files import remove_ray_folder
 
@@ -75,6 +76,23 @@ def test_a_private_cluster_and_its_token_are_in_a_folder_of_this_user_alone_whic
         env.unset("RAY_AUTH_TOKEN_PATH")
 
 
+def test_collectives_of_one_node_are_on_loopback_and_those_of_several_are_not(monkeypatch):
+    for name in ("SLIME_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SLIME_PREFER_IPV6"):
+        monkeypatch.delenv(name, raising=False)
+    nodes = [{"Alive": True}, {"Alive": False}]
+    monkeypatch.setattr(utils, "ray", Namespace(is_initialized=lambda: True, nodes=lambda: nodes))
+    assert utils.one_node_environment() == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert utils.one_node_environment()["NCCL_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert net.collective_address() == "127.0.0.1"
+    nodes.append({"Alive": True})
+    assert utils.one_node_environment() == {}
+    del nodes[1:]
+    monkeypatch.setenv("SLIME_HOST_IP", "10.0.0.1")
+    assert utils.one_node_environment() == {}
+
+
 class StartedByHand:
     """What ``ray start`` leaves on a machine: a file with the address, a session folder, a raylet, and a listener."""
 
@@ -114,6 +132,14 @@ def by_hand(tmp_path, monkeypatch, processes) -> Iterator[StartedByHand]:
         yield made
 
 
+def test_the_cluster_that_this_user_started_is_found(by_hand, caplog):
+    assert own_cluster() == by_hand.address
+    by_hand.file.unlink()
+    assert own_cluster() is None
+    by_hand.file.write_text("127.0.0.1:1")  # of a cluster that has ended
+    assert own_cluster() is None and caplog.text == ""
+
+
 def replace_by_a_link(path: Path) -> None:
     path.rename(path.with_name("other"))
     path.symlink_to(path.with_name("other"))
@@ -136,6 +162,14 @@ def test_files_that_another_user_may_have_put_there_are_not_followed(
     change({"session": by_hand.session, "sockets": by_hand.session / "sockets"}[what])
     assert own_cluster() is None
     assert message in caplog.text and "give its address by RAY_ADDRESS" in caplog.text
+
+
+@AS_ROOT
+def test_a_cluster_of_another_user_is_not_joined(tmp_path, monkeypatch, processes, caplog):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    found = StartedByHand(tmp_path, 1)
+    processes.append(found.start_raylet(user=STRANGER))
+    assert own_cluster() is None and caplog.text == ""  # as where no cluster is
 
 
 SCRIPT, WORKER = 0, 1
@@ -199,3 +233,19 @@ def test_a_gcs_may_be_silent_for_some_time_and_not_longer(fake_ray: FakeRay) -> 
             servers.check()
     fake_ray.answer = [True]
     servers.check()
+
+
+def test_a_node_that_the_gcs_counts_as_dead_is_named(fake_ray: FakeRay) -> None:
+    fake_ray.answer = [False]
+    with pytest.raises(ProcessError, match="counts this node, the driver's, as dead: its raylet"):
+        RayServers().check()
+
+
+def test_processes_that_hang_are_killed_when_the_driver_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = threading.Event()
+    node = Namespace(kill_all_processes=lambda **_: killed.set())
+    worker = Namespace(_global_node=node)
+    monkeypatch.setattr(cluster, "LEAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(cluster, "ray", Namespace(_private=Namespace(worker=worker), shutdown=lambda: killed.wait(60)))
+    leave_ray()
+    assert killed.is_set()

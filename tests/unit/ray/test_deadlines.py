@@ -6,16 +6,18 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from slime.ray import cluster, train_actor
+from slime.backends.sglang_utils.router_process import RouterHandle
+from slime.ray import cluster, gpus, train_actor
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines import fleet, models
 from slime.ray.train_loop import Generation, TrainJob
-from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError
+from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, EngineError
 
 FLAGS = Namespace(
     save=None,
@@ -97,6 +99,20 @@ def test_a_wait_has_the_deadline_of_its_row(monkeypatch, module, call, deadline_
     assert given[0] == pytest.approx(deadline_s, abs=1)
 
 
+def test_the_tasks_that_tell_the_place_of_each_gpu_have_five_minutes(monkeypatch):
+    task = Namespace(options=lambda **_: Namespace(remote=lambda: "ref"))
+    monkeypatch.setattr(gpus.ray, "remote", lambda **_: lambda function: task)
+    monkeypatch.setattr(gpus, "PlacementGroupSchedulingStrategy", lambda *args, **kwargs: None)
+
+    def wait_for(refs: Any, *, what: str, timeout_s: float) -> Any:
+        assert timeout_s == 300 and refs == ["ref", "ref"]
+        raise DeadlineError(what)
+
+    monkeypatch.setattr(gpus, "wait_for", wait_for)
+    with pytest.raises(DeadlineError, match="addresses of the GPUs"):
+        gpus.bundle_identities(None, range(2))  # type: ignore[arg-type]
+
+
 def test_a_cluster_that_does_not_let_the_driver_in_is_an_error_that_names_the_variable(monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 0.1)
@@ -146,6 +162,25 @@ def test_a_rollout_function_that_does_not_return_ends_the_run_at_its_deadline(mo
     release.set()
 
 
+def test_a_rollout_that_ends_in_the_moment_when_it_is_looked_for_counts(monkeypatch):
+    class EndsNow(Future):
+        def result(self, timeout: float | None = None) -> Any:
+            try:
+                return super().result(0 if timeout else None)
+            except TimeoutError:
+                super().result()
+                raise
+
+    def submit(work: Callable[[], Any]) -> Future:
+        future = EndsNow()
+        threading.Timer(0.05, lambda: future.set_result(work())).start()
+        return future
+
+    executor = Namespace(submit=submit, shutdown=lambda wait: None)
+    monkeypatch.setattr(fleet, "ThreadPoolExecutor", lambda *_, **__: executor)
+    assert quiet_fleet(rollout_timeout_s=60.0).run_watched(lambda: "samples") == "samples"
+
+
 @pytest.mark.parametrize("tolerant", [False, True])
 def test_a_router_that_gives_no_sign_of_life_ends_the_run_or_is_started_again(monkeypatch, tolerant):
     made = quiet_fleet(use_fault_tolerance=tolerant)
@@ -160,3 +195,25 @@ def test_a_router_that_gives_no_sign_of_life_ends_the_run_or_is_started_again(mo
     else:
         with pytest.raises(EngineDiedError, match="the router http://router .* does not answer"):
             made.check()
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_request_that_a_dead_router_refused_ends_the_run_with_the_death(monkeypatch, is_dead):
+    monkeypatch.setattr(fleet, "ENGINE_CHECK_INTERVAL_S", 0.01)
+    made = quiet_fleet(rollout_timeout_s=60.0)
+    router = RouterHandle("router", 80, Namespace(is_alive=lambda: not is_dead))
+    made.servers = [models.RolloutServer(Namespace(name="actor"), router, [])]  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "pause_monitors", lambda: None)
+    cause = "the router http://router:80 .* has ended" if is_dead else "GET http://router/workers failed"
+    with pytest.raises(EngineDiedError if is_dead else EngineError, match=cause):
+        made.run_watched(lambda: _raise(EngineError("GET http://router/workers failed")))
+
+
+def test_the_end_waits_for_engines_no_longer_than_its_flag(monkeypatch):
+    given: list[float] = []
+    monkeypatch.setattr(fleet.ray, "wait", lambda refs, num_returns, timeout: given.append(timeout))
+    made = quiet_fleet()
+    made.groups = [Namespace(states=[], shutting_down=["ref"])]  # type: ignore[list-item]
+    began = time.monotonic()
+    made.stop()
+    assert given == [0.2] and time.monotonic() - began < 5

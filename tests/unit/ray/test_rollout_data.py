@@ -6,6 +6,7 @@ import asyncio
 from argparse import Namespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slime.flags.parse import build_parser
@@ -82,6 +83,25 @@ def test_with_a_reward_key_the_reward_is_a_dict_that_has_it(reward):
     assert train_data([sample(reward={"score": 0.5})], reward_key="score").rewards == [0.5]
 
 
+def test_a_truth_value_and_a_number_of_numpy_are_rewards():
+    samples = [sample(reward=True), sample(reward=np.float32(0.5))]
+    assert train_data(samples, rollout_batch_size=2).rewards == [1.0, 0.5]
+
+
+def too_few(args, samples):
+    return [1.0], []
+
+
+def no_lists(args, samples):
+    return None, None
+
+
+@pytest.mark.parametrize(("function", "says"), [(too_few, "0 rewards to train on for 1"), (no_lists, "NoneType raw")])
+def test_rewards_of_a_plug_in_are_as_many_as_the_samples(function, says):
+    with pytest.raises(HookError, match=f"--custom-reward-post-process-path .*{function.__name__} returned {says}"):
+        train_data([sample()], custom_reward_post_process_path=path(function))
+
+
 def nan_rewards(args, samples):
     return [1.0] * len(samples), [float("nan")] * len(samples)
 
@@ -133,12 +153,25 @@ def test_values_that_cannot_be_trained_on_name_the_sample_and_the_plug_in(fields
         assert "--custom-generate-function-path mine.generate" in str(error.value)
 
 
+def test_what_is_not_trained_may_be_anything():
+    (data,) = split([sample(tokens=[1, 2, 3], loss_mask=[0], rollout_log_probs=[float("nan")])])
+    assert data.loss_masks[0].tolist() == [0]
+
+
 @pytest.mark.parametrize(("function", "says"), [(nan_rewards, "'nan' .float"), (text_rewards, "'1.0' .str")])
 def test_rewards_of_a_plug_in_are_finite_numbers(function, says):
     with pytest.raises(
         DataError, match=f"sample 0 has the reward {says}.*--custom-reward-post-process-path .*{function.__name__}"
     ):
         split([sample()], custom_reward_post_process_path=path(function))
+
+
+def test_what_a_plug_in_raises_is_told_under_its_flag():
+    with pytest.raises(ZeroDivisionError) as error:
+        train_data([sample()], custom_reward_post_process_path=path(raises))
+    first, *frames = error.value.__notes__[0].splitlines()
+    assert first == f"--custom-reward-post-process-path {path(raises)} raised ZeroDivisionError: std of one"
+    assert "in raises" in frames[0]
 
 
 @pytest.mark.parametrize("key", [None, "score"])
@@ -156,3 +189,8 @@ def test_a_failed_grading_moves_no_advantage_of_its_group(key):
     group[0].reward = 0.0 if key is None else {key: 0.0}
     assert train_data(group, **flags).rewards == train_data(group[:3], **flags).rewards + [0.0]
     assert train_data(group[:3], **flags).graded is None
+
+
+def test_tokens_are_ids():
+    with pytest.raises(DataError, match=r"sample 0 has \['a', 'b', 'c'\] in tokens; these must be numbers"):
+        split([sample(tokens=["a", "b", "c"])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -51,6 +52,26 @@ def test_the_lock_of_a_killed_job_is_taken_over_and_said(tmp_path, other_job, ca
     assert f"a job that has ended: host {socket.gethostname()}, pid {other_job.pid}" in caplog.text
     assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     lock.release()
+
+
+def test_a_job_that_ends_leaves_the_folder_free(tmp_path, caplog):
+    folder = tmp_path / "new"
+    SaveLock(folder).release()
+    assert list(folder.iterdir()) == []
+    second = SaveLock(folder)
+    with pytest.raises(ConfigError, match=f"pid {os.getpid()}"):
+        SaveLock(folder)
+    second.release()
+    assert caplog.text == ""
+
+
+def test_a_full_disk_is_an_error_of_the_flag(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ConfigError, match=r"--save .* cannot be written \(No space left on device\); give another"):
+        SaveLock(tmp_path)
 
 
 def test_each_folder_has_a_lock_inside_another_one_too_and_a_folder_of_two_flags_has_one(tmp_path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime.compose import SINKS, TRANSFORMS
 from slime.ray import actor_group, startup
 from slime.ray.actor_group import RayTrainGroup
+from slime.ray.parts import Part
 
 
 def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +26,18 @@ def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyP
     group.begin()
     group.begin()  # as create() does
     assert started == [["actor rank 0", "actor rank 1"]] and group.actors == started[0]
+
+
+def test_a_part_of_a_broken_module_raises_the_error_of_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_package").mkdir()
+    (tmp_path / "some_package/broken.py").write_text("import not_installed\n\nclass Sink: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):
+        Part("some_package.broken:Sink").load()
+    named = [*SINKS.values(), *TRANSFORMS.values(), actor_group.MEGATRON]
+    assert all(name.count(":") == 1 for name in named)
 
 
 def test_what_may_happen_meanwhile_comes_before_the_wait_for_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,16 @@ def test_groups_are_copies_with_numbers_that_rise_through_epochs(make_args):
     assert len(source) == 5
 
 
+def test_samples_of_a_group_share_pictures_in_lists_of_their_own(make_args):
+    source = RolloutDataSource(make_args())
+    picture = object()
+    source.dataset.samples[0].multimodal_inputs = {"images": [picture], "videos": None}
+    [(first, second)] = source.get_samples(1)
+    first.multimodal_inputs["images"].append("another")
+    assert first.multimodal_inputs["images"][0] is picture
+    assert second.multimodal_inputs == {"images": [picture], "videos": None}
+
+
 def test_every_epoch_is_a_permutation_and_epochs_differ(make_args):
     source = RolloutDataSource(make_args(rollout_shuffle=True))
     epochs = [names(source.get_samples(5)) for _ in range(3)]

@@ -7,14 +7,16 @@ import threading
 from argparse import Namespace
 
 import pytest
+import requests
 
 from slime.backends.sglang_utils.router_process import register_worker, start_router
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.rollout import config, direct_workers
 from slime.rollout.config import rollout_config
 from slime.rollout.direct_workers import WorkerPicker, post_to_worker, router_would_drop
+from slime.utils import http_utils
 from slime.utils.errors import EngineError
-from slime.utils.http_utils import close_http_client
+from slime.utils.http_utils import HttpStatusError, close_http_client
 from slime.utils.net import get_free_port
 from tests.scripted_engine.script import Fault, Script
 from tests.scripted_engine.server import ScriptedEngine
@@ -90,6 +92,14 @@ def test_the_field_arrives_that_the_router_would_have_dropped(router, workers):
     assert body["sampling_params"]["custom_params"] == {"return_top_p_token_ids": True}
 
 
+@pytest.mark.parametrize("policy", ["round_robin", None])
+def test_requests_at_once_are_spread_evenly(router, workers, policy):
+    for engine in workers:
+        engine.script.seconds_per_token = 0.2  # none is answered before the last is sent
+    send(router, [[i] for i in range(12)], router_policy=policy)
+    assert counts(workers) == [4, 4, 4]
+
+
 @pytest.mark.parametrize("policy", ["consistent_hashing", "manual"])
 def test_requests_of_one_key_meet_at_one_worker(router, workers, policy):
     prompts = [[i] for i in range(24)]
@@ -123,6 +133,14 @@ def test_workers_that_all_fail_are_an_error_after_so_many_attempts(router, worke
     assert "failed" in caplog.text and "trying another" in caplog.text
 
 
+def test_a_request_that_is_at_fault_is_not_tried_elsewhere(router, workers):
+    for engine in workers:
+        engine.script.faults.append(Fault("status", status=400, times=9))
+    with pytest.raises(HttpStatusError, match="400"):
+        send(router, [[1]])
+    assert sum(counts(workers)) == 1
+
+
 @pytest.fixture
 def empty_router():
     WorkerPicker.clear_instances()
@@ -146,3 +164,18 @@ def test_without_any_worker_a_request_waits_where_engines_are_replaced(empty_rou
     send(empty_router, [[1]], **flags)
     late.join()
     assert counts(workers)[0] == 1
+
+
+@pytest.mark.parametrize("pd_disaggregation", [False, True])
+def test_the_router_tells_that_it_has_no_engine_by_a_code_that_requests_wait_for(monkeypatch, pd_disaggregation):
+    monkeypatch.setattr(http_utils, "_CLIENT", http_utils._Client(replaces_engines=True))
+    router = start_router(
+        ROUTER_ARGS, host="127.0.0.1", port=get_free_port(26800), prometheus_port=get_free_port(27800), timeout_s=60,
+        pd_disaggregation=pd_disaggregation,
+    )  # fmt: skip
+    try:
+        answer = requests.post(f"{router.url}/generate", json=payload([1]), timeout=60)
+    finally:
+        router.stop()
+    error = HttpStatusError("POST", router.url, answer.status_code, answer.text)
+    assert http_utils.waits_for_engines(error), error

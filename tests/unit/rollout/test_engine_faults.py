@@ -9,8 +9,9 @@ from argparse import Namespace
 
 import pytest
 
-from slime.rollout import engine_request, sglang_rollout
+from slime.rollout import config, engine_request, sglang_rollout
 from slime.rollout.config import DEFAULT_RETRIES, rollout_config
+from slime.utils.errors import EngineError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault, Script
@@ -66,6 +67,24 @@ def test_with_fault_tolerance_an_answer_that_cannot_be_used_is_asked_for_again(m
     assert all(payload["input_ids"] == [1, 2, 3] for payload in engine.payloads)
 
 
+@pytest.mark.parametrize("kind", ["garbage", "empty"])
+def test_without_it_such_an_answer_is_an_error_at_once(kind):
+    with ScriptedEngine(Script(length=6, faults=[Fault(kind)])) as engine:
+        with pytest.raises(EngineError, match="sample 3 cannot be used"):
+            ask(flags(engine, use_fault_tolerance=False))
+    assert len(engine.payloads) == 1
+
+
+def test_nonsense_without_an_end_is_an_error_when_the_monitor_has_had_its_time(monkeypatch):
+    monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.01)
+    monkeypatch.setattr(config, "BAD_ANSWER_MARGIN_S", 1.0)
+    with ScriptedEngine(Script(faults=[Fault("garbage", times=10**6)])) as engine:
+        args = flags(engine, rollout_health_check_interval=0.1, rollout_health_check_timeout=0.1)
+        with pytest.raises(EngineError, match="cannot be used"):
+            ask(args)
+    assert len(engine.payloads) > 2
+
+
 def test_a_request_outlives_its_engine_and_keeps_what_the_sample_held():
     engine = ScriptedEngine(Script(length=20, faults=[Fault("die")]))
     engine.start()
@@ -99,3 +118,19 @@ def test_requests_are_repeated_for_as_long_as_an_engine_may_take_to_start():
     assert tolerant.bad_answer_patience_s == 90.0
     assert rollout_config(Namespace()).request_retries == DEFAULT_RETRIES
     assert rollout_config(Namespace()).bad_answer_patience_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("value", "field"), [(0.5, r"output_token_logprobs'\]\[0\] has the log-prob 0.5"), (float("nan"), "log-prob nan")]
+)
+def test_an_answer_with_impossible_numbers_is_asked_for_again_or_ends_the_run(monkeypatch, value, field):
+    monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.01)
+    bad = iter([value])
+    script = Script(length=6, log_prob=lambda token, position: next(bad, -0.5))
+    with ScriptedEngine(script) as engine:
+        sample = ask(flags(engine))
+        assert sample.response_length == 6 and max(sample.rollout_log_probs) < 0
+        assert len(engine.payloads) == 2, "not asked again"
+        bad = iter([value])
+        with pytest.raises(EngineError, match=rf"sample 3 cannot be used \(request \w+.*http://.*{field}"):
+            ask(flags(engine, use_fault_tolerance=False))

@@ -5,6 +5,7 @@ from argparse import Namespace
 import pytest
 
 from slime.flags.evaluation import (
+    EvalDatasetConfig,
     build_eval_dataset_configs,
     eval_datasets_from_args,
 )
@@ -61,6 +62,16 @@ def test_the_grader_of_a_data_set_wins_over_a_function_of_the_run(entry, default
     assert (config.rm_type, config.custom_rm_path) == grader
 
 
+def test_names_and_paths_come_in_pairs_and_a_single_path_is_aime():
+    pairs = eval_datasets_from_args(make_args(eval_prompt_data=["x", "x.jsonl", "y", "y.jsonl@[0:8]"]))
+    assert [(config.name, config.path) for config in pairs] == [("x", "x.jsonl"), ("y", "y.jsonl@[0:8]")]
+    [single] = eval_datasets_from_args(make_args(eval_prompt_data=["/data/aime.jsonl"]))
+    assert (single.name, single.path) == ("aime", "/data/aime.jsonl")
+    assert eval_datasets_from_args(make_args()) == []
+    with pytest.raises(ConfigError, match="--eval-prompt-data has 3 values .x x.jsonl y."):
+        eval_datasets_from_args(make_args(eval_prompt_data=["x", "x.jsonl", "y"]))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -101,3 +112,11 @@ def test_a_malformed_file_says_what_is_wrong(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         eval_datasets_from_args(make_args(eval_config=str(path)))
+
+
+def test_overrides_and_grader_are_put_over_the_metadata_of_a_copy():
+    config = EvalDatasetConfig(name="a", path="p", rm_type="math", metadata_overrides={"x": 1})
+    metadata = {"x": 0, "y": 2}
+    assert config.inject_metadata(metadata) == {"x": 1, "y": 2, "rm_type": "math"}
+    assert metadata == {"x": 0, "y": 2}
+    assert EvalDatasetConfig(name="a", path="p").inject_metadata(None) == {}

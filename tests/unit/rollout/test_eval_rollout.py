@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DeadlineError, EngineError
 from slime.utils.http_utils import close_http_client
 from tests.unit.rollout import fake_cluster
-from tests.unit.rollout.fake_cluster import FakeCluster, FakeTokenizer, Plan, make_args, write_prompts
+from tests.unit.rollout.fake_cluster import FakeCluster, FakeTokenizer, Plan, make_args, prompt_of, write_prompts
 
 HOOKS = fake_cluster.__name__
 
@@ -79,6 +80,13 @@ def test_the_data_set_has_its_own_sampling_parameters(cluster, tmp_path):
         "min_new_tokens": 2,
     }
     assert cluster.through_router == [True], "evaluation asks for no replay fields, whatever its top-p"
+
+
+def test_answers_to_one_prompt_have_different_seeds_when_deterministic(cluster, tmp_path):
+    config = dataset(tmp_path, "d", ["a", "b"], n_samples_per_eval_prompt=2)
+    evaluate(cluster, config, sglang_enable_deterministic_inference=True)
+    seeds = Counter((prompt_of(b), b["sampling_params"]["sampling_seed"]) for b in cluster.requests)
+    assert seeds == {("a", 42): 1, ("a", 43): 1, ("b", 42): 1, ("b", 43): 1}
 
 
 def test_metadata_overrides_and_grader_of_the_data_set_reach_the_samples(cluster, tmp_path):

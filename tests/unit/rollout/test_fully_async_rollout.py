@@ -22,7 +22,7 @@ from slime.rollout.run_state import RunState, use_run
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.utils.async_utils import run
-from slime.utils.errors import ConfigError, DeadlineError
+from slime.utils.errors import ConfigError, DeadlineError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Request, Script
@@ -196,6 +196,20 @@ def test_a_push_keeps_the_tokens_drawn_so_far_and_the_group_goes_on_with_the_new
     assert earlier[:2] == [5, 5], "the continuation sends what was drawn"
 
 
+def test_groups_of_an_earlier_job_that_are_too_old_are_drawn_again(start_job, caplog):
+    one_group = {"sglang_server_concurrency": 2}  # the next one cannot be finished before that which is drawn again
+    job = start_job(script=Script(length=4), max_staleness=1, **one_group)
+    job.engine.weight_version = "9"
+    job.source.add_samples([finished_group(job, "5"), finished_group(job, "8")])
+    output = job.generate(0)
+    again, kept = output.samples
+    assert [sample.weight_versions for sample in again] == [["9"], ["9"]]
+    assert [sample.weight_versions for sample in kept] == [["8"], ["8"]]
+    assert output.metrics["rollout/staleness/groups_regenerated"] == 1
+    assert output.metrics["rollout/staleness/tokens_discarded"] == 6
+    assert "--max-staleness" in caplog.text
+
+
 @pytest.mark.parametrize("policy", ["regenerate", "mask"])
 def test_the_bound_holds_for_surplus_and_partial_groups_of_the_default_rollout(start_job, policy):
     flags = {"partial_rollout": True, "max_staleness": 1, "stale_group_policy": policy, "rollout_batch_size": 3}
@@ -255,6 +269,16 @@ def test_every_group_issued_is_trained_or_still_there(start_job):
     held = [item.group for item in [*worker.pool.in_flight.values(), *worker.pool.kept]] + list(worker.spare)
     names = job.trained_names() + Counter(group[0].group_index for group in held)
     assert names == Counter(range(job.source.sample_group_index))
+
+
+def test_an_error_in_a_reward_ends_the_rollout_that_waits(start_job):
+    job = start_job(script=Script(length=2), custom_rm_path=f"{__name__}.broken_reward")
+    with pytest.raises(HookError, match="no reward today"):
+        job.generate(0)
+
+
+async def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    raise HookError("no reward today")
 
 
 def test_a_rollout_that_takes_too_long_says_which_engine_holds_requests(start_job):

@@ -18,9 +18,9 @@ from slime.rollout.engine_request import (
     append_output,
     decoder_of,
 )
-from slime.rollout.sglang_rollout import generate_and_rm
+from slime.rollout.sglang_rollout import generate_and_rm, get_model_url
 from slime.rollout.sglang_streaming_rollout import _cut_off
-from slime.utils.errors import DataError
+from slime.utils.errors import DataError, HookError
 from slime.utils.processing_utils import check_image_tokens
 from slime.utils.types import Sample
 from tests.unit.rollout.fake_cluster import FakeTokenizer
@@ -95,6 +95,14 @@ def test_an_aborted_sample_gets_no_reward(monkeypatch):
     assert call(monkeypatch, None, Sample(), is_aborted=True).status is Sample.Status.ABORTED
 
 
+def test_a_custom_function_that_returns_nothing_is_refused(monkeypatch):
+    async def nothing(args, sample, sampling_params):
+        return None
+
+    with pytest.raises(HookError, match="returned NoneType"):
+        call(monkeypatch, nothing, Sample())
+
+
 def test_a_multimodal_prompt_goes_through_the_processor_and_keeps_its_pixels():
     sample = Sample(prompt="a", multimodal_inputs={"images": ["img"]})
     assert _prepare_prompt_ids(sample, FakeTokenizer(), FakeProcessor()) == [7, 7, 97]
@@ -145,6 +153,12 @@ def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
         "text": "ab",
         "image_data": ["data:img"],
     }
+
+
+def test_a_model_is_served_at_its_router_or_the_default_one():
+    args = Namespace(sglang_router_ip="h", sglang_router_port=1, sglang_model_routers={"ref": ("r", 2)})
+    assert get_model_url(args, "ref") == "http://r:2/generate"
+    assert get_model_url(args, "other", "/v1/models") == "http://h:1/v1/models"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from slime.rollout import control_client
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
+from slime.rollout.rm_hub import async_rm
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, GraderError
 from slime.utils.http_utils import close_http_client
@@ -58,12 +59,33 @@ def test_the_log_probs_of_the_response_become_the_teachers(teacher, response_len
     assert samples[0].teacher_log_probs == pytest.approx(expected[5 - response_length :])
 
 
+def test_the_key_of_evaluations_is_not_looked_for_in_the_teachers_answer(teacher):
+    module = reward_func.__module__
+    hooks = {"custom_rm_path": f"{module}.reward_func", "custom_reward_post_process_path": f"{module}.post_process"}
+    args = arguments(teacher, eval_reward_key="score", **hooks)
+    answered, failed = sample(), sample()
+    answered.reward = run(async_rm(args, answered))
+    args.rm_url = "http://127.0.0.1:9/generate"
+    failed.reward = run(async_rm(args, failed))
+    post_process_rewards(args, [answered, failed])
+    assert len(answered.teacher_log_probs) == 3 and not answered.remove_sample
+    assert failed.remove_sample and "reward_error" in failed.metadata
+
+
 def test_a_teacher_with_other_tokens_is_noticed():
     entries = [[None, 11, None], [-1.0, 12, None], [-1.0, 13, None], [-1.0, 14, None], [-1.0, 99, None]]
     wrong = sample()
     wrong.reward = {"meta_info": {"input_token_logprobs": entries}}
     with pytest.raises(DataError, match="read token 99.*where sample 4 has 15"):
         post_process_rewards(Namespace(), [wrong])
+
+
+def test_a_sample_without_an_answer_is_not_trained(caplog):
+    lost = sample()
+    lost.reward = 0
+    post_process_rewards(Namespace(), [lost])
+    assert lost.remove_sample and lost.teacher_log_probs == [0.0, 0.0, 0.0]
+    assert "Sample 4 has no response of the teacher" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["status", "garbage", "empty"])
@@ -77,6 +99,15 @@ def test_a_teacher_that_goes_on_failing_is_named(teacher):
     teacher.script.faults = [Fault("status", times=99)]
     with pytest.raises(GraderError, match=r"failed 10 times; last: status 503.*--rm-url"):
         run(reward_func(arguments(teacher), sample()))
+
+
+@pytest.mark.parametrize("status", [503, 400])
+def test_credentials_of_the_teacher_are_not_written_down(teacher, caplog, status):
+    teacher.script.faults = [Fault("status", status=status, times=99)]
+    url = teacher.url.replace("http://", "http://user:hidden@") + "/generate"
+    with pytest.raises(GraderError, match=r"The teacher http://\(secret\)@") as caught:
+        run(reward_func(arguments(teacher, rm_url=url), sample()))
+    assert "hidden" not in f"{caught.value}{caplog.text}"
 
 
 @pytest.mark.parametrize(("key", "names"), [(None, ["math", "code", "math"]), ("task", ["code", "math", "math"])])

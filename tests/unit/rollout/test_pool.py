@@ -14,6 +14,7 @@ from slime.rollout import pool as pool_module
 from slime.rollout.base_types import Group
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.pool import MAX_NO_PROGRESS, GroupPolicy, GroupPool, InFlightGroup
+from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.run_state import GroupObserver, RunState, use_run
 from slime.rollout.waiting import LongWait
 from slime.utils.errors import EngineError, HookError
@@ -75,6 +76,28 @@ def drops_odd(args: Any, group: Group, **kwargs: Any) -> DynamicFilterOutput:
 
 def stuck(sample: Sample, *, no_progress: int = 0) -> InFlightGroup:
     return InFlightGroup([sample], 0, (None, 0), sample.response_length, no_progress)
+
+
+def test_a_generate_function_that_sets_no_status_is_named():
+    policy = GroupPolicy(args_with(custom_generate_function_path="mine.generate"))
+    group = [Sample(index=0)]
+    before = stuck(group[0])
+    for times in range(1, MAX_NO_PROGRESS):
+        before.no_progress = policy.count_no_progress(group, before, (None, 0))
+        assert before.no_progress == times
+    with pytest.raises(HookError, match="--custom-generate-function-path mine.generate .*status pending.* COMPLETED"):
+        policy.count_no_progress(group, before, (None, 0))
+
+
+def test_samples_that_a_generate_function_keeps_aborting_are_left_out():
+    policy = GroupPolicy(args_with(custom_generate_function_path="mine.generate"))
+    answered, dead = finished(0, reward=1.0), Sample(index=1, status=Sample.Status.ABORTED)
+    before = InFlightGroup([answered, dead], 0, (None, 0), 1, MAX_NO_PROGRESS - 1)
+    policy.count_no_progress([answered, dead], before, (None, 0))
+    assert (answered.status, answered.remove_sample, answered.reward) == (Sample.Status.COMPLETED, False, 1.0)
+    assert (dead.status, dead.remove_sample, dead.reward) == (Sample.Status.FAILED, True, 0.0)
+    assert "mine.generate returned it aborted 3 times" in dead.metadata["reward_error"]
+    FAILURES.succeeded()
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,23 @@ def test_positions_beyond_the_data_or_of_no_sense_are_errors(make_args):  # noqa
                 RolloutDataSource(make_args(accept_other_data=True)).load(0)
 
 
+def test_positions_of_earlier_versions_and_of_the_original_are_read_with_a_line(make_args, caplog):  # noqa: F811
+    caplog.set_level("INFO")
+    args = make_args()
+    path = state_path(args.load, 0)
+    path.parent.mkdir(parents=True)
+    for extra in ({}, {"num_prompts": 5}, {"num_prompts": 5, "buffer": [[Sample(prompt="b").to_dict()] * 2]}):
+        torch.save(STATE | {"metadata": {"note": (1, 2)}} | extra, path)
+        source = RolloutDataSourceWithBuffer(args)
+        source.load(0)
+        assert source.sample_offset == 3 and source.get_metadata() == {"note": (1, 2)}
+        assert len(source.buffer) == len(extra.get("buffer", []))
+    assert "of an earlier version: --prompt-data, --rollout-shuffle, " in caplog.text
+    torch.save(STATE | {"num_prompts": 9}, path)
+    with pytest.raises(DataError, match="--prompt-data had 9 prompts and has 5"):
+        RolloutDataSourceWithBuffer(args).load(0)
+
+
 # ------------------------------------------------------------------------------------------ the files
 
 

@@ -164,6 +164,19 @@ def test_bad_lines_are_named_by_the_check_and_by_the_data_set(write, lines, mess
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input": "a", "metadata": "not json"}, "line 1: metadata is text but not JSON"),
+        ({"input": "a", "metadata": [1]}, r"line 1: metadata is \[1\]; it must be an object"),
+        ({"input": "a", "tools": {"x": 1}}, "line 1: tools are .*; they must be a list"),
+    ],
+)
+def test_bad_metadata_and_tools_are_named_by_their_line(write, row, message):
+    with pytest.raises(DataError, match=message):
+        read(write(row), tool_key="tools")
+
+
 def test_a_template_that_fails_is_named_by_the_line_it_failed_on(write):
     class Refusing(WordTokenizer):
         def apply_chat_template(self, messages, **kwargs):
@@ -189,6 +202,15 @@ def test_a_parquet_file_without_the_column_is_refused_from_its_header(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"text": "a"}]), path)
     with pytest.raises(DataError, match="its columns. has no key 'input'.*it has text"):
         check_prompt_file(path, "input")
+
+
+def test_nested_columns_of_parquet_are_lists_and_dicts(tmp_path):
+    path = str(tmp_path / "data.parquet")
+    messages = [{"role": "user", "content": "hi"}]
+    pq.write_table(pa.Table.from_pylist([{"input": messages, "metadata": {"a": 1}}]), path)
+    [sample] = read(path).samples
+    assert sample.prompt == messages
+    assert sample.metadata == {"a": 1}
 
 
 def test_what_a_row_of_parquet_did_not_have_is_not_there(tmp_path):

@@ -218,6 +218,14 @@ def test_every_issued_group_is_kept_dropped_or_returned_over_many_rollouts(start
     assert all(prompt.startswith("dull") for prompt in issued - waiting - set(trained)), "only dull ones are gone"
 
 
+def test_a_request_that_reaches_the_engine_after_the_first_abort_is_aborted_too(start_job):
+    late = {"b": Plan(hold_after=2, wait_in_router=True)}
+    job = start_job(["a", "b"], late, rollout_batch_size=1, partial_rollout=True)
+    assert prompts_of(job.rollout().samples) == ["a"]
+    assert job.source.buffer[0][0].tokens == [ord("b"), 1000, 1001]
+    assert job.cluster.num_aborts >= 2
+
+
 def test_groups_that_do_not_come_back_from_an_abort_end_the_run_and_a_deaf_engine_is_named(
     start_job, monkeypatch, caplog
 ):
@@ -235,6 +243,13 @@ def test_groups_that_do_not_come_back_from_an_abort_end_the_run_and_a_deaf_engin
     assert len(asked) >= 2 and f"Engine {job.cluster.engine_urls[0]} did not take the abort" in caplog.text
 
 
+def test_the_abort_reaches_the_engines_when_every_connection_is_busy(start_job):
+    held = {"b": Plan(hold_after=2)}
+    job = start_job(["a", "b"], held, rollout_batch_size=1, sglang_server_concurrency=2, partial_rollout=True)
+    assert prompts_of(job.rollout().samples) == ["a"]
+    assert len(job.source.buffer) == 1
+
+
 # ------------------------------------------------------------------------------------------ filter
 
 
@@ -242,6 +257,19 @@ def test_the_filter_with_fallback_keeps_dull_groups_rather_than_fetch_more(start
     job = start_job(["dull1", "dull2"], dynamic_sampling_filter_path=NONZERO_STD + "_with_fallback")
     assert len(job.rollout().samples) == 2
     assert job.count("issued") == 2
+
+
+def test_hooks_at_the_end_see_the_kept_and_all_groups(start_job):
+    job = start_job(
+        ["dull1", "a", "b"],
+        rollout_batch_size=2,
+        over_sampling_batch_size=3,
+        dynamic_sampling_filter_path=NONZERO_STD,
+        rollout_sample_filter_path=f"{HOOKS}.remember_groups",
+        rollout_all_samples_process_path=f"{HOOKS}.remember_groups",
+    )
+    job.rollout()
+    assert fake_cluster.CALLS == [[2, 4], [0, 2, 4]]
 
 
 # ------------------------------------------------------------------------------------------ rewards
@@ -338,6 +366,14 @@ def test_a_prefill_worker_cannot_be_asked_directly(start_job):
 # ------------------------------------------------------------------------------------------ failures
 
 
+def test_an_engine_that_stays_dead_ends_the_rollout_with_an_error(start_job, monkeypatch):
+    monkeypatch.setattr(http_utils, "RETRY_WAIT_S", 0.0)
+    job = start_job(["a", "b"], {"a": Plan(statuses=[500] * 1000), "b": Plan(hold_after=1)})
+    with pytest.raises(EngineError, match="failed 61 time"):
+        job.rollout()
+    assert GenerateState(job.args).pendings == set() and not GenerateState(job.args).aborted
+
+
 def test_a_group_that_the_engine_breaks_off_is_continued(start_job):
     job = start_job(["a", "b"], {"a": Plan(breaks=1)})
     groups = job.rollout().samples
@@ -430,3 +466,20 @@ def test_a_replaced_name_is_used_at_the_next_call(start_job, monkeypatch, name):
     monkeypatch.setattr(sglang_rollout, name, replacement)
     job.rollout()
     assert len(seen) == (2 if name == "generate_and_rm_group" else 4)
+
+
+def test_engines_that_stay_busy_after_the_abort_hold_the_rollout_up_no_longer_than_a_minute(monkeypatch, caplog):
+    aborts: list[Any] = []
+
+    async def busy(config: Any) -> dict[str, int]:
+        return {"http://engine": 2}
+
+    async def abort(config: Any) -> None:
+        aborts.append(config)
+
+    assert sglang_rollout.IDLE_WAIT_S == 60
+    monkeypatch.setattr(sglang_rollout, "IDLE_WAIT_S", 0.2)
+    monkeypatch.setattr(sglang_rollout, "engine_loads", busy)
+    monkeypatch.setattr(sglang_rollout, "abort_engines", abort)
+    run(sglang_rollout._wait_until_idle(None, repeat_s=0.02), timeout_s=20)
+    assert aborts and "Engines still busy" in caplog.text and "http://engine" in caplog.text

@@ -13,6 +13,7 @@ from slime.rollout.config import rollout_config
 from slime.rollout.staleness import (
     StalenessBound,
     VersionClock,
+    back_to_prompt,
     num_groups_allowed,
     num_groups_due,
     oldest_version,
@@ -120,3 +121,13 @@ def test_with_both_rules_no_group_is_late_whatever_requests_take(limit):
         batch, ready = ready[:batch_size], ready[batch_size:]
         assert trained - min(batch) <= limit
     assert not ready and not in_flight
+
+
+def test_a_sample_that_goes_back_to_its_prompt_keeps_only_what_it_was_issued_with():
+    metadata = {"a": 1, "start_rollout_id": 0, "reward_error": "TimeoutError"}
+    sample = drawn("3", index=7, group_index=2, prompt="p", label="l", metadata=metadata)
+    sample.response, sample.loss_mask, sample.rollout_log_probs, sample.reward = "text", [1] * 4, [-1.0] * 4, 1.0
+    sample.status, sample.session_id = Sample.Status.TRUNCATED, "s"
+    fresh = back_to_prompt(sample)
+    expected = Sample(index=7, group_index=2, prompt="p", label="l", metadata={"a": 1}, tokens=[1, 2], session_id="s")
+    assert fresh is sample and fresh == expected

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from slime.rollout import tokenizer_trial
 from slime.rollout.tokenizer_trial import TokenizerTrial
 from slime.utils.errors import ConfigError, DataError
 
 USER = [{"role": "user", "content": "hi"}]
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture
@@ -52,6 +55,16 @@ def test_a_regular_expression_without_an_end_is_refused_by_its_file(folder, rege
         ConfigError, match=r"tokenizer of .* \(tokenizer.json\) .*regular expression.*Download the model"
     ):
         tried(folder(regex=regex, is_normalizer=is_normalizer), has_template=False)
+
+
+def test_a_template_without_an_end_is_killed_and_named_by_its_file_and_row(folder, monkeypatch):
+    monkeypatch.setattr(tokenizer_trial, "RENDER_TIMEOUT_S", 1.0)
+    began = time.monotonic()
+    with pytest.raises(
+        DataError, match=r"data.jsonl line 1: the chat template was still at work after 1 s.*chat_template.j"
+    ):
+        tried(folder(template=ENDLESS))
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ def test_removed_sample_stays_in_the_batch_with_an_empty_mask():
     assert data.rollout_mask_sums == [0]
 
 
+def test_raw_reward_of_the_metadata_wins():
+    assert convert([sample(0, metadata={"raw_reward": 5.0})]).raw_reward == [5.0]
+
+
 def test_optional_columns_appear_when_any_sample_has_them():
     tagged = sample(1, rollout_log_probs=[-1.0, -2.0, -3.0], train_metadata={"k": 1}, metadata={"round_number": 2})
     tagged.source = "gsm8k"
@@ -83,6 +87,13 @@ def test_nucleus_is_demanded_when_sampling_was_cut():
         convert([sample(0)], rollout_top_p=0.9)
 
 
+def test_a_sample_without_a_response_needs_no_nucleus():
+    kept = sample(0, rollout_top_p_token_ids=[4, 5, 6, 7], rollout_top_p_token_offsets=[0, 2, 3, 4])
+    data = convert([kept, sample(1, response=0)], rollout_top_p=0.9)
+    assert data.rollout_top_p_token_ids == [[4, 5, 6, 7], []]
+    assert data.rollout_top_p_token_offsets == [[0, 2, 3, 4], [0]]
+
+
 def test_no_samples_are_refused():
     with pytest.raises(DataError, match="no samples to train on"):
         convert([])
@@ -106,6 +117,19 @@ def test_each_rank_gets_its_samples_in_micro_batch_order():
     assert first.rollout_mask_sums.tolist() == [3.0, 1.0]
     assert second.micro_batch_indices == [[0, 1], []]
     assert second.num_microbatches == [2]
+
+
+def test_pixels_that_siblings_share_reach_a_rank_once_and_as_bytes():
+    images = {"pixel_values": torch.ones(500, 200, dtype=torch.uint8), "image_grid_thw": torch.tensor([[1, 20, 25]])}
+    data = convert([sample(index, multimodal_train_inputs=dict(images)) for index in range(4)])
+    for rank in split_by_rank(data, SCHEDULE):
+        text = cloudpickle.dumps(rank)  # as Ray's object store does
+        assert 100_000 < len(text) < 150_000
+        first, second = pickle.loads(text).multimodal_train_inputs
+        assert first["pixel_values"].data_ptr() == second["pixel_values"].data_ptr()
+        assert (
+            torch.equal(first["pixel_values"], images["pixel_values"]) and first["pixel_values"].dtype == torch.uint8
+        )
 
 
 def test_columns_of_tensors_travel_as_one_array_each_and_may_be_written_to():
@@ -146,6 +170,12 @@ def test_column_of_a_custom_converter_is_carried_and_metadata_too():
     first, _ = split_by_rank(TrainBatch.from_dict(by_converter), SCHEDULE)
     assert first.to_dict()["my_weight"] == first.extra["my_weight"] == [0.3, 0.1]
     assert first.metadata == [{"i": 2}, {"i": 0}]
+
+
+def test_mask_sums_are_added_when_a_converter_leaves_them_out():
+    data = convert([sample(index) for index in range(4)])
+    data.rollout_mask_sums = None
+    assert split_by_rank(data, SCHEDULE)[0].rollout_mask_sums.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,16 @@ def test_what_was_not_graded_is_in_no_statistic_of_its_group(estimator, std, sta
     assert normalise([1, 0, standin, 0.5], **flags, graded=[False] * 4) == [0.0] * 4
 
 
+def test_a_rollout_has_the_mean_of_its_graded_samples():
+    flags = {"n_samples_per_prompt": 2, "grpo_std_normalization": False, "group_ids": [0] * 3}
+    relative = normalise([1, 0, 0], **flags, rollout_ids=[5, 5, 6], graded=[True, False, True])
+    assert relative == [0.5, 0.0, -0.5]
+
+
+def test_equal_rewards_give_no_signal_whatever_their_rounding():
+    assert normalise([0.1] * 4) == pytest.approx([0.0] * 4, abs=1e-9)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"rewards_normalization": False}, {"advantage_estimator": "ppo"}, {"advantage_estimator": "reinforce_plus_plus"}],
@@ -63,6 +73,13 @@ def test_without_group_ids_neighbours_are_a_group_when_the_count_fits():
 
 def test_groups_are_told_by_their_ids_wherever_their_samples_stand():
     assert normalise([1, 4, 0, 2], **CENTRED, group_ids=[7, 3, 7, 3]) == [0.5, 1.0, -0.5, -1.0]
+
+
+def test_uneven_and_filtered_groups_keep_to_themselves():
+    # Upstream takes five samples of three prompts for one group of five, whose mean is 4.
+    rewards, ids = [1, 0, 9, 4, 6], [0, 0, 1, 2, 2]
+    settings = {"n_samples_per_prompt": 2, "rollout_batch_size": 4, "grpo_std_normalization": False}
+    assert normalise(rewards, **settings, group_ids=ids) == [0.5, -0.5, 0.0, -1.0, 1.0]
 
 
 def test_a_count_that_fits_by_accident_does_not_move_samples_into_other_groups():
@@ -92,3 +109,12 @@ def test_samples_that_nobody_can_group_are_refused():
     with pytest.raises(DataError, match="1 of 4 samples have no group_index"):
         normalise([1, 0, 5, 2], **CENTRED, group_ids=[0, 0, 1, None])
     assert normalise([1, 0, 5], **{**CENTRED, "rewards_normalization": False}) == [1.0, 0.0, 5.0]
+
+
+def test_prompts_that_share_a_group_index_are_refused():
+    with pytest.raises(DataError, match="group_index 0 has 4 rollouts, and --n-samples-per-prompt is 2"):
+        normalise([1, 0, 5, 2], **CENTRED, group_ids=[0] * 4)
+
+
+def test_a_rollout_without_samples_is_left_to_the_conversion():
+    assert normalise([], rollout_batch_size=0) == []

@@ -79,3 +79,10 @@ def test_a_log_prob_that_is_none_is_named(log_prob, shown):
 def test_counts_and_lengths_must_agree(body, says):
     problem = problem_with_answer(on_the_wire(body), PAYLOAD)
     assert problem is not None and says in problem and len(problem) < 600
+
+
+def test_an_aborted_answer_may_be_counted_ahead_and_one_without_counts_passes():
+    aborted = answer(finish_reason={"type": "abort"}, completion_tokens=4)
+    assert problem_with_answer(on_the_wire(aborted), PAYLOAD) is None
+    bare = {"text": "abc", "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": GOOD}}
+    assert problem_with_answer(bare, {}) is None

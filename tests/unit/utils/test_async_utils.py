@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from slime.utils.async_utils import run
-from slime.utils.errors import DeadlineError
+from slime.utils.errors import DeadlineError, ProcessError
 
 
 def test_an_error_of_the_coroutine_reaches_the_caller():
@@ -35,3 +35,14 @@ def test_a_coroutine_past_its_deadline_is_cancelled():
     with pytest.raises(DeadlineError, match="sleeps did not end within 0 s"):
         run(sleeps(), timeout_s=0.05)
     assert cancelled.wait(5)
+
+
+def test_waiting_on_the_loop_for_itself_is_refused():
+    async def inner():
+        return 1
+
+    async def outer():
+        return run(inner())
+
+    with pytest.raises(ProcessError, match="await the coroutine instead"):
+        run(outer())

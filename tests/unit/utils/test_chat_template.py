@@ -7,6 +7,7 @@ import json
 import pytest
 
 from slime.agent.adapters.engine import build_prompt_ids
+from slime.agent.trajectory import KnownPrefix
 from slime.rollout.multi_turn import observation_text
 from slime.rollout.prompts import render
 from slime.utils.chat_template import apply_chat_template
@@ -81,6 +82,29 @@ def test_a_question_follows_a_drawn_answer_as_the_template_renders_it(name):
     assert (
         not rest.startswith(tuple(FAMILIES[name].special)) or name not in ("gpt-oss",) or rest.startswith("<|start|>")
     )
+
+
+def test_a_turn_that_another_token_ended_is_not_ended_once_more():
+    rest = (
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"5"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'
+    )
+    assert between("llama3", [{"role": "tool", "content": "5"}], "<|eom_id|>") == rest
+    assert between("llama3", [{"role": "tool", "content": "5"}], "<|eot_id|>") == rest
+    assert between("llama3", [{"role": "tool", "content": "5"}], "") == "<|eot_id|>" + rest
+    # Of a family without an end the token that was drawn stays, and the next role begins.
+    assert between("glm4", [{"role": "tool", "content": "5"}], "<|user|>").startswith("<|observation|>\n5")
+
+
+def test_an_agents_prompt_keeps_the_token_that_ended_its_turn():
+    tokenizer = tokenizer_of("llama3")
+    said = calls({"a": 2})
+    prompt = build_prompt_ids(tokenizer, [USER], None)
+    drawn = tokenizer.encode('{"name": "add", "parameters": {"a":2}}<|eom_id|>', add_special_tokens=False)
+    known = KnownPrefix(messages=[USER, said], ids=prompt + drawn, finish_reason="stop")
+    ids = build_prompt_ids(tokenizer, [USER, said, answer()], None, known)
+    assert ids[: len(known.ids)] == known.ids
+    rest = tokenizer.decode(ids[len(known.ids) :])
+    assert rest.startswith("<|start_header_id|>ipython") and "<|eot_id|><|start_header_id|>assistant" in rest
 
 
 @pytest.mark.parametrize(

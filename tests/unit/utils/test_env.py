@@ -16,6 +16,22 @@ def test_a_gpu_is_counted_among_the_visible_ones(monkeypatch, visible, physical,
     assert visible_index(physical) == index
 
 
+def test_a_trainer_rank_takes_the_place_of_its_gpu_among_the_visible_ones(monkeypatch):
+    from slime.backends.train_worker import TrainWorker
+    from slime.ray.train_actor import TrainRayActor
+
+    class Worker(TrainWorker):
+        """Without what a trainer is for."""
+
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # put back after the test
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    Worker.__abstractmethods__ = frozenset()
+    rank = TrainRayActor(Worker)
+    rank.set_rendezvous(2, 1, "127.0.0.1", 20000, 3)
+    assert rank.worker.local_rank == 1
+
+
 @pytest.mark.parametrize("value", ["many", "-1", "1.5", "1e3", "nan", "\u0663", "9" * 30])
 def test_a_variable_that_is_no_number_is_named_with_its_value(monkeypatch, value):
     monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", value)

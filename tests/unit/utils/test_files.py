@@ -220,3 +220,19 @@ def test_the_folder_of_ray_is_open_to_others_only_below_one_that_is_not(temp):
     for made in (*temp.iterdir(),):
         files.remove_ray_folder(made)
     temp.rmdir()
+
+
+def test_where_the_path_is_too_long_for_sockets_they_have_a_short_one_and_the_files_stay(temp, monkeypatch):
+    long = temp / ("long" * 10)
+    long.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    folder = files.new_ray_folder()
+    assert folder.parent == Path("/tmp") and mode_of(folder) == 0o700
+    [behind] = long.iterdir()
+    assert (folder / "ray").resolve() == behind.resolve() and mode_of(behind) == 0o700
+    session = folder / "ray/session_2026-11-28_16-56-05_123456_1234567/sockets"
+    session.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(session / "plasma_store.1"))
+    files.remove_ray_folder(folder)
+    assert list(long.iterdir()) == [] and not folder.exists()

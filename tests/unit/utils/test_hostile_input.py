@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
+from slime.rollout.prompt_dataset import check_prompt_file
 from slime.utils import env
-from slime.utils.errors import ConfigError, SlimeError
+from slime.utils.errors import ConfigError, DataError, SlimeError
 from slime.utils.sglang_meta import problem_with_answer
 from slime.weights.file_digests import FolderDigests
 from slime.weights.stored_tensors import read_layout
@@ -111,6 +112,28 @@ def test_a_broken_model_folder_is_named_with_its_file(name, tmp_path):
 # ------------------------------------------------------------------------------------------ data, checkpoints
 
 
+DATA = {
+    "a tool that is a number": ({"tools": [1]}, "has the tool 1"),
+    "a tool without a name": ({"tools": [{"a": 1}]}, r"has the tool \{'a': 1\}"),
+    "a part whose text is a number": ({"input": [{"role": "user", "content": [{"text": 5}]}]}, "has the part"),
+    "calls that are a number": ({"input": [{"role": "assistant", "tool_calls": 5}]}, "has the tool_calls 5"),
+    "a grader that is a number": ({"metadata": {"rm_type": 5}}, "rm_type in its metadata is 5"),
+    "a grader that there is not": ({"metadata": {"rm_type": "mathh"}}, "is 'mathh'; it may be math, f1"),
+    "a role that is a number": ({"input": [{"role": 1, "content": "x"}]}, "the role 1"),
+    "a prompt of nothing to see": ({"input": "\u200b"}, "which is blank"),
+    "metadata nested in text": ({"metadata": DEEP}, "nested deeper"),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_row_of_no_use_is_named_with_its_line(name, tmp_path):
+    row, says = DATA[name]
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"input": "fine"}) + "\n" + json.dumps({"input": "q"} | row))
+    with pytest.raises(DataError, match=rf"d\.jsonl line 2.*{says}"):
+        check_prompt_file(str(path), "input", tool_key="tools", rm_types=("math", "f1"))
+
+
 @pytest.mark.parametrize(
     "text", [b"-1", b"1.5", b"1\0", b"1\n2", b"\xef\xbb\xbf1", b"9" * 40, b"", b"RELEASE", b"../1"]
 )
@@ -131,6 +154,13 @@ def answer(**meta: Any) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------ environment
+
+
+@pytest.mark.parametrize("host", ["not an ip", "10.0.0.1:80", "http://10.0.0.1", "0.0.0.0", "::", "999.1.1.1", "-x"])
+def test_an_address_that_nobody_reaches_is_refused(host, monkeypatch):
+    monkeypatch.setenv("SLIME_HOST_IP", host)
+    with pytest.raises(ConfigError, match="SLIME_HOST_IP is .*without a port"):
+        env.host_ip_override()
 
 
 def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_path):

@@ -3,7 +3,9 @@
 import asyncio
 from argparse import Namespace
 
+import httpx
 import pytest
+import requests
 from aiohttp import web
 
 from slime.utils import http_utils
@@ -143,3 +145,29 @@ def test_the_servers_of_the_job_get_its_secret_and_no_other_server_does():
         assert http_utils.job_headers(url) == header
     for url in ("http://127.0.0.1:4002/generate", "http://rm.example/http://127.0.0.1:4000", "127.0.0.1:4000", ""):
         assert http_utils.job_headers(url) == {}
+
+
+def test_clients_of_plug_ins_ask_this_machine_and_the_routers_without_a_proxy(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "mine.example")
+    http_utils.init_http_client(job_of(sglang_model_routers={"judge": ("[fd00::7]", 4001)}))
+    for host in ("127.0.0.1:4000", "localhost:1", "[::1]:1", "[fd00::7]:4001", "mine.example"):
+        assert requests.utils.get_environ_proxies(f"http://{host}/v1") == {}, host
+    with httpx.Client() as client:
+        transports = [client._transport_for_url(httpx.URL(url)) for url in ("http://127.0.0.1:4000", "http://[::1]:1")]
+        assert all(transport is client._transport for transport in transports)
+    assert requests.utils.get_environ_proxies("http://other.example")["http"] == "http://proxy.example:3128"
+
+
+def test_posts_gets_and_streams_carry_the_secret_and_a_given_key_wins():
+    async def conversation(url):
+        http_utils.init_http_client(job_of(int(url.split(":")[2].split("/")[0])))
+        await http_utils.post(url, {})
+        await http_utils.get(url)
+        await http_utils.post(url, {}, headers={"Authorization": "Bearer other"})
+        async for _ in http_utils.post_for_events(url, {}):
+            pass
+
+    _, server = talk([(200, {})] * 3 + [(200, "")], conversation)
+    assert server.keys == ["Bearer s3cret", "Bearer s3cret", "Bearer other", "Bearer s3cret"]

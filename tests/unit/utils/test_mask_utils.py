@@ -141,6 +141,15 @@ def test_qwen3_5_renders_once_and_does_not_train_the_opening_of_the_thinking(mak
     assert generator.get_text_from_loss_mask(ids, mask) == ["b<|im_end|>\n", "hm\n</think>\n\nd<|im_end|>\n"]
 
 
+def test_distill_trains_the_last_message_only(make_tokenizer):
+    tokenizer = make_tokenizer(PLAIN)
+    generator = MultiTurnLossMaskGenerator(tokenizer, "distill_qwen")
+    ids, mask = generator.get_loss_mask([ask("a"), say("b c")])
+    assert tokenizer.decode(ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb c"
+    assert generator.get_text_from_loss_mask(ids, mask) == ["b c"]
+    assert sum(generator.get_loss_mask([ask("a"), say("b", step_loss_mask=0)])[1]) == 0
+
+
 def test_masks_are_aligned_to_ids_in_which_images_were_expanded(make_tokenizer):
     tokenizer = make_tokenizer(PLAIN)
     messages = [

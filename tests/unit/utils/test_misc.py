@@ -1,10 +1,12 @@
 """The small tools that plug-ins import."""
 
 import collections
+import socket
+import subprocess
 
 import pytest
 
-from slime.utils import misc
+from slime.utils import misc, net
 from slime.utils.errors import HookError
 
 
@@ -39,6 +41,39 @@ def test_a_periodic_action_is_due_at_its_interval_epoch_end_and_run_end(
 def test_a_path_that_cannot_be_loaded_says_why(path, message):
     with pytest.raises(HookError, match=message):
         misc.load_function(path)
+
+
+def test_a_singleton_keeps_its_first_instance_until_it_is_cleared():
+    class One(metaclass=misc.SingletonMeta):
+        def __init__(self, value):
+            self.value = value
+
+    class Two(One):
+        pass
+
+    assert One(1) is One(2)
+    assert Two(3).value == 3
+    misc.SingletonMeta.clear_instances(One)
+    assert One(4).value == 4
+    assert Two(5).value == 3
+
+
+def test_exec_command_returns_output_and_fails_loudly():
+    assert misc.exec_command("echo hi", capture_output=True) == "hi\n"
+    assert misc.exec_command("true") is None
+    with pytest.raises(subprocess.CalledProcessError):
+        misc.exec_command("exit 3")
+
+
+def test_a_port_in_use_is_passed_over():
+    start = net.get_free_port(20000, consecutive=3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", start + 1))
+        taken.listen(1)
+        assert not net.is_port_available(start + 1)
+        assert net.get_free_port(start, consecutive=2) > start + 1
+        assert net.get_free_port(start) == start
+    assert net.is_port_available(net.find_available_port(3500))
 
 
 def test_a_plain_copy_shares_nothing_and_keeps_what_is_not_plain():

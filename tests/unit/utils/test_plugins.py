@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,11 @@ import pytest
 
 from slime.utils import plugins
 from slime.utils.async_utils import AsyncLoopThread, StallTimeout
-from slime.utils.errors import HookError
+from slime.utils.errors import DeadlineError, HookError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, await_plugin, call_plugin, import_plugin
 
+REPO = Path(__file__).parents[3]
 SAMPLE = SimpleNamespace(index=3, group_index=1)
 CALL = PluginCall("--custom-rm-path", "mine.grade", SAMPLE)
 
@@ -44,6 +47,16 @@ def test_an_exception_stays_itself_and_names_the_plug_in_above_its_own_frames():
     assert first == ("--custom-rm-path mine.grade, called for sample 3 of group 1, raised ValueError: boom")
     assert "in grade_badly" in frames[0] and "slime/utils/plugins.py" not in note
     assert pickle.loads(pickle.dumps(caught.value)).__notes__ == [note], "lost on the way from the manager"
+
+
+def test_the_innermost_plug_in_is_named_and_slimes_own_functions_are_not():
+    outer = PluginCall("--rollout-function-path", "mine.rollout")
+    with pytest.raises(ValueError, match="boom") as caught:
+        call_plugin(outer, call_plugin, CALL, grade_badly)
+    assert len(caught.value.__notes__) == 1 and "--custom-rm-path" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="boom") as caught:
+        call_plugin(PluginCall("--rollout-function-path", "slime.rollout.x"), grade_badly)
+    assert not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
@@ -128,6 +141,29 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> AsyncLoopThread:
     return AsyncLoopThread()
 
 
+def test_what_blocks_the_loop_is_named_and_ends_the_wait(loop, caplog):
+    release = threading.Event()
+
+    async def blocking_grader() -> None:
+        release.wait(60)
+
+    async def main() -> None:
+        await asyncio.gather(await_plugin(CALL, blocking_grader), asyncio.sleep(60))
+
+    began = time.monotonic()
+    try:
+        with pytest.raises(
+            DeadlineError, match="blocked for . s by --custom-rm-path mine.grade, called for sample 3"
+        ) as error:
+            loop.run(main())
+    finally:
+        release.set()
+    assert time.monotonic() - began < 10
+    assert "in blocking_grader" in str(error.value) and "--loop-stall-timeout-s" in str(error.value)
+    assert "call_plugin" not in str(error.value) and "asyncio/" not in str(error.value)
+    assert "has been blocked" in caplog.text, "no warning before the end"
+
+
 def test_a_task_that_exits_is_reported_and_the_loop_lives_on(loop):
     async def background() -> None:
         sys.exit(0)
@@ -146,3 +182,20 @@ def test_a_task_that_exits_is_reported_and_the_loop_lives_on(loop):
         with pytest.raises(HookError, match="raised SystemExit: 0(.|\n)*in background"):
             loop.run(function())
     assert loop.run(four()) == 4
+
+
+HOLDS_THE_LOCK = """
+import asyncio, re
+from slime.utils import async_utils
+async_utils.StallTimeout.seconds, async_utils.INTERPRETER_MARGIN_S = 0.5, 0.5
+async def endless_pattern():
+    re.match("(a+)+$", "a" * 64 + "b")
+async_utils.run(endless_pattern())
+"""
+
+
+def test_code_that_holds_the_interpreters_lock_ends_the_process_with_its_frames():
+    words = [sys.executable, "-c", HOLDS_THE_LOCK]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=REPO)
+    assert done.returncode == 1, done.stderr
+    assert "Timeout" in done.stderr and "in endless_pattern" in done.stderr

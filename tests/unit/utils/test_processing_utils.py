@@ -5,20 +5,30 @@ import io
 import json
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
 from slime.utils import processing_utils
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import (
     build_processor_kwargs,
+    compact_pixels,
     encode_image_for_rollout_engine,
+    full_pixels,
+    image_sources,
     load_processor,
     load_tokenizer,
     open_image,
     process_vision_info,
 )
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"No tokenizer can be loaded from '{tmp_path}'.*--hf-checkpoint"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_an_image_travels_as_a_png_and_comes_back(tmp_path):
@@ -45,6 +55,17 @@ def spellings(source):
     yield from ({"type": "image_url", "image_url": {"url": source}}, {"image": {"path": source}})
     yield {"type": "input_image", "image_url": source}
     yield {"type": "tool_result", "content": [{"type": "image", "image": source}]}
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_every_spelling_of_an_image_is_opened_by_our_own_reader(tmp_path, role):
+    path = tmp_path / "x.png"
+    Image.new("RGB", (28, 28)).save(path)
+    parts = list(spellings(str(path)))
+    messages = [{"role": role, "content": [part]} for part in parts] + [{"role": role, "content": ["?"]}]
+    found = process_vision_info(messages, None)
+    assert [type(image) for image in found["images"]] == [Image.Image] * len(parts)
+    assert image_sources(messages) == [str(path)] * len(parts)
 
 
 @pytest.mark.parametrize("source", ["http://169.254.169.254/x", "https://127.0.0.1/x", "file:///etc/hostname"])
@@ -87,10 +108,30 @@ def test_code_of_a_models_folder_runs_only_when_it_is_trusted(folder_with_code, 
     assert not (folder_with_code / "mark").exists()
 
 
+def test_code_of_a_folder_that_is_trusted_runs(folder_with_code, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder_with_code / "cache"))
+    assert type(load_tokenizer(str(folder_with_code), trust_remote_code=True)).__name__ == "Own"
+    assert (folder_with_code / "mark").exists()
+
+
 def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format=kind, **options)
     return buffer.getvalue()
+
+
+def test_pixels_travel_as_bytes_where_nothing_is_lost():
+    mean, std, unit = [0.5] * 3, [0.5] * 3, 1 / 255
+    processor = SimpleNamespace(image_processor=SimpleNamespace(image_mean=mean, image_std=std, rescale_factor=unit))
+    whole = torch.arange(256).reshape(4, 64)
+    pixels = (whole - 127.5) / 127.5
+    small = compact_pixels({"pixel_values": pixels, "image_grid_thw": 1}, processor)
+    assert small["pixel_values"].dtype == torch.uint8 and torch.equal(small["pixel_values"], whole.byte())
+    assert torch.equal(full_pixels(small), pixels)
+    for other in (pixels + 1e-3, pixels * 1.5, whole, "pixels"):
+        assert compact_pixels({"pixel_values": other}, processor)["pixel_values"] is other
+    processor.image_processor.image_std = [0.5, 0.4, 0.5]
+    assert compact_pixels({"pixel_values": pixels}, processor)["pixel_values"] is pixels
 
 
 NOISE = Image.effect_noise((64, 48), 90)

@@ -35,6 +35,13 @@ class Calls:
         return self.call
 
 
+class Mine:
+    """A class of somebody's."""
+
+    def __init__(self):
+        self.value = 3
+
+
 def as_torch_file(content, **options) -> bytes:
     file = io.BytesIO()
     torch.save(content, file, **options)
@@ -88,6 +95,21 @@ def test_code_is_refused_and_not_run(kind, write, tmp_path):
         load(data, where="file.pt")
     load(data, where="file.pt", tolerant=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["os.system", "system", "posixpath.os.system"])
+def test_dotted_names_do_not_lead_from_a_listed_module_to_another(name, tmp_path):
+    code = b"\x80\x04\x8c\x07pathlib\x8c" + bytes([len(name)]) + name.encode() + b"\x93\x8c\x04true\x85R."
+    with pytest.raises(DataError, match="could run code"):
+        load_pickle(code, where="file")
+
+
+def test_unlisted_objects_become_placeholders_where_a_part_is_enough():
+    content = {"lr": 1.0, "mine": Mine(), "many": [Mine()]}
+    with pytest.raises(DataError, match=r"Mine.*Ask for less\."):
+        load_pickle(pickle.dumps(content), where="file", remedy="Ask for less.")
+    back = load_pickle(pickle.dumps(content), where="file", tolerant=True)
+    assert back["lr"] == 1.0 and type(back["mine"]).__name__ == "Mine" and not isinstance(back["mine"], Mine)
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "text", "zeros"])
@@ -220,6 +242,19 @@ def test_lengths_that_lie_and_operations_of_code_are_one_error(name, memory):
 def test_an_archive_whose_parts_lie_is_one_error(data, memory):
     with pytest.raises(DataError, match="file holds|is cut or damaged"):
         load_torch(data, where="file")
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_arrays_of_every_kind_come_back(protocol):
+    arrays = [
+        np.arange(6, dtype=">i2").reshape(2, 3), np.asfortranarray(np.ones((2, 3), np.float16)), np.array(["a", "bc"]),
+        np.array([b"x"]), np.array(["a", None, [1]], dtype=object), np.zeros((0, 3)), np.array(2 + 1j),
+        np.array([True]),
+    ]  # fmt: skip
+    data = pickle.dumps([*arrays, np.dtype(">U3")], protocol)
+    back, wanted = load_pickle(data, where="file"), pickle.loads(data)
+    assert back.pop() == np.dtype(">U3") and [a.dtype for a in back] == [a.dtype for a in wanted[:-1]]
+    assert all(np.array_equal(got, a) for got, a in zip(back, arrays, strict=True))
 
 
 def test_tensors_that_share_or_repeat_their_bytes_come_back(tmp_path):

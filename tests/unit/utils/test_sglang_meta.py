@@ -11,6 +11,7 @@ from slime.utils.sglang_meta import (
     TokenLogProbs,
     decode_generate_answer,
     decode_int32_meta_array,
+    share_ids,
 )
 
 
@@ -48,6 +49,20 @@ def test_the_fast_way_is_taken_where_it_can_be_and_slices_stay_columns():
 )
 def test_everything_else_is_decoded_as_json_is(body):
     assert decode_generate_answer(body) == json.loads(body)
+
+
+def test_marks_inside_the_text_are_text():
+    text = '"output_ids":[1],"output_token_logprobs":[[-9.0,1,null]] \\'
+    decoded = decode_generate_answer(compact(answer(ENTRIES, text=text)))
+    assert decoded["text"] == text
+    assert list(decoded["meta_info"]["output_token_logprobs"]) == ENTRIES
+
+
+def test_shared_ids_are_equal_and_the_same_object():
+    ids = [int(text) for text in ("1000", "200000", "1000")]
+    shared = share_ids(ids)
+    assert shared == ids and shared[0] is shared[2] is share_ids([1000, 2])[0]
+    assert share_ids([-1, 5]) == [-1, 5] and share_ids([SHARED_IDS, 5]) == [SHARED_IDS, 5] and share_ids([9]) == [9]
 
 
 def test_integer_arrays_of_an_answer_are_flat_int32_tensors():

@@ -66,6 +66,15 @@ def test_a_flipped_byte_is_an_error_with_file_and_tensor(name, folder):
     assert len(read_all(folder, verify=False)) == len(TENSORS)
 
 
+def test_an_expert_that_is_read_alone_is_compared_alone(folder):
+    stored = read_layout(folder)["layers.0.mlp.experts.down_proj"]
+    flip(stored.file, stored.begin + 2 * stored.row_bytes)
+    with HfTensors(folder) as tensors:
+        tensors.get("layers.0.mlp.experts.1.down_proj.weight")
+    with pytest.raises(DataError, match=r"experts\.down_proj\[2\]"), HfTensors(folder) as tensors:
+        tensors.get("layers.0.mlp.experts.2.down_proj.weight")
+
+
 def test_damage_is_told_rather_than_what_came_of_it(folder):
     stored = read_layout(folder)["a.weight"]
     flip(stored.file, stored.begin)
@@ -94,3 +103,10 @@ def test_a_file_beside_the_recorded_ones_is_refused(folder):
     save_file({"more": torch.ones(1)}, folder / "more.safetensors")
     with pytest.raises(DataError, match="more.safetensors is not one of the files that were written"):
         read_all(folder)
+
+
+def test_digests_of_a_source_are_not_copied_to_another_model(folder, tmp_path):
+    (folder / "config.json").write_text("{}")
+    with HfFolderWriter(tmp_path / "copy", assets_from=folder) as writer:
+        writer.add("x", torch.ones(3))
+    assert read_all(tmp_path / "copy").keys() == {"x"} and (tmp_path / "copy/config.json").exists()

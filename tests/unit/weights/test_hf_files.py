@@ -37,6 +37,16 @@ def test_tensors_are_split_into_numbered_shards_that_the_index_names(tmp_path, o
     assert not (folder / "model.safetensors").exists()  # the origin's weights are not assets
 
 
+def test_weights_of_an_older_model_in_the_folder_are_removed(tmp_path, origin):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model-00001-of-00009.safetensors").write_bytes(b"old")
+    writer = HfFolderWriter(out, assets_from=origin)
+    writer.add("a", torch.zeros(1))
+    writer.close()
+    assert sorted(path.name for path in out.glob("*.safetensors")) == ["model-00001-of-00001.safetensors"]
+
+
 def test_a_folder_whose_writer_was_killed_is_no_model_and_its_next_writer_clears_it(tmp_path, origin):
     out = tmp_path / "out"
     killed = HfFolderWriter(out, assets_from=origin, shard_bytes=4)

@@ -52,6 +52,21 @@ def test_narrow_moments_move_weights_as_fp32_ones_do(first: torch.dtype, second:
     assert (found - expected).norm() < 0.02 * (expected - start).norm()
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_second_moment_goes_on_growing_by_a_thousandth_a_step(dtype: torch.dtype) -> None:
+    """v after 2,000 steps of g = 1 is 1 - 0.999 ** 2000 = 0.8648; rounded to the nearest, bf16 stops at 0.25."""
+    parameter = torch.zeros(4 * BLOCK)
+    optimizer = adam(parameter, dtype, dtype, lr=0.0)
+    nearest = torch.zeros((), dtype=dtype)
+    for _ in range(2000):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        nearest = (nearest.float() * 0.999 + 0.001).to(dtype)
+    assert optimizer.moment(parameter, "exp_avg_sq").mean() == pytest.approx(1 - 0.999**2000, rel=5e-3)
+    if dtype == BF16:
+        assert nearest < 0.5
+
+
 def test_rounding_is_unbiased_and_between_the_two_neighbours() -> None:
     """g = 1.003 gives m = 0.1003; bf16 has 0.10009765625 and 0.1005859375 around it."""
     parameter = torch.zeros(64 * BLOCK)

@@ -56,6 +56,15 @@ def test_a_number_that_is_off_ends_the_run(metrics, says):
     check(metrics, ci_test=False, load="/elsewhere")
 
 
+def test_the_kl_is_checked_only_where_the_policies_are_equal():
+    check({"ppo_kl": 1.0, "kl_loss": 1.0}, step_id=1)
+    check({"kl_loss": 1.0}, rollout_id=1)
+    check({"ppo_kl": 1.0}, use_rollout_logprobs=True)
+    check({"ppo_kl": 1.0, "kl_loss": 1.0}, ci_disable_kl_checker=True)
+    with pytest.raises(CheckError):
+        check({"ppo_kl": 1.0}, rollout_id=1)
+
+
 def warnings_of(caplog, metrics, **keywords) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -69,6 +78,14 @@ def test_every_run_is_warned_of_a_first_step_that_is_off_policy(caplog):
     assert warnings_of(caplog, {"train_rollout_logprob_abs_diff": 9.0}) == []
     assert warnings_of(caplog, {"ppo_kl": 1.0}, keep_old_actor=True) == []
     assert warnings_of(caplog, {"ppo_kl": 1.0}, loss_type="custom_loss") == []
+
+
+def test_every_run_is_warned_when_it_began_at_its_reference_and_the_kl_is_not_zero(caplog):
+    (message,) = warnings_of(caplog, {"kl_loss": 0.5})
+    assert "kl_loss is 0.5" in message and "--ref-load" in message
+    assert warnings_of(caplog, {"kl_loss": 0.5}, load="/elsewhere") == [], "another start may differ"
+    assert warnings_of(caplog, {"kl_loss": 0.5}, rollout_id=1) == []
+    assert warnings_of(caplog, {"kl_loss": 0.5}, rollout_id=2, use_critic=True, num_critic_only_steps=2) != []
 
 
 def test_the_kl_in_the_reward_of_the_first_rollout_is_checked_too(caplog):

@@ -120,12 +120,28 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     assert isinstance(caught.value, MissingTensorError)
 
 
+def test_the_value_head_of_a_critic_keeps_its_values(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    args = parse(*hf_flags(tmp_path))
+    start_single_process(args)
+    critic = get_model_provider(args, role="critic")()
+    before = critic.output_layer.weight.clone()
+    load_hf_weights(args, [critic], tmp_path)
+    assert torch.equal(critic.output_layer.weight, before)
+
+
 def test_one_byte_tensors_with_scales_are_dequantized(tmp_path: Path) -> None:
     weight = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e4m3fn)
     save_file({"w": weight, "w_scale_inv": torch.tensor([[0.5]])}, tmp_path / "model.safetensors")
     with HfTensors(tmp_path) as tensors:
         assert tensors.names() == ["w"]
         assert tensors.get("w").tolist() == [[0.5, 1.0], [2.0, 4.0]]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"no safetensors at all")
+    with pytest.raises(DataError, match="model.safetensors is no whole safetensors file"):
+        HfTensors(tmp_path)
 
 
 def edit(folder: Path, **tensors: torch.Tensor) -> None:
@@ -153,6 +169,12 @@ def test_a_tensor_too_many_is_an_error_with_its_file(tmp_path: Path, name: str) 
     edit(tmp_path, **{name: torch.ones(2)})
     with pytest.raises(DataError, match=rf"model\.safetensors: 1 tensors have no place in the model, such as {name}"):
         load(tmp_path)
+
+
+def test_tensors_that_families_may_have_beside_the_model_are_passed_over(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    edit(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    load(tmp_path)
 
 
 def test_an_output_projection_beside_a_tied_embedding_must_be_a_copy_of_it(tmp_path: Path) -> None:
@@ -215,3 +237,10 @@ def test_a_tensor_that_no_part_of_the_model_reads_is_an_error(tmp_path: Path, ki
     edit(tmp_path, **{name: torch.ones(2)})
     with pytest.raises(DataError, match=f"1 tensors have no place in the model, such as {name}"):
         load_hf_weights(args, [get_model_provider(args)()], tmp_path)
+
+
+def test_two_files_with_one_tensor_are_an_error(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, "qwen3")
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "more.safetensors")
+    with pytest.raises(DataError, match=r"model\.norm\.weight is stored twice, in .* and in .*"):
+        load(tmp_path)

@@ -115,6 +115,20 @@ def test_the_temperature_divides_the_logits() -> None:
     assert float(result["log_probs"][0]) == pytest.approx(float(expected))
 
 
+def test_outside_the_recorded_nucleus_a_token_has_no_probability() -> None:
+    batch = make_batch(masks=((1, 1),))
+    logits = make_logits(batch, [[-1.0, -1.0]])
+    _, result = loss.get_log_probs_and_entropy(
+        logits, args=make_args(),
+        top_p_token_ids=[torch.tensor([3], dtype=torch.int32)],
+        top_p_token_offsets=[torch.tensor([0, 1, 1], dtype=torch.int32)],
+        **{key: batch[key] for key in ("unconcat_tokens", "total_lengths", "response_lengths")},
+    )  # fmt: skip
+    # Token 1 was sampled from {1, 3}: p = 0.3679 / (0.3679 + 0.158). The second token has no record.
+    expected = torch.tensor(0.36788 / (0.36788 + 0.63212 / 4)).log()
+    assert result["log_probs"][0].tolist() == pytest.approx([float(expected), -1.0], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "dual", "expected"),
     [(1.5, 1.0, None, -1.28), (0.5, 1.0, None, -0.5), (0.5, -1.0, None, 0.8), (1.5, -1.0, None, 1.5), (5, -1.0, 3, 3)],
@@ -179,6 +193,12 @@ def test_with_the_engines_log_probs_the_mismatch_is_that_of_the_trainers() -> No
     value, metrics = run(args, batch, make_logits(batch, [[-1.5]]))
     assert value == pytest.approx(-1.0, rel=1e-5), "the ratio is to the engine's log-prob"
     assert metrics["ois"] == pytest.approx(float(torch.tensor(0.5).exp()), rel=1e-5)
+
+
+def test_a_column_of_the_wrong_length_is_refused() -> None:
+    batch = make_batch(masks=((1, 1),), advantages=[[1.0]])
+    with pytest.raises(DataError, match=r"a column has \[1\] entries for \[2\] response tokens"):
+        run(make_args(), batch, make_logits(batch, [[-1.0, -1.0]]))
 
 
 def test_tis_weighs_the_loss_by_trainer_over_engine() -> None:
@@ -285,3 +305,10 @@ def test_top_k_distillation_adds_the_divergence_from_the_teachers_tokens() -> No
     assert float(metrics["opd_loss"]) == pytest.approx(float(expected), rel=1e-5)
     assert float(value) == pytest.approx(2.0 * float(expected), rel=1e-5)
     torch.testing.assert_close(logits.grad.double(), again.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_top_k_distillation_without_the_teachers_tokens_says_so() -> None:
+    batch = make_batch()
+    batch["advantages"] = [torch.zeros(2), torch.zeros(4)]
+    with pytest.raises(DataError, match="--opd-top-k needs the teacher's likeliest tokens"):
+        run(make_args(use_opd=True, opd_top_k=3), batch, make_logits(batch, [[-1.0, -2.0], [-0.5, -1.5, -2.5, -3.5]]))

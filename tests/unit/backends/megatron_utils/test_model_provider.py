@@ -41,6 +41,12 @@ def short_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
 not_a_spec = 3
 
 
+def test_the_logits_are_those_of_the_padded_vocabulary() -> None:
+    model = build("--padded-vocab-size", "12")
+    [logits] = packed_logits(model, [torch.tensor([1, 2, 3])])
+    assert logits.shape == (3, 12)
+
+
 def test_a_spec_function_shapes_the_layers() -> None:
     model = build("--qk-layernorm", "--spec", HERE, "short_spec")
     names = [name for name, _ in model.named_parameters()]
@@ -58,6 +64,15 @@ def test_a_spec_function_shapes_the_layers() -> None:
 def test_a_spec_that_cannot_be_used_is_refused(spec: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build("--spec", *spec)
+
+
+def custom_provider(pre_process: bool = True, post_process: bool = True) -> torch.nn.Module:
+    """A provider as users write it."""
+    return torch.nn.Linear(2, 2)
+
+
+def test_a_custom_provider_builds_the_model() -> None:
+    assert isinstance(build("--custom-model-provider-path", f"{HERE}.custom_provider"), torch.nn.Linear)
 
 
 def test_a_custom_provider_that_does_not_import_is_refused() -> None:
@@ -130,6 +145,11 @@ def test_the_expert_layers_follow_the_pattern(flags: str, pattern: list[bool]) -
     args = parse(*DENSE, "--num-experts", "2", "--moe-ffn-hidden-size", "8", *flags.split())
     specs = get_block_spec(transformer_config_from_args(args)).layer_specs
     assert [spec.submodules.mlp is RoutedExperts for spec in specs] == pattern
+
+
+def test_a_pattern_of_another_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--moe-layer-freq has 3 entries; --num-layers is 2"):
+        parse(*DENSE, "--num-experts", "2", "--moe-ffn-hidden-size", "8", "--moe-layer-freq", "[0,1,1]")
 
 
 def test_a_deterministic_run_and_a_user_hook_are_set_up_by_init(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,3 +168,12 @@ def test_a_copy_that_the_model_is_ahead_of_is_not_what_comes_back(folders: dict[
     offloaded.offload(switch.current_copies())
     offloaded.onload()
     assert are_equal(state(model, optimizer), trained)
+
+
+def test_a_model_without_an_optimizer_sleeps_too(folders: dict[str, Path]) -> None:
+    _, model, _, _ = build(folders, "fp32")
+    before = [tensor.clone() for tensor in weights_of(model)]
+    offloaded = OffloadedState(model, None, chunk_bytes=CHUNK)
+    offloaded.offload()
+    offloaded.onload()
+    assert are_equal(weights_of(model), before)

@@ -13,17 +13,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "dist"))
 
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron_case import start_single_process
 from trainer_case import cut, make_args, make_train_data, write_model
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.model import setup_model_and_optimizer
+from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
-from slime.backends.megatron_utils.train_metrics import perf_metrics, reduce_step_metrics
+from slime.backends.megatron_utils.train_metrics import perf_metrics, reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
-from slime.utils.errors import StepError
+from slime.utils.errors import ConfigError, StepError
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,19 @@ def train(args: Namespace, model: Any, optimizer: Any, scheduler: Any, rollout_i
     return results
 
 
+def test_rewards_that_were_not_given_are_in_no_mean(folder):
+    args, *_ = build(folder)
+    batch = make_train_data()
+    count = len(batch["rewards"])
+    batch["graded"] = [place > 0 for place in range(count)]
+    batch |= {"rewards": [-9.0] + [0.5] * (count - 1), "raw_reward": [-9.0] + [2.0] * (count - 1)}
+    data = prepare_rollout_data(cut(args, batch, {"dp_size": 1, "cp_size": 1})[0])
+    metrics = rollout_metrics(data, per_token=False, has_rewards=True)
+    assert (metrics["rollout/rewards"], metrics["rollout/raw_reward"]) == (0.5, 2.0)
+    data.graded = [False] * count
+    assert not any("reward" in name for name in rollout_metrics(data, per_token=False, has_rewards=True))
+
+
 def test_the_passes_of_all_teachers_count_as_work(folder: Path) -> None:
     args, *_ = build(folder)
     data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
@@ -78,6 +92,12 @@ def test_the_schedule_counts_samples_and_flags_count_steps(folder: Path) -> None
         rates.append(optimizer.param_groups[0]["lr"])
         scheduler.step(increment=args.global_batch_size)
     assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3, 0])
+
+
+def test_a_warm_up_longer_than_the_decay_is_refused(folder: Path) -> None:
+    args, _, optimizer, _ = build(folder)
+    with pytest.raises(ConfigError, match="warms up for 4 of 4 optimizer steps; lower --lr-warmup-iters"):
+        build_scheduler(Namespace(**{**vars(args), "lr_warmup_iters": 4}), optimizer)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(folder: Path) -> None:
@@ -119,6 +139,19 @@ def test_resetting_the_optimizer_zeroes_its_moments_and_its_step(folder: Path) -
     reset_optimizer_states(Namespace(chained_optimizers=[*parts, nothing_to_train]))
     assert not any(state["exp_avg"].any() or state["exp_avg_sq"].any() for state in states)
     assert all(float(state["step"]) == 0 for state in states)
+
+
+def test_resetting_reaches_moments_on_the_host_that_a_checkpoint_has_just_given() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    on_host = HybridDeviceOptimizer(
+        [{"params": [weight]}], offload_fraction=1.0, cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW, overlap_cpu_optimizer_d2h_h2d=False,
+    )  # fmt: skip
+    (adam,) = on_host.sub_optimizers
+    names = "exp_avg", "exp_avg_sq", "step"
+    adam.state[weight] = {name: torch.ones(()) for name in names}  # it keeps no state of its own before a step
+    reset_optimizer_states(Namespace(optimizer=on_host))
+    assert [float(adam.state[weight][name]) for name in names] == [0, 0, 0]
 
 
 def test_a_switch_to_the_reference_and_back_does_not_disturb_training(folder: Path) -> None:

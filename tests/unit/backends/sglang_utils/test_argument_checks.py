@@ -95,6 +95,21 @@ def test_engines_that_would_quantize_pushed_weights_by_themselves_are_refused(tm
     assert [next(name for name in found if f"/{name}, which" in problem) for problem in problems] == found
 
 
+def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
+    groups = tuple(
+        ServerGroupConfig(worker_type=kind, num_gpus=8, num_gpus_per_engine=num_gpus, overrides=overrides)
+        for kind, num_gpus, overrides in (
+            ("prefill", 8, {"dp_size": 3}), ("decode", 4, {}), ("regular", 2, {"dp_size": 2}), ("placeholder", 1, {}),
+        )
+    )  # fmt: skip
+    model = ModelConfig(name="default", model_path="m", update_weights=True, server_groups=groups)
+    args = Namespace(sglang_config="e.yaml", sglang_pp_size=1, sglang_dp_size=4, sglang_ep_size=1)
+    assert list(size_problems(args, SGLangConfig(models=(model,)))) == [
+        "--sglang-config e.yaml: dp-size is 3 and the prefill engines of default have 8 GPUs: the 8 tensor-parallel "
+        "ranks of an engine must divide into 3 groups; use 2."
+    ]
+
+
 @pytest.mark.parametrize(("overrides", "said"), [({}, "--sglang-pp-size is 2"), (
     {"pp_size": 3}, "--sglang-config e.yaml: pp-size is 3"
 )])  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from slime.backends.sglang_utils import child_process
 from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DeadlineError
 
 DAY_S = 86400.0
 SLEEPER = "import time; time.sleep(600)"
@@ -90,6 +91,19 @@ def test_killing_a_tree_leaves_none_of_it():
     assert kill_tree(root.pid) == []
     assert root.wait(timeout=10) == -signal.SIGKILL
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_outlives_its_sigkill_is_named_at_the_deadline(monkeypatch):
+    """As a process does that is stuck in the kernel."""
+    child = ChildProcess("json.tool", {"a": 1}, name="engine 0", extra_environment={})
+    monkeypatch.setattr(child, "_popen", subprocess.Popen([sys.executable, "-c", SLEEPER]))
+    with monkeypatch.context() as deaf:
+        deaf.setattr(child_process, "_kill", lambda process: None)
+        with pytest.raises(DeadlineError, match=rf"engine 0: processes \[{child.pid}\] .* 0.2 s after SIGKILL"):
+            child.stop(timeout_s=0.2)
+    assert inspect.signature(child.stop).parameters["timeout_s"].default == 10
+    child.stop()
+    assert not child.is_alive()
 
 
 def test_a_tree_ends_when_its_owner_is_killed():

@@ -25,7 +25,7 @@ from slime.backends.sglang_utils.request_check import (  # noqa: E402
     check_sequence,
     check_text,
 )
-from slime.backends.sglang_utils.sglang_plugin import _abort, _check_template, _generate  # noqa: E402
+from slime.backends.sglang_utils.sglang_plugin import _abort, _check_template, _generate, _leave_a_token  # noqa: E402
 from tests.unit.backends.sglang_utils.hostile_requests import IDS, PASSED, REQUESTS  # noqa: E402
 
 VOCAB_SIZE = 132
@@ -94,6 +94,13 @@ def test_what_slime_sends_passes_as_it_is(name: str) -> None:
     assert scheduled(OURS[name])
 
 
+def test_labels_of_metrics_are_those_that_the_server_knows() -> None:
+    obj = GenerateReqInput(input_ids=IDS, custom_labels={"team": "a"})
+    check_request(obj, labels=frozenset({"team"}))
+    with pytest.raises(ValueError, match=r"custom_labels are \['team'\]; this engine knows \[\]"):
+        check_request(obj)
+
+
 def test_texts_of_all_doors_are_bounded() -> None:
     check_text(["a" * (MAX_TEXT_CHARS // 2)] * 2)
     with pytest.raises(ValueError, match="longer than 4000000 characters"):
@@ -157,3 +164,27 @@ def test_two_requests_with_one_id_have_two_in_the_scheduler_and_are_aborted_by_t
     for rid, abort_all in (("", True), (inner[0], False), ("nobody", False)):
         _abort(abort, manager, rid, abort_all)
     assert manager.aborted == [("", True), (inner[0], False), ("nobody", False)]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TypeError("unhashable"), ValueError),
+        (KeyError("x"), ValueError),
+        (RuntimeError("An exception occurred while loading IMAGE data at index 0"), ValueError),
+        (RuntimeError("CUDA error"), RuntimeError),
+    ],
+)
+def test_what_sglang_cannot_read_is_an_error_of_the_client(error: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=str(error).strip("'")):
+        asked(Manager(error), GenerateReqInput(input_ids=IDS))
+
+
+def test_a_grammar_that_allows_nothing_leaves_something_to_draw_from() -> None:
+    import torch
+
+    logits = torch.tensor([[-torch.inf, -torch.inf], [-torch.inf, 1.0]])
+    _leave_a_token(None, SimpleNamespace(vocab_mask=None), logits)
+    assert logits[0].isinf().all()
+    _leave_a_token(None, SimpleNamespace(vocab_mask=logits), logits)
+    assert logits.tolist() == [[0.0, 0.0], [-torch.inf, 1.0]]

@@ -127,6 +127,15 @@ def test_a_decode_engine_learns_that_the_prefill_half_never_came(
     ]
 
 
+def test_a_request_that_ends_well_is_not_called_failed() -> None:
+    prefill = Prefill()
+    sender = prefill.own_half_comes()
+    prefill.decode_half_comes()
+    sender.conclude_state = KVPoll.Success
+    clear(sender)
+    assert not prefill.told and not halves._alone
+
+
 def test_two_threads_at_one_socket_lose_and_mix_no_message() -> None:
     """Unguarded, the thread of transfers and the one that acknowledges aborts garble a tenth of their messages."""
     count = 3000
@@ -159,6 +168,16 @@ def test_an_engine_that_has_gone_holds_up_no_sender(caplog: pytest.LogCaptureFix
         nobody_reads.setsockopt(zmq.SNDTIMEO, -1)  # without end
         guarded.send_multipart([b"ABORT", b"8"])
     assert lock == "its lock" and "10.0.0.1:1 is dropped" in caplog.text
+
+
+def test_a_room_that_another_thread_forgets_ends_no_thread() -> None:
+    prefill, decode = Prefill(), SimpleNamespace(required_prefill_response_num_table={})
+    halves.guard_tables(None, prefill)
+    halves.guard_tables(None, decode)
+    assert prefill.transfer_infos[ROOM] == {} and prefill.transfer_infos.pop(ROOM) is None
+    assert prefill.check_status(ROOM) == KVPoll.Failed and decode.required_prefill_response_num_table[ROOM] == 0
+    prefill.record_failure(ROOM, "nobody is left to read this")
+    assert not prefill.failure_records
 
 
 def test_every_hook_has_a_target_in_the_tested_sglang() -> None:

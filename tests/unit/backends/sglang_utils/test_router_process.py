@@ -7,6 +7,7 @@ import threading
 from argparse import Namespace
 from http.server import ThreadingHTTPServer
 
+import psutil
 import pytest
 import requests
 
@@ -20,8 +21,8 @@ from slime.backends.sglang_utils.router_process import (
 )
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import engine_environment
-from slime.utils.errors import EngineDiedError, PortTakenError
-from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, PortTakenError
+from slime.utils.net import get_current_node_ip, get_free_port, http_url, is_loopback
 from tests.unit.backends.sglang_utils.fake_worker import FakeEngine
 
 ARGS = Namespace(sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn")
@@ -53,6 +54,16 @@ def test_a_router_whose_port_was_taken_says_so(server):
             start_router(ARGS, host="127.0.0.1", timeout_s=60, **ports)
 
 
+def test_another_server_at_the_port_is_not_taken_for_the_router():
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        port = other.server_port
+        assert requests.get(f"http://127.0.0.1:{port}/health", timeout=10).ok
+        with pytest.raises(PortTakenError, match="took a port"):
+            start_router(ARGS, host="127.0.0.1", port=port, prometheus_port=get_free_port(27500), timeout_s=60)
+        other.shutdown()
+
+
 def test_prefixed_flags_reach_the_router_and_slime_decides_above_them():
     args = Namespace(**vars(ARGS), router_host="9.9.9.9", router_balance_abs_threshold=10, policy="random", host="bad")
     built = build_router_args(args, host="[::1]", port=1, prometheus_port=2, pd_disaggregation=True)
@@ -76,6 +87,22 @@ def test_an_engine_is_listed_after_registration_and_gone_after_removal(router, e
     assert find_worker(control, engine_url)["worker_type"] == "regular"
     unregister_worker(control, engine_url)
     unregister_worker(control, engine_url)
+
+
+def listed_and_asked(host: str) -> None:
+    """Let a router at ``host`` list an engine there, pass a request on, and show its metrics."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+
+    with Server((host, 0), FakeEngine) as engine:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        handle = start_router(ARGS, host=host, port=get_free_port(26600), prometheus_port=get_free_port(27600))
+        register_worker(handle.control, http_url(host, engine.server_port), worker_type="regular", timeout_s=20)
+        assert handle.control.post("/generate", {"text": "a"})["text"] == "x"
+        assert ServerControl(handle.metrics_url.removesuffix("/metrics")).answers("/metrics")
+        handle.stop()
+        engine.shutdown()
 
 
 class Half(FakeEngine):
@@ -114,10 +141,29 @@ def test_a_request_after_a_pause_reaches_both_halves_of_a_pair():
         server.shutdown()
 
 
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+def test_a_router_reaches_its_engines_whatever_proxy_the_environment_names(monkeypatch, name):
+    for other in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
+    listed_and_asked("127.0.0.1")
+
+
+def test_an_engine_that_answers_nothing_is_never_listed(router):
+    dead = f"http://127.0.0.1:{get_free_port(28000)}"
+    with pytest.raises(DeadlineError, match="does not list the engine"):
+        register_worker(ServerControl(router.url), dead, worker_type="regular", timeout_s=1.0)
+
+
 def test_a_router_of_the_user_is_adopted_and_not_stopped(router):
     adopted = adopt_router("127.0.0.1", router.port)
     adopted.stop()
     assert router.is_alive()
+
+
+def test_no_router_at_the_given_address_is_an_error():
+    with pytest.raises(EngineError, match="--sglang-router-ip"):
+        adopt_router("127.0.0.1", get_free_port(28500))
 
 
 def test_a_taken_port_ends_the_start_with_the_routers_log(router):
@@ -155,6 +201,13 @@ def test_a_guarded_router_takes_workers_and_generation_from_its_job_alone(guarde
         assert answer.ok == may_generate
     assert {headers["authorization"] for headers in FakeEngine.headers_seen} == {"Bearer g3nerates"}
     unregister_worker(guarded.control, engine_url)
+
+
+def test_the_metrics_of_a_router_are_on_loopback(guarded):
+    assert guarded.metrics_url.startswith("http://127.0.0.1:") and requests.get(guarded.metrics_url, timeout=10).ok
+    [router] = psutil.Process(guarded.process.pid).children(recursive=True)
+    open_to = {each.laddr.ip for each in router.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    assert open_to == {"127.0.0.1", guarded.host}
 
 
 def test_a_page_of_another_site_gets_no_leave_to_ask_the_router_and_no_answer_without(guarded):

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 
-from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
+from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args, keep_known
 
 PLACE = EnginePlace(
     rank=3,
@@ -70,6 +71,12 @@ def test_prefill_and_decode_engines_get_their_roles():
     assert build(place=replace(PLACE, worker_type="encoder"))["encoder_only"] is True
 
 
+def test_prefill_graphs_are_off_while_memory_can_be_released():
+    assert build()["cuda_graph_backend_prefill"] == "disabled"
+    assert build(flags(offload_rollout=False))["cuda_graph_backend_prefill"] is None
+    assert build(flags(sglang_cuda_graph_backend_prefill="full"))["cuda_graph_backend_prefill"] == "full"
+
+
 @pytest.mark.parametrize(
     ("given", "on_cpu", "dtype"),
     [
@@ -85,6 +92,18 @@ def test_prefill_and_decode_engines_get_their_roles():
 )
 def test_the_engine_computes_in_the_trainers_precision(given, on_cpu, dtype):
     assert build(flags(**given), on_cpu=on_cpu).get("dtype") == dtype
+
+
+def test_fields_that_the_installed_version_lacks_are_dropped_and_named(caplog):
+    with caplog.at_level(logging.INFO):
+        assert keep_known({"a": 1, "b": 2}, {"a"}) == {"a": 1}
+    assert "left out: b" in caplog.text
+
+
+def test_an_override_under_an_older_name_reaches_the_field_that_took_its_place():
+    given = {"cuda_graph_max_bs_decode": 8, "cuda_graph_max_bs": 12}  # the flag's, then the group's override
+    assert keep_known(given, {"cuda_graph_max_bs_decode"}) == {"cuda_graph_max_bs_decode": 12}
+    assert keep_known({"cuda_graph_max_bs": 12}, {"cuda_graph_max_bs"}) == {"cuda_graph_max_bs": 12}
 
 
 def test_a_checkpoint_drafts_with_its_own_mtp_layers_unless_another_is_named():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ from slime.backends.sglang_utils.server_control import (
     NoAnswer,
     Refused,
     ServerControl,
+    flush_cache,
     probe_answer,
 )
 from slime.utils.errors import EngineError
@@ -81,9 +83,24 @@ def test_a_host_that_is_silent_is_left_at_the_deadline_too(monkeypatch, timeout_
         ServerControl("http://127.0.0.1:1").get("/health", timeout_s=timeout_s)
 
 
+def test_flushing_is_tried_again_while_the_server_is_busy(scripted):
+    url, answers, asked = scripted
+    answers += [(400, "busy"), (400, "busy"), (200, "Cache flushed.")]
+    flush_cache(ServerControl(url), wait_s=0)
+    assert len(asked) == 3
+
+
 def one_token(log_prob: str = "-0.5", finish: str = '{"type": "length"}', items: str | None = None) -> str:
     items = f"[[{log_prob}, 7, null]]" if items is None else items
     return f'{{"text": "x", "meta_info": {{"finish_reason": {finish}, "output_token_logprobs": {items}}}}}'
+
+
+@pytest.mark.parametrize("answer", [one_token(), one_token(items="[]", finish='{"type": "abort"}')])
+def test_one_token_or_an_abort_is_a_sensible_answer(scripted, answer):
+    url, answers, asked = scripted
+    answers.append((200, answer))
+    probe_answer(ServerControl(url), timeout_s=10)
+    assert json.loads(asked[0][2])["sampling_params"]["max_new_tokens"] == 1
 
 
 @pytest.mark.parametrize(
@@ -104,6 +121,15 @@ def test_anything_else_is_nonsense(scripted, answer):
     answers.append((200, answer))
     with pytest.raises(EngineError, match="e answered a request for one token with"):
         probe_answer(ServerControl(url, name="e"), timeout_s=10)
+
+
+def test_a_refused_probe_is_a_fault_and_a_late_answer_is_not(scripted):
+    url, answers, _ = scripted
+    answers.append((500, "scheduler gone"))
+    with pytest.raises(EngineError, match="scheduler gone"):
+        probe_answer(ServerControl(url), timeout_s=10)
+    with ScriptedEngine(Script(faults=[Fault("hang")])) as engine:
+        probe_answer(ServerControl(engine.url), timeout_s=0.5)
 
 
 def test_a_refusal_crosses_processes_whole() -> None:

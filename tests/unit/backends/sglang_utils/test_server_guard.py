@@ -75,6 +75,10 @@ def test_a_stranger_gets_nothing_of_a_server_on_the_network_but_its_health(route
         assert {path for path in [*routes, "/metrics"] if status(guard, path, key) == "served"} == HEALTH & {*routes}
 
 
+def test_the_secret_opens_everything(routes):
+    assert all(status(make(is_local=False), path, ADMIN) == "served" for path in routes)
+
+
 @pytest.mark.parametrize("path", ADMINISTRATION)
 @pytest.mark.parametrize("is_local", [True, False])
 def test_weights_adapters_memory_and_administration_always_need_the_secret(path, is_local):
@@ -94,6 +98,10 @@ def test_metrics_are_for_this_host_and_for_the_secret():
     assert status(make(is_local=True), "/metrics/") == "served"
     assert status(make(is_local=False), "/metrics", GENERATES)["status"] == 401
     assert status(make(is_local=False), "/metrics", ADMIN) == "served"
+
+
+def test_what_is_listed_exists_so_that_no_typing_error_shuts_a_door(routes):
+    assert server_guard.GENERATION - {*routes} <= {"/v1/classify", "/v1/rerank"}
 
 
 def test_a_websocket_is_closed_and_an_encoder_is_open_to_the_jobs_engines_alone():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -43,3 +47,24 @@ def test_a_write_that_leaves_the_registered_region_is_refused(engine, session, o
     assert not target.any()
     assert engine.unregister_memory(address(target) + 8) == 0
     assert engine.send_probe(session) == 0  # over a new connection
+
+
+LISTEN_AS = """
+import os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.bind("")
+os.setuid(54321)
+server.listen()
+print(int(server.getsockname()[1:], 16), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_nothing_is_written_to_a_peer_of_another_user(engine):
+    other = subprocess.Popen([sys.executable, "-c", LISTEN_AS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    session = f"127.0.0.1:{int(other.stdout.readline())}"
+    with pytest.raises(PermissionError, match="another user's"):
+        engine._connect(session)
+    assert engine.send_probe(session) == FAILED
+    other.communicate(timeout=20)

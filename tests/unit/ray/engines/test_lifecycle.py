@@ -18,7 +18,7 @@ from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, TABLE, Action, EngineEvent, EngineState, next_step, table_as_markdown
 from slime.ray.engines.models import RolloutServer, wait_until_serving
 from slime.ray.gpus import GpuSlice
-from slime.utils.errors import EngineDiedError, EngineError
+from slime.utils.errors import EngineDiedError, EngineError, WeightSyncError
 from slime.weights.push.participants import ExcludedEngine
 
 CELLS = list(itertools.product(EngineState, EngineEvent))
@@ -143,6 +143,12 @@ def test_from_a_start_to_the_second_death():
     assert (group.states, group.done[3:]) == ([STATE.UPDATING], ["kill 0", "start 0"])
 
 
+def test_an_engine_of_a_model_without_updates_serves_as_soon_as_it_has_started_again():
+    group = make_group(takes_updates=False)
+    group.report(0, EVENT.DIED, "killed")
+    assert (group.states, group.done) == ([STATE.SERVING], ["kill 0", "start 0 and register"])
+
+
 def test_a_group_that_is_not_restarted_gives_up_and_touches_nothing():
     group = make_group(restarts=False)
     group.report(0, EVENT.FAILED, "no sign of life")
@@ -150,6 +156,14 @@ def test_a_group_that_is_not_restarted_gives_up_and_touches_nothing():
     assert group.given_up == "engine 0 (regular) of model 'm': no sign of life"
     with pytest.raises(EngineDiedError, match="no sign of life"):
         group.wait_settled(1.0)
+
+
+def test_what_started_after_the_job_has_ended_is_shut_down():
+    group = make_group()
+    group.states[0] = STATE.RESTARTING
+    group.report(0, EVENT.STOP)
+    group.report(0, EVENT.STARTED)
+    assert (group.states, group.done) == ([STATE.RETIRED], ["shut down 0", "shut down 0"])
 
 
 def test_no_rollout_begins_while_the_router_lists_an_engine_that_is_evicted(monkeypatch):
@@ -252,3 +266,10 @@ def test_drop_goes_on_without_it_until_none_is_left():
     assert (group.states, group.done) == ([STATE.SERVING, STATE.RETIRED], ["kill 1"])
     with pytest.raises(EngineError, match="no engine is left; .*--weight-push-failure drop.* engine 0: late"):
         push(fleet, ExcludedEngine(0, "late"))
+
+
+def test_stop_ends_the_run_with_the_engine_and_its_reason():
+    fleet, group = make_fleet(2, "stop")
+    with pytest.raises(WeightSyncError, match="--weight-push-failure stop.*engine 1: it holds other bytes"):
+        push(fleet, REFUSAL)
+    assert group.done == []

@@ -90,6 +90,14 @@ def test_mistakes_of_the_flags_end_the_run_under_every_policy(response, error):
         grade(response)
 
 
+@pytest.mark.parametrize(
+    ("response", "reward"), [("dict", {"score": 2.0}), ("text", {"score": 0.0}), ("ok", 1.0), ("none", None)]
+)
+def test_a_reward_key_wants_an_object_that_has_it(response, reward):
+    assert grade(response, reward_key="score", eval_reward_key="score")[0] == reward
+    assert grade("dict", reward_key="acc")[0] == {"acc": 0.0}
+
+
 def test_failures_in_a_row_end_the_run_with_the_first_cause():
     flags = args(custom_rm_path="moody", rm_max_failures=3)
 
@@ -113,6 +121,24 @@ def test_an_overdue_thread_is_replaced_and_others_are_graded_meanwhile():
         return await asyncio.gather(*(threads.run(lambda k=k: k, timeout_s=5.0) for k in range(20)))
 
     assert asyncio.run(main()) == list(range(20))
+    release.set()
+
+
+def test_a_cancelled_grading_takes_no_thread_from_those_that_follow():
+    threads = GraderThreads(num_threads=1)
+    release = threading.Event()
+
+    async def main() -> int:
+        begun = asyncio.create_task(threads.run(release.wait, 30.0, timeout_s=30.0))
+        waiting = asyncio.create_task(threads.run(release.wait, 30.0, timeout_s=30.0))
+        await asyncio.sleep(0.1)
+        begun.cancel()
+        waiting.cancel()
+        await asyncio.gather(begun, waiting, return_exceptions=True)
+        async with asyncio.timeout(10):
+            return await threads.run(lambda: 1, timeout_s=5.0)
+
+    assert asyncio.run(main()) == 1
     release.set()
 
 
@@ -180,6 +206,27 @@ def test_a_reward_server_that_is_down_costs_the_response(monkeypatch):
 
     assert asyncio.run(main()) == 0.0
     assert "failed 10 times" in sample.metadata["reward_error"]
+
+
+@pytest.mark.parametrize("path", ["down", "fails", "says"])
+def test_credentials_of_the_reward_server_are_not_written_down(monkeypatch, caplog, path):
+    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(control_client.random, "random", lambda: 1.0)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=500) if path == "fails" else web.json_response(f"no answer from {url}")
+
+    async def main() -> Any:
+        nonlocal url
+        async with served(answer, "/{path}") as port:
+            url = f"http://user:hidden@127.0.0.1:{9 if path == 'down' else port}/{path}"
+            return await async_rm(args(rm_type="remote_rm", rm_url=url, rm_timeout_s=60.0), sample)
+
+    url, sample = "", Sample(index=0, prompt="p")
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(main()) == 0.0
+    assert "http://(secret)@127.0.0.1" in caplog.text and "failed 10 times" in sample.metadata["reward_error"]
+    assert "hidden" not in caplog.text + sample.metadata["reward_error"]
 
 
 def test_math_verify_is_used_where_it_is_installed():

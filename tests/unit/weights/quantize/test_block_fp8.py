@@ -42,6 +42,16 @@ def test_blocks_equal_the_numpy_reference_bit_for_bit(shape, dtype):
     assert np.array_equal(as_bytes(quantized), expected)
 
 
+def test_blocks_of_zeros_stay_zeros_and_have_a_scale():
+    weight = torch.zeros(256, 256, dtype=torch.bfloat16)
+    weight[:128, :128] = 3.0
+    quantized, scale = quantize_block(weight)
+    assert scale[0, 0] == np.float32(3) / np.float32(448)
+    assert scale[1, 1] == np.float32(1e-10) / np.float32(448)
+    assert as_bytes(quantized[:, 128:]).max() == 0
+    assert torch.equal(dequantize_block(quantized, scale), weight)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_not_finite_are_named_when_asked(bad):
     weight = torch.ones(200, 200, dtype=torch.bfloat16)
@@ -96,6 +106,18 @@ def test_weights_are_divided_by_the_rounded_scale():
     assert np.array_equal(as_bytes(quantized), e4m3_bytes((weight.float() / blocks).numpy()))
     restored = dequantize_block(quantized, scale, dtype=torch.float32)
     assert ((restored - weight).abs() <= torch.maximum(weight.float().abs() / 16, blocks * 2.0**-10)).all()
+
+
+def test_the_packed_layout_has_four_exponents_a_word_and_a_row_per_row():
+    exponents = torch.tensor([[1, -2, 3, -4, 5], [10, 11, 12, 13, 14]])
+    packed = transform_scale_ue8m0(torch.exp2(exponents.float()), mn=129)
+    assert packed.shape == (129, 2)
+    assert packed.dtype == torch.int32
+    assert packed.stride() == (1, 132)  # columns start at multiples of 16 bytes
+    unpacked = packed.contiguous().view(torch.uint8).view(129, 8).int() - 127
+    assert unpacked[0].tolist() == [1, -2, 3, -4, 5, -127, -127, -127]
+    assert unpacked[127].tolist() == unpacked[0].tolist()
+    assert unpacked[128].tolist() == [10, 11, 12, 13, 14, -127, -127, -127]
 
 
 def test_scales_that_have_no_exponent_form_are_refused():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize.formats import GroupInt
-from slime.weights.quantize.group_int import dequantize_group, pack, quantize_group, unpack
+from slime.weights.quantize.group_int import dequantize_group, num_words, pack, quantize_group, unpack
 
 
 def random_weight(rows, columns, dtype=torch.bfloat16, seed=0):
@@ -70,6 +70,16 @@ def test_asymmetric_groups_use_the_whole_range_and_keep_zero():
     assert restored[1].abs().max() == 0
 
 
+def test_the_first_of_eight_lies_in_the_lowest_bits():
+    values = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 15, 9]], dtype=torch.uint8)
+    words = pack(values, 4)
+    assert words.dtype == torch.int32
+    assert [hex(int(word) & 0xFFFFFFFF) for word in words[0]] == ["0xf7654321", "0x9"]
+    assert unpack(words, 4, 9).tolist() == values.tolist()
+    assert hex(int(pack(values[:, :4], 8)[0, 0])) == "0x4030201"
+    assert num_words(9, 4) == 2
+
+
 def test_awq_order_is_what_awq_readers_undo():
     values = torch.arange(8, dtype=torch.uint8)[None]
     words = pack(values, 4, (0, 4, 1, 5, 2, 6, 3, 7))
@@ -104,6 +114,13 @@ def test_what_is_packed_is_read_back_as_it_was_quantized(weight_format, name):
     assert restored.dtype == torch.bfloat16
     assert torch.equal(restored, expected)
     assert (restored - weight).abs().max() < (0.6 if weight_format.num_bits == 4 else 0.05)
+
+
+def test_a_group_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="x.weight has 100 columns.*groups of 32"):
+        GroupInt(4, 32, True).outputs("x.weight", (8, 100))
+    with pytest.raises(ConfigError, match="--group-size"):
+        GroupInt(4, 32, True).quantize("x.weight", torch.zeros(8, 100), check_finite=False)
 
 
 def test_weights_that_are_not_finite_are_named_when_asked():

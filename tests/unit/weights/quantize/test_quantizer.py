@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.quantize import make_quantizer, quantized_names, read_format
+from slime.weights.quantize import Quantizer, make_quantizer, quantized_names, read_format
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, logical_names, read_weight
-from slime.weights.quantize.quantizer import IgnoredModules
+from slime.weights.quantize.quantizer import IgnoredModules, warn_of_unlisted_weights
 
 DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 DYNAMIC_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -46,6 +48,11 @@ def test_each_published_kind_has_its_format(config, expected):
 
 def test_blocks_have_powers_of_two_where_the_device_wants_them():
     assert read_format(DEEPSEEK_V3, ue8m0=True) == BlockFp8((128, 128), ue8m0=True)
+
+
+def test_only_fp8_blocks_can_be_made_of_slices():
+    assert Quantizer(BlockFp8((128, 64)), ["w.weight"]).block == (128, 64)
+    assert Quantizer(ChannelFp8(), ["w.weight"]).block is None
 
 
 @pytest.mark.parametrize(("config", "what"), [
@@ -159,7 +166,29 @@ def test_a_list_of_exceptions_with_a_quantized_module_is_refused(config, entry):
     assert f"lists {entry!r}" in str(caught.value)
 
 
+def test_matrices_that_are_neither_quantized_nor_listed_are_warned_of(caplog):
+    down = "model.layers.0.mlp.down_proj.weight"
+    with caplog.at_level(logging.WARNING):
+        assert warn_of_unlisted_weights(DEEPSEEK_V3, {UP, GATE, NORM, down}, {UP}) == [down]
+        assert "down_proj" in caplog.text
+        listed = {**DEEPSEEK_V3, "modules_to_not_convert": ["down_proj"]}
+        assert warn_of_unlisted_weights(listed, {UP, GATE, NORM, down}, {UP}) == []
+
+
+def test_finite_weights_can_be_insisted_on():
+    weight = torch.full((4, 4), float("inf"))
+    make_quantizer(DEEPSEEK_V3, {UP}).quantize(UP, weight)
+    with pytest.raises(DataError, match="layers.0.mlp.up_proj.weight has NaN or infinite"):
+        read_format(DEEPSEEK_V3).quantize(UP, weight, check_finite=True)
+
+
 # Reading back
+
+
+def test_eight_bit_floats_without_a_scale_are_refused():
+    stored = {"w": torch.ones(2, 2).to(torch.float8_e4m3fn)}
+    with pytest.raises(DataError, match="without a scale .called w_scale_inv."):
+        read_weight("w", stored.__getitem__, stored, None)
 
 
 def test_packed_weights_need_their_config_and_all_parts():

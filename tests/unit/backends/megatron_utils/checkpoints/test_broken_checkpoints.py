@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
@@ -155,6 +156,23 @@ def test_another_format_is_refused(content, good, folder):
     (folder / DIGEST_FILE).unlink()
     (folder / "metadata.json").write_text(content)
     assert "metadata.json" in error_of(in_the_trainer, good, folder)
+
+
+@READERS
+def test_digests_that_are_damaged_themselves_are_named(read, good, folder):
+    content = json.loads((folder / DIGEST_FILE).read_text())
+    content["files"]["common.pt"][0][2] = "0" * 16
+    (folder / DIGEST_FILE).write_text(json.dumps(content))
+    assert DIGEST_FILE in error_of(read, good, folder)
+
+
+@READERS
+def test_damage_is_read_on_request(read, good, folder):
+    path = shards(folder)[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert len(read(good, folder, verify_checkpoint=False)) > 10
 
 
 # Harm

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.checkpoint import (
     find_checkpoint,
     load_checkpoint,
@@ -150,6 +151,27 @@ def test_only_the_newest_checkpoints_up_to_the_present_one_are_kept(run):
     assert left == ["iter_0000002", "iter_0000003", "iter_0000010", "release"]  # 10 is of a run that this one leaves
     publish_checkpoint(args.save, 3)
     assert len([path for path in Path(args.save).iterdir() if path.is_dir()]) == 4
+
+
+def test_what_a_killed_save_left_counts_for_none_of_those_that_are_kept(run):
+    args, _ = run
+    first = save(run, 1)
+    for iteration in (2, 3, 4):
+        shutil.copytree(first, first.with_name(f"iter_{iteration:07d}"))
+    (first.with_name("iter_0000003") / "metadata.json").unlink()
+    publish_checkpoint(args.save, 4, keep_last=2)
+    left = sorted(path.name for path in Path(args.save).iterdir() if path.is_dir())
+    assert left == ["iter_0000002", "iter_0000004"]
+
+
+def test_a_critic_keeps_the_checkpoint_beside_the_actors_last_until_the_actors_next_counts(run):
+    args, _ = run
+    first = save(run, 1)
+    shutil.copytree(first, first.with_name("iter_0000002"))
+    for role, left in (("critic", ["iter_0000001", "iter_0000002"]), ("actor", ["iter_0000002"])):
+        rank: Any = Namespace(args=Namespace(keep_last=1), role=role)
+        MegatronTrainRayActor._publish(rank, args.save, 2)
+        assert sorted(path.name for path in Path(args.save).iterdir() if path.is_dir()) == left
 
 
 def test_a_rank_that_waits_in_vain_for_the_files_of_another_says_so_and_leaves_no_folder(run, monkeypatch):

@@ -134,3 +134,13 @@ def test_a_first_broadcast_in_which_nccl_waits_for_a_dead_engine_does_not_hold_t
     assert participants.reasons == {0: "EngineError: it died (while broadcasting a bucket)"}
     assert not group.members and not has_returned.is_set()
     may_return.set()
+
+
+def test_torch_does_not_end_the_trainer_for_a_broadcast_that_an_engine_of_sglangs_group_broke(
+    wire: WireOfTorch,
+) -> None:
+    before = env.get_str(NCCL_ERROR_HANDLING)
+    group, engines = EngineGroup("slime"), [Engine(0, num_gpus=0)]
+    group.form(engines, Participants(engines, CLOCK))
+    assert (wire.settings, env.get_str(NCCL_ERROR_HANDLING)) == (["0"], before)
+    c10d.destroy_process_group(wire.groups[0])
