@@ -1,5 +1,6 @@
-"""Sandboxes for an agent's commands: the protocol, E2B, and this machine."""
+"""Sandboxes for an agent's commands: the protocol, Daytona, E2B, and this machine."""
 
+from slime.agent.sandbox.daytona import DaytonaSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.protocol import (
@@ -15,6 +16,7 @@ from slime.isolation.view import check_local_sandbox
 
 __all__ = [
     "EXIT_TIME_BUDGET_EXCEEDED",
+    "DaytonaSandbox",
     "E2BSandbox",
     "ExecResult",
     "FileContent",

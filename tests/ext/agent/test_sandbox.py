@@ -9,19 +9,40 @@ import pytest
 
 from slime.agent.sandbox import (
     EXIT_TIME_BUDGET_EXCEEDED,
+    DaytonaSandbox,
     E2BSandbox,
     LocalSandbox,
     SandboxError,
     exec_and_wait,
+    hosted,
     protocol,
 )
-from slime.agent.sandbox import e2b as e2b_module
 from slime.utils.errors import ConfigError
+from tests.ext.agent.scripted_daytona import ScriptedDaytona
 
 
-def test_commands_and_files_of_the_local_sandbox(tmp_path):
+@pytest.fixture
+def daytona(tmp_path, monkeypatch):
+    pytest.importorskip("daytona", reason="the extra `daytona` is not installed")
+    server = ScriptedDaytona(tmp_path)
+    monkeypatch.setenv("DAYTONA_API_URL", f"{server.url}/api")
+    monkeypatch.setenv("DAYTONA_API_KEY", "key")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["local", "daytona"])
+def new_sandbox(request):
+    """Makes a sandbox of each kind that can be run here; E2B's is asked below."""
+    if request.param == "local":
+        return LocalSandbox
+    request.getfixturevalue("daytona")
+    return lambda: DaytonaSandbox("debian:12")
+
+
+def test_commands_and_files_of_a_sandbox(tmp_path, new_sandbox):
     async def play():
-        async with LocalSandbox() as sb:
+        async with new_sandbox() as sb:
             await sb.write_file("deep/file.txt", "text")
             (tmp_path / "source").write_bytes(b"from a path")
             await sb.write_file("copy", tmp_path / "source")
@@ -36,12 +57,57 @@ def test_commands_and_files_of_the_local_sandbox(tmp_path):
             with pytest.raises(SandboxError, match="within 0.2 s"):
                 await sb.exec("sleep 30", timeout=0.2)
             assert await sb.read_file("nothing") == ""
+            done = await exec_and_wait(
+                sb, cmd="sleep 0.1; echo $A; exit 5", time_budget_sec=20, tag="t", env={"A": "it's"}, want_output=True
+            )
+            assert done == (5, "it's\n") and sb.sandbox_id
+
+    asyncio.run(play())
+
+
+def test_a_folder_is_no_file_and_the_local_sandbox_ends():
+    async def play():
+        async with LocalSandbox() as sb:
+            await sb.exec("mkdir deep", check=True)
             with pytest.raises(SandboxError, match="deep"):
                 await sb.read_file("deep")
             return sb.folder
 
-    folder = asyncio.run(play())
-    assert not folder.exists()
+    assert not asyncio.run(play()).exists()
+
+
+def test_daytona_is_asked_for_a_sandbox_that_ends_and_a_lost_answer_is_asked_for_again(daytona, monkeypatch):
+    monkeypatch.setattr(hosted, "RETRY_WAIT_S", 0.0)
+
+    async def play():
+        async with DaytonaSandbox("debian:12", timeout=90) as sb:
+            daytona.losses = 1
+            assert (await sb.exec("true")).code == 0 and len(daytona.commands) == 2
+            daytona.losses = 1
+            with pytest.raises(SandboxError, match="failed 1 time"):
+                await sb.exec("true", idempotent=False)
+            daytona.losses = 9
+            with pytest.raises(SandboxError, match="failed 4 time"):
+                await sb.exec("true")
+            daytona.losses = 1
+            with pytest.raises(SandboxError):
+                await sb.exec("cd $HOME", user="agent", idempotent=False)
+            assert daytona.commands[-1]["command"].startswith("su agent -s /bin/bash -c 'cd $HOME' 2> /tmp/")
+            daytona.losses = 0
+            return sb.sandbox_id
+
+    assert asyncio.run(play()) == daytona.destroyed[-1]
+    made = daytona.created[-1]
+    assert (made["user"], made["ttlMinutes"], made["autoStopInterval"], made["autoDeleteInterval"]) == (
+        "root",
+        2,
+        0,
+        0,
+    )
+    assert "debian:12" in made["buildInfo"]["dockerfileContent"]
+    monkeypatch.delenv("DAYTONA_API_KEY")
+    with pytest.raises(ConfigError, match="DAYTONA_API_KEY"):
+        asyncio.run(DaytonaSandbox("debian:12").__aenter__())
 
 
 def test_a_long_job_gives_its_code_and_output_and_ends_at_its_budget():
@@ -171,7 +237,7 @@ class Box(E2BSandbox):
 
 
 def test_e2b_is_asked_as_its_client_wants(monkeypatch):
-    monkeypatch.setattr(e2b_module, "RETRY_WAIT_S", 0.0)
+    monkeypatch.setattr(hosted, "RETRY_WAIT_S", 0.0)
 
     async def play():
         async with Box("img", timeout=60, image_metadata_key="image", size="big") as sb:
@@ -199,8 +265,8 @@ def test_e2b_is_asked_as_its_client_wants(monkeypatch):
 
 
 def test_a_command_that_the_service_does_not_answer_is_left_at_its_deadline_and_repeated_when_it_may_be(monkeypatch):
-    monkeypatch.setattr(e2b_module, "RETRY_WAIT_S", 0.0)
-    monkeypatch.setattr(e2b_module, "RPC_TIMEOUT_S", 0.25)
+    monkeypatch.setattr(hosted, "RETRY_WAIT_S", 0.0)
+    monkeypatch.setattr(hosted, "RPC_TIMEOUT_S", 0.25)
 
     async def play():
         async with Box("img", rpc_retries=2) as sb:
