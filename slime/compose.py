@@ -14,7 +14,7 @@ from slime import ext
 from slime.flags import parse
 from slime.flags.group import FlagGroup, flag_of
 from slime.flags.parse import GROUPS, AddArguments
-from slime.observability.logging_utils import configure_logger
+from slime.observability.text_log import configure_logger
 from slime.ray.parts import Part, Parts
 from slime.utils.misc import load_function
 
@@ -29,7 +29,8 @@ SINKS = {
     "record": "slime.ext.record.run_record:RecordSink",
     "record_max_gib": "slime.ext.record.alarms:AlarmSink",  # set wherever the extension is: alarms need no flag
     "prometheus_port": "slime.ext.record.prometheus_page:PrometheusSink",
-    "use_wandb": "slime.observability.sample_table:SampleTable",
+    "use_wandb": "slime.ext.trackers.sinks:WandbSink",
+    "use_tensorboard": "slime.ext.trackers.sinks:TensorboardSink",
     "use_trackio": "slime.ext.trackers.sinks:TrackioSink",
     "use_mlflow": "slime.ext.trackers.sinks:MlflowSink",
     "use_pytorch_profiler": "slime.observability.profile_utils:TrainProfiler",
@@ -79,7 +80,7 @@ def parts(args: Namespace) -> Parts:
         outputs["--rollout-ledger-dir"] = ledger_folder(args)
     beside = args.eval_in_background and not args.debug_train_only
     return Parts(
-        sinks=_chosen(args, SINKS),
+        sinks=sinks(args),
         transforms=_chosen(args, TRANSFORMS),
         evaluation=Part("slime.ext.eval_background.evaluation:BackgroundEvaluation") if beside else None,
         observers=observers,
@@ -87,6 +88,11 @@ def parts(args: Namespace) -> Parts:
         train_group=_train_group(args),
         transport=_transport(args),
     )
+
+
+def sinks(args: Namespace) -> tuple[Part, ...]:
+    """Return the sinks that ``args``, complete or not, ask for."""
+    return _chosen(args, SINKS)
 
 
 def _chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Part, ...]:

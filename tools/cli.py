@@ -26,7 +26,7 @@ def clean_exit() -> Iterator[None]:
 @contextmanager
 def logged_run() -> Iterator[None]:
     """Set up the project's log for the block, which ends as in :func:`clean_exit`."""
-    from slime.observability.logging_utils import configure_logger
+    from slime.observability.text_log import configure_logger
 
     configure_logger()
     with clean_exit():

@@ -189,7 +189,7 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     from slime.ext.record.run_record import RecordSink
     from slime.flags.hook_checks import check_trainer_hooks
     from slime.observability import telemetry
-    from slime.observability.logging_utils import configure_logger
+    from slime.observability.text_log import configure_logger
     from slime.ray.parts import load_all
     from slime.ray.startup import policies_of
     from slime.ray.train_actor import kernel_environment

@@ -139,13 +139,6 @@ def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
 
 def _check_packages(args: Namespace) -> None:
     """Refuse flags whose package this environment does not have."""
-    for flag, package, wanted in (
-        ("--use-wandb", "wandb", args.use_wandb and args.wandb_mode != "disabled"),
-        ("--use-tensorboard", "tensorboard", args.use_tensorboard),
-    ):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{flag}: the package {package} is not installed; pip install {package}, or drop it.")
-
     engines = backend_flags(args)
     deepep = engines.sglang_enable_deepep_moe or engines.sglang_moe_a2a_backend == "deepep"
     if deepep and importlib.util.find_spec("deep_ep") is None:

@@ -1,57 +1,38 @@
-"""The format of the log, and the names by which plug-ins log metrics."""
+"""The names by which code written for slime opens the sinks of a process and logs metrics."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from slime.observability import telemetry
-from slime.utils.redaction import redacted_text
+from slime.observability.text_log import configure_logger
 
-
-class _Process:
-    is_logging_configured = False
-
-
-class RedactingFormatter(logging.Formatter):
-    """Writes lines, and what follows them of an error, without secrets."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return redacted_text(super().format(record))
-
-
-def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
-    """Log INFO and above to stderr as ``[time prefix] file:line - message``.  Only a process's first call acts."""
-    if _Process.is_logging_configured:
-        return
-    _Process.is_logging_configured = True
-    tag = f" {prefix}" if prefix else ""
-    handler = logging.StreamHandler(sys.stderr)
-    line = f"[%(asctime)s{tag}] %(filename)s:%(lineno)d - %(message)s"
-    handler.setFormatter(RedactingFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    # Megatron's FSDP and its machine that repeats steps are not used; both announce themselves.
-    logging.getLogger("megatron.core.distributed.fsdp").setLevel(logging.WARNING)
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
+__all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]
 
 
 def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
-    """Open the sinks of metrics of this process.
+    """Open the sinks that the flags ask for in this process, unless it has them.
+
+    Args:
+        primary: True in the driver.
 
     Returns:
         ``slime.observability.telemetry.values_of_the_run``.
     """
-    return telemetry.start_metrics(args, primary=primary)
+    if telemetry.is_open() and not primary:
+        return telemetry.values_of_the_run()
+    from slime.compose import sinks
+    from slime.ray.parts import load_all
+
+    return telemetry.start(args, "driver" if primary else "plug-in", load_all(sinks(args)), primary=primary)
 
 
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
     """Send one record to every sink of the run, see ``slime.observability.telemetry.log``."""
-    telemetry.log(metrics, step_key, args)
+    init_tracking(args, primary=False)
+    telemetry.log(metrics, step_key)
 
 
 def finish_tracking(args: Namespace | None = None) -> None:

@@ -5,8 +5,8 @@
     event("save", rollout=3)                   something happened now
     log(metrics, step_key="train/step")        a record of metrics
 
-``start`` opens the sinks: ``metrics.jsonl`` and the trackers of the flags, and beside them the run's own, which the
-composition root chooses (``slime.ray.parts.Parts.sinks``).  Another sink is a subclass of :class:`Sink`.
+``start`` opens the sinks: ``metrics.jsonl``, and beside it those that the composition root chooses
+(``slime.ray.parts.Parts.sinks``).  Another sink is a subclass of :class:`Sink`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, ClassVar, overload
 import torch
 
 from slime.flags.observability import tracking_config
-from slime.observability.metrics_file import START_KEY, append_record, metrics_path, run_folder
+from slime.observability.metrics_file import START_KEY, append_record, metrics_path
 from slime.utils.misc import SingletonMeta
 from slime.utils.redaction import hide_values
 
@@ -77,9 +77,6 @@ class Sink:
 class _Stream:
     args: Namespace | None = None
     sinks: tuple[Sink, ...] = ()
-    """Those of the run."""
-    trackers: tuple[Sink, ...] | None = None
-    """The sinks of metrics; None before the first record."""
     wants: frozenset[str] = frozenset()
     values_of_the_run: dict[str, Any] = {}  # noqa: RUF012  one process, one run
 
@@ -89,55 +86,36 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
 
     Args:
         args: the run's arguments, complete or not.
-        sinks: those of the run beside its metrics, each made with ``args``, ``process`` and ``primary``; without a
-            folder of the run there are none.
+        sinks: those beside ``metrics.jsonl``, each made with ``args``, ``process`` and ``primary``; a run without a
+            folder has none.
+        primary: True in the driver.
 
     Returns:
         :func:`values_of_the_run`.
     """
     stop()
-    values = start_metrics(args, primary=True) if primary else {}
-    args = Namespace(**{**vars(args), **values})
-    hide_values(args)
-    chosen = sinks if run_folder(tracking_config(args)) is not None else ()
-    _Stream.args = args
-    _Stream.wants = frozenset(what for sink in chosen for what in sink.wants)
-    _Stream.sinks = tuple(sink(args, process, primary=primary) for sink in chosen)  # type: ignore[call-arg]
-    return values
-
-
-def start_metrics(args: Namespace, *, primary: bool = False) -> dict[str, Any]:
-    """Open the sinks of metrics: ``metrics.jsonl``, Weights & Biases, TensorBoard.
-
-    A process that logs nothing opens none, and imports none of their packages.
-
-    Returns:
-        :func:`values_of_the_run`.
-    """
     values: dict[str, Any] = {}
     if primary and tracking_config(args).wandb_run_id is None:
         # For every process: a run without --save names its folder after it.
         values["wandb_run_id"] = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     args = Namespace(**{**vars(args), **values})
+    hide_values(args)
+    _Stream.args, _Stream.values_of_the_run = args, values
     config = tracking_config(args)
     path = metrics_path(config)
-    _close(_Stream.trackers or ())
-    trackers: list[Sink] = []
     if path is not None:
-        trackers.append(_MetricsFile(path))
-    if config.use_wandb and config.wandb_mode != "disabled":
-        from slime.observability.wandb_utils import WandbTracker
-
-        trackers.append(WandbTracker(args, primary=primary))
-    if config.use_tensorboard:
-        from slime.observability.tensorboard_utils import _TensorboardAdapter
-
-        trackers.append(_TensorboardAdapter(args))
-    _Stream.trackers, _Stream.values_of_the_run = tuple(trackers), values
-    if primary and path is not None:
-        append_record(path, {START_KEY: config.wandb_run_id})  # so that a reader can tell a resume from a first start
+        if primary:  # so that a reader can tell a resume from a first start
+            append_record(path, {START_KEY: config.wandb_run_id})
+        _Stream.wants = frozenset(what for sink in sinks for what in sink.wants)
+        opened = [sink(args, process, primary=primary) for sink in sinks]  # type: ignore[call-arg]
+        _Stream.sinks = (_MetricsFile(path), *opened)
     atexit.register(stop)
     return values
+
+
+def is_open() -> bool:
+    """Return whether :func:`start` was called in this process, and not yet :func:`stop`."""
+    return _Stream.args is not None
 
 
 def values_of_the_run() -> dict[str, Any]:
@@ -148,15 +126,10 @@ def values_of_the_run() -> dict[str, Any]:
 def stop() -> None:
     """Flush and close the sinks of this process; safe to call twice."""
     sinks, _Stream.sinks = _Stream.sinks, ()
-    trackers, _Stream.trackers = _Stream.trackers or (), None
-    _close((*trackers, *sinks))
-    _Stream.args, _Stream.wants = None, frozenset()
-    hide_values(Namespace())
-
-
-def _close(sinks: Sequence[Sink]) -> None:
     for sink in sinks:
         sink.close()
+    _Stream.args, _Stream.wants = None, frozenset()
+    hide_values(Namespace())
 
 
 def flush() -> None:
@@ -180,9 +153,9 @@ def log(metrics: Mapping[str, Any], step_key: str, args: Namespace | None = None
     """
     if step_key not in metrics:
         raise KeyError(f"metrics have no {step_key!r}, the step that they belong to; they have {sorted(metrics)}")
-    if _Stream.trackers is None and (known := _Stream.args or args) is not None:
-        start_metrics(known)
-    for sink in (*(_Stream.trackers or ()), *_Stream.sinks):
+    if not is_open() and args is not None:
+        start(args, "")
+    for sink in _Stream.sinks:
         try:
             sink.log(metrics, step_key)
         except OSError as error:

@@ -57,7 +57,7 @@ def connect(args: Namespace) -> None:
     """
     if ray.is_initialized():
         return
-    if args.wandb_key is not None:
+    if vars(args).get("wandb_key") is not None:
         env.unset("WANDB_API_KEY")  # in the environment of every process it would be there for model-written code
     address = env.get_str("RAY_ADDRESS") or "auto"
     is_named = address != "auto"

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from slime.flags.files import check_contents
 from slime.observability import telemetry
-from slime.observability.logging_utils import configure_logger
+from slime.observability.text_log import configure_logger
 from slime.ray.cluster import connect, disconnect
 from slime.ray.waiting import Interrupted, forget_all, sigterm
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError

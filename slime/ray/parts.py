@@ -65,7 +65,7 @@ class Parts:
     """What ``slime.compose`` chose for a job; the defaults are the core's own."""
 
     sinks: tuple[Part, ...] = ()
-    """Subclasses of ``telemetry.Sink``, which take the telemetry of every process beside the metrics' own sinks."""
+    """Subclasses of ``telemetry.Sink``, which take the telemetry of every process beside ``metrics.jsonl``."""
     transforms: tuple[Part, ...] = ()
     """Subclasses of ``ModelTransform``: changes of the actor's model after it is built."""
     evaluation: Part | None = None

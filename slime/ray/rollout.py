@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime.observability import telemetry
-from slime.observability.logging_utils import configure_logger
+from slime.observability.text_log import configure_logger
 from slime.ray.engines.verbs import CONTROL_GROUP, EngineVerbs
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import CORE, Parts, load_all

@@ -25,11 +25,11 @@ import ray
 
 from slime.flags.observability import tracking_config
 from slime.observability import telemetry
-from slime.observability.logging_utils import configure_logger
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.metrics_file import metrics_path
 from slime.observability.step_line import StepLine
 from slime.observability.telemetry import Timer, event, span
+from slime.observability.text_log import configure_logger
 from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S, memory_timeout_s
 from slime.ray.engines.verbs import JobState
 from slime.ray.gpus import create_placement_groups

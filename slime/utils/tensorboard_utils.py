@@ -1,5 +1,5 @@
-"""The old path of ``slime.observability.tensorboard_utils``, kept for code written for it."""
+"""An old path of ``slime.ext.trackers.sinks``, kept for code written for it."""
 
-from slime.observability.tensorboard_utils import _TensorboardAdapter
+from slime.ext.trackers.sinks import TensorboardSink as _TensorboardAdapter
 
 __all__ = ["_TensorboardAdapter"]

@@ -1,5 +1,5 @@
-"""The old path of ``slime.observability.wandb_utils``, kept for code written for it."""
+"""An old path of ``slime.ext.trackers.sinks``, kept for code written for it."""
 
-from slime.observability.wandb_utils import WandbTracker
+from slime.ext.trackers.sinks import WandbSink as WandbTracker
 
 __all__ = ["WandbTracker"]

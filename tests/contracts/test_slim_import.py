@@ -65,11 +65,6 @@ PACKAGES = (
     "slime.arguments",
 )
 NEEDS_MORE = (
-    # imported only when --use-wandb or --use-tensorboard asks for them
-    "slime.observability.wandb_utils",
-    "slime.observability.tensorboard_utils",
-    "slime.utils.wandb_utils",
-    "slime.utils.tensorboard_utils",
     # CUDA kernels: torch for CUDA brings Triton, torch for CPU does not
     "slime.algorithms.log_probs_kernels",
     "slime.ext.fast_push.kernels.triton_cast",

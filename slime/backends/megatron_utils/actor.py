@@ -27,8 +27,8 @@ from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import version_before
 from slime.flags.fault_tolerance import is_copy_due
 from slime.observability import telemetry
-from slime.observability.logging_utils import configure_logger
 from slime.observability.telemetry import Timer, span
+from slime.observability.text_log import configure_logger
 from slime.train_data.columns import RankBatch
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.files import read_model_config

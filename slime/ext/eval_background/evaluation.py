@@ -24,8 +24,8 @@ from slime.backends.sglang_utils.sglang_config import EVALUATION_MODEL, resolve_
 from slime.flags.parse import record_runtime
 from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout
-from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import log_eval
+from slime.observability.text_log import configure_logger
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S
 from slime.ray.parts import Evaluation, Parts, load_all

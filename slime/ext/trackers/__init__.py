@@ -1,1 +1,1 @@
-"""Trackers of experiments that a run's metrics go to, beside Weights & Biases and TensorBoard: trackio and MLflow."""
+"""Trackers of experiments that a run's metrics go to: Weights & Biases, TensorBoard, trackio and MLflow."""

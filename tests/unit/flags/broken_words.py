@@ -71,8 +71,8 @@ VALUES = (
     ),
     Broken(
         mistake="a value with a space and no quotes",
-        flags="--wandb-group my first run --use-kl-loss",
-        says=("'first' belongs to no flag", "--wandb-group takes no more values", "Quote values"),
+        flags="--wandb-run-id my first run --use-kl-loss",
+        says=("'first' belongs to no flag", "--wandb-run-id takes no more values", "Quote values"),
     ),
     Broken(
         mistake="an unknown estimator",

@@ -126,7 +126,7 @@ def test_an_address_is_taken_as_it_is(parser, url):
         ('--train-env-vars {"A":[1]}', "'A': [1] is no environment variable"),
         ('--train-env-vars {"A":"1","A":"2"}', "it has the key 'A' twice"),
         ('--multimodal-keys {"image":3}', "'image' is 3; it must be a text in quotes"),
-        ("--wandb-project a/b", "--wandb-project: 'a/b' is no name for Weights & Biases"),
+        ("--wandb-run-id a/b", "--wandb-run-id: 'a/b' is no name for Weights & Biases"),
     ],
 )  # fmt: skip
 def test_a_broken_value_is_named_with_what_is_allowed(parser, words, says):

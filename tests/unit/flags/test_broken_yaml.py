@@ -95,7 +95,7 @@ def test_a_value_of_the_overlay_is_refused_as_on_the_command_line(text, make_arg
 def test_values_of_the_overlay_become_what_the_flags_make_of_them(make_args: MakeArgs, tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(
         "lr: 1e-5\nkl_loss_type: low_var_kl\nrollout_stop: END\nprofile_target: [train_actor]\nsave_interval: null\n"
-        "apply_chat_template_kwargs: {enable_thinking: false}\nwandb_group: 2024-01-02\noffload_train: true\n"
+        "apply_chat_template_kwargs: {enable_thinking: false}\nwandb_run_id: 2024-01-02\noffload_train: true\n"
         "rollout_sample_hook_path: [slime.rollout.sleep_rollout.sleep]\nn_samples_per_prompt: '4'\n"
         "my_plugin: {depth: .inf, lr: -1, colocate: 'false'}\nmax-turns: 3\n"
     )
@@ -110,7 +110,7 @@ def test_values_of_the_overlay_become_what_the_flags_make_of_them(make_args: Mak
         ["train_actor"],
         None,
     )
-    assert (args.apply_chat_template_kwargs, args.wandb_group) == ({"enable_thinking": False}, "2024-01-02")
+    assert (args.apply_chat_template_kwargs, args.wandb_run_id) == ({"enable_thinking": False}, "2024-01-02")
     assert (args.offload_train, args.n_samples_per_prompt, args.max_turns) == (True, 4, 3)
     assert args.rollout_sample_hook_path == ["slime.rollout.sleep_rollout.sleep"]
     assert args.my_plugin == {"depth": float("inf"), "lr": -1, "colocate": "false"}

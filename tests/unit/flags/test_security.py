@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from slime.flags.observability import derive_observability
 from slime.flags.security import (
     check_security,
     derive_job_secret,
@@ -102,13 +101,3 @@ def test_two_secrets_are_one_too_many(given, message):
 def test_one_secret_is_fine():
     for given in ({}, {"sglang_api_key": "a", "sglang_admin_api_key": "a"}, {"job_secret_file": "f"}):
         assert list(check_security(flags(**given))) == []
-
-
-def test_a_key_of_wandb_on_the_command_line_is_advised_against(caplog, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    args = Namespace(wandb_key=None, wandb_key_file=None, prometheus_port=None)
-    derive_observability(args)
-    assert args.wandb_key is None and caplog.text == ""
-    args.wandb_key = "k3y"
-    derive_observability(args)
-    assert "--wandb-key-file" in caplog.text and "k3y" not in caplog.text

@@ -126,21 +126,6 @@ def test_a_batch_that_does_not_divide_the_rollout_is_refused_unless_a_plug_in_ma
         slime_validate_args(make_args(*words, *plug_in, without=without))
 
 
-def test_wandb_wants_a_key_a_login_or_no_network(complaint, make_args, monkeypatch, tmp_path):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert "WANDB_API_KEY" in complaint("--use-wandb")
-    slime_validate_args(make_args("--use-wandb", "--wandb-mode", "offline"))
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    slime_validate_args(make_args("--use-wandb"))
-    assert "WANDB_API_KEY" in complaint("--use-wandb", "--wandb-host", "https://wandb.example.org")
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb/settings").write_text("[default]\nmode = offline\n")
-    monkeypatch.chdir(tmp_path)
-    slime_validate_args(make_args("--use-wandb", "--wandb-host", "https://wandb.example.org"))
-
-
 def test_epochs_need_a_data_set(complaint):
     text = complaint("--num-epoch", "1", "--disable-rollout-global-dataset", without=("--num-rollout",))
     assert "give --num-rollout" in text

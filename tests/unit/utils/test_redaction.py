@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.checkpoint import common_state
-from slime.observability import logging_utils, telemetry
+from slime.observability import telemetry, text_log
 from slime.utils.redaction import REDACTED, redacted, redacted_words
 
 KEY = "k3yOfNobody42"
@@ -119,7 +119,7 @@ def test_no_checkpoint_holds_a_secret(args):
 
 def test_no_log_line_holds_a_secret(args, capsys):
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging_utils.RedactingFormatter("%(message)s"))
+    handler.setFormatter(text_log.RedactingFormatter("%(message)s"))
     logger = logging.getLogger("of the test")
     logger.addHandler(handler)
     try:
