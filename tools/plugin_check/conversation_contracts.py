@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from typing import Any
 
 from slime.rollout.prompts import as_messages
@@ -17,8 +18,7 @@ ACTIONS = ("5", "", "I think it is \\boxed{5}.")
 
 
 def _tool(findings: Findings, bench: Bench, flag: str, path: str) -> None:
-    args = bench.args(engine=False)
-    args.rollout_tools = [path]
+    args = Namespace(rollout_tools=[path])
     arguments: dict[str, Any] = {}
     with findings.step("it can be described to the model, by its annotations and docstring"):
         [description] = toolbox(args).schemas

@@ -15,8 +15,9 @@ Contract = Callable[[Findings, Bench, str, str], None]
 """``contract(findings, bench, flag, path)``."""
 
 CONTRACTS: dict[str, Contract] = rollout_contracts.CONTRACTS | trainer_contracts.CONTRACTS
-CONVERSATIONS = conversation_contracts.CONTRACTS
-ALL = (*HOOKS, *(Hook(flag=flag, protocol=object, side="rollout", repeatable=True) for flag in CONVERSATIONS))
+OTHERS: dict[str, Contract] = conversation_contracts.CONTRACTS | trainer_contracts.OTHERS
+"""Of flags that are no hooks."""
+ALL = (*HOOKS, *(Hook(flag=flag, protocol=object, side="rollout", repeatable=True) for flag in OTHERS))
 
 
 def short_name(flag: str) -> str:
@@ -43,8 +44,8 @@ def examine(name: str, path: str, bench: Bench) -> Findings:
     """Return everything that can be said of the plug-in at ``path`` in the place of hook ``name``."""
     hook = find_hook(name)
     findings = Findings(hook.flag, path)
-    if hook.flag in CONVERSATIONS:
-        CONVERSATIONS[hook.flag](findings, bench, hook.flag, path)
+    if hook.flag in OTHERS:
+        OTHERS[hook.flag](findings, bench, hook.flag, path)
         return findings
     with findings.step("it is importable and takes the call"):
         check_import(hook, path, hook.flag)

@@ -9,6 +9,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from slime.backends.megatron_utils.models import IS_PARTIAL
+
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -25,6 +27,7 @@ CONFIG = {
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,
+    IS_PARTIAL: True,  # flags are not compared with a config class of transformers, whose import takes seconds
 }
 SPECIAL = ("<bos>", "<eos>", "<pad>")
 CHAT_TEMPLATE = """\

@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from slime.algorithms.advantages import Estimator
 from slime.flags.hook_checks import DATA_SOURCE_METHODS, check_import, split_path
 from slime.flags.hooks import HOOKS, Hook
 from slime.utils.errors import HookError
@@ -37,11 +38,10 @@ def recognise(path: str) -> Recognised:
         raise HookError(f"{module_name} has no {attribute}; correct the path {path}.")
     if inspect.isclass(target):
         return _of_class(path, target)
+    if isinstance(target, Estimator):
+        return Recognised("--advantage-estimator")
     if not callable(target):
-        raise HookError(
-            f"{path} is of type {type(target).__name__}; name a function or a class. An Estimator is checked by "
-            f"`slime train ... --plan --advantage-estimator {path}`."
-        )
+        raise HookError(f"{path} is of type {type(target).__name__}; name a function, a class or an Estimator.")
     names = list(inspect.signature(target).parameters)
     is_of_samples = names[:2] == ["args", "samples"]
     if is_of_samples and inspect.iscoroutinefunction(target):

@@ -118,6 +118,22 @@ def check_loss(value: torch.Tensor, metrics: dict[str, Any], logits: torch.Tenso
     expect(float(logits.grad.abs().sum()) > 0, "the gradient is zero; was something detached?")
 
 
+def _estimator(findings: Findings, bench: Bench, flag: str, path: str) -> None:
+    from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
+
+    args = bench.args(flag, path, trainer=True)
+    start(args)
+    with findings.step("advantages and returns of groups, one number for each token"):
+        data = rank_data(args, bench)
+        del data["advantages"], data["returns"]
+        compute_advantages_and_returns(args, data)
+        for name in ("advantages", "returns"):
+            check_per_token(data, name)
+        expect(any(bool(v.any()) for v in data["advantages"]), "all advantages are 0; nothing would be learned")
+    with findings.step("a finite policy loss with a gradient, and scalar metrics"):
+        check_loss(*policy_loss(args, bench, "policy_loss"))
+
+
 def _custom_loss(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path, "--loss-type", "custom_loss", trainer=True)
     start(args)
@@ -165,6 +181,8 @@ def _signature_only(findings: Findings, bench: Bench, flag: str, path: str) -> N
     findings.warn("not called", "it needs a model or engines; only its import and signature were checked")
 
 
+OTHERS = {"--advantage-estimator": _estimator}
+"""Of flags that are no hooks."""
 CONTRACTS = {
     "--rollout-data-postprocess-path": _postprocess,
     "--custom-advantage-function-path": _advantages,

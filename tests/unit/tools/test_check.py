@@ -42,6 +42,7 @@ def plug_in(tmp_path, monkeypatch):
         ('def hook(city: str):\n    """Return the weather."""', "--rollout-tools", ()),
         ("class hook:\n    def reset(self): ...\n    def step(self, a): ...", "--rollout-environment", ()),
         ("from slime.rollout.data_source import RolloutDataSource as hook", "--data-source-path", ()),
+        ("from examples.custom_estimator.rloo import rloo as hook", "--advantage-estimator", ()),
     ],
 )
 def test_a_plug_in_is_known_by_its_signature(plug_in, source, flag, settings):
@@ -71,6 +72,31 @@ class hook:
 def test_a_broken_tool_or_environment_is_found(tmp_path, plug_in, flag, source, says):
     findings = examine(flag, plug_in(source), Bench(tmp_path))
     assert any(says in failure for failure in findings.failures), findings.report()
+
+
+ESTIMATOR = """
+import torch
+from slime.algorithms.advantages import Baseline, Estimator, group_relative_advantages
+
+def baseline(reward_G, config):
+    return Baseline({baseline}, torch.ones_like(reward_G))
+
+hook = Estimator(compute=group_relative_advantages, group_baseline=baseline)
+"""
+
+
+@pytest.mark.parametrize(
+    ("baseline", "says"),
+    [
+        ("reward_G.mean().expand_as(reward_G)", []),
+        ("reward_G", ["all advantages are 0"]),
+        ("reward_G / 0", ["must be a finite number"]),
+    ],
+)
+def test_an_estimator_gives_each_token_a_number_and_the_loss_a_gradient(tmp_path, plug_in, baseline, says):
+    findings = examine("advantage-estimator", plug_in(ESTIMATOR.format(baseline=baseline)), Bench(tmp_path))
+    assert [text in str(findings.failures) for text in says] == [True] * len(says), findings.report()
+    assert bool(findings.failures) is bool(says), findings.report()
 
 
 def test_a_tool_and_an_environment_that_work_pass(tmp_path, plug_in):

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from slime.backends.megatron_utils.models.flag_rules import (
     DECODER,
     PLAIN,
@@ -136,6 +134,7 @@ class ModelFamily:
         Raises:
             ValueError: the class refuses it.
         """
+        from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         known = copy.deepcopy(self.spelled_out(config))
