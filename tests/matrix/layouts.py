@@ -145,6 +145,7 @@ FAST_LAYOUTS = ("TP2 SP", "TP2 EP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "EP2")
 OWN_ATTENTION = (
     *FULL_FAMILIES,
     "deepseek_v32",
+    "deepseek_v4",
     "gemma3",
     "gemma4",
     "gemma4-small",

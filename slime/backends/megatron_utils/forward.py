@@ -216,7 +216,9 @@ class KnownShapes(P2PCommunicator):
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         group_size = config.microbatch_group_size_per_vp_stage or pp_group.size()
         table = get_schedule_table(len(lengths), num_chunks, group_size)
-        shapes: list[Shape] = [(length // split, 1, config.hidden_size) for length in lengths]
+        # A family whose layers hand on more than one hidden state a token says so on its config.
+        width = vars(config).get("stage_width", config.hidden_size)
+        shapes: list[Shape] = [(length // split, 1, width) for length in lengths]
         is_first, is_last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
         # The stage before the first is the last one, whose last chunk ends the model and sends nothing on; likewise
         # going backward, where it is the first stage that has nothing to pass on from its first chunk.

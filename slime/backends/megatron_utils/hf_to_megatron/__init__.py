@@ -65,7 +65,7 @@ def keep_fp32(model: Sequence[torch.nn.Module], folder: str, model_name: str | N
     weight_map = weight_map_of(folder, model_name)
     is_mixed = config_dtype(read_model_config(folder)) != torch.float32
     for name, shard in iter_global_parameters(model):
-        if not _COMPUTED_IN_FP32.fullmatch(name):
+        if not (_COMPUTED_IN_FP32.fullmatch(name) or name.endswith(weight_map.computed_in_fp32)):
             continue
         _, hf_names = weight_map.find(name, dims)
         if all(
@@ -216,6 +216,7 @@ def check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) 
         and part in parts
         and _EXPERT.sub(".experts.*.", name) not in read
         and name not in copies
+        and not weight_map.is_untrained(name)
         and not any(re.fullmatch(pattern, name) for pattern in weight_map.ignored)
     ]
     unused += [name for name in tensors.names() if name not in unused and not weight_map.has_place(name, shape)]

@@ -164,13 +164,15 @@ class RoutedExperts(MoELayer):
     """
 
     moe_layer_recompute: bool
+    router_class: type[Router] = Router
+    """A family with another choice of experts has another."""
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules | None = None, **kwargs: Any) -> None:
         """Build with ``submodules`` in place of our router and experts; the config says whether there are shared
         experts.
         """
         shared = ModuleSpec(module=SharedExpertMLP, submodules=_mlp_matrices())
-        own = MoESubmodules(router=Router, experts=StackedExperts, shared_experts=shared)
+        own = MoESubmodules(router=self.router_class, experts=StackedExperts, shared_experts=shared)
         super().__init__(config, submodules or own, **kwargs)
         # Recomputed here, with the router's inputs of the pass.
         self.recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False

@@ -88,6 +88,9 @@ class WeightMap:
     them from ``--hf-checkpoint``, and exports copy them from there."""
     engine_fp32: tuple[str, ...] = ()
     """Ends of the names of HF tensors that engines hold in fp32, whatever precision they compute in."""
+    computed_in_fp32: tuple[str, ...] = ()
+    """Ends of the names of Megatron parameters that the family's own layers take in any precision, and compute in
+    fp32; a run keeps them in fp32 where ``--hf-checkpoint`` does."""
     tower: str = ""
     """Prefix of the HF tensors of a vision tower that the trainer has, as transformers has it; empty for none."""
     together: tuple[tuple[str, ...], ...] = ()

@@ -1,0 +1,211 @@
+"""DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, experts that a table may choose.
+
+Folders and engines have the names of the published checkpoints, not those of transformers' class.  The table of the
+first layers' experts (``tid2eid``) is a constant: trainer, engines and exports read it from ``--hf-checkpoint``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.flag_rules import PLAIN, Config, Flag
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap, gate_up_rule
+
+SPARSE, HEAVY, WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
+"""Entries of ``layer_types``: entries that an indexer chooses, all entries, none."""
+HYPER_PARTS = ("fn", "base", "scale")
+"""Parameters of a hyper-connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class V4Layers:
+    """What config.json says of the layers beyond the model flags; layers are counted from 1."""
+
+    kinds: tuple[str, ...]
+    chosen_by_table: tuple[bool, ...]
+    """True for layers whose experts follow from the token alone."""
+    rates: Mapping[str, int]
+    """Kind of a layer -> tokens of a compressed entry."""
+    head_dim: int
+    rope_dim: int
+    """Dimensions of a head that turn, the last ones; of the indexer's heads too."""
+    query_rank: int
+    out_groups: int
+    """Groups of heads that the output projection mixes apart."""
+    out_rank: int
+    """Width of what it makes of each."""
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    num_streams: int
+    """Residual streams."""
+    sinkhorn_steps: int
+    hyper_epsilon: float
+    window_rotary: Mapping[str, Any]
+    """Rotary settings of the layers with a window alone."""
+    entry_rotary: Mapping[str, Any]
+    """Those of the others."""
+
+    @classmethod
+    def of(cls, config: Config) -> V4Layers:
+        """Read config.json, completed."""
+        return cls(
+            kinds=tuple(config["layer_types"]),
+            chosen_by_table=tuple(kind == "hash_moe" for kind in config["mlp_layer_types"]),
+            rates=config["compress_rates"],
+            head_dim=config["head_dim"],
+            rope_dim=int(config["head_dim"] * config["partial_rotary_factor"]),
+            query_rank=config["q_lora_rank"],
+            out_groups=config["o_groups"],
+            out_rank=config["o_lora_rank"],
+            index_heads=config["index_n_heads"],
+            index_dim=config["index_head_dim"],
+            index_topk=config["index_topk"],
+            num_streams=config["hc_mult"],
+            sinkhorn_steps=config["hc_sinkhorn_iters"],
+            hyper_epsilon=config["hc_eps"],
+            window_rotary=config["rope_parameters"]["main"],
+            entry_rotary=config["rope_parameters"]["compress"],
+        )
+
+    def rate(self, layer: int) -> int:
+        """Return the tokens of a compressed entry of a layer; 0 where it has none."""
+        return self.rates.get(self.kinds[layer - 1], 0)
+
+    def has_indexer(self, layer: int) -> bool:
+        return self.kinds[layer - 1] == SPARSE
+
+
+def compressor_rules(megatron: str, hf: str) -> tuple[Rule, ...]:
+    """Return the rules of what makes compressed entries."""
+    names = ("wkv.weight", "wgate.weight", "norm.weight", "ape")
+    return tuple(Rule(f"{megatron}.{name}", (f"{hf}.{name}",)) for name in names)
+
+
+DEEPSEEK_V4 = WeightMap(
+    family="DeepSeek-V4",
+    top=(
+        Rule("embedding.word_embeddings.weight", ("embed.weight",)),
+        Rule("output_layer.weight", ("head.weight",)),
+        Rule("decoder.final_layernorm.weight", ("norm.weight",)),
+        *(Rule(f"stream_head.{part}", (f"hc_head_{part}",)) for part in HYPER_PARTS),
+    ),
+    layer=(
+        Rule("input_layernorm.weight", ("attn_norm.weight",)),
+        Rule("pre_mlp_layernorm.weight", ("ffn_norm.weight",)),
+        *(
+            Rule(f"{half}_streams.{part}", (f"hc_{hf}_{part}",))
+            for half, hf in (("attention", "attn"), ("mlp", "ffn"))
+            for part in HYPER_PARTS
+        ),
+        Rule("self_attention.linear_q_down_proj.weight", ("attn.wq_a.weight",)),
+        Rule("self_attention.q_layernorm.weight", ("attn.q_norm.weight",)),
+        Rule("self_attention.linear_q_up_proj.weight", ("attn.wq_b.weight",)),
+        Rule("self_attention.linear_kv_proj.weight", ("attn.wkv.weight",)),
+        Rule("self_attention.kv_layernorm.weight", ("attn.kv_norm.weight",)),
+        Rule("self_attention.core_attention.softmax_offset", ("attn.attn_sink",)),
+        Rule("self_attention.linear_group_proj.weight", ("attn.wo_a.weight",)),
+        Rule("self_attention.linear_proj.weight", ("attn.wo_b.weight",)),
+        *compressor_rules("self_attention.compressor", "attn.compressor"),
+        *compressor_rules("self_attention.indexer.compressor", "attn.indexer.compressor"),
+        Rule("self_attention.indexer.wq_b.weight", ("attn.indexer.wq_b.weight",)),
+        Rule("self_attention.indexer.weights_proj.weight", ("attn.indexer.weights_proj.weight",)),
+        Rule("mlp.router.weight", ("ffn.gate.weight",)),
+        Rule("mlp.router.expert_bias", ("ffn.gate.bias",)),
+        *(
+            rule
+            for megatron, hf, number in (
+                ("mlp.experts", "ffn.experts.{expert}", "{expert}"),
+                ("mlp.shared_experts", "ffn.shared_experts", ""),
+            )
+            for rule in (
+                gate_up_rule(f"{megatron}.linear_fc1.weight{number}", f"{hf}.w1.weight", f"{hf}.w3.weight"),
+                Rule(f"{megatron}.linear_fc2.weight{number}", (f"{hf}.w2.weight",)),
+            )
+        ),
+    ),
+    layer_prefix="layers.{layer}.",
+    untrained=(r"mtp\..*", r"layers\.\d+\.ffn\.gate\.tid2eid"),
+    engine_fp32=(*(f"_{part}" for part in HYPER_PARTS), "attn_sink", "compressor.ape", "compressor.norm.weight"),
+    computed_in_fp32=(
+        *(f"{of}.{part}" for of in ("_streams", "stream_head") for part in HYPER_PARTS),
+        "compressor.ape",
+    ),
+    # SGLang joins each pair in one parameter, and asserts that one call brings both.
+    together=(("attn.wq_a", "attn.wkv"), ("compressor.wkv", "compressor.wgate")),
+)
+
+
+def deepseek_v4_flags(config: Config) -> Iterator[Flag | str]:
+    """Yield window, clamp and scores; refuse positions that the layers have not."""
+    yield Flag("moe_router_score_function", "sigmoid", "the layers take sqrt(softplus) in its place")
+    yield Flag("position_embedding_type", "none", "each kind of layer has other angles")
+    if config.get("sliding_window"):
+        width = config["sliding_window"]
+        yield Flag("window_size", (width - 1, 0), f"sliding_window is {width}: {width - 1},0")
+    if config.get("swiglu_limit") is not None:
+        yield Flag("activation_func_clamp_value", config["swiglu_limit"], f"swiglu_limit is {config['swiglu_limit']}")
+    rotary = config.get("rope_parameters") or {}
+    window, entries = rotary.get("main") or {}, rotary.get("compress") or {}
+    if window.get("rope_type", "default") != "default":
+        yield f"layers with a window alone turn by plain angles; main of rope_parameters has {window}"
+    is_known = entries.get("rope_type", "default") in ("default", "yarn")
+    if not is_known or entries.get("attention_factor") not in (None, 1):
+        yield f"compressed entries turn by plain angles or YaRN's, of magnitude 1; compress has {entries}"
+
+
+def deepseek_v4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return latent attention of the same cost, and by layer what is not in it; nothing where only flags are known."""
+    if not config or not config.get("layer_types"):
+        return {}
+    layers, hidden = V4Layers.of(config), args.hidden_size
+    head, streams = layers.head_dim, layers.num_streams
+    mixes = (2 + streams) * streams
+    fields = []
+    for layer in range(1, len(layers.kinds) + 1):
+        own = layers.query_rank + head + (head - layers.rope_dim) * hidden
+        own += 2 * (mixes * streams * hidden + mixes + 3)
+        if layer == len(layers.kinds):
+            own += streams * streams * hidden + streams + 1
+        for width in (head, layers.index_dim) if layers.has_indexer(layer) else (head,) * bool(layers.rate(layer)):
+            series = 2 if layers.has_indexer(layer) else 1
+            own += series * width * (2 * hidden + layers.rate(layer)) + width
+        if layers.has_indexer(layer):
+            own += layers.index_heads * (layers.query_rank * layers.index_dim + hidden)
+        fields.append((("own_parameters", own),))
+    return {
+        **{"attention": "latent", "q_lora": layers.query_rank, "kv_lora": 0, "rope_dim": layers.rope_dim},
+        "qk_dim": head - layers.rope_dim,
+        # Both matrices of the output, as one of this width.
+        "v_dim": layers.out_rank * head // hidden + layers.out_groups * layers.out_rank // args.num_attention_heads,
+        "own_activations": 4 * streams * hidden,
+        "layer_fields": tuple(fields),
+    }
+
+
+FAMILIES = (
+    ModelFamily(
+        model_types=("deepseek_v4",),
+        weight_map=DEEPSEEK_V4,
+        spec="slime_plugins.models.deepseek_v4 get_deepseek_v4_spec",
+        dims=deepseek_v4_dims,
+        always={"softmax_type": "learnable", "moe_router_enable_expert_bias": True},
+        fixed={
+            **PLAIN,
+            **{"attention_bias": False, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True},
+            **{"n_shared_experts": 1, "num_key_value_heads": 1},
+        },
+        sizes={
+            "q_lora_rank": "q_lora_rank",
+            "index_n_heads": "dsa_indexer_n_heads",
+            "index_head_dim": "dsa_indexer_head_dim",
+            "index_topk": "dsa_indexer_topk",
+        },
+        flags=deepseek_v4_flags,
+        num_experts_key="n_routed_experts",
+    ),
+)

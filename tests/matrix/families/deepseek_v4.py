@@ -1,0 +1,131 @@
+"""DeepSeek-V4: three kinds of attention, four residual streams, experts chosen by a table and by scores."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.matrix.case import (
+    FamilyCase,
+    Tensors,
+    load_with_transformers,
+    read_tensors,
+    write_tensors,
+    write_with_transformers,
+)
+from tests.matrix.flags import model_flags
+
+PUBLISHED = (
+    # what transformers 5.12.1 saves -> what published folders have, one after the other
+    *((r"^model\.hc_head\.hc_", "hc_head_"), (r"^model\.embed_tokens\.", "embed."), (r"^lm_head\.", "head.")),
+    *((r"^model\.", ""), (r"\.self_attn\.", ".attn."), (r"\.mlp\.", ".ffn."), (r"\.q_a_norm\.", ".q_norm.")),
+    *((r"\.input_layernorm\.", ".attn_norm."), (r"\.post_attention_layernorm\.", ".ffn_norm.")),
+    *((r"\.(attn|ffn)_hc\.", r".hc_\1_"), (r"\.sinks$", ".attn_sink"), (r"\.position_bias$", ".ape")),
+    (r"\.compressor\.indexer\.(scorer\.)?(?=weights_proj|q_b_proj)", ".indexer."),
+    *((r"\.compressor\.indexer\.", ".indexer.compressor."), (r"compressor\.kv_norm\.", "compressor.norm.")),
+    *(
+        (r"\.(q|o)_(a|b)_proj\.", r".w\1_\2."),
+        (r"\.kv_proj\.", ".wkv."),
+        (r"compressor\.gate_proj\.", "compressor.wgate."),
+    ),
+    *((r"\.gate\.e_score_correction_bias$", ".gate.bias"), (r"experts\.gate_proj\.", "experts.w1.")),
+    *((r"experts\.down_proj\.", "experts.w2."), (r"experts\.up_proj\.", "experts.w3.")),
+)
+
+
+def published_names(tensors: Tensors) -> Tensors:
+    """The tensors that transformers 5.12.1 has saved, under the names of published folders, which it reads."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for pattern, target in PUBLISHED:
+            name = re.sub(pattern, target, name)
+        renamed[name] = tensor
+    return renamed
+
+
+class Reference(torch.nn.Module):
+    """transformers' model, saved under the names of published folders."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.model = load_with_transformers(folder)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.model(ids)
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        write_tensors(Path(folder), without_tables(published_names(read_tensors(Path(folder)))))
+
+
+def write(case: FamilyCase, folder: Path, seed: int) -> None:
+    """With tables of experts, sinks, position biases and streams that matter."""
+    count = case.config["num_hidden_layers"]
+    kinds = {key: list(itertools.islice(itertools.cycle(case.config[key]), count)) for key in ("layer_types",)}
+    kinds["mlp_layer_types"] = ["hash_moe"] + ["moe"] * (count - 1)
+    write_with_transformers(replace(case, config={**case.config, **kinds}), folder, seed)
+    tensors, generator = published_names(read_tensors(folder)), torch.Generator().manual_seed(seed + 1)
+    for name, tensor in tensors.items():
+        if name.endswith("tid2eid"):
+            scores = torch.rand(len(tensor), case.config["n_routed_experts"], generator=generator)
+            tensor.copy_(scores.topk(tensor.size(1)).indices)
+        elif name.endswith(("attn_sink", "ape", "_base", "_scale")):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    write_tensors(folder, tensors)
+
+
+def without_tables(tensors: Tensors) -> Tensors:
+    """The tensors of a folder that a trainer holds."""
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("tid2eid")}
+
+
+CASE = FamilyCase(
+    name="deepseek_v4",
+    config={
+        "model_type": "deepseek_v4",
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.375,
+        "q_lora_rank": 20,
+        "o_groups": 2,
+        "o_lora_rank": 12,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+        "sliding_window": 5,
+        "index_n_heads": 16,
+        "index_head_dim": 8,
+        "index_topk": 3,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.7,
+        "moe_intermediate_size": 20,
+        "swiglu_limit": 0.5,
+        "vocab_size": 131,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "compress_rope_theta": 16000.0,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            **{"beta_fast": 32.0, "beta_slow": 1.0},
+        },
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    flags=model_flags,
+    write=write,
+    reference=Reference,
+    pushed=without_tables,
+    has_experts=True,
+    about="a window of 5 tokens in all layers; entries of 4 tokens, of which 3 are chosen, in layer 2 of 3, of 6 "
+    "in layer 3; 3 streams; experts by a table in layer 1; clamps that bind",
+)
